@@ -1,0 +1,22 @@
+"""How a configuration knob is declared: a dataclass field that carries one line of meaning.
+
+Every knob has one owner, a frozen dataclass beside the code that reads it. `docs/configuration.md` is
+generated from these lines.
+"""
+
+from dataclasses import MISSING, field
+from typing import Any
+
+
+class UserError(ValueError):
+    """A mistake the user can mend. One line: the value, the rule, the remedy. The commands exit with 2."""
+
+
+def knob(default: Any = MISSING, meaning: str = "", *, factory: Any = MISSING) -> Any:
+    """A dataclass field with a default (or a `factory` of one) and one line of meaning."""
+    metadata = {"meaning": meaning}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    if default is MISSING:
+        return field(metadata=metadata)
+    return field(default=default, metadata=metadata)

@@ -1,0 +1,222 @@
+"""The types that flow between the stages: requests and responses of generation, episodes, packed batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megarl.knobs import UserError, knob
+
+
+@dataclass(frozen=True)
+class GenerationHyperparameters:
+    """How completions are sampled. Read by the workflows and the rollout client."""
+
+    n_samples: int = knob(1, "completions sampled per prompt (the group size)")
+    max_new_tokens: int = knob(256, "most tokens a completion may have")
+    min_new_tokens: int = knob(0, "fewest tokens before an end-of-sequence token is allowed")
+    greedy: bool = knob(False, "take the most likely token instead of sampling")
+    temperature: float = knob(1.0, "softmax temperature; log-probs are those of the tempered distribution")
+    top_p: float = knob(1.0, "nucleus sampling mass; below 1 rollout log-probs no longer match the trainer's")
+    top_k: int = knob(-1, "sample among this many most likely tokens; -1 is all")
+    stop: list[str] = knob(meaning="strings that end a completion", factory=list)
+    stop_token_ids: list[int] = knob(meaning="token ids that end a completion, besides eos", factory=list)
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """A copy with some fields changed, such as `gconfig.new(greedy=True)`."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """One completion asked of an inference engine."""
+
+    input_ids: list[int]
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class ModelResponse:
+    """One completion. Per output token: its id, behaviour log-prob and the weight version it was sampled from."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: Literal["stop", "length", "abort"] = "stop"
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+class PackedBatch:
+    """Sequences laid end to end without padding: the one batch type past rollout.
+
+    `tokens[key]` is 1-D `[total_tokens]`, `sequences[key]` is `[num_seqs, ...]`, `cu_seqlens` is int32
+    `[num_seqs + 1]`. Per-token values are token-aligned: `rollout_logprobs[i]` is the log-prob *of* token i, and a
+    sequence's first token, which nothing predicts, holds 0. Reads like a mapping: `batch["input_ids"]`.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor] | None = None):
+        self.cu_seqlens = cu_seqlens.to(torch.int32)
+        self.tokens: dict[str, Tensor] = {}
+        self.sequences: dict[str, Tensor] = {}
+        for key, value in tokens.items():
+            self.set_tokens(key, value)
+        for key, value in (sequences or {}).items():
+            self.set_sequences(key, value)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 `[num_seqs]`: tokens of each sequence."""
+        return self.cu_seqlens.diff().long()
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_seqlens.device
+
+    def set_tokens(self, key: str, value: Tensor) -> None:
+        """Sets a per-token tensor, `[total_tokens]`."""
+        if value.shape != (self.total_tokens,):
+            raise ValueError(f"{key} has shape {tuple(value.shape)}, a per-token tensor here has ({self.total_tokens},)")
+        self.tokens[key] = value
+
+    def set_sequences(self, key: str, value: Tensor) -> None:
+        """Sets a per-sequence tensor, `[num_seqs, ...]`."""
+        if value.ndim == 0 or value.shape[0] != self.num_seqs:
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, a per-sequence tensor here has ({self.num_seqs}, ...)"
+            )
+        self.sequences[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.tokens or key in self.sequences
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key == "cu_seqlens":
+            return self.cu_seqlens
+        if key in self.tokens:
+            return self.tokens[key]
+        if key in self.sequences:
+            return self.sequences[key]
+        raise KeyError(f"{key}: this batch holds {sorted([*self.tokens, *self.sequences])}")
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        """Sets a per-token tensor where the length is `total_tokens`, else a per-sequence one."""
+        if key in self.sequences or (key not in self.tokens and value.shape != (self.total_tokens,)):
+            self.set_sequences(key, value)
+        else:
+            self.set_tokens(key, value)
+
+    def keys(self) -> list[str]:
+        return [*self.tokens, *self.sequences]
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with every tensor on `device`."""
+        return PackedBatch(
+            self.cu_seqlens.to(device),
+            {k: v.to(device) for k, v in self.tokens.items()},
+            {k: v.to(device) for k, v in self.sequences.items()},
+        )
+
+    def token_index(self, indices: Sequence[int]) -> Tensor:
+        """int64: positions of the tokens of the sequences `indices`, in that order."""
+        bounds = self.cu_seqlens.tolist()
+        parts = [torch.arange(bounds[i], bounds[i + 1]) for i in indices]
+        return torch.cat(parts).to(self.device) if parts else torch.empty(0, dtype=torch.long, device=self.device)
+
+    def select(self, indices: Sequence[int]) -> PackedBatch:
+        """A batch of the sequences `indices`, in that order."""
+        tokens = self.token_index(indices)
+        index = torch.as_tensor(list(indices), dtype=torch.long, device=self.device)
+        return PackedBatch(
+            cu_seqlens_of(self.lengths[index]),
+            {k: v[tokens] for k, v in self.tokens.items()},
+            {k: v[index] for k, v in self.sequences.items()},
+        )
+
+    @staticmethod
+    def concat(batches: Iterable[PackedBatch]) -> PackedBatch:
+        """One batch of the sequences of all; every batch must hold the same keys."""
+        parts = list(batches)
+        if not parts:
+            raise ValueError("concat needs at least one batch, got none")
+        first = parts[0]
+        for other in parts[1:]:
+            if set(other.keys()) != set(first.keys()):
+                raise ValueError(
+                    f"batches hold different keys: {sorted(first.keys())} and {sorted(other.keys())}; "
+                    "a workflow must return the same keys for every episode"
+                )
+        return PackedBatch(
+            cu_seqlens_of(torch.cat([p.lengths for p in parts])),
+            {k: torch.cat([p.tokens[k] for p in parts]) for k in first.tokens},
+            {k: torch.cat([p.sequences[k] for p in parts]) for k in first.sequences},
+        )
+
+    @staticmethod
+    def from_padded(data: Any) -> PackedBatch:
+        """Packs a padded `{key: [batch, length]}` mapping (dict or TensorDict) by its `attention_mask`.
+
+        Values of shape `[batch, length]` become per-token, others with a leading `batch` per-sequence. A tensor
+        without the batch dimension is accepted where the batch is one. Padding may be on either side.
+        """
+        if isinstance(data, PackedBatch):
+            return data
+        if "input_ids" not in data:
+            raise UserError(f"a batch needs 'input_ids' [batch, length], got the keys {sorted(data.keys())}")
+        shape = data["input_ids"].shape
+        if len(shape) != 2:
+            raise UserError(f"input_ids has shape {tuple(shape)}, a padded batch has [batch, length]")
+        mask = data["attention_mask"].bool() if "attention_mask" in data else torch.ones(shape, dtype=torch.bool)
+        if mask.shape != shape:
+            raise UserError(f"attention_mask has shape {tuple(mask.shape)}, input_ids has {tuple(shape)}")
+        tokens, sequences = {}, {}
+        for key, value in data.items():
+            if key == "attention_mask":
+                continue
+            if shape[0] == 1 and value.shape[:1] != (1,):
+                value = value.unsqueeze(0)
+            if value.shape == shape:
+                tokens[key] = value[mask]
+            elif value.ndim and value.shape[0] == shape[0]:
+                sequences[key] = value
+            else:
+                raise UserError(
+                    f"{key} has shape {tuple(value.shape)}, expected [{shape[0]}, {shape[1]}] or [{shape[0]}, ...]"
+                )
+        return PackedBatch(cu_seqlens_of(mask.sum(-1)), tokens, sequences)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What one call of a workflow left: the packed group of one prompt, or why there is none."""
+
+    prompt_id: str
+    group: PackedBatch | None
+    reason: str = ""
+
+
+def cu_seqlens_of(lengths: Tensor) -> Tensor:
+    """int32 `[num_seqs + 1]`: 0 and the running sum of the lengths."""
+    return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0)).to(torch.int32)
