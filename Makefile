@@ -1,0 +1,100 @@
+# make train   set up, then train the bundled demo          make test    set up, then the whole test suite
+# make lint    style and types of every language            make format  rewrite the files in that style
+# make bench   every script in benchmarks/                  make clean   remove the environment and what was built
+#
+# Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
+# Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="trainer.total_steps=20").
+
+PYTHON ?= python3
+VENV := .venv
+STAMPS := $(VENV)/stamps
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/lock.txt
+
+# The version that pyproject.toml pins, as name==version.
+pinned = $(shell sed -n 's/^ *"\($(1)==[^"]*\)".*/\1/p' pyproject.toml | head -n 1)
+
+# Tests and benchmarks share few cores with real servers: more threads a process, or spinning ones, slow all of them.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+NATIVE := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py)
+SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh\b' 2>/dev/null)
+CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE))
+
+.DELETE_ON_ERROR:
+.PHONY: setup train test test-unit lint format bench lock clean
+
+setup: $(STAMPS)/package
+
+train: setup
+	@exec $(BIN)/python -m megarl.train +experiment=gsm8k_grpo $(ARGS)
+
+test: setup
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+test-unit: setup
+	@exec $(BIN)/python -m pytest tests/unit $(ARGS)
+
+bench: setup
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+lint: setup
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(if $(CSOURCES),$(BIN)/clang-format --dry-run --Werror $(CSOURCES))
+	@$(if $(SCRIPTS),$(BIN)/shellcheck $(SCRIPTS))
+
+format: setup
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+	@$(if $(CSOURCES),$(BIN)/clang-format -i $(CSOURCES))
+
+lock: setup
+	@$(BIN)/python requirements/write_lock.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info megarl/_C*.so
+
+# --- set-up, one stamp a stage -----------------------------------------------------------------------------------
+
+# say: one line a stage, as each takes seconds to minutes.
+say = printf '[setup %s/6] %s\n' $(1) '$(2)'
+
+$(STAMPS)/venv:
+	@$(call say,1,virtual environment in $(VENV))
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') || \
+	  { echo "make: PYTHON=$(PYTHON) does not run; megarl needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.11"; exit 2; }; \
+	case $$version in 3.11|3.12) ;; \
+	  *) echo "make: $(PYTHON) is Python $$version; megarl needs 3.11 or 3.12: make PYTHON=python3.11"; exit 2;; esac
+	@command -v $${CXX:-g++} >/dev/null || \
+	  { echo "make: no C++ compiler ($${CXX:-g++}) found; csrc/ is built here: install g++ or set CXX"; exit 2; }
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) $(call pinned,pip)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: pyproject.toml | $(STAMPS)/venv
+	@$(call say,2,$(call pinned,torch))
+	@$(PIP) $(call pinned,torch)
+	@touch $@
+
+$(STAMPS)/groups: pyproject.toml requirements/lock.txt | $(STAMPS)/torch
+	@$(call say,3,build and development tools and what SGLang imports)
+	@$(PIP) --group build --group dev --group sglang
+	@touch $@
+
+$(STAMPS)/dependencies: pyproject.toml requirements/lock.txt | $(STAMPS)/groups
+	@$(call say,4,what megarl imports)
+	@$(PIP) --no-build-isolation --only-deps .
+	@touch $@
+
+$(STAMPS)/sglang: pyproject.toml | $(STAMPS)/dependencies
+	@$(call say,5,$(call pinned,sglang) without its CUDA requirements)
+	@$(PIP) --no-deps --group sglang-no-deps
+	@touch $@
+
+$(STAMPS)/package: $(NATIVE) | $(STAMPS)/sglang
+	@$(call say,6,the C++ kernels and megarl itself (editable))
+	@$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
