@@ -1,0 +1,1 @@
+"""Rollouts: SGLang servers, the client that speaks to them, workflows and the executor that drives them."""
