@@ -98,7 +98,9 @@ class PackedBatch:
     def set_tokens(self, key: str, value: Tensor) -> None:
         """Sets a per-token tensor, `[total_tokens]`."""
         if value.shape != (self.total_tokens,):
-            raise ValueError(f"{key} has shape {tuple(value.shape)}, a per-token tensor here has ({self.total_tokens},)")
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, a per-token tensor here has ({self.total_tokens},)"
+            )
         self.tokens[key] = value
 
     def set_sequences(self, key: str, value: Tensor) -> None:

@@ -1,0 +1,123 @@
+"""The training engine's interface, with the names of AReaL's public API."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megarl.types import PackedBatch
+
+LossFn = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+LossWeightFn = Callable[[PackedBatch], Tensor | float]
+
+
+@dataclass(frozen=True)
+class FinetuneSpec:
+    """How long a run is; learning-rate schedules are laid over it."""
+
+    total_train_epochs: int
+    dataset_size: int
+    train_batch_size: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.dataset_size // self.train_batch_size
+
+    @property
+    def total_train_steps(self) -> int:
+        return self.total_train_epochs * self.steps_per_epoch
+
+
+class TrainEngine(ABC):
+    """One model on all trainer ranks (SPMD): every method is called by every rank with the same global batch.
+
+    Batches are `PackedBatch`es, or padded `{key: [batch, length]}` mappings, which are packed at the door. The engine
+    shards them over data parallel ranks and microbatches itself, and every rank gets the same result.
+    """
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+
+    @abstractmethod
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Joins the process groups, builds the model and loads its weights. `addr` is unused: torchrun's
+        environment says where the world meets."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Frees the model and leaves the process groups."""
+
+    @abstractmethod
+    def train(self, mode: bool = True) -> TrainEngine:
+        """Sets training mode."""
+
+    @abstractmethod
+    def eval(self) -> TrainEngine:
+        """Sets evaluation mode."""
+
+    @abstractmethod
+    def forward(
+        self,
+        data: Any,
+        post_hook: Callable[[Tensor, PackedBatch], Tensor],
+        aggregate: Callable[[list[Tensor]], Tensor] = torch.cat,
+    ) -> Tensor:
+        """Runs the model without gradients.
+
+        Args:
+            post_hook: takes logits `[tokens, vocab]` and the microbatch, returns one value a token `[tokens, ...]` or
+                a sequence `[num_seqs, ...]`.
+            aggregate: joins the list of per-sequence results, given in the batch's order.
+        """
+
+    @abstractmethod
+    def train_batch(
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+    ) -> dict[str, float]:
+        """One optimizer step over the global batch.
+
+        Args:
+            loss_fn: the mean loss of one microbatch. With `sees="logits"` it is called as `loss_fn(logits, data)`:
+                logits `[tokens, vocab]` and the token-aligned microbatch. With `sees="logprobs"` (far less memory)
+                as `loss_fn(logprobs, entropy, data)`, where `logprobs[i]`, `entropy[i]` and every per-token tensor
+                of `data` belong to the same predicted token. It may return `(loss, metrics)`; metrics are averaged
+                with the same weights, names that end in `_max` take the maximum.
+            loss_weight_fn: the weight of a microbatch's mean, such as its number of trained tokens. The step's loss is
+                `sum(weight * loss) / sum(weight)` over all microbatches of all ranks.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping), `lr`, and the metrics, equal on every rank.
+
+        Raises:
+            FloatingPointError: the loss or the gradient norm is not finite; parameters are left as they were.
+        """
+
+    @abstractmethod
+    def eval_batch(
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+    ) -> dict[str, float]:
+        """`train_batch` without gradients and step."""
+
+    @abstractmethod
+    def step_lr_scheduler(self) -> None:
+        """Advances the learning-rate schedule by one step."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes a HF checkpoint: sharded safetensors, config, tokenizer."""
+
+    @abstractmethod
+    def save_state(self, folder: Path) -> None:
+        """Writes everything that training goes on from, bit for bit: parameters, optimizer, schedule, generators."""
+
+    @abstractmethod
+    def load_state(self, folder: Path) -> None:
+        """Restores what `save_state` wrote."""

@@ -1,0 +1,367 @@
+"""The training engine on Megatron-core: one model over tp x pp x dp ranks, fed with packed global batches.
+
+global batch -> partition over dp and microbatches -> pipeline schedule -> loss, normalised once -> optimizer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from megarl.actor import checkpoint, hf, model
+from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, TrainEngine
+from megarl.actor.microbatch import Microbatch, build, partition, shift_right
+from megarl.knobs import UserError, knob
+from megarl.ops.logprob import vocab_parallel_logprobs
+from megarl.parallel import groups as process_groups
+from megarl.parallel import platform
+from megarl.parallel.broadcast import gather_json
+from megarl.parallel.groups import ParallelConfig
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam and its learning-rate schedule."""
+
+    lr: float = knob(1e-6, "peak learning rate")
+    min_lr_ratio: float = knob(0.0, "learning rate at the end of decay, as a part of lr")
+    lr_decay_style: str = knob("constant", "constant, linear or cosine")
+    warmup_steps: int = knob(0, "steps over which the learning rate rises from 0")
+    weight_decay: float = knob(0.0, "decoupled weight decay; not applied to norms and biases")
+    adam_beta1: float = knob(0.9, "decay of Adam's first moment")
+    adam_beta2: float = knob(0.999, "decay of Adam's second moment")
+    adam_eps: float = knob(1e-8, "Adam's denominator floor")
+    clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One model: where it comes from and how it is trained."""
+
+    path: str = knob("", "local folder of a HF checkpoint, or a hub name")
+    init: str = knob("checkpoint", "checkpoint: load the weights of path; random: only its config and tokenizer")
+    init_seed: int = knob(1, "seed of init=random")
+    dtype: str = knob("float32", "float32 or bfloat16 parameters; main parameters and gradients are float32")
+    max_tokens_per_mb: int = knob(16384, "most tokens in one packed microbatch; bounds activation memory")
+    temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
+    optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuses values that no run could use.
+
+    Raises:
+        UserError: naming the knob.
+    """
+    choices = {
+        "dtype": (config.dtype, tuple(model.DTYPES)),
+        "init": (config.init, ("checkpoint", "random")),
+        "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, ("constant", "linear", "cosine")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise UserError(f"actor.{name}={value} must be one of {', '.join(allowed)}")
+    for name in ("max_tokens_per_mb", "temperature"):
+        if getattr(config, name) <= 0:
+            raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
+
+
+class MegatronEngine(TrainEngine):
+    """A HF model of a supported family on Megatron-core."""
+
+    def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None) -> None:
+        self.config = config
+        self.parallel = parallel or ParallelConfig()
+        check_config(config)
+        self.hf_config = model.read_config(config.path)
+        model.check_layout(self.hf_config, self.parallel)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        self.groups = process_groups.initialize(self.parallel)
+        self.module: GPTModel = model.build(self.hf_config, self.groups, model.DTYPES[self.config.dtype])
+        if self.config.init == "random":
+            hf.initialize_randomly(self.module, self.hf_config, self.groups, self.config.init_seed)
+        else:
+            hf.load(self.module, self.hf_config, self.groups, self.config.path)
+        with platform.scope():
+            self.ddp = DistributedDataParallel(
+                self.module.config,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                self.module,
+                pg_collection=self.groups.collection,
+            )
+            self.module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
+                models, None, **groups
+            )
+            self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.ddp])
+        self.scheduler = self._scheduler(ft_spec)
+
+    def _optimizer_config(self) -> MegatronOptimizerConfig:
+        adam = self.config.optimizer
+        dtype = model.DTYPES[self.config.dtype]
+        return MegatronOptimizerConfig(
+            lr=adam.lr,
+            min_lr=adam.lr * adam.min_lr_ratio,
+            weight_decay=adam.weight_decay,
+            adam_beta1=adam.adam_beta1,
+            adam_beta2=adam.adam_beta2,
+            adam_eps=adam.adam_eps,
+            clip_grad=adam.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+
+    def _scheduler(self, ft_spec: FinetuneSpec | None) -> OptimizerParamScheduler:
+        adam = self.config.optimizer
+        if ft_spec is None and adam.lr_decay_style != "constant":
+            raise UserError(
+                f"actor.optimizer.lr_decay_style={adam.lr_decay_style} needs the number of steps: give initialize a "
+                "FinetuneSpec, or use constant"
+            )
+        steps = max(ft_spec.total_train_steps if ft_spec else 1, adam.warmup_steps + 1)
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=adam.lr,
+            min_lr=adam.lr * adam.min_lr_ratio,
+            lr_warmup_steps=adam.warmup_steps,
+            lr_decay_steps=steps,
+            lr_decay_style=adam.lr_decay_style,
+            start_wd=adam.weight_decay,
+            end_wd=adam.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def destroy(self) -> None:
+        for name in ("scheduler", "optimizer", "ddp", "module"):
+            if hasattr(self, name):
+                delattr(self, name)
+        process_groups.destroy()
+
+    @property
+    def device(self) -> torch.device:
+        return platform.device()
+
+    def train(self, mode: bool = True) -> MegatronEngine:
+        self.ddp.train(mode)
+        return self
+
+    def eval(self) -> MegatronEngine:
+        return self.train(False)
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def _microbatches(self, batch: PackedBatch, weigh: LossWeightFn | None = None) -> list[Microbatch]:
+        """This rank's microbatches. Weights are those of the whole global batch, so that they sum to 1 over all ranks."""
+        plan = partition(batch.lengths.tolist(), self.groups.dp_size, self.config.max_tokens_per_mb)
+        weights = [[1.0 for _ in row] for row in plan]
+        if weigh is not None:
+            weights = [[float(weigh(batch.select(part))) if part else 0.0 for part in row] for row in plan]
+        total = math.fsum(w for row in weights for w in row)
+        if weigh is not None and not (total > 0 and math.isfinite(total)):
+            raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
+        mine = self.groups.dp_rank
+        return [
+            build(batch, part, weight / total, self.device)
+            for part, weight in zip(plan[mine], weights[mine], strict=True)
+        ]
+
+    def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """The pipeline schedule over the microbatches; on the last stage `process(output, microbatch)` for each."""
+
+        def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            mb = next(iterator)
+            output = module(mb.batch["input_ids"][None], None, None, packed_seq_params=mb.packed)
+            return output, lambda out: process(out, mb)
+
+        schedule = get_forward_backward_func()
+        with platform.scope():
+            return schedule(
+                forward_step_func=forward_step,
+                data_iterator=iter(microbatches),
+                model=[self.ddp],
+                num_microbatches=len(microbatches),
+                seq_length=self.config.max_tokens_per_mb,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _logprobs(self, logits: Tensor, mb: Microbatch, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Position-aligned log-probs and entropies `[tokens]` from this tp rank's logits `[tokens, vocab / tp]`."""
+        return vocab_parallel_logprobs(
+            logits,
+            mb.labels,
+            vocab_valid=self.hf_config.vocab_size,
+            vocab_start=self.groups.tp_rank * logits.shape[1],
+            temperature=self.config.temperature,
+            group=self.groups.tp if self.groups.tp_size > 1 else None,
+            with_entropy=with_entropy,
+            inplace_backward=True,
+        )
+
+    def _full_logits(self, logits: Tensor) -> Tensor:
+        """`[tokens, vocab]`: gathered over tp, padding of the vocabulary cut off."""
+        if self.groups.tp_size > 1:
+            logits = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
+        return logits[:, : self.hf_config.vocab_size]
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def _loss_process(self, loss_fn: LossFn, sees: Literal["logits", "logprobs"]) -> Callable[..., Any]:
+        def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, dict[str, tuple[float, float]]]:
+            logits = output[0]
+            no_tokens = torch.zeros([], dtype=torch.int)  # the schedule adds these up; megarl's weights serve instead
+            if mb.weight == 0:
+                return logits.sum() * 0.0, no_tokens, {}
+            if sees == "logits":
+                result = loss_fn(self._full_logits(logits), mb.batch)
+            else:
+                result = loss_fn(*self._logprobs(logits, mb), mb.aligned)
+            loss, metrics = result if isinstance(result, tuple) else (result, {})
+            report = {k: (mb.weight, float(v)) for k, v in {**metrics, "loss": loss.detach()}.items()}
+            return loss * mb.weight, no_tokens, report
+
+        return process
+
+    def train_batch(
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+    ) -> dict[str, float]:
+        microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        stats = self._reduce(self._run(microbatches, self._loss_process(loss_fn, sees), forward_only=False))
+        if not math.isfinite(stats["loss"]):
+            raise FloatingPointError(f"the loss is {stats['loss']}; no step was taken")
+        with platform.scope():
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"the gradient's norm is {norm}; no step was taken")
+            self.optimizer.step()
+        return {**stats, "grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def eval_batch(
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+    ) -> dict[str, float]:
+        microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
+        with torch.no_grad():
+            return self._reduce(self._run(microbatches, self._loss_process(loss_fn, sees), forward_only=True))
+
+    def _reduce(self, reports: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+        """Weighted means (maxima for `*_max`) over all microbatches of all ranks, the same on every rank.
+
+        Ranks of one tp group and stages before the last count nothing: their share is added by the last stage's tp
+        rank 0. Sums run in rank order, so that the result does not depend on arrival.
+        """
+        mine: dict[str, float] = {}
+        for report in reports:
+            for key, (weight, value) in report.items():
+                mine[key] = (
+                    max(mine.get(key, -math.inf), value)
+                    if key.endswith("_max")
+                    else mine.get(key, 0.0) + weight * value
+                )
+        if self.groups.world_size == 1:
+            return mine
+        counts = self.groups.is_last_stage and self.groups.tp_rank == 0
+        result: dict[str, float] = {}
+        for theirs in gather_json(mine if counts else {}):
+            for key, value in theirs.items():
+                result[key] = (
+                    max(result.get(key, -math.inf), value) if key.endswith("_max") else result.get(key, 0.0) + value
+                )
+        return result
+
+    def step_lr_scheduler(self) -> None:
+        self.scheduler.step(1)
+
+    # -- inference ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self,
+        data: Any,
+        post_hook: Callable[[Tensor, PackedBatch], Tensor],
+        aggregate: Callable[[list[Tensor]], Tensor] = torch.cat,
+    ) -> Tensor:
+        batch = PackedBatch.from_padded(data)
+        per_sequence = self._collect(batch, lambda out, mb: post_hook(self._full_logits(out[0]), mb.batch))
+        return aggregate(per_sequence)
+
+    @torch.no_grad()
+    def logprobs(self, data: Any) -> Tensor:
+        """float32 `[total_tokens]`, token-aligned, on the host: log-probs of the batch's own tokens."""
+        batch = PackedBatch.from_padded(data)
+
+        def process(out: Tensor, mb: Microbatch) -> Tensor:
+            logprobs, _ = self._logprobs(out[0], mb, with_entropy=False)
+            return shift_right(logprobs, mb.batch.cu_seqlens)
+
+        return torch.cat(self._collect(batch, process))
+
+    def _collect(self, batch: PackedBatch, process: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
+        """Runs forward only and returns one tensor a sequence, in the batch's order, the same on every rank."""
+        microbatches = self._microbatches(batch)
+        outputs = self._run(microbatches, process_results(process), forward_only=True)
+        sample = outputs[0] if outputs else None
+        facts = gather_json(
+            None
+            if sample is None
+            else [sample.shape[0] == microbatches[0].batch.total_tokens, list(sample.shape[1:]), str(sample.dtype)]
+        )
+        per_token, tail, dtype = next(f for f in facts if f is not None)
+        rows = batch.total_tokens if per_token else batch.num_seqs
+        full = torch.zeros(rows, *tail, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device)
+        for mb, output in zip(microbatches, outputs, strict=False):
+            if mb.indices:
+                where = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
+                full[where.to(self.device)] = output
+        if self.groups.dp_size > 1 and self.groups.is_last_stage:
+            dist.all_reduce(full, group=self.groups.dp)  # each row is written by one rank and zero elsewhere
+        if self.groups.pp_size > 1:
+            dist.broadcast(full, dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
+        host = full.cpu()
+        return list(host.split(batch.lengths.tolist() if per_token else 1))
+
+    # -- weights and state --------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every HF tensor whole, on rank 0's host, by name (see `hf.gather`); a collective."""
+        return hf.gather(self.module, self.hf_config, self.groups)
+
+    def save(self, folder: Path) -> None:
+        hf.save(self.module, self.hf_config, self.groups, folder, self.config.path)
+
+    def save_state(self, folder: Path) -> None:
+        checkpoint.save(folder, self.module, self.optimizer, self.scheduler, self.groups)
+
+    def load_state(self, folder: Path) -> None:
+        checkpoint.load(folder, self.module, self.optimizer, self.scheduler, self.groups)
+
+
+def process_results(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:
+    """Adapts a result per microbatch to what the schedule expects of a loss function."""
+
+    def wrapped(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros([]), torch.zeros([], dtype=torch.int), process(output, mb)
+
+    return wrapped

@@ -1,0 +1,1 @@
+"""Process groups and the platform under them. With actor/, the only place that imports Megatron."""

@@ -1,0 +1,129 @@
+"""Process groups of the actor: Megatron's tp x pp x dp layout over the trainer ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megarl.knobs import UserError, knob
+from megarl.parallel import platform
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the actor is laid out over trainer ranks."""
+
+    tp_size: int = knob(1, "tensor parallel ranks: each layer's matrices are split over them")
+    pp_size: int = knob(1, "pipeline parallel ranks: the layers are split over them")
+    dp_size: int | None = knob(None, "data parallel replicas; none: all ranks that torchrun gives, else 1")
+    timeout_s: float = knob(600.0, "seconds after which a collective that not every rank has joined is an error")
+
+    def world_size(self) -> int:
+        """Trainer ranks this layout needs.
+
+        Raises:
+            UserError: sizes below 1, or a world (of torchrun) that is not tp * pp * dp.
+        """
+        for name in ("tp_size", "pp_size", "dp_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"parallel.{name}={value} must be at least 1")
+        model_ranks = self.tp_size * self.pp_size
+        given = os.environ.get("WORLD_SIZE")
+        if given is None:
+            return model_ranks * (self.dp_size or 1)
+        world = int(given)
+        if world % model_ranks or (self.dp_size is not None and world != model_ranks * self.dp_size):
+            raise UserError(
+                f"the world has {world} ranks, but parallel.tp_size={self.tp_size} x pp_size={self.pp_size} x "
+                f"dp_size={self.dp_size or 'any'} does not make {world}; change the sizes or the number of ranks"
+            )
+        return world
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place in the layout and the process groups it belongs to."""
+
+    rank: int
+    world_size: int
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    collection: ProcessGroupCollection
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp.rank()
+
+    @property
+    def tp_size(self) -> int:
+        return self.tp.size()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp.rank()
+
+    @property
+    def pp_size(self) -> int:
+        return self.pp.size()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp.size()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+def initialize(config: ParallelConfig) -> Groups:
+    """Joins the world (a world of one unless torchrun or the launcher set RANK) and makes Megatron's groups."""
+    platform.prepare()
+    world = config.world_size()
+    timeout = timedelta(seconds=config.timeout_s)
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(platform.collective_backend(), timeout=timeout)
+        else:
+            dist.init_process_group(
+                platform.collective_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+    if dist.get_world_size() != world:
+        raise UserError(
+            f"parallel.tp_size={config.tp_size} x pp_size={config.pp_size} x dp_size={config.dp_size or 1} needs "
+            f"{world} ranks, {dist.get_world_size()} were started"
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        with platform.scope():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=config.tp_size,
+                pipeline_model_parallel_size=config.pp_size,
+                distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+            )
+    collection = ProcessGroupCollection.use_mpu_process_groups()
+    return Groups(
+        rank=dist.get_rank(),
+        world_size=world,
+        tp=collection.tp,
+        pp=collection.pp,
+        dp=collection.dp,
+        collection=collection,
+    )
+
+
+def destroy() -> None:
+    """Leaves all groups."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

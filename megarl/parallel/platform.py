@@ -1,0 +1,123 @@
+"""Which device the trainer runs on, and what Megatron-core needs to run where there is no GPU.
+
+Megatron-core 0.16.1 calls `torch.cuda` directly. Where no GPU is found, `prepare()` answers those calls for the
+CPU: attributes of `torch.cuda` are replaced once, and `scope()` redirects tensors that ask for `device="cuda"`
+while Megatron code runs. Every entry names the Megatron line that needs it; `tests/unit/parallel/test_platform.py`
+fails when one is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this rank: its own GPU, or the CPU."""
+    if has_gpu():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def collective_backend() -> str:
+    """The torch.distributed backend of the device: nccl or gloo."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+class _Inert:
+    """Stands for a CUDA stream or event where everything runs in order on the host."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+# attribute of torch.cuda -> (what answers it on the CPU, the Megatron-core 0.16.1 line that calls it)
+CUDA_ATTRIBUTES: dict[str, tuple[Any, str]] = {
+    "current_device": (
+        lambda: torch.device("cpu"),
+        "distributed/param_and_grad_buffer.py:783 allocates the parameter and gradient buffers there",
+    ),
+    "synchronize": (_nothing, "pipeline_parallel/p2p_communication.py:398 after each send and receive"),
+    "current_stream": (_Inert, "pipeline_parallel/utils.py:332"),
+    "default_stream": (_Inert, "distributed/param_and_grad_buffer.py:422"),
+    "stream": (lambda *_: contextlib.nullcontext(), "distributed/param_and_grad_buffer.py:417"),
+    "Stream": (_Inert, "distributed/distributed_data_parallel.py:230"),
+    "Event": (_Inert, "pipeline_parallel/utils.py:158"),
+    "empty_cache": (_nothing, "distributed/distributed_data_parallel.py:594"),
+    "manual_seed": (_nothing, "tensor_parallel/random.py:422"),
+    "get_rng_state": (lambda *_, **__: torch.zeros(0, dtype=torch.uint8), "tensor_parallel/random.py:235"),
+}
+
+# distrib_optimizer.py:361, optimizer.py:671 and clip_grads.py:167 sort parameters by the spelling of their type
+_TYPE_SPELLINGS = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """`device="cuda"` is the CPU, `Tensor.cuda()` the tensor itself, `Tensor.type()` spells `torch.cuda.`.
+
+    Needed by schedules.py:596 (`torch.zeros([], device="cuda")`), clip_grads.py:90, optimizer.py:473 and others.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return _TYPE_SPELLINGS.get(result, result)
+        return result
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Runs Megatron code: on the CPU its CUDA requests are redirected, on a GPU nothing is changed."""
+    if has_gpu():
+        yield
+        return
+    with _CudaMeansCpu():
+        yield
+
+
+@functools.cache
+def prepare() -> None:
+    """Makes Megatron-core usable on this machine. Call before building a model; idempotent."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    if has_gpu():
+        torch.cuda.set_device(device())
+        return
+    for name, (answer, _) in CUDA_ATTRIBUTES.items():
+        setattr(torch.cuda, name, answer)
+    # tensor_parallel/random.py: CudaRNGStatesTracker.fork swaps CUDA generator states; dropout must be 0
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
