@@ -1,0 +1,42 @@
+// Help for the bindings: addresses cross as integers, and one bound function serves CPU and CUDA.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <type_traits>
+
+#ifdef MEGARL_WITH_CUDA
+#define MEGARL_CUDA_KERNEL(fn) fn
+#else
+#define MEGARL_CUDA_KERNEL(fn) nullptr
+#endif
+
+namespace megarl {
+
+namespace py = pybind11;
+
+// Where a kernel runs: on a CUDA stream, or on this many CPU threads.
+struct Where {
+  bool cuda;
+  uintptr_t stream;
+  int threads;
+};
+
+template <class T = void>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Runs the CPU or the CUDA form of a kernel. The Python lock is free meanwhile.
+template <class Args>
+void launch(const Where& where, const Args& args, void (*cpu)(const Args&, int),
+            void (*cuda)(const std::common_type_t<Args>&, void*)) {
+  py::gil_scoped_release release;
+  if (!where.cuda) return cpu(args, where.threads);
+  if (!cuda) throw std::runtime_error("this build of megarl has no CUDA kernels; build it with MEGARL_CUDA=1");
+  cuda(args, pointer(where.stream));
+}
+
+}  // namespace megarl

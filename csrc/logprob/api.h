@@ -1,0 +1,60 @@
+// Log-prob and entropy of labels under (a vocabulary shard of) logits: statistics, merge over ranks, gradient.
+// The CPU and the CUDA side take the same arguments; a kernel reads and writes raw memory and allocates none.
+#pragma once
+
+#include <cstdint>
+
+namespace megarl {
+
+// `rows` rows of `columns` logits, `row_stride` elements apart. The first `valid` columns are vocabulary, the rest
+// padding. Column c is vocabulary entry `vocab_start + c`.
+struct LogitRows {
+  int64_t rows, columns, valid, row_stride, vocab_start;
+  int dtype;  // DType; statistics are float, or double for double logits
+};
+
+// stats [rows, 4] = (max, sum, dot, label logit) of row_math.h. The label logit is NaN where the label lies in
+// another shard. Rows with label -1 are not read and get zeros. inv_temp: [1] or [rows] (`temp_stride` 0 or 1).
+struct StatsArgs {
+  LogitRows shape;
+  const void* logits;
+  const int64_t* labels;
+  const void* inv_temp;
+  int64_t temp_stride;
+  void* stats;
+};
+
+// stats [ranks, rows, 4] -> logprob [rows], entropy [rows], context [rows, 3] = (max, log sum, entropy). Ranks are
+// merged in rank order. Rows with label -1 get zeros; a label that no rank holds gives NaN.
+struct MergeArgs {
+  int64_t ranks, rows;
+  int dtype;  // kFloat32 or kFloat64
+  const void* stats;
+  const int64_t* labels;
+  const void* inv_temp;
+  int64_t temp_stride;
+  void *logprob, *entropy, *context;
+};
+
+// grad [rows, columns] from the gradients of log-prob and, where not null, entropy. `grad` may be `logits`.
+// Rows with label -1, rows whose gradients are both 0, and padding columns get zeros and are not read.
+struct BackwardArgs {
+  LogitRows shape;
+  const void* logits;
+  void* grad;
+  int64_t grad_stride;
+  const int64_t* labels;
+  const void* inv_temp;
+  int64_t temp_stride;
+  const void *context, *grad_logprob, *grad_entropy;
+};
+
+void logprob_stats_cpu(const StatsArgs& args, int threads);
+void logprob_merge_cpu(const MergeArgs& args, int threads);
+void logprob_backward_cpu(const BackwardArgs& args, int threads);
+
+void logprob_stats_cuda(const StatsArgs& args, void* stream);
+void logprob_merge_cuda(const MergeArgs& args, void* stream);
+void logprob_backward_cuda(const BackwardArgs& args, void* stream);
+
+}  // namespace megarl

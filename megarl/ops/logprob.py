@@ -1,0 +1,168 @@
+"""Log-probs and entropy of labels under logits, packed and vocabulary-parallel, and their gradients.
+
+Forward reads the logits once and keeps three floats a row; backward reads them once more and may overwrite them
+with their own gradient. See csrc/common/row_math.h for the formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.ops import kernels
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_valid: int,
+    vocab_start: int = 0,
+    temperature: float | Tensor = 1.0,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each row's label, and the entropy of the row if asked, from a vocabulary shard of the logits.
+
+    Args:
+        logits: `[tokens, local vocabulary]`, bf16, fp16 or fp32 (fp64 on CPU); rows may be further apart than
+            their length. Values are divided by `temperature` before the softmax.
+        labels: i32 or i64 `[tokens]`, global vocabulary ids; -1 is no label: log-prob and entropy 0, gradient 0.
+        vocab_valid: true size of the whole vocabulary; columns past it are padding with probability 0.
+        vocab_start: global id of this shard's first column.
+        temperature: a positive number, or one for each token `[tokens]`.
+        group: ranks that hold the other shards, in vocabulary order. One all-gather of four floats a token.
+        with_entropy: also return the entropy in nats.
+        inplace_backward: backward overwrites `logits` with their gradient. Nothing else may need them by then,
+            and backward can run once.
+
+    Returns:
+        float32 `[tokens]` log-probs and entropy (or None); float64 for float64 logits. Both are differentiable.
+        The gradient of each rank's logits is complete for its own shard: no collective in backward.
+
+    Raises:
+        ValueError: a dtype, shape, stride, device, temperature or (on CPU) label out of range.
+    """
+    kernels.check_rows("logits", logits)
+    labels = _as_labels(labels, logits, vocab_valid)
+    inv_temp = inverse_temperature(temperature, logits)
+    logprob, entropy = _RowLogprobs.apply(
+        logits, labels, inv_temp, vocab_valid, vocab_start, group, with_entropy, inplace_backward
+    )
+    return logprob, entropy if with_entropy else None
+
+
+def gather_logprobs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Log-prob of `labels` `[...]` under whole-vocabulary `logits` `[..., vocabulary]`; float32, differentiable.
+
+    Row i scores `labels[i]`: to score the next token of packed ids pass `torch.roll(input_ids, -1)`.
+    """
+    return _gather(logits, labels, temperature, with_entropy=False)[0]
+
+
+def gather_logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """As `gather_logprobs`, with the entropy of each row in nats beside it."""
+    logprob, entropy = _gather(logits, labels, temperature, with_entropy=True)
+    assert entropy is not None
+    return logprob, entropy
+
+
+def _gather(
+    logits: Tensor, labels: Tensor, temperature: float | Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)} and labels {tuple(labels.shape)}; "
+            "logits must have the labels' shape and the vocabulary behind it"
+        )
+    vocab = logits.shape[-1]
+    if isinstance(temperature, Tensor) and temperature.numel() > 1:
+        temperature = temperature.expand(labels.shape).reshape(-1)
+    logprob, entropy = vocab_parallel_logprobs(
+        logits.reshape(-1, vocab),
+        labels.reshape(-1),
+        vocab_valid=vocab,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+    return logprob.view(labels.shape), entropy.view(labels.shape) if entropy is not None else None
+
+
+def _as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
+    rows = logits.shape[:1]
+    kernels.check(
+        "labels", labels, dtype=(torch.int64, torch.int32), shape=tuple(rows), device=logits.device, contiguous=False
+    )
+    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+        low, high = (int(v) for v in labels.aminmax())
+        if low < -1 or high >= vocab_valid:
+            raise ValueError(
+                f"labels lie in [{low}, {high}], the vocabulary has {vocab_valid} entries; "
+                "use -1 where a row has no label"
+            )
+    return labels.to(torch.int64).contiguous()
+
+
+def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    """`1 / temperature` as `[1]` or `[tokens]`, in the dtype of the row statistics."""
+    dtype = kernels.stats_dtype(logits.dtype)
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
+        return torch.full((1,), 1.0 / temperature, dtype=dtype, device=logits.device)
+    if temperature.device.type == "cpu" and temperature.numel() and not torch.compiler.is_compiling():
+        lowest = float(temperature.min())
+        if not lowest > 0:
+            raise ValueError(f"temperature goes down to {lowest}, it must be positive in every row")
+    value = temperature.detach().to(dtype).reciprocal()
+    return value.reshape(1) if value.numel() == 1 else value.contiguous()
+
+
+def gathered_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Row statistics of every rank of `group` in rank order, `[ranks, rows, 4]`."""
+    size = dist.get_world_size(group) if group is not None else 1
+    if size == 1:
+        return stats.unsqueeze(0)
+    parts = stats.new_empty(size, *stats.shape)
+    dist.all_gather(list(parts.unbind(0)), stats, group=group)
+    return parts
+
+
+class _RowLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        inv_temp: Tensor,
+        vocab_valid: int,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+        with_entropy: bool,
+        inplace_backward: bool,
+    ) -> tuple[Tensor, Tensor]:
+        stats = kernels.logprob_stats(logits, labels, inv_temp, vocab_valid, vocab_start)
+        logprob, entropy, context = kernels.logprob_merge(gathered_stats(stats, group), labels, inv_temp)
+        ctx.save_for_backward(logits, labels, inv_temp, context)
+        ctx.vocab = (vocab_valid, vocab_start)
+        ctx.with_entropy = with_entropy
+        ctx.inplace_backward = inplace_backward
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        logits, labels, inv_temp, context = ctx.saved_tensors
+        h = grad_entropy.contiguous() if ctx.with_entropy else None
+        arguments = (logits, labels, inv_temp, context, grad_logprob.contiguous(), h, *ctx.vocab)
+        if ctx.inplace_backward:
+            kernels.logprob_backward_(*arguments)
+            return logits, *(None,) * 7
+        return kernels.logprob_backward(*arguments), *(None,) * 7

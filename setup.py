@@ -1,0 +1,66 @@
+"""Lists the packages and lets CMake build megarl/_C. Everything else is in pyproject.toml.
+
+MEGARL_CUDA=auto (default) builds the CUDA kernels where nvcc is found, 1 requires them, 0 leaves them out.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+def with_cuda() -> bool:
+    choice = os.environ.get("MEGARL_CUDA", "auto")
+    if choice not in ("auto", "0", "1"):
+        raise SystemExit(f"MEGARL_CUDA is {choice!r}; it must be auto, 0 or 1")
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if choice == "1" and not nvcc:
+        raise SystemExit("MEGARL_CUDA=1 but nvcc was not found; put it on PATH or use MEGARL_CUDA=0")
+    return bool(nvcc) and choice != "0"
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        library = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = ROOT / "build" / ("cuda" if with_cuda() else "cpu")
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            *(sys.executable, "-m", "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DMEGARL_WITH_CUDA={'ON' if with_cuda() else 'OFF'}",
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or ninja_of_package()}",
+        ]
+        subprocess.run(configure, check=True)
+        subprocess.run([sys.executable, "-m", "cmake", "--build", str(build)], check=True)
+        built = next(build.glob("_C.*.so"))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        partial = library.with_name(library.name + ".partial")
+        shutil.copy2(built, partial)
+        os.replace(partial, library)  # whoever has the old module open keeps it
+
+
+def ninja_of_package() -> str:
+    import ninja
+
+    return str(Path(ninja.BIN_DIR) / "ninja")
+
+
+# configs/ and assets/ stand at the root, where readers look for them, and are shipped inside the package.
+DATA_FOLDERS = [name for name in ("configs", "assets") if (ROOT / name).is_dir()]
+
+setup(
+    packages=[*find_packages(include=["megarl", "megarl.*"]), *(f"megarl.{name}" for name in DATA_FOLDERS)],
+    package_dir={"megarl": "megarl", **{f"megarl.{name}": name for name in DATA_FOLDERS}},
+    package_data={f"megarl.{name}": ["**/*"] for name in DATA_FOLDERS},
+    ext_modules=[Extension("megarl._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)
