@@ -121,7 +121,7 @@ def install() -> None:
 def fork_workers() -> None:
     """Makes SGLang fork its scheduler and detokenizer; it asks for `spawn` right before it starts them."""
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
 
 
 def main() -> None:

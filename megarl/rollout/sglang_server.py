@@ -37,7 +37,7 @@ from megarl.knobs import UserError, knob
 log = logging.getLogger(__name__)
 
 FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range, so that no outgoing connection takes one meanwhile
-STOP_GRACE_S = 5.0
+STOP_DEADLINE_S = 10.0
 LOG_TAIL_LINES = 25
 
 CPU_ARGS = {
@@ -88,7 +88,7 @@ class SGLangServerConfig:
     random_seed: int = knob(0, "seed of a server's sampling stream; server i gets random_seed + i")
     cpu_threads: int = knob(1, "OpenMP threads of a rank on CPU; more than one collapses beside busy processes")
     ready_timeout_s: float = knob(180.0, "seconds a server may take until it answers")
-    sglang: dict[str, Any] = knob(meaning="further SGLang ServerArgs by field name, passed through", factory=dict)
+    sglang: dict[str, Any] = knob(meaning="more SGLang ServerArgs by field name, passed through", factory=dict)
 
 
 @functools.cache
@@ -209,7 +209,7 @@ class SGLangServer:
         with open(self.log_path, "ab", opener=private) as log_file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid()), module, "--config", str(self.args_path)],
-                env=os.environ | {"TMPDIR": self.scratch} | ({} if on_gpu else self._cpu_environment()),
+                env=os.environ | {"TMPDIR": self.scratch} | ({} if on_gpu else self._cpu_environment(self.scratch)),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
@@ -217,8 +217,13 @@ class SGLangServer:
             )
         self.started_at = time.monotonic()
 
-    def _cpu_environment(self) -> dict[str, str]:
-        environment = {"OMP_NUM_THREADS": str(self.config.cpu_threads)}
+    def _cpu_environment(self, scratch: str) -> dict[str, str]:
+        environment = {
+            "OMP_NUM_THREADS": str(self.config.cpu_threads),
+            # Ranks find each other by a file and talk over the loopback device: torch's TCP store listens everywhere.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         if self.config.tp_size > 1:  # SGLang binds each rank to cores, and refuses more ranks than NUMA nodes otherwise
             cores = sorted(os.sched_getaffinity(0))
             ranks = range(self.config.tp_size)
@@ -264,29 +269,38 @@ class SGLangServer:
         )
 
     def stop(self) -> None:
-        """Ends the server and all of its children. Returns when they are gone."""
+        """Ends the server and all of its children. Returns when they are gone.
+
+        By SIGKILL: a server holds nothing worth saving, and its own way out polls every 5 s for open requests.
+        """
         if self.process is not None:
             try:
                 root = psutil.Process(self.process.pid)
-                family = [root, *root.children(recursive=True)]
+                family = [*root.children(recursive=True), root]
             except psutil.NoSuchProcess:
                 family = []
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(STOP_GRACE_S)
+            shared = {path for member in family for path in shared_memory_of(member)}
             for member in family:
                 if member.is_running():
                     member.kill()
-            _, alive = psutil.wait_procs(family, timeout=STOP_GRACE_S)
+            _, alive = psutil.wait_procs(family, timeout=STOP_DEADLINE_S)
             if alive:
                 raise ServerError(f"SGLang server {self.index} left processes that a SIGKILL did not end: {alive}")
+            for path in shared:
+                Path(path).unlink(missing_ok=True)
+            self.process.wait(STOP_DEADLINE_S)
             self.process = None
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.scratch = None
+
+
+def shared_memory_of(process: psutil.Process) -> list[str]:
+    """Files of SGLang's load statistics that `process` has mapped; SGLang leaves them in shared memory."""
+    try:
+        return [m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/sglang_loads_")]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
 
 
 class SGLangServers:

@@ -1,0 +1,109 @@
+"""Real SGLang servers and tiny checkpoints, started once and shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
+
+WEIGHT_LOADER = "megarl.reshard.sglang.receive"
+VOCAB_SIZE = 344
+CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def make_model(family: str, tied: bool, seed: int) -> torch.nn.Module:
+    """A random fp32 model of `family`: 2 layers, hidden 64, 4 heads on 2 key/value heads, 344 tokens."""
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 192,
+        "vocab_size": VOCAB_SIZE,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+    }
+    if family != "qwen2":  # Qwen2 has no such field: its head size is hidden / heads
+        shape["head_dim"] = 16
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**shape), dtype=torch.float32)
+    # The default initialisation is so small that a random model answers alike whatever it is asked; norms and biases
+    # are constant in it, so that two of them swapped would go unseen.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of 340 tokens; id 0 ends a text, id 1 pads."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["Leo has 7 pens. Leo buys 1 more. How many pens? 7+1=8 #### 8"], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>").save_pretrained(
+        folder
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint(family, tied=True, seed=0)`: the folder of a tiny random HF checkpoint with a tokenizer."""
+
+    @functools.cache
+    def make(family: str = "qwen3", tied: bool = True, seed: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp(f"{family}-{'tied' if tied else 'untied'}-{seed}")
+        make_model(family, tied, seed).save_pretrained(folder)
+        save_tokenizer(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SGLangServers]]:
+    """`serve(checkpoint, **knobs)`: ready servers on CPU, stopped with the session. Each takes 10 s to start."""
+    started: list[SGLangServers] = []
+
+    def start(checkpoint: Path, **knobs: Any) -> SGLangServers:
+        config = SGLangServerConfig(device="cpu", max_total_tokens=16384, **knobs)
+        servers = SGLangServers(config, checkpoint, tmp_path_factory.mktemp("logs"), WEIGHT_LOADER)
+        started.append(servers)
+        servers.start()
+        servers.wait_ready()
+        return servers
+
+    yield start
+    for servers in started:
+        servers.stop()
+
+
+@pytest.fixture(scope="session")
+def server(serve: Callable[..., SGLangServers], tiny_checkpoint: Callable[..., Path]) -> SGLangServers:
+    """One server of the tied tiny Qwen3. Its weights never change: tests that push weights start their own."""
+    return serve(tiny_checkpoint("qwen3"))
