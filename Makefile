@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMPS := $(VENV)/stamps
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/lock.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
 
 # The version that pyproject.toml pins, as name==version.
 pinned = $(shell sed -n 's/^ *"\($(1)==[^"]*\)".*/\1/p' pyproject.toml | head -n 1)

@@ -1,0 +1,160 @@
+"""Writes the metrics of each step: `metrics.jsonl`, TensorBoard event files, and wandb where asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.knobs import UserError, knob
+from megarl.observe.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+RESERVED = ("step", "time")
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Where metrics go, besides `metrics.jsonl`, which is always written."""
+
+    tensorboard: bool = knob(True, "write TensorBoard event files into the run folder")
+    wandb: bool = knob(False, "send metrics to Weights & Biases too; needs the package wandb")
+    wandb_project: str = knob("megarl", "the wandb project")
+
+    def __post_init__(self) -> None:
+        if self.wandb and importlib.util.find_spec("wandb") is None:
+            raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or set logger.wandb=false")
+
+
+class StatsLogger:
+    """Logs each step once, over any number of resumes. One process of a run has one.
+
+    `after_step` is the last step that counts: a run resumed from the checkpoint of step 40 passes 40. Lines of later
+    steps, which are about to be done again, move to `metrics.superseded.jsonl`; TensorBoard hides them. A new run
+    keeps the default.
+    """
+
+    def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int = -1) -> None:
+        run = RunFolder(Path(run_dir))
+        self._last_step = keep_until(run.metrics, after_step)
+        self._file = run.metrics.open("a", encoding="utf-8")
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+            purge_step = None if after_step < 0 else after_step + 1
+            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
+        if config.wandb:
+            import wandb
+
+            name = f"{run.path.parent.name}-{run.path.name}"
+            self._wandb = wandb.init(
+                project=config.wandb_project, name=name, id=name, resume="allow", dir=str(run.path)
+            )
+
+    def __enter__(self) -> StatsLogger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def commit(self, step: int, stats: Mapping[str, float]) -> None:
+        """Writes a step's metrics; they are on disk when this returns. Steps must rise."""
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was logged before (the last one was {self._last_step}); steps must rise")
+        if taken := [key for key in RESERVED if key in stats]:
+            raise ValueError(f"a metric cannot be named {taken[0]!r}: each line holds the step and the time by itself")
+        self._last_step = step
+        self._file.write(json_line({"step": step, "time": round(time.time(), 3), **stats}) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for key, value in stats.items():
+                self._tensorboard.add_scalar(key, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(stats), step=step)
+
+    def close(self) -> None:
+        """Closes every file. May be called twice."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """Strict JSON on one line. JSON has no NaN and no infinity: they are written as "nan", "inf" and "-inf"."""
+    plain = {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
+    return json.dumps(plain, allow_nan=False)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The steps in a `metrics.jsonl`, in order. A last line cut off by a crash is left out.
+
+    Raises UserError when the file cannot be read or another line is damaged.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give the metrics.jsonl of a run") from error
+    rows = []
+    for number, line in enumerate(lines[:-1], 1):
+        row = _parse(line)
+        if row is None:
+            raise UserError(f"{path}, line {number} is not a step's metrics: {line[:60]!r}; mend or remove the line")
+        rows.append(row)
+    return rows
+
+
+def keep_until(path: Path, step: int) -> int:
+    """Moves the lines of steps after `step`, and damaged ones, out of a `metrics.jsonl`; returns the last step kept.
+
+    They are appended to `metrics.superseded.jsonl` beside it. Returns -1 when no step is kept.
+    """
+    if not path.exists():
+        return -1
+    text = path.read_text(encoding="utf-8")
+    lines = [line for line in text.split("\n") if line]
+    rows = [_parse(line) for line in lines]
+    kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
+    moved = [line for line, row in zip(lines, rows, strict=True) if row is None or row["step"] > step]
+    if moved:
+        superseded = path.with_suffix(".superseded.jsonl")
+        with superseded.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in moved)
+        log.info("%d lines after step %d moved from %s to %s", len(moved), step, path.name, superseded.name)
+    if moved or (text and not text.endswith("\n")):
+        replace_text(path, "".join(f"{line}\n" for line in kept))
+    return max((int(row["step"]) for row in rows if row is not None and row["step"] <= step), default=-1)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file in one step: a reader sees the old text or the new, never a part."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+def _parse(line: str) -> dict[str, float] | None:
+    """A line as numbers, or None where it is damaged."""
+    try:
+        row = {key: value if isinstance(value, int) else float(value) for key, value in json.loads(line).items()}
+    except (ValueError, TypeError, AttributeError):
+        return None
+    return row if "step" in row else None

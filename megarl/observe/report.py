@@ -1,0 +1,139 @@
+"""What is left of a run to look at: `curve.png`, `summary.json` and the lines printed at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.knobs import UserError
+from megarl.observe import metrics
+from megarl.observe.logger import read_metrics, replace_text
+from megarl.observe.run_folder import RunFolder
+from megarl.observe.timers import clock
+
+INK, FAINT, ACCURACY_COLOR, TREND_COLOR = "#1f2933", "#9aa5b1", "#1769aa", "#2e7d32"
+
+
+def draw_curve(source: Path | Sequence[Mapping[str, float]], path: Path, title: str = "") -> None:
+    """Draws what there is of held-out accuracy, training reward and loss over steps into a PNG, side by side.
+
+    `source` is a `metrics.jsonl` or its rows. The loss is drawn only where there is no reward: in RL it says little.
+    Raises UserError when it holds none of them.
+    """
+    rows = read_metrics(source) if isinstance(source, Path) else source
+    accuracy, reward, loss = (_series(rows, key) for key in (metrics.ACCURACY, metrics.REWARD, metrics.LOSS))
+    panels: list[Callable[[Any], None]] = []
+    if accuracy:
+        panels.append(lambda axes: _draw_accuracy(axes, accuracy))
+    if reward:
+        panels.append(lambda axes: _draw_trend(axes, reward, "Training reward", "mean reward of a step's completions"))
+    elif loss:
+        panels.append(lambda axes: _draw_trend(axes, loss, "Training loss", "mean loss of a token (nats)"))
+    if not panels:
+        names = f"{metrics.ACCURACY}, {metrics.REWARD} or {metrics.LOSS}"
+        raise UserError(f"{len(rows)} steps hold none of {names}, so there is nothing to draw")
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(panels), 3.9), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=11)
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, draw in zip(all_axes, panels, strict=True):
+        draw(axes)
+        axes.set_xlabel("training steps", color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
+        axes.tick_params(colors=INK)
+        axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.savefig(path)
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Writes `summary.json` in one step and returns its path. Numbers that are not finite become null."""
+    path = RunFolder(Path(run_dir)).summary
+    replace_text(path, json.dumps(_without_nan(summary), indent=2, allow_nan=False) + "\n")
+    return path
+
+
+def summary_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """The few lines printed at the end of a run. What `summary` lacks is left out."""
+    run, lines = RunFolder(Path(run_dir)), []
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+    if before is not None and after is not None:
+        problems = summary.get("accuracy_problems")
+        over = f" on {problems} held-out problems" if problems else ""
+        lines.append(f"accuracy  {before:.1%} before, {after:.1%} after ({(after - before) * 100:+.1f} points){over}")
+    if "steps" in summary:
+        first = summary.get("time_to_first_step_s")
+        start = f", the first after {clock(first)}" if first is not None else ""
+        lines.append(f"steps     {summary['steps']} in {clock(summary['wall_s'])}{start}")
+    if summary.get("tokens_per_s_rollout") is not None:
+        rollout, train = summary["tokens_per_s_rollout"], summary.get("tokens_per_s_train", math.nan)
+        lines.append(f"speed     {rollout:,.0f} tokens/s in rollout, {train:,.0f} tokens/s in training")
+    if summary.get("weights_verified") is not None:
+        lines.append(f"weights   {summary['weights_verified']} syncs, each proven equal on the server")
+    if summary.get("max_rollout_train_logprob_diff") is not None:
+        difference = summary["max_rollout_train_logprob_diff"]
+        lines.append(f"log-probs rollout and trainer differ by at most {difference:.1e}")
+    lines.append(f"folder    {run.path}" + (f" ({run.curve.name} shows the curve)" if run.curve.exists() else ""))
+    return lines
+
+
+def _series(rows: Sequence[Mapping[str, float]], key: str) -> list[tuple[int, float]]:
+    return [(int(row["step"]), row[key]) for row in rows if key in row and math.isfinite(row[key])]
+
+
+def _draw_accuracy(axes: Any, series: list[tuple[int, float]]) -> None:
+    steps, values = zip(*((step, value * 100) for step, value in series), strict=True)
+    axes.plot(steps, values, color=ACCURACY_COLOR, marker="o", markersize=5, linewidth=2)
+    axes.set_title("Held-out accuracy", loc="left", color=INK, fontsize=11, fontweight="bold")
+    axes.set_ylabel("problems solved (%)", color=INK)
+    low, high = min(values), max(values)
+    room = max(5.0, 0.25 * (high - low))
+    axes.set_ylim(max(0.0, low - room), min(105.0, high + room))
+    if len(series) < 2:
+        return
+    axes.margins(x=0.12)
+    for index, word in ((0, "before"), (-1, "after")):
+        up = (values[-1] >= values[0]) == (index == -1)
+        axes.annotate(
+            f"{word} {values[index]:.1f}%",
+            (steps[index], values[index]),
+            xytext=(0, 11 if up else -11),
+            textcoords="offset points",
+            ha="left" if index == 0 else "right",
+            va="bottom" if up else "top",
+            color=ACCURACY_COLOR,
+            fontweight="bold",
+        )
+    axes.set_title(f"{values[-1] - values[0]:+.1f} points", loc="right", color=INK, fontsize=11)
+
+
+def _draw_trend(axes: Any, series: list[tuple[int, float]], title: str, ylabel: str) -> None:
+    steps, values = zip(*series, strict=True)
+    window = max(1, len(values) // 12)
+    axes.plot(steps, values, color=TREND_COLOR, alpha=0.35, linewidth=1, label="each step")
+    axes.plot(steps, _trailing_mean(values, window), color=TREND_COLOR, linewidth=2, label=f"mean of {window} steps")
+    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold")
+    axes.set_ylabel(ylabel, color=INK)
+    if window > 1:
+        axes.legend(frameon=False, labelcolor=INK)
+
+
+def _trailing_mean(values: Sequence[float], window: int) -> list[float]:
+    return [sum(part) / len(part) for i in range(len(values)) for part in [values[max(0, i + 1 - window) : i + 1]]]
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,109 @@
+"""The folder that a run leaves: `runs/<experiment>/<time>/`, and the link `latest` beside it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.knobs import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where each thing of a run lies."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The whole configuration, written by the command before anything starts."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line of JSON a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def curve(self) -> Path:
+        return self.path / "curve.png"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """One file a server and a rank."""
+        return self.path / "logs"
+
+
+def new_run(root: str | Path, experiment: str) -> RunFolder:
+    """Makes `root/experiment/<time>/` with its subfolders and points `latest` at it.
+
+    Raises UserError when `experiment` is not a plain name or the folder cannot be written.
+    """
+    if not experiment or "/" in experiment or experiment in {".", "..", "latest"}:
+        raise UserError(f"experiment name {experiment!r} must be one folder name other than 'latest', without '/'")
+    parent = Path(root) / experiment
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        run = RunFolder(_new_folder(parent))
+        for folder in (run.tensorboard, run.checkpoints, run.logs):
+            folder.mkdir()
+    except OSError as error:
+        raise UserError(f"run folder {parent} cannot be written ({error.strerror}); choose another root") from error
+    _point_latest(parent / "latest", run.path.name)
+    return run
+
+
+def open_run(path: str | Path) -> RunFolder:
+    """The run in `path`, for `resume=`. Raises UserError, naming what is missing, when it holds none."""
+    run = RunFolder(Path(path).resolve())
+    remedy = "give the folder of a run, such as runs/gsm8k_grpo/latest"
+    if not run.path.is_dir():
+        raise UserError(f"resume={path} is not a folder; {remedy}")
+    missing = [f"{p.name}{kind}" for p, kind in ((run.config, ""), (run.checkpoints, "/")) if not p.exists()]
+    if missing:
+        raise UserError(f"resume={path} is not a run: it has no {' and no '.join(missing)}; {remedy}")
+    if not any(run.checkpoints.iterdir()):
+        raise UserError(f"resume={path} holds no checkpoint, so there is nothing to resume; start a new run")
+    if not os.access(run.path, os.W_OK):
+        raise UserError(f"resume={path} cannot be written; resume a copy of it in a folder of yours")
+    return run
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder named by the time; a second run within the same second gets `-2`."""
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(1):
+        folder = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        if not folder.exists():
+            break
+    folder.mkdir()
+    return folder
+
+
+def _point_latest(link: Path, name: str) -> None:
+    """Replaces the link in one step. A file system without links costs a warning, not the run."""
+    new = link.with_name(f".latest-{os.getpid()}")
+    try:
+        new.symlink_to(name, target_is_directory=True)
+        os.replace(new, link)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        logger.warning("%s was not pointed at %s: %s", link, name, error.strerror)

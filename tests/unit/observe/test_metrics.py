@@ -1,0 +1,100 @@
+import asyncio
+import threading
+
+import pytest
+
+from megarl.observe.metrics import StatsTracker, stats_tracker
+from megarl.observe.timers import StageTimes, clock
+
+
+def test_scalars_are_averaged_and_totals_summed_since_the_last_export():
+    tracker = StatsTracker()
+    tracker.scalar(loss=1.0)
+    tracker.scalar(loss=3.0, grad_norm=0.5)
+    tracker.total(tokens=10)
+    tracker.total(tokens=32)
+    assert tracker.export() == {"grad_norm": 0.5, "loss": 2.0, "tokens": 42.0}
+    assert tracker.export() == {}
+    tracker.scalar(loss=7.0)
+    assert tracker.export() == {"loss": 7.0}
+
+
+def test_scopes_nest_and_close_again_after_an_error():
+    tracker = StatsTracker()
+    with tracker.scope("actor"):
+        with pytest.raises(ValueError, match="could not convert"), tracker.scope("update"):
+            tracker.scalar(loss=1.0, lr="fast")  # type: ignore[arg-type]
+        tracker.scalar(lr=0.1)
+    tracker.scalar(step=5)
+    assert tracker.export() == {"actor/lr": 0.1, "actor/update/loss": 1.0, "step": 5.0}
+
+
+def test_timing_adds_up_within_a_step_and_is_kept_when_the_block_raises():
+    tracker = StatsTracker()
+    for _ in range(2):
+        with tracker.record_timing("rollout"):
+            threading.Event().wait(0.02)
+    with pytest.raises(KeyError), tracker.scope("actor"), tracker.record_timing("forward"):
+        raise KeyError("x")
+    stats = tracker.export()
+    assert 0.04 <= stats["time_s/rollout"] < 1.0
+    assert 0.0 <= stats["time_s/actor/forward"] < 1.0
+
+
+def test_a_scope_belongs_to_its_thread_and_its_task_while_numbers_are_shared():
+    tracker = StatsTracker()
+    inside = threading.Barrier(2)
+
+    def work(name: str) -> None:
+        with tracker.scope(name):
+            inside.wait(timeout=10)  # both scopes are open at once
+            for _ in range(1000):
+                tracker.total(count=1)
+
+    async def task(name: str) -> None:
+        with tracker.scope(name):
+            await asyncio.sleep(0.001)
+            tracker.total(count=1)
+
+    async def both() -> None:
+        await asyncio.gather(task("c"), task("d"))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    asyncio.run(both())
+    assert tracker.export() == {"a/count": 1000.0, "b/count": 1000.0, "c/count": 1.0, "d/count": 1.0}
+
+
+def test_one_name_cannot_be_a_mean_and_a_sum():
+    tracker = StatsTracker()
+    tracker.scalar(tokens=1)
+    with pytest.raises(ValueError, match="tokens was recorded by scalar"):
+        tracker.total(tokens=1)
+
+
+def test_the_shared_tracker_is_one_object():
+    with stats_tracker.scope("test"):
+        stats_tracker.scalar(value=1.0)
+    assert stats_tracker.export()["test/value"] == 1.0
+
+
+def test_stage_times_are_the_last_and_the_median_of_top_level_stages():
+    times = StageTimes()
+    assert times.eta_s(10) is None
+    for seconds in (1.0, 9.0, 2.0):
+        times.record({"time_s/rollout": seconds, "time_s/actor/forward": 5.0, "loss": 1.0}, seconds + 1)
+    times.record({"time_s/eval": 4.0}, 4.0)
+    assert times.last() == {"rollout": 2.0, "eval": 4.0}
+    assert times.median() == {"rollout": 2.0, "eval": 4.0}
+    assert times.eta_s(10) == pytest.approx((2 + 10 + 3 + 4) / 4 * 10)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0s"), (41.6, "42s"), (59.9, "1m00s"), (185, "3m05s"), (7625, "2h07m"), (4 * 3600 + 3 * 86400, "3d04h")],
+)
+def test_seconds_read_as_a_clock(seconds: float, text: str):
+    assert clock(seconds) == text

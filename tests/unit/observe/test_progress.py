@@ -1,0 +1,113 @@
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from megarl.observe import metrics
+from megarl.observe.progress import Progress, sparkline
+
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+STEP = {
+    metrics.REWARD: 0.5,
+    metrics.STALENESS: 0.0,
+    metrics.ROLLOUT_TOKENS_PER_S: 1234.0,
+    metrics.TRAIN_TOKENS_PER_S: 9876.0,
+    metrics.SYNC_VERIFIED: 1.0,
+    "time_s/rollout": 1.5,
+    "time_s/train": 0.5,
+}
+PROGRAM = f"""
+import time
+from megarl.observe.progress import Progress
+with Progress("demo", 10) as progress:
+    progress.update(0, {{"eval/accuracy": 0.25}})
+    progress.note("server is up")
+    for step in range(1, 4):
+        progress.update(step, {STEP!r})
+    while True:
+        time.sleep(0.05)  # short: a signal that arrives just before a sleep is seen only after it
+"""
+
+
+def plain_lines(feed) -> list[str]:
+    out = io.StringIO()
+    with Progress("demo", 10, console=Console(file=out, width=200)) as progress:
+        feed(progress)
+    return out.getvalue().splitlines()
+
+
+def test_without_a_terminal_each_step_is_one_line_without_control_codes():
+    def feed(progress: Progress) -> None:
+        progress.update(0, {metrics.ACCURACY: 0.25})
+        progress.update(1, STEP)
+        progress.update(2, {**STEP, metrics.ACCURACY: 0.5, metrics.SYNC_VERIFIED: 0.0})
+
+    lines = plain_lines(feed)
+    assert len(lines) == 3
+    assert lines[0] == "step 0/10  held-out accuracy 25.0% (step 0)  ETA after the first step"
+    assert "step 1/10  reward 0.500  held-out accuracy 25.0% (step 0)  rollout tokens/s 1,234" in lines[1]
+    assert "train tokens/s 9,876  staleness 0.00 versions  sync verified step 1" in lines[1]
+    assert "time rollout 1.50s, train 0.50s  ETA 0s" in lines[1]
+    assert "held-out accuracy 50.0% (step 2)" in lines[2]
+    assert "sync verified step 1" in lines[2]  # the last one that was proven
+    assert "\x1b" not in "".join(lines)
+
+
+def test_the_eta_counts_only_the_steps_this_process_did(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with Progress("demo", 50, done_steps=40, console=Console(file=out, width=200)) as progress:
+        now[0] += 30
+        progress.update(40, {metrics.ACCURACY: 0.5})
+        now[0] += 2
+        progress.update(41, STEP)
+    assert "ETA 18s" in out.getvalue().splitlines()[-1]
+
+
+def run_in_terminal(stop: signal.Signals) -> tuple[str, int]:
+    """What PROGRAM wrote to a pseudo-terminal until it ended by `stop`, and its exit status."""
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    seen, stopped, deadline = "", False, time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([main], [], [], 0.5)[0]:
+                continue
+            try:
+                seen += os.read(main, 65536).decode(errors="replace")
+            except OSError:  # the terminal's other end is closed
+                break
+            if "step 3/10" in seen and not stopped:
+                stopped = True
+                process.send_signal(stop)
+        return seen, process.wait(timeout=20)
+    finally:
+        process.kill()
+        os.close(main)
+
+
+def test_ctrl_c_leaves_the_terminal_clean_and_the_last_view_standing():
+    seen, status = run_in_terminal(signal.SIGINT)
+    assert status == -signal.SIGINT
+    assert HIDE_CURSOR in seen
+    assert seen.rindex(SHOW_CURSOR) > seen.rindex(HIDE_CURSOR)
+    assert seen.rindex("step 3/10") < seen.rindex("KeyboardInterrupt")
+    assert "server is up" in seen
+    for words in ("reward", "held-out accuracy", "rollout tokens/s", "staleness", "sync verified", "75%", "ETA"):
+        assert words in seen
+
+
+def test_a_sparkline_spans_its_values_and_keeps_to_its_width():
+    assert sparkline([0, 1], 10) == "▁█"
+    assert sparkline([3.0] * 5, 10) == "▁▁▁▁▁"
+    assert sparkline(list(range(100)), 8) == "▁▂▃▄▅▆▇█"

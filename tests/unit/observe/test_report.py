@@ -1,0 +1,83 @@
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megarl.knobs import UserError
+from megarl.observe import metrics
+from megarl.observe.logger import LoggerConfig, StatsLogger
+from megarl.observe.report import draw_curve, summary_lines, write_summary
+
+SUMMARY = {
+    "accuracy_before": 0.4,
+    "accuracy_after": 0.625,
+    "accuracy_problems": 200,
+    "steps": 100,
+    "wall_s": 245.2,
+    "time_to_first_step_s": 31.0,
+    "tokens_per_s_rollout": 1500.0,
+    "tokens_per_s_train": 5432.1,
+    "max_rollout_train_logprob_diff": 2.5e-6,
+    "weights_verified": 101,
+}
+
+
+def colours(path: Path) -> set[tuple[int, int, int]]:
+    image = Image.open(path).convert("RGB")
+    return {colour for _, colour in image.getcolors(image.width * image.height)}
+
+
+def test_the_curve_is_drawn_from_the_metrics_of_a_run(tmp_path: Path):
+    with StatsLogger(tmp_path, LoggerConfig(tensorboard=False)) as logger:
+        logger.commit(0, {metrics.ACCURACY: 0.4})
+        for step in range(1, 31):
+            logger.commit(step, {metrics.REWARD: step / 40, metrics.LOSS: 1.0})
+        logger.commit(31, {metrics.ACCURACY: 0.7, metrics.REWARD: math.nan})
+    draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "demo")
+    image = Image.open(tmp_path / "curve.png")
+    assert image.size == (1560, 585)
+    assert {(0x17, 0x69, 0xAA), (0x2E, 0x7D, 0x32)} <= colours(tmp_path / "curve.png")  # both lines are there
+
+
+def test_a_run_without_reward_shows_its_loss_and_one_without_accuracy_one_panel(tmp_path: Path):
+    draw_curve([{"step": step, metrics.LOSS: 1 / (step + 1)} for step in range(5)], tmp_path / "curve.png")
+    assert Image.open(tmp_path / "curve.png").size == (780, 585)
+    assert (0x2E, 0x7D, 0x32) in colours(tmp_path / "curve.png")
+
+
+def test_nothing_to_draw_is_said(tmp_path: Path):
+    with pytest.raises(UserError, match="2 steps hold none of eval/accuracy, rollout/reward or train/loss"):
+        draw_curve([{"step": 0, "lr": 1.0}, {"step": 1, metrics.LOSS: math.nan}], tmp_path / "curve.png")
+    assert not (tmp_path / "curve.png").exists()
+
+
+def test_the_summary_is_strict_json_in_the_run_folder(tmp_path: Path):
+    path = write_summary(tmp_path, {**SUMMARY, "kl": math.nan, "layout": {"tp": 1, "times": [1.0, math.inf]}})
+    assert path == tmp_path / "summary.json"
+    assert json.loads(path.read_text()) == {**SUMMARY, "kl": None, "layout": {"tp": 1, "times": [1.0, None]}}
+
+
+def test_the_closing_lines_say_before_and_after_and_where_to_look(tmp_path: Path):
+    text = "\n".join(summary_lines(SUMMARY, tmp_path))
+    assert "40.0% before, 62.5% after (+22.5 points) on 200 held-out problems" in text
+    assert "100 in 4m05s, the first after 31s" in text
+    assert "1,500 tokens/s in rollout, 5,432 tokens/s in training" in text
+    assert "101 syncs" in text
+    assert "at most 2.5e-06" in text
+    assert str(tmp_path) in text
+    assert "curve.png" not in text
+    (tmp_path / "curve.png").write_bytes(b"")
+    assert "curve.png" in summary_lines(SUMMARY, tmp_path)[-1]
+    assert summary_lines({}, tmp_path) == [f"folder    {tmp_path} (curve.png shows the curve)"]
+
+
+def test_observing_does_not_import_what_is_slow_until_it_is_used():
+    modules = "metrics, timers, logger, progress, report, run_folder"
+    shown = "print([m for m in ('matplotlib', 'torch') if m in sys.modules])"
+    code = f"import sys; from megarl.observe import {modules}; {shown}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

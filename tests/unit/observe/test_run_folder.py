@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from megarl.knobs import UserError
+from megarl.observe.run_folder import new_run, open_run
+
+
+def finished_run(root: Path) -> Path:
+    run = new_run(root, "demo")
+    run.config.write_text("a: 1\n")
+    (run.checkpoints / "step_1").mkdir()
+    return run.path
+
+
+def test_a_run_gets_its_folders_and_latest_points_at_the_newest(tmp_path: Path):
+    first, second = new_run(tmp_path / "runs", "demo"), new_run(tmp_path / "runs", "demo")
+    assert first.path != second.path
+    assert first.path.parent == tmp_path / "runs" / "demo"
+    assert all(folder.is_dir() for folder in (second.tensorboard, second.checkpoints, second.logs))
+    latest = tmp_path / "runs" / "demo" / "latest"
+    assert latest.is_symlink()
+    assert latest.resolve() == second.path.resolve()
+    assert sorted(p.name for p in latest.parent.iterdir()) == sorted([first.path.name, second.path.name, "latest"])
+
+
+def test_a_run_is_opened_through_latest_at_its_true_place(tmp_path: Path):
+    path = finished_run(tmp_path)
+    assert open_run(tmp_path / "demo" / "latest").path == path.resolve()
+
+
+def test_an_unwritable_root_is_refused_with_its_name(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run folder .*file/runs/demo cannot be written \(Not a directory\)"):
+        new_run(tmp_path / "file" / "runs", "demo")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "latest"])
+def test_an_experiment_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(UserError, match="experiment name"):
+        new_run(tmp_path, name)
+
+
+def test_resuming_what_is_not_a_run_says_what_is_missing(tmp_path: Path):
+    with pytest.raises(UserError, match="is not a folder"):
+        open_run(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"has no config.yaml and no checkpoints/"):
+        open_run(tmp_path)
+    path = finished_run(tmp_path)
+    (path / "checkpoints" / "step_1").rmdir()
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        open_run(path)
+
+
+def test_latest_taken_by_a_real_folder_costs_a_warning_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "demo" / "latest").mkdir(parents=True)
+    run = new_run(tmp_path, "demo")
+    assert run.logs.is_dir()
+    assert "was not pointed at" in caplog.text
+    assert not list((tmp_path / "demo").glob(".latest*"))
