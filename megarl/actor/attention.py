@@ -96,11 +96,9 @@ class PackedAttention(torch.nn.Module):
         """query `[tokens, heads, dim]`, key and value `[tokens, kv_heads, dim]` -> `[tokens, heads * dim]`."""
         outputs = []
         for block in packed_seq_params.blocks:
+            shape = (block.num_seqs, block.length)
             q, k, v = (
-                x.index_select(0, block.gather)
-                .view(block.num_seqs, block.length, x.shape[1], x.shape[2])
-                .transpose(1, 2)
-                for x in (query, key, value)
+                x.index_select(0, block.gather).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
             )
             out = scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
@@ -121,6 +119,7 @@ class PackedRotary(torch.nn.Module):
 
     def __init__(self, inv_freq: Tensor) -> None:
         super().__init__()
+        self.inv_freq: Tensor
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
 
     def get_rotary_seq_len(self, *args: Any) -> Tensor:

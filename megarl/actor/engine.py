@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,61 +23,15 @@ from torch import Tensor
 
 from megarl.actor import checkpoint, hf, model
 from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, TrainEngine
+from megarl.actor.config import EngineConfig, check_config
 from megarl.actor.microbatch import Microbatch, build, partition, shift_right
-from megarl.knobs import UserError, knob
+from megarl.knobs import UserError
 from megarl.ops.logprob import vocab_parallel_logprobs
 from megarl.parallel import groups as process_groups
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json
-from megarl.parallel.groups import ParallelConfig
+from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Adam and its learning-rate schedule."""
-
-    lr: float = knob(1e-6, "peak learning rate")
-    min_lr_ratio: float = knob(0.0, "learning rate at the end of decay, as a part of lr")
-    lr_decay_style: str = knob("constant", "constant, linear or cosine")
-    warmup_steps: int = knob(0, "steps over which the learning rate rises from 0")
-    weight_decay: float = knob(0.0, "decoupled weight decay; not applied to norms and biases")
-    adam_beta1: float = knob(0.9, "decay of Adam's first moment")
-    adam_beta2: float = knob(0.999, "decay of Adam's second moment")
-    adam_eps: float = knob(1e-8, "Adam's denominator floor")
-    clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """One model: where it comes from and how it is trained."""
-
-    path: str = knob("", "local folder of a HF checkpoint, or a hub name")
-    init: str = knob("checkpoint", "checkpoint: load the weights of path; random: only its config and tokenizer")
-    init_seed: int = knob(1, "seed of init=random")
-    dtype: str = knob("float32", "float32 or bfloat16 parameters; main parameters and gradients are float32")
-    max_tokens_per_mb: int = knob(16384, "most tokens in one packed microbatch; bounds activation memory")
-    temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
-    optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")
-
-
-def check_config(config: EngineConfig) -> None:
-    """Refuses values that no run could use.
-
-    Raises:
-        UserError: naming the knob.
-    """
-    choices = {
-        "dtype": (config.dtype, tuple(model.DTYPES)),
-        "init": (config.init, ("checkpoint", "random")),
-        "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, ("constant", "linear", "cosine")),
-    }
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise UserError(f"actor.{name}={value} must be one of {', '.join(allowed)}")
-    for name in ("max_tokens_per_mb", "temperature"):
-        if getattr(config, name) <= 0:
-            raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
 
 
 class MegatronEngine(TrainEngine):
@@ -171,7 +124,7 @@ class MegatronEngine(TrainEngine):
     # -- batches ------------------------------------------------------------------------------------------------
 
     def _microbatches(self, batch: PackedBatch, weigh: LossWeightFn | None = None) -> list[Microbatch]:
-        """This rank's microbatches. Weights are those of the whole global batch, so that they sum to 1 over all ranks."""
+        """This rank's microbatches; their weights sum to 1 over all microbatches of all ranks."""
         plan = partition(batch.lengths.tolist(), self.groups.dp_size, self.config.max_tokens_per_mb)
         weights = [[1.0 for _ in row] for row in plan]
         if weigh is not None:
@@ -274,21 +227,13 @@ class MegatronEngine(TrainEngine):
         """
         mine: dict[str, float] = {}
         for report in reports:
-            for key, (weight, value) in report.items():
-                mine[key] = (
-                    max(mine.get(key, -math.inf), value)
-                    if key.endswith("_max")
-                    else mine.get(key, 0.0) + weight * value
-                )
+            _add(mine, {k: v if k.endswith("_max") else w * v for k, (w, v) in report.items()})
         if self.groups.world_size == 1:
             return mine
         counts = self.groups.is_last_stage and self.groups.tp_rank == 0
         result: dict[str, float] = {}
         for theirs in gather_json(mine if counts else {}):
-            for key, value in theirs.items():
-                result[key] = (
-                    max(result.get(key, -math.inf), value) if key.endswith("_max") else result.get(key, 0.0) + value
-                )
+            _add(result, theirs)
         return result
 
     def step_lr_scheduler(self) -> None:
@@ -321,14 +266,12 @@ class MegatronEngine(TrainEngine):
     def _collect(self, batch: PackedBatch, process: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
         """Runs forward only and returns one tensor a sequence, in the batch's order, the same on every rank."""
         microbatches = self._microbatches(batch)
-        outputs = self._run(microbatches, process_results(process), forward_only=True)
-        sample = outputs[0] if outputs else None
-        facts = gather_json(
-            None
-            if sample is None
-            else [sample.shape[0] == microbatches[0].batch.total_tokens, list(sample.shape[1:]), str(sample.dtype)]
-        )
-        per_token, tail, dtype = next(f for f in facts if f is not None)
+        outputs = self._run(microbatches, _as_loss(process), forward_only=True)
+        mine = None
+        if outputs:
+            first = outputs[0]
+            mine = [first.shape[0] == microbatches[0].batch.total_tokens, list(first.shape[1:]), str(first.dtype)]
+        per_token, tail, dtype = next(facts for facts in gather_json(mine) if facts is not None)
         rows = batch.total_tokens if per_token else batch.num_seqs
         full = torch.zeros(rows, *tail, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device)
         for mb, output in zip(microbatches, outputs, strict=False):
@@ -358,7 +301,13 @@ class MegatronEngine(TrainEngine):
         checkpoint.load(folder, self.module, self.optimizer, self.scheduler, self.groups)
 
 
-def process_results(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:
+def _add(total: dict[str, float], part: dict[str, float]) -> None:
+    """Adds a part's figures to the total; of those named `*_max` the larger stays."""
+    for key, value in part.items():
+        total[key] = max(total.get(key, -math.inf), value) if key.endswith("_max") else total.get(key, 0.0) + value
+
+
+def _as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:
     """Adapts a result per microbatch to what the schedule expects of a loss function."""
 
     def wrapped(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.model import head_dim
@@ -108,7 +109,7 @@ def shards(model: GPTModel, config: PretrainedConfig, groups: Groups) -> list[Sh
 
 
 def _layer_shards(
-    layer: nn.Module,
+    layer: Any,
     prefix: str,
     whole: Callable[[str, Tensor], None],
     columns: Callable[[str, Tensor], None],
@@ -138,7 +139,7 @@ class Checkpoint:
         Raises:
             UserError: the hub cannot be reached, or the folder holds no safetensors.
         """
-        self.folder = Path(path) if Path(path).is_dir() else _fetch(path)
+        self.folder = self.folder_of(path)
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -150,6 +151,11 @@ class Checkpoint:
             raise UserError(f"actor.path={path} {what}; give a HF checkpoint saved with save_pretrained")
         self._files = [safe_open(self.folder / f, framework="pt") for f in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    @staticmethod
+    def folder_of(path: str) -> Path:
+        """The local folder of a checkpoint given as a folder or hub name."""
+        return Path(path) if Path(path).is_dir() else _fetch(path)
 
     def names(self) -> set[str]:
         return set(self._where)
@@ -166,9 +172,8 @@ class Checkpoint:
 
 def _fetch(name: str) -> Path:
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"])
-        )
+        patterns = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(
             f"the hub's {name} could not be reached; offline, give a local folder: actor.path=DIR"
@@ -194,7 +199,8 @@ def load(model: GPTModel, config: PretrainedConfig, groups: Groups, path: str) -
         extra = sorted(n for n in present - known if not n.endswith("rotary_emb.inv_freq"))
         if extra:
             raise UserError(
-                f"actor.path={path} has the tensor {extra[0]}, unknown to {config.model_type} ({len(extra)} such)"
+                f"actor.path={path} has the tensor {extra[0]}, unknown to {config.model_type} ({len(extra)} such); "
+                "is it a fine-tuned variant? export it as a plain model"
             )
     with torch.no_grad():
         for param in model.parameters():
@@ -290,10 +296,9 @@ def save(model: GPTModel, config: PretrainedConfig, groups: Groups, folder: Path
     flush()
     _name_files(folder, files, index, total)
     config.save_pretrained(folder)
-    for file in Checkpoint(source).folder.iterdir() if not Path(source).is_dir() else Path(source).iterdir():
-        if file.name.startswith(
-            ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", "generation_config")
-        ):
+    copied = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", "generation_config")
+    for file in Checkpoint.folder_of(source).iterdir():
+        if file.name.startswith(copied):
             shutil.copyfile(file, folder / file.name)
 
 

@@ -17,7 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.actor.attention import PackedAttention, PackedRotary
 from megarl.knobs import UserError
 from megarl.parallel import platform
-from megarl.parallel.groups import Groups, ParallelConfig
+from megarl.parallel.config import ParallelConfig
+from megarl.parallel.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,9 +65,7 @@ def read_config(path: str) -> PretrainedConfig:
 
 def _check_fields(path: str, config: PretrainedConfig) -> None:
     if getattr(config, "use_sliding_window", False):
-        raise UserError(
-            f"actor.path={path} uses sliding-window attention, which is not supported; use a full-attention model"
-        )
+        raise UserError(f"actor.path={path} uses sliding-window attention; supported are full-attention models")
     if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
         raise UserError(f"actor.path={path} has attention_bias=true, which is not supported for {config.model_type}")
     if getattr(config, "mlp_bias", False):
@@ -169,7 +168,7 @@ def transformer_config(config: PretrainedConfig, groups: Groups, dtype: torch.dt
 
 
 def _leave(tensor: torch.Tensor) -> torch.Tensor:
-    """Megatron's initialisation also marks what tp splits (gradient norms count by these marks): it runs, on nothing."""
+    """Megatron's initialisation also marks what tp splits, and gradient norms count by these marks: it runs, idle."""
     return tensor
 
 

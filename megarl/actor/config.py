@@ -1,0 +1,54 @@
+"""The knobs of a model and its optimizer. Imports no torch: the commands read it before anything heavy is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.knobs import UserError, knob
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam and its learning-rate schedule."""
+
+    lr: float = knob(1e-6, "peak learning rate")
+    min_lr_ratio: float = knob(0.0, "learning rate at the end of decay, as a part of lr")
+    lr_decay_style: str = knob("constant", "constant, linear or cosine")
+    warmup_steps: int = knob(0, "steps over which the learning rate rises from 0")
+    weight_decay: float = knob(0.0, "decoupled weight decay; not applied to norms and biases")
+    adam_beta1: float = knob(0.9, "decay of Adam's first moment")
+    adam_beta2: float = knob(0.999, "decay of Adam's second moment")
+    adam_eps: float = knob(1e-8, "Adam's denominator floor")
+    clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One model: where it comes from and how it is trained."""
+
+    path: str = knob("", "local folder of a HF checkpoint, or a hub name")
+    init: str = knob("checkpoint", "checkpoint: load the weights of path; random: only its config and tokenizer")
+    init_seed: int = knob(1, "seed of init=random")
+    dtype: str = knob("float32", "float32 or bfloat16 parameters; main parameters and gradients are float32")
+    max_tokens_per_mb: int = knob(16384, "most tokens in one packed microbatch; bounds activation memory")
+    temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
+    optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuses values that no run could use.
+
+    Raises:
+        UserError: naming the knob.
+    """
+    choices = {
+        "dtype": (config.dtype, ("float32", "bfloat16")),
+        "init": (config.init, ("checkpoint", "random")),
+        "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, ("constant", "linear", "cosine")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise UserError(f"actor.{name}={value} must be one of {', '.join(allowed)}")
+    for name in ("max_tokens_per_mb", "temperature"):
+        if getattr(config, name) <= 0:
+            raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
