@@ -1,0 +1,108 @@
+"""Writes docs/configuration.md from the dataclasses that own the knobs: `python docs/make_configuration.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("configuration.md")
+HEADER = """# Configuration
+
+<!-- Written by `python docs/make_configuration.py` from the dataclasses. Change those, not this page. -->
+
+Every knob has one owner: a frozen dataclass beside the code that reads it. YAML files in `configs/` and the command
+line hold differences from the defaults below:
+
+```
+python -m megarl.train +experiment=gsm8k_grpo actor.optimizer.lr=1e-4
+```
+
+An unknown key is refused with the nearest known name. `required` marks a knob without a default.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One dataclass at one place of the configuration."""
+
+    prefix: str  # where it is: "actor.optimizer", or "" at the root
+    owner: type  # the dataclass
+    knobs: list[dataclasses.Field] = field(default_factory=list)  # its fields that are values
+    parts: list[tuple[dataclasses.Field, type]] = field(default_factory=list)  # its fields that are dataclasses
+
+    def path(self, name: str) -> str:
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+
+def sections(owner: type, prefix: str = "") -> Iterator[Section]:
+    """A dataclass and, depth first, all dataclasses in it."""
+    section, hints = Section(prefix, owner), typing.get_type_hints(owner)
+    for knob in dataclasses.fields(owner):
+        inner = [kind for kind in (hints[knob.name], *typing.get_args(hints[knob.name])) if _is_dataclass(kind)]
+        if inner:
+            section.parts.append((knob, inner[0]))
+        else:
+            section.knobs.append(knob)
+    yield section
+    for knob, part in section.parts:
+        yield from sections(part, section.path(knob.name))
+
+
+def render(root: type) -> str:
+    """The page for a root dataclass."""
+    lines = [HEADER]
+    for section in sections(root):
+        if not section.knobs:
+            continue
+        lines += [f"## {f'`{section.prefix}`' if section.prefix else 'The root'}", ""]
+        lines += [f"{_first_line(section.owner)} Owner: `{section.owner.__name__}` in `{_file(section.owner)}`.", ""]
+        lines += ["| Knob | Type | Default | Meaning |", "|---|---|---|---|"]
+        lines += [_row(section, knob) for knob in section.knobs]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(section: Section, knob: dataclasses.Field) -> str:
+    kind = knob.type if isinstance(knob.type, str) else inspect.formatannotation(knob.type)
+    cells = [f"`{section.path(knob.name)}`", f"`{kind}`", _default(knob), knob.metadata.get("meaning", "")]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(knob: dataclasses.Field) -> str:
+    """The default as it is written in YAML."""
+    if knob.default_factory is not MISSING:
+        value = knob.default_factory()
+    elif knob.default is not MISSING:
+        value = knob.default
+    else:
+        return "required"
+    return f"`{value!r}`" if isinstance(value, float) else f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def _is_dataclass(kind: object) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _first_line(owner: type) -> str:
+    line = (inspect.getdoc(owner) or "").split("\n")[0]
+    return line if line.endswith(".") else line + "."
+
+
+def _file(owner: type) -> str:
+    return owner.__module__.replace(".", "/") + ".py"
+
+
+def main() -> None:
+    from megarl.config import Config
+
+    PAGE.write_text(render(Config), encoding="utf-8")
+    print(f"{PAGE.name}: {sum(len(section.knobs) for section in sections(Config))} knobs")
+
+
+if __name__ == "__main__":
+    main()
