@@ -64,10 +64,8 @@ say = printf '[setup %s/6] %s\n' $(1) '$(2)'
 
 $(STAMPS)/venv:
 	@$(call say,1,virtual environment in $(VENV))
-	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') || \
-	  { echo "make: PYTHON=$(PYTHON) does not run; megarl needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.11"; exit 2; }; \
-	case $$version in 3.11|3.12) ;; \
-	  *) echo "make: $(PYTHON) is Python $$version; megarl needs 3.11 or 3.12: make PYTHON=python3.11"; exit 2;; esac
+	@command -v $(PYTHON) >/dev/null || { echo "make: PYTHON=$(PYTHON) is not a command: make PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) requirements/check_python.py
 	@command -v $${CXX:-g++} >/dev/null || \
 	  { echo "make: no C++ compiler ($${CXX:-g++}) found; csrc/ is built here: install g++ or set CXX"; exit 2; }
 	@$(PYTHON) -m venv --clear $(VENV)

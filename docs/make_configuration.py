@@ -7,7 +7,7 @@ import inspect
 import json
 import typing
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -33,7 +33,7 @@ class Section:
     prefix: str  # where it is: "actor.optimizer", or "" at the root
     owner: type  # the dataclass
     knobs: list[dataclasses.Field] = field(default_factory=list)  # its fields that are values
-    parts: list[tuple[dataclasses.Field, type]] = field(default_factory=list)  # its fields that are dataclasses
+    parts: list[dataclasses.Field] = field(default_factory=list)  # its fields that are dataclasses
 
     def path(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name
@@ -41,16 +41,26 @@ class Section:
 
 def sections(owner: type, prefix: str = "") -> Iterator[Section]:
     """A dataclass and, depth first, all dataclasses in it."""
-    section, hints = Section(prefix, owner), typing.get_type_hints(owner)
+    section, inside = Section(prefix, owner), []
     for knob in dataclasses.fields(owner):
-        inner = [kind for kind in (hints[knob.name], *typing.get_args(hints[knob.name])) if _is_dataclass(kind)]
-        if inner:
-            section.parts.append((knob, inner[0]))
-        else:
-            section.knobs.append(knob)
+        kinds = parts_of(owner, knob.name)
+        (section.parts if kinds else section.knobs).append(knob)
+        inside += [(kind, section.path(knob.name)) for kind in kinds]
     yield section
-    for knob, part in section.parts:
-        yield from sections(part, section.path(knob.name))
+    for kind, path in inside:
+        yield from sections(kind, path)
+
+
+def parts_of(owner: type, name: str) -> list[type]:
+    """The dataclasses that a field may hold: of a base class its subclasses, of a plain value none."""
+    hint = typing.get_type_hints(owner)[name]
+    bases = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+    return [kind for base in bases for kind in _leaves(base)]
+
+
+def _leaves(base: type) -> list[type]:
+    below = [kind for subclass in base.__subclasses__() for kind in _leaves(subclass)]
+    return sorted(set(below), key=lambda kind: kind.__name__) or [base]
 
 
 def render(root: type) -> str:
@@ -82,10 +92,6 @@ def _default(knob: dataclasses.Field) -> str:
     else:
         return "required"
     return f"`{value!r}`" if isinstance(value, float) else f"`{json.dumps(value, ensure_ascii=False)}`"
-
-
-def _is_dataclass(kind: object) -> bool:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 def _first_line(owner: type) -> str:

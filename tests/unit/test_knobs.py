@@ -1,4 +1,4 @@
-"""Holds the rule of one owner per knob: each has a meaning, a reader and a row in the reference; no YAML key is astray."""
+"""Holds the rule of one owner per knob: each has a meaning, a reader and a row in the reference; no YAML key strays."""
 
 import ast
 import dataclasses
@@ -35,7 +35,7 @@ def knobs_of(root: type) -> dict[str, tuple[type, dataclasses.Field]]:
     """Every field under a dataclass, values and parts, by its full path."""
     found = {}
     for section in reference.sections(root):
-        for item in [*section.knobs, *(part for part, _ in section.parts)]:
+        for item in [*section.knobs, *section.parts]:
             found[section.path(item.name)] = (section.owner, item)
     return found
 
@@ -80,16 +80,13 @@ def package_of(path: Path, text: str, root: Path) -> str:
 
 def is_owned(path: str, root: type) -> bool:
     """Whether a key belongs to a field; under a `dict` field any key does."""
-    names = path.split(".")
-    for index, name in enumerate(names):
-        hints = typing.get_type_hints(root)
-        if name not in hints:
-            return False
-        inner = [k for k in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(k)]
-        if not inner:
-            return index == len(names) - 1 or typing.get_origin(hints[name]) is dict or hints[name] is dict
-        root = typing.cast(type, inner[0])
-    return True
+    name, _, rest = path.partition(".")
+    hints = typing.get_type_hints(root)
+    if name not in hints:
+        return False
+    if parts := reference.parts_of(root, name):
+        return not rest or any(is_owned(rest, part) for part in parts)
+    return not rest or dict in (hints[name], typing.get_origin(hints[name]))
 
 
 def strays(configs: Path, root: type) -> list[str]:
@@ -138,6 +135,27 @@ class Inner:
     extra: dict[str, Any] = knob(meaning="anything", factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What both kinds share."""
+
+    shared: int = knob(1, "of both")
+
+
+@dataclasses.dataclass(frozen=True)
+class KindA(Base):
+    """One kind."""
+
+    only_a: int = knob(1, "of A")
+
+
+@dataclasses.dataclass(frozen=True)
+class KindB(Base):
+    """Another kind."""
+
+    only_b: int = knob(1, "of B")
+
+
 @dataclasses.dataclass
 class Outer:
     """The whole, in one line
@@ -147,6 +165,7 @@ class Outer:
     path: str = knob(meaning="needed")
     inner: Inner = knob(factory=Inner, meaning="the part")
     maybe: Inner | None = knob(None, "a part or none")
+    kind: Base = knob(factory=KindA, meaning="one of two")
     bare: bool = True
 
 
@@ -157,6 +176,9 @@ def test_the_page_shows_path_type_default_meaning_and_owner():
     assert "| `inner.rate` | `float` | `1e-06` | how fast |" in page
     assert r"| `inner.names` | `list[str]` | `[]` | who \| whom |" in page
     assert "| `maybe.rate` |" in page
+    assert "| `kind.only_a` |" in page
+    assert "| `kind.only_b` |" in page
+    assert page.count("| `kind.shared` |") == 2
     assert "| `bare` | `bool` | `true` |" in page
 
 
@@ -182,6 +204,6 @@ def test_the_checks_find_what_breaks_a_rule(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("path", ["path", "inner.extra.a.b", "maybe.rate", "inner"])
+@pytest.mark.parametrize("path", ["path", "inner.extra.a.b", "maybe.rate", "inner", "kind.only_b", "kind.shared"])
 def test_a_key_with_an_owner_passes(path: str):
     assert is_owned(path, Outer)
