@@ -1,0 +1,84 @@
+"""The policy that RL trains: log-probs, advantages and the policy update on the engine.
+
+What the algorithm decides (advantages, loss, its weight) is handed in; see `megarl/algorithms/`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.actor.config import EngineConfig
+from megarl.actor.engine import MegatronEngine
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch
+
+
+class PolicyAlgorithm(Protocol):
+    """What `MegatronPPOActor` asks of an algorithm."""
+
+    n_minibatches: int
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        """float32 `[total_tokens]`, token-aligned."""
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean loss of a microbatch and its metrics."""
+
+    def loss_weight(self, data: PackedBatch) -> Tensor:
+        """The weight of that mean."""
+
+
+class MegatronPPOActor(MegatronEngine):
+    """The engine with the policy methods of AReaL's actor."""
+
+    def __init__(self, config: EngineConfig, algorithm: PolicyAlgorithm, parallel: ParallelConfig | None = None) -> None:
+        super().__init__(config, parallel)
+        self.algorithm = algorithm
+
+    def compute_logp(self, batch: PackedBatch) -> Tensor:
+        """float32 `[total_tokens]`, token-aligned: log-probs of the batch's tokens under the present weights."""
+        self.eval()
+        return self.logprobs(batch)
+
+    def compute_advantages(self, batch: PackedBatch) -> None:
+        """Sets `batch["advantages"]`, float32 `[total_tokens]`, zero where `loss_mask` is not set."""
+        batch.set_tokens("advantages", self.algorithm.advantages(batch))
+
+    def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
+        """Updates the policy on the batch: one optimizer step for each of the algorithm's minibatches.
+
+        Minibatches are runs of whole sequences in the batch's order. Returns the mean of the steps' figures.
+        """
+        self.train()
+        count = self.algorithm.n_minibatches
+        if batch.num_seqs % count:
+            raise ValueError(f"{batch.num_seqs} sequences do not divide into algorithm.n_minibatches={count}")
+        size = batch.num_seqs // count
+        steps = []
+        for first in range(0, batch.num_seqs, size):
+            part = batch if count == 1 else batch.select(range(first, first + size))
+            steps.append(self.train_batch(part, self.algorithm.loss, self.algorithm.loss_weight, sees="logprobs"))
+        return {
+            key: (max if key.endswith("_max") else _mean)([step[key] for step in steps]) for key in steps[0]
+        }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def rollout_mismatch(batch: PackedBatch) -> dict[str, float]:
+    """How far the rollout's log-probs are from the trainer's on the trained tokens: `mean` and `max` of |difference|
+    and `kl`, the mean of exp(d) - 1 - d with d = trainer - rollout (Schulman's k3 estimate of KL), in nats."""
+    mask = batch["loss_mask"].bool()
+    difference = (batch["prox_logp"] - batch["rollout_logprobs"])[mask].double()
+    if difference.numel() == 0:
+        return {"logprob_diff_mean": 0.0, "logprob_diff_max": 0.0, "rollout_kl": 0.0}
+    return {
+        "logprob_diff_mean": float(difference.abs().mean()),
+        "logprob_diff_max": float(difference.abs().max()),
+        "rollout_kl": float((torch.expm1(difference) - difference).mean()),
+    }

@@ -1,0 +1,136 @@
+"""The front of every command: composes the configuration with Hydra, and turns a user's mistake into one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megarl.config import Config, check
+from megarl.knobs import UserError
+
+PACKAGE = Path(__file__).resolve().parent
+CONFIGS = next(p for p in (PACKAGE / "configs", PACKAGE.parent / "configs") if p.is_dir())
+
+
+def knob_paths(schema: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
+    """Every knob by its dotted path. Knobs of a dict type take any key below theirs."""
+    found: dict[str, dataclasses.Field[Any]] = {}
+    value = Config() if schema is None else schema
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner):
+            found.update(knob_paths(inner, f"{prefix}{field.name}."))
+        else:
+            found[prefix + field.name] = field
+    return found
+
+
+def groups() -> set[str]:
+    """Names of the config groups: folders of configs/."""
+    return {p.name for p in CONFIGS.iterdir() if p.is_dir()}
+
+
+def load(overrides: list[str]) -> Config:
+    """The configuration of the command line, checked.
+
+    Raises:
+        UserError: one line for anything that is wrong with it.
+    """
+    _check_keys(overrides)
+    ConfigStore.instance().store("schema", _writable(OmegaConf.structured(Config)))
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            composed = compose("config", overrides)
+        config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_one_line(error)) from error
+    check(config)
+    return config
+
+
+def run_command(command: Callable[[Config], int]) -> None:
+    """Runs a command on the configuration of sys.argv; a UserError is one line and exit code 2."""
+    arguments = sys.argv[1:]
+    if any(a in ("-h", "--help") for a in arguments):
+        print(_help())
+        sys.exit(0)
+    try:
+        sys.exit(command(load(arguments)))
+    except UserError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _help() -> str:
+    experiments = ", ".join(sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml")))
+    return (
+        "usage: python -m megarl.train +experiment=NAME [GROUP=NAME ...] [KNOB=VALUE ...]\n"
+        f"  experiments  {experiments}\n"
+        f"  groups       {', '.join(sorted(groups() - {'experiment'}))}\n"
+        "  knobs        docs/configuration.md, such as total_train_steps=20 actor.path=DIR parallel.tp_size=2\n"
+        "  resume       resume=runs/EXPERIMENT/latest"
+    )
+
+
+def _writable(node: DictConfig) -> DictConfig:
+    """The schema of frozen dataclasses as nodes that overrides may still write to."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            _writable(child)
+    return node
+
+
+def _check_keys(overrides: list[str]) -> None:
+    """Refuses keys that are neither a knob nor a group, with the nearest name."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException as error:
+        raise UserError(_one_line(error)) from error
+    knobs = knob_paths()
+    open_ended = tuple(f"{path}." for path, field in knobs.items() if "dict[" in str(field.type))
+    known = [*knobs, *groups()]
+    for override in parsed:
+        key = override.key_or_group
+        if key not in known and not key.startswith(open_ended):
+            raise UserError(_unknown(key, known))
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    last = [path for path in known if path.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = last[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else "; docs/configuration.md lists all knobs"
+    return f"unknown config key {key}{hint}"
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's and OmegaConf's messages without their context lines."""
+    text = str(error)
+    cause = str(error.__cause__ or "")
+    missing = re.search(r"Could not find '([^']+)/([^']+)'", text)
+    if missing:
+        group, name = missing.groups()
+        names = sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return f"{group}={name} does not exist; {hint}there are: {', '.join(names)}"
+    unknown = re.search(r"Key '[^']+' not in[\s\S]*?full_key: (\S+)", f"{text}\n{cause}")
+    where = re.search(r"In '([^']+)'", text)
+    if unknown:
+        return _unknown(unknown.group(1), list(knob_paths())) + (f" (in configs/{where.group(1)}.yaml)" if where else "")
+    lines = [line.strip() for line in f"{text}\n{cause}".splitlines() if line.strip()]
+    kept = [line for line in lines if not line.startswith(("reference_type", "object_type", "See https"))]
+    return "; ".join(dict.fromkeys(kept))

@@ -1,0 +1,93 @@
+"""The root of the configuration: which stage owns which knobs, and the checks that span stages.
+
+Every knob lives in a frozen dataclass beside the code that reads it; this file only joins them. YAML in `configs/`
+holds differences from the defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.actor.config import EngineConfig
+from megarl.algorithms import AlgorithmConfig, GRPOConfig
+from megarl.data.prompts import DatasetConfig
+from megarl.knobs import UserError, knob
+from megarl.observe.logger import LoggerConfig
+from megarl.parallel.config import ParallelConfig
+from megarl.reshard.session import ReshardConfig
+from megarl.rollout.evaluate import EvaluatorConfig
+from megarl.rollout.sglang_client import RolloutConfig
+from megarl.rollout.sglang_server import SGLangServerConfig
+from megarl.trainer.recover import SaverConfig
+from megarl.types import GenerationHyperparameters
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    experiment_name: str = knob("unnamed", "name of the run's folder under run_root")
+    method: str = knob("rl", "rl (rollouts and policy updates) or sft (supervised)")
+    seed: int = knob(1, "seed of the data order and of the sampling streams")
+    total_train_steps: int = knob(100, "optimizer batches to train on; learning-rate schedules end there")
+    run_root: str = knob("runs", "folder that run folders are made in")
+    resume: str | None = knob(None, "run folder to go on from, at its last checkpoint")
+    actor: EngineConfig = knob(factory=EngineConfig, meaning="the model that is trained")
+    parallel: ParallelConfig = knob(factory=ParallelConfig, meaning="its layout over trainer ranks")
+    algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the RL algorithm")
+    gconfig: GenerationHyperparameters = knob(factory=GenerationHyperparameters, meaning="how completions are sampled")
+    train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts (rl) or examples (sft) to train on")
+    valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out prompts or examples")
+    rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers")
+    server: SGLangServerConfig = knob(factory=SGLangServerConfig, meaning="the rollout servers of a run")
+    sglang: dict[str, Any] = knob(factory=dict, meaning="SGLang's own server arguments, passed through: +sglang.NAME=VALUE")
+    reshard: ReshardConfig = knob(factory=ReshardConfig, meaning="weights from the trainer to the servers")
+    saver: SaverConfig = knob(factory=SaverConfig, meaning="checkpoints of the run")
+    evaluator: EvaluatorConfig = knob(factory=EvaluatorConfig, meaning="held-out evaluation during the run")
+    logger: LoggerConfig = knob(factory=LoggerConfig, meaning="where metrics go")
+
+
+def check(config: Config) -> None:
+    """The checks that need more than one stage's knobs; each stage checks its own.
+
+    Raises:
+        UserError: with both sides of the equation.
+    """
+    if config.method not in ("rl", "sft"):
+        raise UserError(f"method={config.method} must be rl or sft")
+    if config.total_train_steps < 1:
+        raise UserError(f"total_train_steps={config.total_train_steps} must be at least 1")
+    if config.method == "rl":
+        _check_rl(config)
+
+
+def _check_rl(config: Config) -> None:
+    config.algorithm.check()
+    if not config.gconfig.greedy and config.actor.temperature != config.gconfig.temperature:
+        raise UserError(
+            f"actor.temperature={config.actor.temperature} must equal gconfig.temperature={config.gconfig.temperature}: "
+            "the trainer's log-probs are compared with the rollout's"
+        )
+    prompts, samples, parts = config.train_dataset.batch_size, config.gconfig.n_samples, config.algorithm.n_minibatches
+    if (prompts * samples) % parts:
+        raise UserError(
+            f"train_dataset.batch_size={prompts} x gconfig.n_samples={samples} = {prompts * samples} sequences do not "
+            f"divide into algorithm.n_minibatches={parts}; make {parts} divide {prompts * samples}"
+        )
+    replicas = config.parallel.world_size() // (config.parallel.tp_size * config.parallel.pp_size)
+    if (prompts * samples // parts) % replicas:
+        raise UserError(
+            f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "
+            f"parallel.dp_size={replicas} does not divide; change train_dataset.batch_size, gconfig.n_samples or dp_size"
+        )
+    if samples < 2 and isinstance(config.algorithm, GRPOConfig):
+        raise UserError(f"gconfig.n_samples={samples}: GRPO compares the completions of a prompt and needs at least 2")
+    if config.train_dataset.max_length is not None:
+        longest = config.train_dataset.max_length + config.gconfig.max_new_tokens
+        if longest > config.actor.max_tokens_per_mb:
+            raise UserError(
+                f"train_dataset.max_length={config.train_dataset.max_length} + gconfig.max_new_tokens="
+                f"{config.gconfig.max_new_tokens} = {longest} tokens do not fit into actor.max_tokens_per_mb="
+                f"{config.actor.max_tokens_per_mb}; raise it to at least {longest}"
+            )

@@ -1,0 +1,1 @@
+"""Starts the trainer ranks of a run."""

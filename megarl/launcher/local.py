@@ -1,0 +1,89 @@
+"""Starts the trainer ranks on this machine, one process each, and ends them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+STOP_DEADLINE_S = 60.0  # for the other ranks, once one has failed or the last ones should be done
+PARENT = "MEGARL_PARENT_PID"
+
+
+def rank_environment(rank: int, world_size: int, rendezvous: Path) -> dict[str, str]:
+    """What a rank learns from its environment; the names are torchrun's where it has them.
+
+    Ranks meet through a file and talk over the loopback device.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one rank would starve the others
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MEGARL_RENDEZVOUS": str(rendezvous),
+        PARENT: str(os.getpid()),
+    }
+
+
+def run_ranks(module: str, arguments: list[str], world_size: int, log_dir: Path) -> int:
+    """Runs `python -m module arguments` as `world_size` ranks and returns the exit code of the first that failed, or 0.
+
+    Rank 0 writes to this terminal, the others to `log_dir/rank_N.log`. Ctrl-C and SIGTERM are passed to rank 0, which
+    stops the run in order. When a rank fails, the others get STOP_DEADLINE_S seconds, then SIGKILL. No rank outlives
+    this process.
+    """
+    with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as scratch, contextlib.ExitStack() as files:
+        processes = []
+        for rank in range(world_size):
+            log = None if rank == 0 else files.enter_context(open(log_dir / f"rank_{rank}.log", "ab"))
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    env=rank_environment(rank, world_size, Path(scratch) / "rendezvous"),
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=rank != 0,  # Ctrl-C reaches rank 0 alone
+                )
+            )
+        with _passed_on(processes[0]):
+            return _wait(processes)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Waits for all ranks. Once one has ended, the others have a deadline."""
+    deadline, code = None, 0
+    while any(p.poll() is None for p in processes):
+        ended = [p.returncode for p in processes if p.returncode is not None]
+        if ended and deadline is None:
+            deadline = time.monotonic() + (0.0 if any(ended) else STOP_DEADLINE_S)
+        if deadline is not None and time.monotonic() > deadline:
+            code = code or next((c for c in ended if c), 1)
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+        time.sleep(0.05)
+    return code or next((p.returncode for p in processes if p.returncode), 0)
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Passes SIGTERM on to `process`. SIGINT reaches it from the terminal by itself and is ignored here."""
+    previous = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""The training loops and what stands around them: recovery, and the stop in order."""
