@@ -3,7 +3,7 @@
 # make bench   every script in benchmarks/                  make clean   remove the environment and what was built
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
-# Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="trainer.total_steps=20").
+# Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="total_train_steps=20").
 
 PYTHON ?= python3
 VENV := .venv
