@@ -1,0 +1,190 @@
+"""Runs one episode per prompt at once and packs what they return, in the order of the prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megarl.knobs import UserError
+from megarl.observe.metrics import stats_tracker
+from megarl.rollout.api import InferenceEngine, RolloutWorkflow
+from megarl.types import Episode, PackedBatch
+
+T = TypeVar("T")
+
+REQUIRED_KEYS = ("input_ids", "attention_mask", "loss_mask", "rewards")
+DTYPES = {
+    "input_ids": torch.int64,
+    "loss_mask": torch.bool,
+    "versions": torch.int32,
+    "rollout_logprobs": torch.float32,
+    "rewards": torch.float32,
+}
+STOP_GRACE_S = 5.0
+
+
+class WorkflowError(RuntimeError):
+    """An episode failed. Names the workflow, the prompt and the cause."""
+
+
+class LoopThread:
+    """An asyncio loop in a daemon thread, so that the trainer's main thread stays synchronous and hears Ctrl-C."""
+
+    def __init__(self, name: str):
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts `coroutine` on the loop, in a copy of the caller's context (so with its `stats_tracker` scopes)."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """The result of `coroutine`. Cancels it and raises TimeoutError after `timeout_s`, or on Ctrl-C at once."""
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as error:
+            if future.done():  # raised by the coroutine itself
+                raise
+            raise TimeoutError(f"{what} did not end within {timeout_s:g} s") from error
+        finally:
+            future.cancel()
+
+    def stop(self) -> None:
+        """Cancels what still runs, waits for it and ends the thread."""
+
+        async def cancel_all() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        try:
+            self.run(cancel_all(), STOP_GRACE_S, "cancelling the rollouts")
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(STOP_GRACE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"the thread {self._thread.name} did not end within {STOP_GRACE_S:g} s: a workflow blocks it"
+            )
+        self.loop.close()
+
+
+async def run_episodes(
+    engine: InferenceEngine, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow
+) -> list[Episode]:
+    """One episode per item of `data`, all at once; the result has their order.
+
+    The first that fails raises, a `UserError` as such and everything else as `WorkflowError`; the others are then
+    cancelled and awaited.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run_episode(engine, i, item, workflow)) for i, item in enumerate(data)]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def run_episode(
+    engine: InferenceEngine, index: int, item: Mapping[str, Any], workflow: RolloutWorkflow
+) -> Episode:
+    """The episode of the prompt at `index` of a batch. A prompt's id is its `prompt_id` field, else the index."""
+    prompt_id = str(item.get("prompt_id", index))
+    name = type(workflow).__name__
+    try:
+        result = await workflow.arun_episode(engine, dict(item))
+        if result is None:
+            return Episode(prompt_id, None, f"rejected by {name}")
+        group = pack(result, name)
+    except Exception as error:
+        kind = UserError if isinstance(error, UserError) else WorkflowError
+        cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise kind(f"{name} failed on prompt {prompt_id} {_excerpt(item)}: {cause}") from error
+    group.set_sequences("group_ids", torch.full((group.num_seqs,), index, dtype=torch.int64))
+    return Episode(prompt_id, group)
+
+
+def pack(result: Any, workflow: str) -> PackedBatch:
+    """Checks what a workflow returned, a dict or TensorDict, and packs it. Raises UserError naming workflow and key."""
+    try:
+        padded: dict[str, Tensor] = dict(result.items())
+    except AttributeError:
+        raise UserError(f"{workflow} returned a {type(result).__name__}; return a dict of tensors, or None") from None
+    missing = [key for key in REQUIRED_KEYS if key not in padded]
+    if missing:
+        raise UserError(f"{workflow} returned {sorted(padded)} without {missing}; add them, each [n_samples, length]")
+    for key, value in padded.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"{workflow} returned {key} as a {type(value).__name__}; every value must be a tensor")
+        if key in DTYPES:
+            padded[key] = value.to(DTYPES[key])
+        if value.is_floating_point() and not value.isfinite().all():
+            raise UserError(f"{workflow} returned {key} with a value that is NaN or infinite; it cannot be trained on")
+    try:
+        batch = PackedBatch.from_padded(padded)
+    except UserError as error:
+        raise UserError(f"{workflow} returned a group that cannot be packed: {error}") from error
+    if batch.num_seqs == 0 or int(batch.lengths.min()) == 0:
+        raise UserError(f"{workflow} returned sequences of {batch.lengths.tolist()} tokens; each needs one at least")
+    return batch
+
+
+def assemble(episodes: Sequence[Episode]) -> PackedBatch:
+    """The groups of the episodes in their order. `group_ids` are positions in the batch of prompts."""
+    groups = [episode.group for episode in episodes if episode.group is not None]
+    if not groups:
+        raise WorkflowError(f"all {len(episodes)} episodes were rejected, the first because: {episodes[0].reason}")
+    return PackedBatch.concat(groups)
+
+
+def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, seconds: float) -> None:
+    """Records a batch's numbers with `stats_tracker`: reward, lengths in tokens, tokens/s, staleness in versions."""
+    mask = batch["loss_mask"]
+    position = torch.repeat_interleave(torch.arange(batch.num_seqs), batch.lengths)
+    sampled = torch.zeros(batch.num_seqs).index_add_(0, position, mask.float())
+    stats_tracker.scalar(
+        reward=float(batch["rewards"].mean()),
+        tokens_per_s=float(sampled.sum()) / seconds,
+        completion_len=float(sampled.mean()),
+        completion_len_max=float(sampled.max()),
+        rejected=sum(episode.group is None for episode in episodes),
+    )
+    if "versions" in batch and bool(mask.any()):
+        staleness = version - batch["versions"][mask].float()
+        stats_tracker.scalar(staleness=float(staleness.mean()), staleness_max=float(staleness.max()))
+
+
+def rollout_batch(
+    engine: InferenceEngine,
+    thread: LoopThread,
+    data: Sequence[Mapping[str, Any]],
+    workflow: RolloutWorkflow,
+    timeout_s: float,
+) -> tuple[PackedBatch, list[Episode]]:
+    """Runs the episodes of `data` on `thread`, waits for them and packs their groups in the order of `data`."""
+    if not data:
+        raise UserError("rollout_batch got no prompts; give it at least one")
+    start = time.perf_counter()
+    with stats_tracker.scope("rollout"):
+        what = f"{type(workflow).__name__} on {len(data)} prompts"
+        episodes = thread.run(run_episodes(engine, data, workflow), timeout_s, what)
+        batch = assemble(episodes)
+        record_stats(episodes, batch, engine.get_version(), time.perf_counter() - start)
+    return batch, episodes
+
+
+def _excerpt(item: Mapping[str, Any]) -> str:
+    """The prompt of a data item in at most about 100 characters, for messages."""
+    messages = item.get("messages")
+    text = messages[-1].get("content", "") if isinstance(messages, list) and messages else str(dict(item))
+    return repr(text if len(text) <= 100 else text[:97] + "...")

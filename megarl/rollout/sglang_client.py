@@ -1,0 +1,337 @@
+"""The client of the SGLang servers: requests over HTTP, answers as tokens with log-probs and weight versions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from megarl.knobs import UserError, knob
+from megarl.observe.metrics import stats_tracker
+from megarl.rollout.api import InferenceEngine, RolloutWorkflow
+from megarl.rollout.executor import LoopThread, rollout_batch
+from megarl.types import Episode, GenerationHyperparameters, ModelRequest, ModelResponse, PackedBatch
+
+ADDRESSES_VARIABLE = "MEGARL_LLM_SERVER_ADDRS"
+KEY_VARIABLE = "MEGARL_LLM_SERVER_API_KEY"
+KEEPALIVE_S = 2.0  # below the 5 s after which SGLang's uvicorn closes an idle connection: ours must give up first
+CLOSE_TIMEOUT_S = 10.0
+EXCERPT = 500
+
+
+class GenerationError(RuntimeError):
+    """No completion could be had. Names the server and what it said."""
+
+
+class RequestRefused(GenerationError):
+    """A server answered 4xx: the request itself is at fault, and asking again would not help."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How the trainer speaks to the rollout servers."""
+
+    max_connections: int = knob(256, "HTTP requests under way at once over all servers; further ones wait")
+    connect_timeout_s: float = knob(10.0, "seconds until a server must have accepted a connection")
+    request_timeout_s: float = knob(300.0, "seconds until a server must have answered a request")
+    batch_timeout_s: float = knob(1800.0, "seconds until all episodes of a batch must have ended")
+    max_retries: int = knob(3, "times a request is sent again after a lost connection or a 5xx answer")
+    retry_delay_s: float = knob(0.5, "seconds before the first retry; doubled for each further one")
+
+    def __post_init__(self) -> None:
+        for name in ("max_connections", "connect_timeout_s", "request_timeout_s", "batch_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"rollout.{name}={getattr(self, name)} must be more than 0")
+        for name in ("max_retries", "retry_delay_s"):
+            if getattr(self, name) < 0:
+                raise UserError(f"rollout.{name}={getattr(self, name)} must not be negative")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one answer adds to a completion: per token its id, log-prob and weight version, and why it ended."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str
+
+
+class RemoteSGLangEngine(InferenceEngine):
+    """SGLang servers reached over HTTP, used from synchronous code; its asyncio loop runs in a thread of its own.
+
+    Requests for the same tokens that are made together (a group) travel as one HTTP request, to the server with the
+    fewest completions under way. On 2 CPU cores that is a fifth faster than one request a completion.
+    """
+
+    def __init__(self, config: RolloutConfig):
+        self.config = config
+        self.addresses: list[str] = []
+        self.episodes: list[Episode] = []  # of the last batch, in the order of its prompts
+        self._version = 0
+        self._thread: LoopThread | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._under_way: dict[str, int] = {}  # completions asked of each server
+        self._waiting: dict[tuple[int, ...], list[tuple[dict[str, Any], asyncio.Future[Piece]]]] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def initialize(self, addresses: Sequence[str] | None = None, *, api_key: str | None = None) -> None:
+        """Connects to the servers `host:port`; without `addresses`, to those of MEGARL_LLM_SERVER_ADDRS.
+
+        `api_key` is the servers' key, else MEGARL_LLM_SERVER_API_KEY. Raises UserError where a server does not answer.
+        """
+        if self._thread is not None:
+            raise UserError("the rollout engine is initialized already; call destroy() first")
+        given = os.environ.get(ADDRESSES_VARIABLE, "").split(",") if addresses is None else addresses
+        self.addresses = [address.strip().removeprefix("http://").rstrip("/") for address in given if address.strip()]
+        if not self.addresses:
+            raise UserError(
+                f"no SGLang server is known: pass addresses, or set {ADDRESSES_VARIABLE}=host:port[,host:port...]"
+            )
+        self._under_way = dict.fromkeys(self.addresses, 0)
+        self._thread = LoopThread("rollout")
+        try:
+            self._thread.run(
+                self._open(api_key or os.environ.get(KEY_VARIABLE)),
+                (self.config.connect_timeout_s + self.config.request_timeout_s) * 2,
+                "connecting to the SGLang servers",
+            )
+        except BaseException:
+            self.destroy()
+            raise
+
+    def destroy(self) -> None:
+        """Cancels requests under way, closes connections and ends the thread. May be called twice."""
+        thread, session = self._thread, self._session
+        self._thread = self._session = None
+        if thread is None:
+            return
+        try:
+            if session is not None:
+                thread.run(session.close(), CLOSE_TIMEOUT_S, "closing the connections to the SGLang servers")
+        finally:
+            thread.stop()
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def get_version(self) -> int:
+        return self._version
+
+    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow) -> PackedBatch:
+        """Runs one episode per item of `data` at once and returns their groups in the order of `data`.
+
+        Adds `group_ids`, the positions in `data`. Rejected prompts are left out; `episodes` says which and why. Raises
+        what the first failing episode raised (`WorkflowError`, `UserError`), TimeoutError after `batch_timeout_s`.
+        """
+        if self._thread is None:
+            raise UserError("the rollout engine is not initialized; call initialize() first")
+        batch, self.episodes = rollout_batch(self, self._thread, data, workflow, self.config.batch_timeout_s)
+        return batch
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """One completion, of one piece unless a weight update aborted it: then it goes on after the tokens so far.
+
+        `rid` is the caller's own: the servers never see it, so requests may share one. Raises `RequestRefused` on a
+        4xx answer, `GenerationError` on anything else that leaves no completion.
+        """
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        fruitless = 0
+        while True:
+            piece = await self._ask(req.input_ids + tokens, sampling_params(req.gconfig, len(tokens)))
+            tokens += piece.tokens
+            logprobs += piece.logprobs
+            versions += piece.versions
+            reason = piece.stop_reason
+            if reason == "abort" and len(tokens) >= req.gconfig.max_new_tokens:
+                reason = "length"
+            if reason != "abort":
+                break
+            stats_tracker.total(interruptions=1)
+            fruitless = 0 if piece.tokens else fruitless + 1
+            if fruitless > self.config.max_retries:
+                raise GenerationError(f"request {req.rid} was aborted {fruitless} times in a row without a new token")
+            if fruitless:
+                await asyncio.sleep(self.config.retry_delay_s)
+        stats_tracker.scalar(truncated=float(reason == "length"))
+        return ModelResponse(
+            list(req.input_ids), tokens, logprobs, versions, "length" if reason == "length" else "stop"
+        )
+
+    async def _open(self, api_key: str | None) -> None:
+        config = self.config
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=config.connect_timeout_s, sock_read=config.request_timeout_s
+            ),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            trust_env=False,
+        )
+        await asyncio.gather(*(self._check(self._session, address) for address in self.addresses))
+
+    async def _check(self, session: aiohttp.ClientSession, address: str) -> None:
+        """Raises UserError unless an SGLang server answers at `address` and labels its weights with a number."""
+        try:
+            async with session.get(f"http://{address}/model_info") as response:
+                status, body = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UserError(
+                f"no SGLang server answers at {address} ({_named(error)}); start it, or mend {ADDRESSES_VARIABLE}"
+            ) from error
+        if status == 401:
+            raise UserError(f"the SGLang server at {address} refuses the API key; set {KEY_VARIABLE}")
+        try:
+            label = json.loads(body)["weight_version"] if status == 200 else None
+            _version(label)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{address} answers /model_info with {status} {_excerpt(body)}: it must be an SGLang server, "
+                "started with --weight-version 0"
+            ) from error
+
+    async def _ask(self, input_ids: list[int], params: dict[str, Any]) -> Piece:
+        """Queues one completion. Those for the same tokens, queued in one turn of the loop, are sent together."""
+        loop = asyncio.get_running_loop()
+        key = tuple(input_ids)
+        if key not in self._waiting:
+            self._waiting[key] = []
+            loop.call_soon(self._send_group, key)
+        future: asyncio.Future[Piece] = loop.create_future()
+        self._waiting[key].append((params, future))
+        return await future
+
+    def _send_group(self, key: tuple[int, ...]) -> None:
+        group = self._waiting.pop(key)
+        futures = [future for _, future in group]
+        task = asyncio.get_running_loop().create_task(self._serve(list(key), [params for params, _ in group], futures))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+        def give_up(_: asyncio.Future[Piece]) -> None:
+            if all(future.cancelled() for future in futures):
+                task.cancel()  # closes the connection, upon which the server drops the requests
+
+        for future in futures:
+            future.add_done_callback(give_up)
+
+    async def _serve(
+        self, input_ids: list[int], params: list[dict[str, Any]], futures: list[asyncio.Future[Piece]]
+    ) -> None:
+        try:
+            pieces = await self._post(input_ids, params)
+        except Exception as error:
+            for future in futures:
+                if not future.done():
+                    future.set_exception(error)
+        else:
+            for future, piece in zip(futures, pieces, strict=True):
+                if not future.done():
+                    future.set_result(piece)
+
+    async def _post(self, input_ids: list[int], params: list[dict[str, Any]]) -> list[Piece]:
+        """Sends a group, again on lost connections and 5xx, each time to the least loaded server not tried yet."""
+        body = {"input_ids": [input_ids] * len(params), "sampling_params": params, "return_logprob": True}
+        tried: list[str] = []
+        while True:
+            untried = [address for address in self.addresses if address not in tried]
+            address = min(untried or self.addresses, key=self._under_way.__getitem__)
+            tried.append(address)
+            self._under_way[address] += len(params)
+            try:
+                status, answer = await self._post_once(address, body)
+            except aiohttp.SocketTimeoutError as error:
+                raise GenerationError(
+                    f"{address} did not answer within rollout.request_timeout_s={self.config.request_timeout_s:g} s"
+                ) from error
+            except (aiohttp.ClientError, OSError) as error:
+                failure = f"the connection to {address} failed ({_named(error)})"
+            else:
+                if status == 200:
+                    return parse_answer(answer, len(params), address)
+                failure = f"{address} answered {status}: {_excerpt(answer)}"
+                if status < 500:
+                    raise RequestRefused(failure)
+            finally:
+                self._under_way[address] -= len(params)
+            if len(tried) > self.config.max_retries:
+                raise GenerationError(f"{failure}; it was attempt {len(tried)} of as many")
+            stats_tracker.total(retries=1)
+            await asyncio.sleep(self.config.retry_delay_s * 2 ** (len(tried) - 1))
+
+    async def _post_once(self, address: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        if self._session is None:
+            raise GenerationError("the rollout engine is not initialized; call initialize() first")
+        async with self._session.post(f"http://{address}/generate", json=body) as response:
+            return response.status, await response.read()
+
+
+def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[str, Any]:
+    """SGLang's `sampling_params` of a completion that has `done` tokens already."""
+    params: dict[str, Any] = {
+        "max_new_tokens": gconfig.max_new_tokens - done,
+        "min_new_tokens": max(gconfig.min_new_tokens - done, 0),
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": gconfig.top_k,
+    }
+    if gconfig.stop:
+        params["stop"] = list(gconfig.stop)
+    if gconfig.stop_token_ids:
+        params["stop_token_ids"] = list(gconfig.stop_token_ids)
+    return params
+
+
+def parse_answer(body: bytes, count: int, address: str) -> list[Piece]:
+    """The `count` pieces in the body of a 200 answer of `/generate`. Raises GenerationError on anything unexpected."""
+    try:
+        answers = json.loads(body)
+        if len(answers) != count:
+            raise ValueError(f"{len(answers)} completions instead of {count}")
+        return [_parse_piece(answer["output_ids"], answer["meta_info"]) for answer in answers]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise GenerationError(f"{address} gave a malformed answer ({_named(error)}): {_excerpt(body)}") from error
+
+
+def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> Piece:
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {reason!r}")
+    if not output_ids and reason == "abort":
+        return Piece([], [], [], reason)
+    scored = meta["output_token_logprobs"]
+    if [entry[1] for entry in scored] != output_ids:
+        raise ValueError(f"output_token_logprobs of {len(scored)} tokens do not belong to {len(output_ids)} output_ids")
+    logprobs = [float(entry[0]) for entry in scored]
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a log-prob that is not finite")
+    versions: list[int] = []
+    for span in meta["weight_versions"]:
+        if span["start"] != len(versions):
+            raise ValueError(f"weight_versions has a gap at token {len(versions)}")
+        versions += [_version(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != len(output_ids):
+        raise ValueError(f"weight_versions cover {len(versions)} of {len(output_ids)} tokens")
+    return Piece(output_ids, logprobs, versions, reason)
+
+
+def _version(label: Any) -> int:
+    if not isinstance(label, str) or not label.isdecimal():
+        raise ValueError(f"weight version {label!r} is not a number")
+    return int(label)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _excerpt(body: bytes) -> str:
+    return body[:EXCERPT].decode(errors="replace")

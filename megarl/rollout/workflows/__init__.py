@@ -1,0 +1,1 @@
+"""Workflows: how a prompt becomes training data. One file each, small enough to copy."""

@@ -1,0 +1,65 @@
+"""Reinforcement learning with verifiable rewards: sample a group of completions, let a function score each."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megarl.rollout.api import InferenceEngine, RolloutWorkflow, pad_responses
+from megarl.types import GenerationHyperparameters, ModelRequest
+
+RewardFn = Callable[..., Any]  # -> float, or an awaitable of one
+
+
+class RLVRWorkflow(RolloutWorkflow):
+    """Samples `gconfig.n_samples` completions of `data["messages"]` and scores each with `reward_fn`.
+
+    `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float` may be sync or async. `prompt` is the
+    chat as the model reads it, `completions` one completion's text without special tokens, the ids are lists of int.
+    A sync function runs in a thread, one call of the thread pool for a whole group: a slow one then delays neither the
+    other episodes nor their requests.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFn,
+        gconfig: GenerationHyperparameters,
+        tokenizer: Any,
+        enable_thinking: bool = False,
+    ):
+        self.reward_fn = reward_fn
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+        self.enable_thinking = enable_thinking
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
+        input_ids = self._prompt_ids(data["messages"])
+        request = ModelRequest(input_ids=input_ids, gconfig=self.gconfig)
+        responses = await asyncio.gather(*(engine.agenerate(request) for _ in range(self.gconfig.n_samples)))
+        prompt = self.tokenizer.decode(input_ids)
+        completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in responses]
+        rewards = await self._score(
+            [(prompt, text, input_ids, r.output_tokens) for text, r in zip(completions, responses, strict=True)], data
+        )
+        return pad_responses(responses, rewards)
+
+    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The chat template's token ids, or the text's own where the tokenizer (a base model's) has no template."""
+        if not self.tokenizer.chat_template:
+            return self.tokenizer.encode("".join(message["content"] for message in messages))
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=True,
+            add_generation_prompt=True,
+            enable_thinking=self.enable_thinking,
+            return_dict=False,
+        )
+
+    async def _score(self, samples: list[tuple[str, str, list[int], list[int]]], data: dict[str, Any]) -> list[float]:
+        if inspect.iscoroutinefunction(self.reward_fn):
+            return list(await asyncio.gather(*(self.reward_fn(*sample, **data) for sample in samples)))
+        return await asyncio.to_thread(lambda: [float(self.reward_fn(*sample, **data)) for sample in samples])
