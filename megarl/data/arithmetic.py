@@ -116,5 +116,5 @@ def write_arithmetic(folder: Path, seed: int = 0) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where the bundled data set is kept between runs: `$XDG_CACHE_HOME/megarl/arithmetic`, by default in `~/.cache`."""
+    """Where the bundled data set is kept: `megarl/arithmetic` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "arithmetic"

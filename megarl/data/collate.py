@@ -1,0 +1,141 @@
+"""Rows into batches: padding, and an endless, seeded stream of batches that resumes where it stopped."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from megarl.data.prompts import DatasetConfig
+from megarl.knobs import UserError
+
+
+def pad_sequences_to_tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Pads rows of equal keys into `{key: [batch, length]}`, zeros on the right, and adds `attention_mask`.
+
+    A key may hold one value a token (as long as the row's `input_ids`) or one number a row, which becomes `[batch]`.
+    `loss_mask` and `attention_mask` are bool. Raises `UserError` where a row does not fit.
+    """
+    if not rows or not all("input_ids" in row for row in rows):
+        raise UserError(f"a batch needs rows with 'input_ids', got {[sorted(row) for row in rows[:1]] or 'no row'}")
+    batch: dict[str, Tensor] = {}
+    for key in rows[0]:
+        values = [_as_tensor(row, key, i) for i, row in enumerate(rows)]
+        if all(value.ndim == 0 for value in values):
+            batch[key] = torch.stack(values)
+            continue
+        for i, (row, value) in enumerate(zip(rows, values, strict=True)):
+            if value.shape != (len(row["input_ids"]),):
+                raise UserError(
+                    f"row {i}: {key} has shape {list(value.shape)}, its input_ids have length {len(row['input_ids'])}; "
+                    "a key holds one value a token or one number a row"
+                )
+        batch[key] = pad_sequence(values, batch_first=True)
+    for i, row in enumerate(rows):
+        if row.keys() != rows[0].keys():
+            raise UserError(f"row {i} has the keys {sorted(row)}, row 0 has {sorted(rows[0])}; all rows need the same")
+    if "attention_mask" not in batch:
+        ones = [torch.ones(len(row["input_ids"]), dtype=torch.bool) for row in rows]
+        batch["attention_mask"] = pad_sequence(ones, batch_first=True)
+    for key in ("loss_mask", "attention_mask"):
+        if key in batch:
+            batch[key] = batch[key].bool()
+    return batch
+
+
+def _as_tensor(row: Mapping[str, Any], key: str, index: int) -> Tensor:
+    if key not in row:
+        raise UserError(f"row {index} has no {key!r}, row 0 has it; all rows of a batch need the same keys")
+    try:
+        return torch.as_tensor(row[key])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"row {index}: {key} is {type(row[key]).__name__}, which is no tensor; remove the column before batching"
+        ) from error
+
+
+class EpochSampler(Sampler[int]):
+    """The rows' order in one epoch: the same for the same seed and epoch."""
+
+    def __init__(self, size: int, shuffle: bool, seed: int):
+        self.size, self.shuffle, self.seed, self.epoch = size, shuffle, seed, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.size))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return iter(torch.randperm(self.size, generator=generator).tolist())
+
+
+class Batches:
+    """Batches of a data set, epoch after epoch without end: `next(batches)`.
+
+    `state_dict()` is made of plain numbers and strings (JSON will do). A `Batches` over the same data with the same
+    config that loads it goes on with the very batch that would have come next. `collate_fn` makes a batch of the
+    list of rows: `list` (as it is) for RL, `pad_sequences_to_tensors` for SFT.
+    """
+
+    def __init__(self, dataset: Any, config: DatasetConfig, collate_fn: Callable[[list[Any]], Any] = list):
+        size = len(dataset)
+        if config.batch_size < 1:
+            raise UserError(f"batch_size is {config.batch_size}, it must be at least 1")
+        if config.batch_size > size:
+            raise UserError(
+                f"batch_size {config.batch_size} exceeds the {size} rows of {config.path} ({config.split}); "
+                "make batch_size smaller or give more data"
+            )
+        self._identity = {"rows": size, "batch_size": config.batch_size, "shuffle": config.shuffle, "seed": config.seed}
+        self._sampler = EpochSampler(size, config.shuffle, config.seed)
+        self.loader = StatefulDataLoader(
+            dataset,
+            batch_size=config.batch_size,
+            sampler=self._sampler,
+            num_workers=config.num_workers,
+            collate_fn=collate_fn,
+            drop_last=config.drop_last,
+        )
+        self._rows: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        """Batches in one epoch."""
+        return len(self.loader)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the last batch that was handed out."""
+        return self._sampler.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._rows is None:
+            self._rows = iter(self.loader)
+        try:
+            return next(self._rows)
+        except StopIteration:
+            self._sampler.epoch += 1
+            self._rows = iter(self.loader)
+            return next(self._rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        return {**self._identity, "epoch": self._sampler.epoch, "loader": self.loader.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken. Raises `UserError` where the data or the batch size is another."""
+        for key, value in self._identity.items():
+            if state[key] != value:
+                raise UserError(
+                    f"cannot resume the data order: {key} was {state[key]} at the checkpoint and is {value} now; "
+                    "resume with the same data and data settings"
+                )
+        self._sampler.epoch = state["epoch"]
+        self.loader.load_state_dict(dict(state["loader"]))
+        self._rows = None

@@ -1,0 +1,1 @@
+"""Reward functions, one file a verifier: `reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`."""

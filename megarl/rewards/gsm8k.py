@@ -1,0 +1,76 @@
+"""The reward of GSM8K: 1 where the number after `####` is the reference's, else 0."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from megarl.knobs import UserError
+
+# 1234, 1,234, 12.50 or .5. The atomic group takes the whole number or nothing, so a number is never cut short
+# (12/5, 1.2.3 and 1,2 are no numbers here), and matching stays linear in the length of the text.
+_NUMBER = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?![.,]?[0-9]|[\w/])"
+_MARKED = re.compile(r"####[ \t]*+\$?([-+−]?)\$?(" + _NUMBER + ")")
+_ANYWHERE = re.compile(r"(?<!\w)(?<![0-9][.,/])(?:(?<![\w)])([-+−]))?\$?(" + _NUMBER + ")")
+_BOXED = "\\boxed{"
+
+
+def _normalised(sign: str | None, digits: str) -> str:
+    """The one spelling of a number: no comma, no plus, no idle zeros; `-0` is `0`."""
+    whole, _, fraction = digits.replace(",", "").partition(".")
+    fraction = fraction.rstrip("0")
+    number = (whole.lstrip("0") or "0") + ("." + fraction if fraction else "")
+    return "-" + number if sign in ("-", "−") and number != "0" else number
+
+
+def _last(matches: list[tuple[str, str]]) -> str | None:
+    return _normalised(*matches[-1]) if matches else None
+
+
+def _boxed_number(text: str) -> str | None:
+    r"""The number in the last `\boxed{...}`, where that holds exactly one."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start += len(_BOXED)
+    depth = 1
+    for brace in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            content = text[start : brace.start()].replace("{,}", ",").replace("\\$", "$").replace("\\%", "%")
+            numbers = _ANYWHERE.findall(content.replace("\\", " \\"))
+            return _last(numbers) if len(numbers) == 1 else None
+    return None
+
+
+def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
+    r"""The final number of a solution, in one spelling ("1,234.50" -> "1234.5"), or None where there is none.
+
+    `strict`: the last `#### N`. `flexible`: that, else the last `\boxed{N}`, else the last number in the text.
+    """
+    if method not in ("strict", "flexible"):
+        raise UserError(f"extraction method {method!r} is unknown; use 'strict' or 'flexible'")
+    number = _last(_MARKED.findall(solution_str))
+    if number is None and method == "flexible":
+        number = _boxed_number(solution_str) or _last(_ANYWHERE.findall(solution_str))
+    return number
+
+
+def gsm8k_reward_fn(
+    prompt: str,
+    completions: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    answer: str,
+    method: Literal["strict", "flexible"] = "strict",
+    **kwargs: Any,
+) -> float:
+    r"""1.0 where the completion's number is that of `answer` (GSM8K's column, ending in `#### N`), else 0.0.
+
+    By default the completion must say `#### N` too; `functools.partial(gsm8k_reward_fn, method="flexible")` also
+    takes `\boxed{N}` or the last number, as a model needs that was never shown GSM8K's format.
+    Raises `UserError` where the reference itself has no `#### N`.
+    """
+    reference = extract_solution(answer)
+    if reference is None:
+        raise UserError(f"the reference answer {answer[-60:]!r} does not end in '#### N'; no completion can match it")
+    return float(extract_solution(completions, method) == reference)

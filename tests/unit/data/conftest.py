@@ -1,0 +1,23 @@
+"""Caches of the tests' own: nothing is read from or left in the user's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.tokenizer import train_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("caches")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    yield folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer()
