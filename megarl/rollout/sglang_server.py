@@ -320,7 +320,7 @@ class SGLangServers:
     ):
         check_config(config, model_path)
         self.config = config
-        self.api_key = secrets.token_urlsafe(24)
+        self.api_key = secrets.token_hex(24)  # hex: SGLang would read a key that starts with "-" as an option
         if config.port:
             ports = list(range(config.port, config.port + config.n_servers))
         else:

@@ -1,0 +1,329 @@
+"""The SGLang side: what its live parameters hold, its weight-update endpoints, and the receiver inside a server.
+
+`receive` runs in every tensor-parallel rank of a server, which was started with `--custom-weight-loader` naming it.
+The trainer's HTTP request carries a few integers; tensors and the report on them travel over a group of their own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import logging
+import pickle
+import re
+import select
+from base64 import b64encode
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore
+
+from megarl.reshard.layout import Box, Fragment
+from megarl.reshard.reference import receive_full
+from megarl.reshard.transports.gloo import Deadline, GlooGroup, join_store, write
+from megarl.reshard.verify import digest
+
+log = logging.getLogger(__name__)
+
+WEIGHT_LOADER = "megarl.reshard.sglang.receive"  # for SGLang's --custom-weight-loader
+PROTOCOL = 1
+
+# --- What a rank holds -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that decide which part of the checkpoint a tensor-parallel rank of SGLang holds."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tp_rank: int
+    tp_size: int
+
+    @staticmethod
+    def of(config: Any, tp_rank: int, tp_size: int) -> Geometry:
+        """From an HF config of the dense Qwen2, Qwen3 and Llama families."""
+        heads = config.num_attention_heads
+        return Geometry(
+            heads=heads,
+            kv_heads=config.num_key_value_heads or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+
+    @property
+    def q_rows(self) -> tuple[int, int]:
+        """Rows `[start, stop)` of the checkpoint's q_proj on this rank: whole heads, in rank order."""
+        rows = self.heads // self.tp_size * self.head_dim
+        return self.tp_rank * rows, (self.tp_rank + 1) * rows
+
+    @property
+    def kv_rows(self) -> tuple[int, int]:
+        """Rows of k_proj and v_proj on this rank. Where tp_size exceeds the KV heads, neighbours hold the same head."""
+        replicas = max(1, self.tp_size // self.kv_heads)
+        rows = max(1, self.kv_heads // self.tp_size) * self.head_dim
+        shard = self.tp_rank // replicas
+        return shard * rows, (shard + 1) * rows
+
+    @property
+    def ffn_rows(self) -> tuple[int, int]:
+        """Rows of gate_proj and up_proj, and columns of down_proj, on this rank."""
+        rows = self.intermediate // self.tp_size
+        return self.tp_rank * rows, (self.tp_rank + 1) * rows
+
+
+def pieces(name: str, shape: tuple[int, ...], geometry: Geometry) -> list[tuple[int, Box]]:
+    """What SGLang's parameter `name` of `shape` holds: `(first row in the parameter, box of the checkpoint)` each.
+
+    Raises ValueError for a parameter whose layout is not known here: guessing would corrupt weights in silence.
+    """
+    g = geometry
+    columns = shape[1:]
+
+    def rows(checkpoint_name: str, span: tuple[int, int]) -> Box:
+        return Box(checkpoint_name, (span[0], *(0 for _ in columns)), (span[1], *columns))
+
+    def stacked(parts: dict[str, tuple[int, int]]) -> list[tuple[int, Box]]:
+        fused = re.search(r"\.(qkv_proj|gate_up_proj)\.", name)
+        assert fused is not None
+        found, row = [], 0
+        for part, span in parts.items():
+            found.append((row, rows(name.replace(fused[1], part), span)))
+            row += span[1] - span[0]
+        return found
+
+    def sharded_columns(span: tuple[int, int]) -> list[tuple[int, Box]]:
+        return [(0, Box(name, (0, span[0]), (shape[0], span[1])))]
+
+    if re.search(r"\.self_attn\.qkv_proj\.(weight|bias)$", name):
+        return stacked({"q_proj": g.q_rows, "k_proj": g.kv_rows, "v_proj": g.kv_rows})
+    if re.search(r"\.mlp\.gate_up_proj\.(weight|bias)$", name):
+        return stacked({"gate_proj": g.ffn_rows, "up_proj": g.ffn_rows})
+    if name.endswith(".self_attn.o_proj.weight"):
+        return sharded_columns(g.q_rows)
+    if name.endswith(".mlp.down_proj.weight"):
+        return sharded_columns(g.ffn_rows)
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        # Shards of equal size in rank order; the last ones end in padding, which belongs to no checkpoint row.
+        start = min(g.tp_rank * shape[0], g.vocab)
+        stop = min(start + shape[0], g.vocab)
+        return [(0, rows(name, (start, stop)))] if start < stop else []
+    if re.search(r"(norm|\.(o_proj|down_proj)\.bias)(\.weight)?$", name):
+        return [(0, rows(name, (0, shape[0])))]
+    raise ValueError(
+        f"{name} {list(shape)}: no rule says which part of the checkpoint it holds; "
+        "live weight updates know the dense Qwen2, Qwen3 and Llama families"
+    )
+
+
+def fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry) -> Iterator[Fragment]:
+    """Everything one rank of SGLang holds of the checkpoint, as views of its live parameters.
+
+    Raises ValueError where the rules and a live parameter disagree.
+    """
+    for name, parameter in parameters:
+        data = parameter.detach()
+        covered = 0
+        for row, box in pieces(name, tuple(data.shape), geometry):
+            try:
+                yield Fragment(geometry.tp_rank, name, box, data[row : row + box.shape[0]])
+            except ValueError as error:
+                raise ValueError(f"SGLang's {name} is not laid out as megarl knows it: {error}") from error
+            covered += box.shape[0]
+        padded = name in ("model.embed_tokens.weight", "lm_head.weight")
+        if covered != data.shape[0] and not padded:
+            raise ValueError(f"SGLang's {name} has {data.shape[0]} rows, and the known layout covers {covered}")
+
+
+# --- The endpoints ---------------------------------------------------------------------------------------------------
+
+
+class ServerControlError(RuntimeError):
+    """A server refused a request or could not be reached."""
+
+
+class PendingCall:
+    """A request that was sent and not yet answered."""
+
+    def __init__(self, connection: http.client.HTTPConnection, path: str):
+        self.connection = connection
+        self.path = path
+
+    def answered(self) -> bool:
+        """Whether the answer has come, or the connection has ended."""
+        sock = self.connection.sock
+        return sock is None or bool(select.select([sock], [], [], 0)[0])
+
+    def result(self, deadline: Deadline) -> dict[str, Any]:
+        """The answer. Raises ServerControlError if it is a refusal, TimeoutError if it is late."""
+        try:
+            if self.connection.sock is not None:
+                self.connection.sock.settimeout(deadline.left())
+            response = self.connection.getresponse()
+            body = response.read()
+        except TimeoutError:
+            raise TimeoutError(f"no answer to {self.path} within {deadline.seconds:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerControlError(f"{self.path} was not answered: {type(error).__name__}: {error}") from error
+        finally:
+            self.connection.close()
+        try:
+            answer = json.loads(body) if body[:1] == b"{" else {"message": body.decode(errors="replace")}
+        except ValueError as error:
+            raise ServerControlError(f"{self.path} was answered with {body[:200]!r}, which is not JSON") from error
+        if response.status != 200 or answer.get("success") is False:
+            raise ServerControlError(f"{self.path} was refused with {response.status}: {answer}")
+        return answer
+
+    def cancel(self) -> None:
+        """Gives the answer up."""
+        self.connection.close()
+
+
+class ServerControl:
+    """The weight-update endpoints of one server. `call` sends and waits, `send` only sends."""
+
+    def __init__(self, address: str, api_key: str):
+        self.address = address
+        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+
+    def send(self, path: str, body: dict[str, Any] | None, deadline: Deadline) -> PendingCall:
+        """Sends a request: a POST with a body, a GET without."""
+        connection = http.client.HTTPConnection(self.address, timeout=deadline.left())
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, content, self._headers)
+        except OSError as error:
+            connection.close()
+            raise ServerControlError(f"{path} could not be sent: {type(error).__name__}: {error}") from error
+        return PendingCall(connection, path)
+
+    def call(self, path: str, body: dict[str, Any] | None, deadline: Deadline) -> dict[str, Any]:
+        return self.send(path, body, deadline).result(deadline)
+
+    def model_info(self, deadline: Deadline) -> dict[str, Any]:
+        return self.call("/model_info", None, deadline)
+
+    def checksums(self, deadline: Deadline) -> list[dict[str, str]]:
+        """SGLang's own checksum of each live parameter, one mapping a rank: on CPU the first 8 bytes of SHA-256."""
+        return [r["checksums"] for r in self.call("/weights_checker", {"action": "checksum"}, deadline)["ranks"]]
+
+
+# --- The receiver ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the integers in the trainer's request say."""
+
+    protocol: int
+    host: int  # IPv4 address of the store
+    port: int
+    server: int  # index of this server in the trainer's list
+    epoch: int  # of the group; a new one is joined anew
+    sequence: int  # of the push within the session
+    deadline_ms: int
+    verify: int
+
+    def payload(self) -> str:
+        """As SGLang's `serialized_named_tensors` wants it: a pickle in base64, read there against an allow-list."""
+        return b64encode(pickle.dumps([("megarl.order", torch.tensor(astuple(self), dtype=torch.int64))])).decode()
+
+    @staticmethod
+    def parse(named_tensors: Iterable[tuple[str, Tensor]]) -> Order:
+        values = dict(named_tensors)["megarl.order"].tolist()
+        if values[0] != PROTOCOL:
+            raise ValueError(
+                f"the trainer speaks weight protocol {values[0]}, this server {PROTOCOL}: update one of them"
+            )
+        return Order(*values)
+
+
+def store_prefix(server: int, epoch: int) -> str:
+    """Where in the store the trainer and one server meet."""
+    return f"server/{server}/{epoch}"
+
+
+class Membership:
+    """This rank's place in the group with the trainer. Kept between syncs."""
+
+    def __init__(self, order: Order, model: nn.Module, tp_rank: int, tp_size: int):
+        deadline = order.deadline_ms / 1000
+        host = str(ipaddress.IPv4Address(order.host))
+        self.key = (order.host, order.port, order.epoch)
+        self.rank = tp_rank
+        self.store = PrefixStore(
+            store_prefix(order.server, order.epoch), join_store(host, order.port, timeout_s=deadline)
+        )
+        self.geometry = Geometry.of(model.config, tp_rank, tp_size)
+        write(
+            self.store,
+            f"layout/{tp_rank}",
+            {
+                "tp_size": tp_size,
+                "boxes": [
+                    (f.box.name, f.box.start, f.box.stop, str(f.view.dtype).removeprefix("torch."))
+                    for f in fragments(model.named_parameters(), self.geometry)
+                ],
+            },
+        )
+        self.group = GlooGroup(self.store, host, rank=tp_rank + 1, size=tp_size + 1, timeout_s=deadline)
+
+    def leave(self) -> None:
+        self.group.abort()
+
+
+_membership: Membership | None = None
+
+
+def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Receives one push and loads it. SGLang calls this in each rank; what it returns is ignored.
+
+    A failure is reported to the trainer through the store and logged, not raised: an exception would end the
+    server, while a failed push must leave it paused.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    global _membership
+    order = Order.parse(named_tensors)
+    deadline = Deadline(order.deadline_ms / 1000)
+    rank = get_parallel().tp_rank
+    host = str(ipaddress.IPv4Address(order.host))
+    try:
+        if _membership is not None and _membership.key != (order.host, order.port, order.epoch):
+            _membership.leave()
+            _membership = None
+        if _membership is None:
+            _membership = Membership(order, model, rank, get_parallel().tp_size)
+        receive_full(_membership.store, _membership.group, order.sequence, deadline, model.load_weights)  # type: ignore[arg-type]
+        result: dict[str, Any] = {"held": held_digests(model, _membership.geometry) if order.verify else []}
+    except Exception as error:
+        log.exception("push %d failed in rank %d", order.sequence, rank)
+        if _membership is not None:
+            _membership.leave()
+            _membership = None
+        result = {"error": f"{type(error).__name__}: {error}"}
+        try:  # over a connection of its own: the one of the group may be what broke
+            store = PrefixStore(store_prefix(order.server, order.epoch), join_store(host, order.port, timeout_s=5))
+            write(store, f"{order.sequence}/result/{rank}", result)
+        except RuntimeError:
+            log.exception("push %d: the trainer cannot be told; its deadline will end it", order.sequence)
+        return
+    write(_membership.store, f"{order.sequence}/result/{rank}", result)
+
+
+def held_digests(model: nn.Module, geometry: Geometry) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
+    """`(name, start, stop, digest)` of everything this rank holds, read back from the live parameters."""
+    return [
+        (f.box.name, f.box.start, f.box.stop, digest(f.view)) for f in fragments(model.named_parameters(), geometry)
+    ]

@@ -1,0 +1,1 @@
+"""How bytes travel from the trainer to the ranks of a server."""
