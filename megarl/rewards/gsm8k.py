@@ -45,14 +45,17 @@ def _boxed_number(text: str) -> str | None:
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
     r"""The final number of a solution, in one spelling ("1,234.50" -> "1234.5"), or None where there is none.
 
-    `strict`: the last `#### N`. `flexible`: that, else the last `\boxed{N}`, else the last number in the text.
+    `strict`: the last `#### N`. `flexible`: that, else the number of the last `\boxed{...}` if there is one (a box that
+    does not hold exactly one number gives None), else the last number in the text.
     """
     if method not in ("strict", "flexible"):
         raise UserError(f"extraction method {method!r} is unknown; use 'strict' or 'flexible'")
     number = _last(_MARKED.findall(solution_str))
-    if number is None and method == "flexible":
-        number = _boxed_number(solution_str) or _last(_ANYWHERE.findall(solution_str))
-    return number
+    if number is not None or method == "strict":
+        return number
+    if _BOXED in solution_str:
+        return _boxed_number(solution_str)
+    return _last(_ANYWHERE.findall(solution_str))
 
 
 def gsm8k_reward_fn(

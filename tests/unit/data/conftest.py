@@ -1,6 +1,5 @@
 """Caches of the tests' own: nothing is read from or left in the user's."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -11,11 +10,11 @@ from megarl.data.tokenizer import train_tokenizer
 
 
 @pytest.fixture(autouse=True)
-def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path_factory.mktemp("caches")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    yield folder
+    return folder
 
 
 @pytest.fixture(scope="session")

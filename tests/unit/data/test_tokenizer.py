@@ -68,12 +68,8 @@ def test_the_chat_template_marks_each_turn() -> None:
     ]
     text = FRESH.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == f"<|system|>Add.<|user|>1+1?<|assistant|>2{EOS}<|user|>1+2?<|assistant|>"
-    assert [t for t in FRESH.tokenize(text) if t in ROLES] == [
-        "<|system|>",
-        "<|user|>",
-        "<|assistant|>",
-        "<|user|>",
-    ] + ["<|assistant|>"]
+    roles = [t for t in FRESH.tokenize(text) if t in ROLES]
+    assert roles == ["<|system|>", "<|user|>", "<|assistant|>", "<|user|>", "<|assistant|>"]
     with pytest.raises(Exception, match="unknown role tool"):
         FRESH.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
 

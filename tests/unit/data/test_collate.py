@@ -1,0 +1,152 @@
+import json
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.collate import Batches, pad_sequences_to_tensors
+from megarl.data.prompts import DatasetConfig
+from megarl.data.sft import get_gsm8k_sft_dataset
+from megarl.knobs import UserError
+from megarl.types import PackedBatch
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=9), min_size=1, max_size=6))
+def test_padding_then_packing_gives_the_rows_back(sequences: list[list[int]]) -> None:
+    rows = [{"input_ids": s, "loss_mask": [t % 2 for t in s], "reward": float(len(s))} for s in sequences]
+    padded = pad_sequences_to_tensors(rows)
+    assert padded["input_ids"].shape == (len(rows), max(map(len, sequences)))
+    assert padded["attention_mask"].sum(-1).tolist() == [len(s) for s in sequences]
+    assert padded["loss_mask"].dtype == padded["attention_mask"].dtype == torch.bool
+    packed = PackedBatch.from_padded(padded)
+    assert packed["input_ids"].tolist() == [t for s in sequences for t in s]
+    assert packed["loss_mask"].tolist() == [bool(t % 2) for s in sequences for t in s]
+    assert packed["reward"].tolist() == [float(len(s)) for s in sequences]
+
+
+def test_padding_keeps_types_and_a_given_attention_mask() -> None:
+    rows = [
+        {"input_ids": torch.tensor([1, 2]), "attention_mask": [1, 0], "rollout_logprobs": torch.tensor([0.0, -1.5])},
+        {"input_ids": torch.tensor([3]), "attention_mask": [1], "rollout_logprobs": torch.tensor([0.0])},
+    ]
+    padded = pad_sequences_to_tensors(rows)
+    assert padded["attention_mask"].tolist() == [[True, False], [True, False]]
+    assert padded["rollout_logprobs"].dtype == torch.float32
+    assert padded["input_ids"].tolist() == [[1, 2], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no row"),
+        ([{"loss_mask": [1]}], "input_ids"),
+        ([{"input_ids": [1], "text": "one"}], "text is str.*remove the column"),
+        ([{"input_ids": [1, 2], "loss_mask": [1]}], "row 0: loss_mask"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "x": 1}], "row 1 has the keys"),
+        ([{"input_ids": [1], "x": 1}, {"input_ids": [1]}], "row 1 has no 'x'"),
+        ([{"input_ids": [1], "x": 1}, {"input_ids": [1], "x": [[1]]}], "row 0: x"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pad_sequences_to_tensors(rows)
+
+
+def numbers(size: int) -> Dataset:
+    return Dataset.from_dict({"i": list(range(size))})
+
+
+def indices(batch: list[dict[str, int]]) -> list[int]:
+    return [row["i"] for row in batch]
+
+
+def test_an_epoch_gives_every_row_once_and_the_next_in_another_order() -> None:
+    batches = Batches(numbers(12), DatasetConfig(batch_size=4))
+    epochs = [[indices(next(batches)) for _ in range(len(batches))] for _ in range(3)]
+    assert batches.epoch == 2
+    for epoch in epochs:
+        assert sorted(i for batch in epoch for i in batch) == list(range(12))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_the_seed_decides_the_order() -> None:
+    first = [indices(next(Batches(numbers(50), DatasetConfig(batch_size=10, seed=seed)))) for seed in (0, 0, 1, -1)]
+    assert first[0] == first[1]
+    assert len({tuple(f) for f in first}) == 3
+
+
+def test_without_shuffle_the_files_order_is_kept_and_the_last_batch_may_be_short() -> None:
+    batches = Batches(numbers(5), DatasetConfig(batch_size=2, shuffle=False, drop_last=False))
+    assert [indices(next(batches)) for _ in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+    batches = Batches(numbers(5), DatasetConfig(batch_size=2, shuffle=False, drop_last=True))
+    assert [indices(next(batches)) for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 13), batch_size=st.integers(1, 5), shuffle=st.booleans(), drop_last=st.booleans(),
+    stops=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+)  # fmt: skip
+def test_a_stopped_stream_resumes_with_the_batch_that_came_next(
+    size: int, batch_size: int, shuffle: bool, drop_last: bool, stops: list[int]
+) -> None:
+    config = DatasetConfig(batch_size=min(batch_size, size), shuffle=shuffle, drop_last=drop_last, seed=3)
+    unbroken = Batches(numbers(size), config)
+    expected = [indices(next(unbroken)) for _ in range(sum(stops) + 3)]
+    got: list[list[int]] = []
+    stream = Batches(numbers(size), config)
+    for stop in stops:
+        got += [indices(next(stream)) for _ in range(stop)]
+        state = json.loads(json.dumps(stream.state_dict()))
+        stream = Batches(numbers(size), config)
+        stream.load_state_dict(state)
+    got += [indices(next(stream)) for _ in range(3)]
+    assert got == expected
+
+
+def test_loading_a_state_into_a_stream_in_use_goes_back() -> None:
+    stream = Batches(numbers(9), DatasetConfig(batch_size=2))
+    next(stream)
+    state = stream.state_dict()
+    following = [indices(next(stream)) for _ in range(6)]
+    stream.load_state_dict(state)
+    assert [indices(next(stream)) for _ in range(6)] == following
+
+
+def test_worker_processes_give_the_same_order_and_resume_too() -> None:
+    plain = Batches(numbers(8), DatasetConfig(batch_size=2))
+    expected = [indices(next(plain)) for _ in range(6)]
+    config = DatasetConfig(batch_size=2, num_workers=1)
+    stream = Batches(numbers(8), config)
+    got = [indices(next(stream)) for _ in range(3)]
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = Batches(numbers(8), config)
+    resumed.load_state_dict(state)
+    assert got + [indices(next(resumed)) for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 3}, {"seed": 1}, {"shuffle": False}])
+def test_another_data_setting_cannot_resume(change: dict[str, Any]) -> None:
+    state = Batches(numbers(9), DatasetConfig(batch_size=2)).state_dict()
+    key = next(iter(change))
+    with pytest.raises(UserError, match=f"{key} was .* at the checkpoint"):
+        Batches(numbers(9), DatasetConfig(**{"batch_size": 2, **change})).load_state_dict(state)
+    with pytest.raises(UserError, match="rows was 9"):
+        Batches(numbers(8), DatasetConfig(batch_size=2)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("batch_size", "message"), [(10, "batch_size 10 exceeds the 9 rows"), (0, "at least 1")])
+def test_a_batch_size_that_cannot_be_filled_is_refused(batch_size: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Batches(numbers(9), DatasetConfig(batch_size=batch_size))
+
+
+def test_sft_rows_arrive_padded_and_masked(tokenizer: Any) -> None:
+    dataset = get_gsm8k_sft_dataset("arithmetic", "test", tokenizer)
+    batch = next(Batches(dataset, DatasetConfig(batch_size=16), pad_sequences_to_tensors))
+    assert batch["input_ids"].shape == batch["loss_mask"].shape == batch["attention_mask"].shape
+    assert batch["input_ids"].shape[0] == 16
+    assert not (batch["loss_mask"] & ~batch["attention_mask"]).any()

@@ -1,0 +1,64 @@
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.data.prompts import load_gsm8k, prompt_ids
+from megarl.data.sft import _to_tokens, get_gsm8k_sft_dataset
+from megarl.data.tokenizer import EOS
+from megarl.knobs import UserError
+
+
+def test_the_prompt_is_the_rollouts_and_the_answer_with_eos_is_trained_on(tokenizer: Any) -> None:
+    dataset = get_gsm8k_sft_dataset("arithmetic", "test", tokenizer)
+    assert dataset.column_names == ["input_ids", "loss_mask"]
+    for row, source in zip(dataset, load_gsm8k("arithmetic", "test"), strict=True):
+        start = row["loss_mask"].index(1)
+        assert row["input_ids"][:start] == prompt_ids(tokenizer, [{"role": "user", "content": source["question"]}])
+        assert row["loss_mask"] == [0] * start + [1] * (len(row["input_ids"]) - start)
+        assert tokenizer.decode(row["input_ids"][start:]) == source["answer"] + EOS
+
+
+class Plain:
+    """The bundled tokenizer without its chat template."""
+
+    chat_template = None
+
+    def __init__(self, tokenizer: Any):
+        self.eos_token_id, self.encode = tokenizer.eos_token_id, tokenizer.encode
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(question=st.text(max_size=20), answer=st.text(max_size=20))
+def test_no_token_spans_prompt_and_answer(question: str, answer: str, tokenizer: Any) -> None:
+    row = {"question": question, "answer": answer}
+    for chosen in (tokenizer, Plain(tokenizer)):
+        tokens = _to_tokens(row, chosen, "")
+        start = tokens["loss_mask"].index(1)
+        assert tokens["input_ids"][start:] == [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        prompt = f"<|user|>{question}<|assistant|>" if chosen is tokenizer else question
+        assert tokenizer.decode(tokens["input_ids"][:start]) == prompt
+
+
+def test_sequences_over_the_limit_are_dropped_and_listed(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": "1+1?", "answer": "#### 2"}, {"question": "1+1?", "answer": "1+1=2\n" * 9 + "#### 2"}]
+    Dataset.from_list(rows).to_json(tmp_path / "train.jsonl")
+    lengths = [len(r["input_ids"]) for r in get_gsm8k_sft_dataset(str(tmp_path), "train", tokenizer)]
+    with caplog.at_level(logging.WARNING, logger="megarl"):
+        kept = get_gsm8k_sft_dataset(str(tmp_path), "train", tokenizer, max_length=lengths[1] - 1)
+    assert [len(r["input_ids"]) for r in kept] == lengths[:1]
+    assert f"1 of 2 sequences over max_length {lengths[1] - 1} were skipped: row 1 ({lengths[1]} tokens)" in caplog.text
+    with pytest.raises(UserError, match="all 2 sequences"):
+        get_gsm8k_sft_dataset(str(tmp_path), "train", tokenizer, max_length=2)
+
+
+def test_a_tokenizer_without_eos_is_refused() -> None:
+    with pytest.raises(UserError, match="eos"):
+        get_gsm8k_sft_dataset("arithmetic", "test", SimpleNamespace(eos_token_id=None))
