@@ -4,6 +4,8 @@ namespace megarl {
 
 void register_logprob(py::module_& m);
 void register_advantage(py::module_& m);
+void register_index(py::module_& m);
+void register_loss(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "megarl's kernels. Arguments are raw addresses: call them through megarl.ops, which checks them.";
@@ -16,6 +18,8 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<bool, uintptr_t, int>(), py::arg("cuda"), py::arg("stream"), py::arg("threads"));
   register_logprob(m);
   register_advantage(m);
+  register_index(m);
+  register_loss(m);
 }
 
 }  // namespace megarl

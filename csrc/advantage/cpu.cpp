@@ -2,9 +2,69 @@
 #include "group.h"
 
 namespace megarl {
+namespace {
+
+Moments chunk_moments(const MomentsArgs& a, int64_t begin, int64_t end) {
+  Moments m{0, 0, 0};
+  double sum = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    if (!a.mask[i]) continue;
+    m.n += 1;
+    sum += a.x[i];
+  }
+  if (m.n == 0) return m;
+  m.mean = sum / m.n;
+  for (int64_t i = begin; i < end; ++i) {
+    const double centred = a.mask[i] ? a.x[i] - m.mean : 0;
+    m.m2 += centred * centred;
+  }
+  return m;
+}
+
+}  // namespace
 
 void group_advantage_cpu(const GroupAdvantageArgs& args, int threads) {
   parallel_for(args.batch, 16 * args.columns, threads, [&](int64_t i) { group_at(args, i); });
+}
+
+void moments_cpu(const MomentsArgs& args, int threads) {
+  const int64_t chunks = (args.tokens + kMomentChunk - 1) / kMomentChunk;
+  Moments* partials = reinterpret_cast<Moments*>(args.partials);
+  parallel_for(chunks, kMomentChunk, threads, [&](int64_t c) {
+    const int64_t begin = c * kMomentChunk, end = begin + kMomentChunk;
+    partials[c] = chunk_moments(args, begin, end < args.tokens ? end : args.tokens);
+  });
+  merge_moments_cpu({chunks, args.partials, args.moments}, threads);
+}
+
+void merge_moments_cpu(const MergeMomentsArgs& args, int) {
+  Moments all{0, 0, 0};
+  for (int64_t i = 0; i < args.count; ++i) all = merge(all, reinterpret_cast<const Moments*>(args.parts)[i]);
+  *reinterpret_cast<Moments*>(args.moments) = all;
+}
+
+void whiten_cpu(const WhitenArgs& args, int threads) {
+  const Moments m = *reinterpret_cast<const Moments*>(args.moments);
+  parallel_for(args.tokens, 4, threads, [&](int64_t i) {
+    args.out[i] = args.mask[i] ? static_cast<float>(whiten(args.x[i], m, args.eps, args.keep_mean, args.clip)) : 0.0f;
+  });
+}
+
+void gae_cpu(const GaeArgs& args, int threads) {
+  parallel_for(args.sequences, 1024, threads, [&](int64_t b) {
+    const double lambda = args.lambda[b * args.lambda_stride];
+    GaeState state{0, args.bootstrap ? args.bootstrap[b] : 0.0};
+    for (int64_t t = args.cu_seqlens[b + 1] - 1; t >= args.cu_seqlens[b]; --t) {
+      float advantage = 0, target = 0;
+      if (args.mask[t]) {
+        state = apply(gae_token(args.rewards[t], args.values[t], args.gamma, lambda), state);
+        advantage = static_cast<float>(state.advantage);
+        target = static_cast<float>(state.advantage + args.values[t]);
+      }
+      args.advantages[t] = advantage;
+      args.returns[t] = target;
+    }
+  });
 }
 
 }  // namespace megarl

@@ -1,7 +1,7 @@
 """Log-probs and entropy of labels under logits, packed and vocabulary-parallel, and their gradients.
 
 Forward reads the logits once and keeps three floats a row; backward reads them once more and may overwrite them
-with their own gradient. See csrc/common/row_math.h for the formulas.
+with their own gradient. See csrc/common/row_math.h for the formulas. `linear_logprobs` starts from hidden states.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.ops import kernels
+from megarl.ops import logprob_kernels as kernels
+from megarl.ops.linear import linear_logprobs, linear_token_loss
+from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
+
+__all__ = [
+    "gather_logprobs",
+    "gather_logprobs_entropy",
+    "linear_logprobs",
+    "linear_token_loss",
+    "vocab_parallel_logprobs",
+]
 
 
 def vocab_parallel_logprobs(
@@ -49,7 +59,7 @@ def vocab_parallel_logprobs(
         ValueError: a dtype, shape, stride, device, temperature or (on CPU) label out of range.
     """
     kernels.check_rows("logits", logits)
-    labels = _as_labels(labels, logits, vocab_valid)
+    labels = as_labels(labels, logits, vocab_valid)
     inv_temp = inverse_temperature(temperature, logits)
     logprob, entropy = _RowLogprobs.apply(
         logits, labels, inv_temp, vocab_valid, vocab_start, group, with_entropy, inplace_backward
@@ -93,49 +103,9 @@ def _gather(
     return logprob.view(labels.shape), entropy.view(labels.shape) if entropy is not None else None
 
 
-def _as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
-    rows = logits.shape[:1]
-    kernels.check(
-        "labels", labels, dtype=(torch.int64, torch.int32), shape=tuple(rows), device=logits.device, contiguous=False
-    )
-    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
-        low, high = (int(v) for v in labels.aminmax())
-        if low < -1 or high >= vocab_valid:
-            raise ValueError(
-                f"labels lie in [{low}, {high}], the vocabulary has {vocab_valid} entries; "
-                "use -1 where a row has no label"
-            )
-    return labels.to(torch.int64).contiguous()
-
-
-def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    """`1 / temperature` as `[1]` or `[tokens]`, in the dtype of the row statistics."""
-    dtype = kernels.stats_dtype(logits.dtype)
-    if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
-        return torch.full((1,), 1.0 / temperature, dtype=dtype, device=logits.device)
-    if temperature.device.type == "cpu" and temperature.numel() and not torch.compiler.is_compiling():
-        lowest = float(temperature.min())
-        if not lowest > 0:
-            raise ValueError(f"temperature goes down to {lowest}, it must be positive in every row")
-    value = temperature.detach().to(dtype).reciprocal()
-    return value.reshape(1) if value.numel() == 1 else value.contiguous()
-
-
-def gathered_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Row statistics of every rank of `group` in rank order, `[ranks, rows, 4]`."""
-    size = dist.get_world_size(group) if group is not None else 1
-    if size == 1:
-        return stats.unsqueeze(0)
-    parts = stats.new_empty(size, *stats.shape)
-    dist.all_gather(list(parts.unbind(0)), stats, group=group)
-    return parts
-
-
 class _RowLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,

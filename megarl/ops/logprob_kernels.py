@@ -1,45 +1,12 @@
-"""The compiled kernels as `torch.library` operators: each call is checked here before any pointer crosses.
-
-The only file that imports `megarl._C`. Every operator has a fake form, so `torch.compile` passes through.
-"""
+"""The log-prob kernels as `torch.library` operators: checked here, with fake forms for `torch.compile`."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-try:
-    from megarl import _C
-except ImportError as error:
-    raise ImportError(
-        f"megarl's kernels are not built ({error}); run `pip install --no-build-isolation --no-deps -e .` "
-        "in the repository"
-    ) from error
-
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-HAS_CUDA: bool = _C.has_cuda
-
-
-def check(
-    name: str,
-    tensor: Tensor,
-    *,
-    dtype: torch.dtype | tuple[torch.dtype, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
-    contiguous: bool = True,
-) -> None:
-    """Raises ValueError, naming both sides, unless `tensor` is what a kernel may be handed."""
-    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
-    if tensor.dtype not in allowed:
-        names = " or ".join(str(d) for d in allowed)
-        raise ValueError(f"{name} has dtype {tensor.dtype}, this kernel takes {names}; convert it first")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape} to match the other arguments")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the other arguments are on {device}; move it first")
-    if contiguous and not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}, it must be contiguous; call .contiguous() first")
+from megarl.ops.native import _C, DTYPE_CODES, check, where
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
@@ -57,20 +24,47 @@ def check_rows(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has row stride {tensor.stride(0)}, expected at least its {columns} columns")
 
 
-def where(tensor: Tensor) -> _C.Where:
-    """The device, stream and thread count that a kernel on `tensor` runs with."""
-    if tensor.device.type == "cuda":
-        if not HAS_CUDA:
-            raise ValueError(f"tensors are on {tensor.device}, but megarl was built with MEGARL_CUDA=0; rebuild it")
-        return _C.Where(True, torch.cuda.current_stream(tensor.device).cuda_stream, 0)
-    if tensor.device.type != "cpu":
-        raise ValueError(f"tensors are on {tensor.device}; megarl's kernels run on cpu and cuda")
-    return _C.Where(False, 0, torch.get_num_threads())
-
-
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """What row statistics of logits of `dtype` are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
+    rows = logits.shape[:1]
+    check("labels", labels, dtype=(torch.int64, torch.int32), shape=tuple(rows), device=logits.device, contiguous=False)
+    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+        low, high = (int(v) for v in labels.aminmax())
+        if low < -1 or high >= vocab_valid:
+            raise ValueError(
+                f"labels lie in [{low}, {high}], the vocabulary has {vocab_valid} entries; "
+                "use -1 where a row has no label"
+            )
+    return labels.to(torch.int64).contiguous()
+
+
+def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
+    """`1 / temperature` as `[1]` or `[tokens]`, in the dtype of the row statistics."""
+    dtype = stats_dtype(logits.dtype)
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
+        return torch.full((1,), 1.0 / temperature, dtype=dtype, device=logits.device)
+    if temperature.device.type == "cpu" and temperature.numel() and not torch.compiler.is_compiling():
+        lowest = float(temperature.min())
+        if not lowest > 0:
+            raise ValueError(f"temperature goes down to {lowest}, it must be positive in every row")
+    value = temperature.detach().to(dtype).reciprocal()
+    return value.reshape(1) if value.numel() == 1 else value.contiguous()
+
+
+def gathered_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Row statistics of every rank of `group` in rank order, `[ranks, rows, 4]`."""
+    size = dist.get_world_size(group) if group is not None else 1
+    if size == 1:
+        return stats.unsqueeze(0)
+    parts = stats.new_empty(size, *stats.shape)
+    dist.all_gather(list(parts.unbind(0)), stats, group=group)
+    return parts
 
 
 def _check_row_inputs(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int) -> None:
@@ -198,25 +192,3 @@ def logprob_backward_(
 ) -> None:
     """Overwrites the logits with their gradient: no second `[rows, columns]` buffer."""
     _backward_into(logits, logits, labels, inv_temp, context, grad_logprob, grad_entropy, vocab_valid, vocab_start)
-
-
-@torch.library.custom_op("megarl::group_advantage", mutates_args=())
-def group_advantage(
-    rewards: Tensor, order: Tensor, sorted_ids: Tensor, mode: int, eps: float, normalize_columns: bool
-) -> Tensor:
-    """Group-relative advantages `[batch]` of rewards `[batch, columns]`; `order` sorts the batch by group."""
-    batch, columns = rewards.shape
-    check("rewards", rewards, dtype=torch.float32, shape=(batch, columns), device=rewards.device)
-    check("order", order, dtype=torch.int64, shape=(batch,), device=rewards.device)
-    check("sorted_ids", sorted_ids, dtype=torch.int64, shape=(batch,), device=rewards.device)
-    advantage = rewards.new_empty(batch)
-    _C.group_advantage(
-        *(where(rewards), batch, columns, rewards.data_ptr(), order.data_ptr(), sorted_ids.data_ptr()),
-        *(mode, eps, normalize_columns, advantage.data_ptr()),
-    )
-    return advantage
-
-
-@group_advantage.register_fake
-def _(rewards: Tensor, order: Tensor, sorted_ids: Tensor, mode: int, eps: float, normalize_columns: bool) -> Tensor:
-    return rewards.new_empty(rewards.shape[0])

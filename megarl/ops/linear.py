@@ -1,0 +1,266 @@
+"""Log-probs straight from hidden states and the LM head's weight: only a chunk of the logits is held at a time.
+
+For token-level losses the gradient is known while a chunk's logits are at hand (6 T*H*V operations in all);
+otherwise backward computes them again (8 T*H*V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.ops import logprob_kernels as kernels
+from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
+from megarl.ops.native import check
+
+# Gets log-probs `[rows]`, entropy `[rows]` or None, and the positions of these rows; returns their loss, to be summed.
+TokenLossFn = Callable[[Tensor, Tensor | None, Tensor], Tensor]
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_valid: int,
+    vocab_start: int = 0,
+    temperature: float | Tensor = 1.0,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    rows: Tensor | None = None,
+    chunk_rows: int | None = None,
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (and entropy) of `labels` under `hidden @ weight.T`, without ever holding `[tokens, vocabulary]`.
+
+    Only rows with a label are computed, a chunk at a time; backward computes the chunk's logits again (8 instead
+    of 6 T*H*V operations in all). Where the loss of a token needs nothing but that token's log-prob and entropy,
+    `linear_token_loss` spares the repetition.
+
+    Args:
+        hidden: `[tokens, hidden]`, the same on all ranks of `group`; its gradient is summed over them.
+        weight: `[local vocabulary, hidden]`, this rank's rows of the LM head, in hidden's dtype.
+        labels, vocab_valid, vocab_start, temperature, group, with_entropy: as in `vocab_parallel_logprobs`.
+        rows: int64, the positions with a label, where the caller knows them (`TokenIndex.rows`); otherwise they
+            are found here, which on CUDA waits for the device.
+        chunk_rows: rows of logits held at a time; None takes a sixteenth of the rows, at least 256, at most 1024.
+        main_grad: float32 `[local vocabulary, hidden]` to which the weight's gradient is added in backward, in
+            float32 throughout; `weight.grad` stays as it is then. None: the gradient is returned through autograd.
+
+    Returns:
+        float32 `[tokens]` log-probs and entropy (or None), 0 where there is no label. Both are differentiable.
+    """
+    head = _Head.make(hidden, weight, labels, vocab_valid, vocab_start, temperature, group, rows, chunk_rows, main_grad)
+    logprob, entropy = _LinearLogprobs.apply(hidden, weight, head, with_entropy)
+    return logprob, entropy if with_entropy else None
+
+
+def linear_token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_fn: TokenLossFn,
+    *,
+    vocab_valid: int,
+    vocab_start: int = 0,
+    temperature: float | Tensor = 1.0,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = False,
+    rows: Tensor | None = None,
+    chunk_rows: int | None = None,
+    main_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A token-level loss straight from the hidden states: forward and gradient of a chunk in one visit.
+
+    `loss_fn(logprobs, entropy, rows)` is called once a chunk with the values of some labelled rows and their
+    positions, and returns their losses; they are summed. Arguments as in `linear_logprobs`.
+
+    Returns:
+        The summed loss, differentiable in `hidden` and `weight` (backward can run once); log-probs and entropy
+        `[tokens]`, detached.
+    """
+    head = _Head.make(hidden, weight, labels, vocab_valid, vocab_start, temperature, group, rows, chunk_rows, main_grad)
+    loss, logprob, entropy = _LinearTokenLoss.apply(hidden, weight, head, with_entropy, loss_fn)
+    return loss, logprob, entropy if with_entropy else None
+
+
+@dataclass
+class _Head:
+    """What every chunk of a linear log-prob shares."""
+
+    labels: Tensor
+    inv_temp: Tensor
+    rows: Tensor
+    chunk: int
+    vocab: tuple[int, int]  # vocab_valid, vocab_start
+    group: dist.ProcessGroup | None
+    main_grad: Tensor | None
+
+    @staticmethod
+    def make(
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_valid: int,
+        vocab_start: int,
+        temperature: float | Tensor,
+        group: dist.ProcessGroup | None,
+        rows: Tensor | None,
+        chunk_rows: int | None,
+        main_grad: Tensor | None,
+    ) -> _Head:
+        kernels.check_rows("hidden", hidden)
+        check("weight", weight, dtype=hidden.dtype, shape=(weight.shape[0], hidden.shape[1]), device=hidden.device)
+        if main_grad is not None:
+            check("main_grad", main_grad, dtype=torch.float32, shape=tuple(weight.shape), device=hidden.device)
+        labels = as_labels(labels, hidden, vocab_valid)
+        if rows is None:
+            rows = (labels != -1).nonzero().squeeze(1)
+        check("rows", rows, dtype=torch.int64, shape=(rows.numel(),), device=hidden.device)
+        if chunk_rows is not None and chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}, it must be at least 1; None chooses")
+        chunk = chunk_rows or min(max(-(-rows.numel() // 16), 256), 1024)
+        inv_temp = inverse_temperature(temperature, hidden)
+        return _Head(labels, inv_temp, rows, chunk, (vocab_valid, vocab_start), group, main_grad)
+
+    def chunks(self) -> list[tuple[slice, Tensor]]:
+        """Slices of the compacted rows, each with the rows it stands for."""
+        count = self.rows.numel()
+        spans = [slice(i, min(i + self.chunk, count)) for i in range(0, count, self.chunk)]
+        return [(span, self.rows[span]) for span in spans]
+
+    def buffer(self, weight: Tensor) -> Tensor:
+        return weight.new_empty(min(self.chunk, self.rows.numel()), weight.shape[0])
+
+    def row_inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        inv_temp = self.inv_temp if self.inv_temp.numel() == 1 else self.inv_temp[rows]
+        return self.labels[rows], inv_temp
+
+    def forward_chunk(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        labels, inv_temp = self.row_inputs(rows)
+        stats = kernels.logprob_stats(logits, labels, inv_temp, *self.vocab)
+        return kernels.logprob_merge(gathered_stats(stats, self.group), labels, inv_temp)
+
+    def backward_chunk(
+        self, logits: Tensor, rows: Tensor, context: Tensor, g: Tensor, h: Tensor | None, x: Tensor, grads: _HeadGrads
+    ) -> None:
+        """Turns the chunk's logits into their gradient and adds it to those of `hidden` and `weight`."""
+        labels, inv_temp = self.row_inputs(rows)
+        kernels.logprob_backward_(logits, labels, inv_temp, context, g, h, *self.vocab)
+        if grads.hidden is not None:
+            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.of_weight))
+        if grads.weight is not None:
+            add_weight_grad(grads.weight, logits, x)
+
+    def finish(self, grads: _HeadGrads) -> None:
+        if grads.hidden is not None and self.group is not None and dist.get_world_size(self.group) > 1:
+            dist.all_reduce(grads.hidden, group=self.group)
+
+
+@dataclass
+class _HeadGrads:
+    of_weight: Tensor
+    hidden: Tensor | None
+    weight: Tensor | None  # float32, or float64 for float64 weights
+
+    @staticmethod
+    def make(hidden: Tensor, weight: Tensor, needed: tuple[bool, ...], into: Tensor | None) -> _HeadGrads:
+        for_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
+        for_weight = into
+        if for_weight is None and needed[1]:
+            for_weight = torch.zeros_like(weight, dtype=kernels.stats_dtype(weight.dtype))
+        return _HeadGrads(weight, for_hidden, for_weight)
+
+
+def add_weight_grad(grad: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """`grad += d_logits.T @ hidden`, summed in `grad`'s dtype also where the factors are 16-bit."""
+    if d_logits.dtype == grad.dtype:
+        grad.addmm_(d_logits.t(), hidden)
+    elif grad.device.type == "cuda":
+        torch.addmm(grad, d_logits.t(), hidden, out_dtype=grad.dtype, out=grad)
+    else:
+        x = hidden.to(grad.dtype)
+        for start in range(0, grad.shape[0], 4096):  # a block of the vocabulary at a time bounds the widened copy
+            block = slice(start, start + 4096)
+            grad[block].addmm_(d_logits[:, block].to(grad.dtype).t(), x)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: _Head, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        logprob = torch.zeros(hidden.shape[0], dtype=head.inv_temp.dtype, device=hidden.device)
+        entropy = torch.zeros_like(logprob)
+        context = logprob.new_empty(head.rows.numel(), 3)
+        buffer = head.buffer(weight)
+        for span, rows in head.chunks():
+            logits = torch.mm(hidden.index_select(0, rows), weight.t(), out=buffer[: rows.numel()])
+            logprob[rows], entropy[rows], context[span] = head.forward_chunk(logits, rows)
+        ctx.save_for_backward(hidden, weight, context)
+        ctx.head, ctx.with_entropy = head, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+        hidden, weight, context = ctx.saved_tensors
+        head: _Head = ctx.head
+        grads = _HeadGrads.make(hidden, weight, ctx.needs_input_grad, head.main_grad)
+        buffer = head.buffer(weight)
+        for span, rows in head.chunks():
+            x = hidden.index_select(0, rows)
+            logits = torch.mm(x, weight.t(), out=buffer[: rows.numel()])
+            h = grad_entropy[rows] if ctx.with_entropy else None
+            head.backward_chunk(logits, rows, context[span], grad_logprob[rows], h, x, grads)
+        head.finish(grads)
+        returned = grads.weight.to(weight.dtype) if grads.weight is not None and head.main_grad is None else None
+        return grads.hidden, returned, None, None
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, head: _Head, with_entropy: bool, loss_fn: TokenLossFn
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprob = torch.zeros(hidden.shape[0], dtype=head.inv_temp.dtype, device=hidden.device)
+        entropy, total = torch.zeros_like(logprob), logprob.new_zeros(())
+        grads = _HeadGrads.make(hidden, weight, ctx.needs_input_grad, None)
+        buffer = head.buffer(weight)
+        for _, rows in head.chunks():
+            x = hidden.index_select(0, rows)
+            logits = torch.mm(x, weight.t(), out=buffer[: rows.numel()])
+            chunk_logprob, chunk_entropy, context = head.forward_chunk(logits, rows)
+            logprob[rows], entropy[rows] = chunk_logprob, chunk_entropy
+            leaves = [chunk_logprob.requires_grad_()]
+            if with_entropy:
+                leaves.append(chunk_entropy.requires_grad_())
+            with torch.enable_grad():
+                loss = loss_fn(chunk_logprob, chunk_entropy if with_entropy else None, rows).sum()
+            total += loss.detach()
+            g, *h = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            head.backward_chunk(logits, rows, context, g, h[0] if h else None, x, grads)
+        head.finish(grads)
+        ctx.save_for_backward(grads.hidden, grads.weight)
+        ctx.head, ctx.weight_dtype = head, weight.dtype
+        ctx.mark_non_differentiable(logprob, entropy)
+        return total, logprob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Any, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        if hidden_grad is not None:
+            hidden_grad = hidden_grad * grad_loss.to(hidden_grad.dtype)
+        if weight_grad is not None and ctx.head.main_grad is not None:
+            ctx.head.main_grad.addcmul_(weight_grad, grad_loss.to(weight_grad.dtype))
+            weight_grad = None
+        elif weight_grad is not None:
+            weight_grad = weight_grad.mul_(grad_loss).to(ctx.weight_dtype)
+        return hidden_grad, weight_grad, None, None, None

@@ -1,0 +1,287 @@
+"""The policy loss of every token, its gradient and its metrics in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.knobs import knob
+from megarl.ops.native import _C, DTYPE_CODES, check, where
+
+# Positions are the kernel's codes.
+OBJECTIVES = ("clip", "cispo")
+KL_ESTIMATORS = ("none", "k1", "k2", "k3")
+CORRECTIONS = ("none", "truncate", "mask")
+RATIO_LEVELS = ("token", "sequence")
+
+# What `PolicyLoss.sums` holds, in the kernel's order: sums over the unmasked tokens, then maxima.
+POLICY_LOSS_SUMS = (
+    *("tokens", "loss", "policy_loss", "ref_kl", "entropy", "ratio", "clipped_low", "clipped_high", "dual_clipped"),
+    *("approx_kl", "correction_weight", "corrected", "ratio_max", "correction_weight_max"),
+)
+
+
+@dataclass(frozen=True)
+class PolicyLossSettings:
+    """The policy objective. PPO and GRPO: the defaults. DAPO: clip_high above clip_low. GSPO: ratio "sequence"."""
+
+    objective: str = knob("clip", "clip (PPO) or cispo: the clipped ratio weighs the log-prob and is held fixed")
+    ratio: str = knob("token", "importance ratio of each token, or of its sequence (GSPO: mean log-ratio)")
+    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low")
+    clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high")
+    dual_clip: float | None = knob(None, "bound on the loss of a negative advantage, in multiples of it; above 1")
+    kl_estimator: str = knob("none", "KL penalty against the reference policy: none, k1, k2 or k3")
+    kl_coef: float = knob(0.0, "weight of the KL penalty")
+    entropy_coef: float = knob(0.0, "weight of the entropy bonus")
+    correction: str = knob("none", "weight old/rollout policy: none, truncate (TIS) or mask (IcePop)")
+    correction_low: float = knob(0.0, "mask: weights below become 0")
+    correction_high: float = knob(2.0, "truncate: the largest weight; mask: weights above become 0")
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("objective", OBJECTIVES),
+            ("ratio", RATIO_LEVELS),
+            ("kl_estimator", KL_ESTIMATORS),
+            ("correction", CORRECTIONS),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or null for none")
+        if not self.clip_low >= 0 or not self.clip_high >= 0:
+            raise ValueError(f"clip_low is {self.clip_low} and clip_high {self.clip_high}; both must be at least 0")
+
+
+class PolicyLoss(NamedTuple):
+    """What `policy_loss` returns."""
+
+    loss: Tensor  # [tokens], 0 where masked; normalise and sum it once, over the global batch
+    sums: Tensor  # float64 [len(POLICY_LOSS_SUMS)], of the local tokens
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    settings: PolicyLossSettings,
+    ref_logprobs: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+) -> PolicyLoss:
+    """Per-token policy loss, differentiable in `logprobs` and `entropy`. Formulas: csrc/common/loss_math.h.
+
+    Args:
+        logprobs: float32 (or float64) `[tokens]` of the policy; the others have its shape and dtype.
+        old_logprobs: of the policy that the ratio is taken against.
+        advantages: per token. loss_mask: bool; tokens outside are not read and get 0.
+        ref_logprobs: of the reference policy; needed where `settings.kl_estimator` is not none.
+        rollout_logprobs: of the policy that generated; needed where `settings.correction` is not none.
+        entropy: of the policy; a bonus where `settings.entropy_coef` is not 0, else only a metric.
+        cu_seqlens: int32 `[num_seqs + 1]` of the local tokens; needed for the sequence ratio.
+        cp_group: ranks that share the sequences (sequence ratio under context parallelism).
+
+    Returns:
+        The loss of each token, not yet averaged, and the metric sums (see `policy_loss_metrics`).
+    """
+    for name, needed, value in (
+        ("ref_logprobs", settings.kl_estimator != "none", ref_logprobs),
+        ("rollout_logprobs", settings.correction != "none", rollout_logprobs),
+        ("cu_seqlens", settings.ratio == "sequence", cu_seqlens),
+        ("entropy", settings.entropy_coef != 0, entropy),
+    ):
+        if needed and value is None:
+            raise ValueError(f"{name} is missing, but {settings} needs it; pass it or change the settings")
+    fixed = [old_logprobs, advantages, ref_logprobs, rollout_logprobs]
+    detached = [t.detach() if t is not None else None for t in fixed]
+    loss, sums = _PolicyLoss.apply(logprobs, entropy, loss_mask, settings, cu_seqlens, cp_group, *detached)
+    return PolicyLoss(loss, sums)
+
+
+def merge_loss_sums(sums: Tensor) -> Tensor:
+    """Sums of several microbatches or ranks, float64 `[parts, K]` to `[K]`."""
+    first_max = _C.loss_first_max
+    return torch.cat([sums[:, :first_max].sum(0), sums[:, first_max:].amax(0)])
+
+
+def policy_loss_metrics(sums: Tensor) -> dict[str, float]:
+    """Means over the tokens, by name: `loss`, `ratio`, `clipped_low` (a fraction), ..., and the maxima."""
+    named = dict(zip(POLICY_LOSS_SUMS, sums.tolist(), strict=True))
+    tokens = named.pop("tokens")
+    means = {k: v if k.endswith("_max") else v / max(tokens, 1.0) for k, v in named.items()}
+    return {"tokens": tokens, **means}
+
+
+def _gathered_sum(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over the ranks of `group`, in rank order."""
+    if group is None or dist.get_world_size(group) == 1:
+        return sums
+    parts = sums.new_empty(dist.get_world_size(group), *sums.shape)
+    dist.all_gather(list(parts.unbind(0)), sums, group=group)
+    return parts.sum(0)
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        mask: Tensor,
+        settings: PolicyLossSettings,
+        cu_seqlens: Tensor | None,
+        cp_group: dist.ProcessGroup | None,
+        old: Tensor,
+        advantages: Tensor,
+        ref: Tensor | None,
+        rollout: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        sequence_ratio = None
+        if settings.ratio == "sequence":
+            assert cu_seqlens is not None
+            sums = _gathered_sum(segment_sum(logprobs - old, mask, cu_seqlens), cp_group)
+            sequence_ratio = (sums[:, 0] / sums[:, 1].clamp(min=1)).to(logprobs.dtype)
+            ctx.counts = sums[:, 1]
+        numbers, flags = _settings_lists(settings)
+        loss, d_logprob, d_ratio, sums = _policy_loss(
+            logprobs, old, advantages, mask, ref, rollout, entropy, sequence_ratio, cu_seqlens, numbers, flags
+        )
+        ctx.save_for_backward(mask, d_logprob, d_ratio, cu_seqlens)
+        ctx.settings, ctx.cp_group, ctx.has_entropy = settings, cp_group, entropy is not None
+        ctx.mark_non_differentiable(sums)
+        return loss, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Any, ...]:
+        mask, d_logprob, d_ratio, cu_seqlens = ctx.saved_tensors
+        grad = grad_loss * d_logprob
+        if ctx.settings.ratio == "sequence":
+            # Each token moves its sequence's mean log-ratio by 1/count, and through it every token of the sequence.
+            flow = _gathered_sum(segment_sum(grad_loss * d_ratio, mask, cu_seqlens)[:, 0], ctx.cp_group)
+            share = (flow / ctx.counts.clamp(min=1)).to(grad.dtype)
+            spread = torch.repeat_interleave(share, cu_seqlens.diff().long(), output_size=mask.numel())
+            grad = torch.where(mask, grad + spread, grad)
+        d_entropy = None
+        if ctx.has_entropy:
+            d_entropy = torch.where(mask, grad_loss * -ctx.settings.entropy_coef, torch.zeros_like(grad_loss))
+        return grad, d_entropy, *(None,) * 8
+
+
+def _settings_lists(s: PolicyLossSettings) -> tuple[list[float], list[int]]:
+    """The settings as flat lists, the form in which an operator can take them."""
+    numbers = [s.clip_low, s.clip_high, s.dual_clip or 0.0, s.kl_coef, s.correction_low, s.correction_high]
+    codes = [OBJECTIVES.index(s.objective), RATIO_LEVELS.index(s.ratio), KL_ESTIMATORS.index(s.kl_estimator)]
+    return [*numbers, s.entropy_coef], [*codes, CORRECTIONS.index(s.correction)]
+
+
+@torch.library.custom_op("megarl::policy_loss", mutates_args=())
+def _policy_loss(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref: Tensor | None,
+    rollout: Tensor | None,
+    entropy: Tensor | None,
+    sequence_ratio: Tensor | None,
+    cu_seqlens: Tensor | None,
+    numbers: list[float],
+    codes: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape, device, dtype = (logprobs.numel(),), logprobs.device, logprobs.dtype
+    check("logprobs", logprobs, dtype=(torch.float32, torch.float64), shape=shape, device=device)
+    named = {"old_logprobs": old, "advantages": advantages, "ref_logprobs": ref}
+    for name, tensor in {**named, "rollout_logprobs": rollout, "entropy": entropy}.items():
+        if tensor is not None:
+            check(name, tensor, dtype=dtype, shape=shape, device=device)
+    check("loss_mask", mask, dtype=torch.bool, shape=shape, device=device)
+    sequences = 0
+    if sequence_ratio is not None:
+        sequences = sequence_ratio.numel()
+        check("sequence_ratio", sequence_ratio, dtype=dtype, shape=(sequences,), device=device)
+        assert cu_seqlens is not None  # checked by segment_sum
+    loss, d_logprob = torch.empty_like(logprobs), torch.empty_like(logprobs)
+    d_ratio = torch.empty_like(logprobs) if sequence_ratio is not None else logprobs.new_empty(0)
+    chunks = -(-shape[0] // _C.loss_chunk)
+    partials = torch.empty(chunks, _C.loss_sums, dtype=torch.float64, device=device)
+    sums = torch.empty(_C.loss_sums, dtype=torch.float64, device=device)
+    _C.policy_loss(
+        *(where(logprobs), shape[0], sequences, DTYPE_CODES[dtype], _native_settings(numbers, codes)),
+        *(_address(t) for t in (logprobs, old, advantages, ref, rollout, entropy, mask)),
+        *(_address(sequence_ratio), _address(cu_seqlens if sequences else None), loss.data_ptr()),
+        *(d_logprob.data_ptr(), d_ratio.data_ptr() if sequence_ratio is not None else 0),
+        *(partials.data_ptr(), sums.data_ptr()),
+    )
+    return loss, d_logprob, d_ratio, sums
+
+
+@_policy_loss.register_fake
+def _(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref: Tensor | None,
+    rollout: Tensor | None,
+    entropy: Tensor | None,
+    sequence_ratio: Tensor | None,
+    cu_seqlens: Tensor | None,
+    numbers: list[float],
+    codes: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_ratio = torch.empty_like(logprobs) if sequence_ratio is not None else logprobs.new_empty(0)
+    sums = logprobs.new_empty(_C.loss_sums, dtype=torch.float64)
+    return torch.empty_like(logprobs), torch.empty_like(logprobs), d_ratio, sums
+
+
+def _native_settings(numbers: list[float], codes: list[int]) -> Any:
+    clip_low, clip_high, dual_clip, kl_coef, correction_low, correction_high, entropy_coef = numbers
+    objective, ratio_level, kl_estimator, correction = codes
+    return _C.PolicyLossSettings(
+        objective=objective,
+        sequence_ratio=bool(ratio_level),
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        kl_estimator=kl_estimator,
+        kl_coef=kl_coef,
+        correction=correction,
+        correction_low=correction_low,
+        correction_high=correction_high,
+        entropy_coef=entropy_coef,
+    )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None else 0
+
+
+@torch.library.custom_op("megarl::segment_sum", mutates_args=())
+def segment_sum(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum and number of the unmasked values of each packed sequence: float64 `[num_seqs, 2]`."""
+    shape, sequences = (x.numel(),), cu_seqlens.numel() - 1
+    check("x", x, dtype=(torch.float32, torch.float64), shape=shape, device=x.device)
+    check("mask", mask, dtype=torch.bool, shape=shape, device=x.device)
+    check("cu_seqlens", cu_seqlens, dtype=torch.int32, shape=(max(sequences, 0) + 1,), device=x.device)
+    if x.device.type == "cpu" and int(cu_seqlens[-1]) != shape[0]:
+        raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {shape[0]} tokens")
+    sums = torch.empty(sequences, 2, dtype=torch.float64, device=x.device)
+    _C.segment_sum(
+        where(x), sequences, DTYPE_CODES[x.dtype], x.data_ptr(), mask.data_ptr(), cu_seqlens.data_ptr(), sums.data_ptr()
+    )
+    return sums
+
+
+@segment_sum.register_fake
+def _(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return x.new_empty((cu_seqlens.numel() - 1, 2), dtype=torch.float64)
