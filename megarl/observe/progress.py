@@ -24,7 +24,7 @@ class Progress:
     """A view of a run of `total_steps`, fed once a step. Use as a context manager: leaving it restores the terminal.
 
     `done_steps` is where a resumed run starts. The first `update` of a new run may be for step 0, with the accuracy
-    before training.
+    before training; it may come before the view is entered.
     """
 
     def __init__(self, title: str, total_steps: int, done_steps: int = 0, console: Console | None = None) -> None:
@@ -68,10 +68,10 @@ class Progress:
             self._accuracies.append((step, stats[metrics.ACCURACY]))
         if stats.get(metrics.SYNC_VERIFIED) == 1:
             self._synced = step
-        if self._live is not None:
-            self._live.refresh()
-        else:
+        if self._live is None:
             self.note(self.line())
+        elif self._live.is_started:
+            self._live.refresh()
 
     def line(self) -> str:
         """The last step in one line, for logs."""

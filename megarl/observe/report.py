@@ -78,7 +78,7 @@ def summary_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         rollout, train = summary["tokens_per_s_rollout"], summary.get("tokens_per_s_train", math.nan)
         lines.append(f"speed     {rollout:,.0f} tokens/s in rollout, {train:,.0f} tokens/s in training")
     if summary.get("weights_verified") is not None:
-        lines.append(f"weights   {summary['weights_verified']} syncs, each proven equal on the server")
+        lines.append(f"weights   {summary['weights_verified']} syncs proven equal on the servers")
     if summary.get("max_rollout_train_logprob_diff") is not None:
         difference = summary["max_rollout_train_logprob_diff"]
         lines.append(f"log-probs rollout and trainer differ by at most {difference:.1e}")
