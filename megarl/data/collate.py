@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from megarl.data.prompts import DatasetConfig
+from megarl.data.config import DatasetConfig
 from megarl.knobs import UserError
 
 
@@ -105,6 +105,11 @@ class Batches:
     def __len__(self) -> int:
         """Batches in one epoch."""
         return len(self.loader)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the data set."""
+        return int(self._identity["rows"])
 
     @property
     def epoch(self) -> int:

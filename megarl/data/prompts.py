@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from megarl.data.arithmetic import cache_folder, write_arithmetic
-from megarl.knobs import UserError, knob
+from megarl.data.config import BUNDLED, DatasetConfig
+from megarl.knobs import UserError
 
 __all__ = ["DatasetConfig", "get_gsm8k_rl_dataset", "keep_within", "load_gsm8k", "prompt_ids", "split_dataset_by_node"]
 
 logger = logging.getLogger(__name__)
 
-BUNDLED = "arithmetic"
 COLUMNS = ("question", "answer")
 FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -31,24 +30,6 @@ HUB_TIMEOUT_S = 10.0
 BAR_FROM_BYTES = 20_000_000  # smaller files are read in about a second: no progress bar
 BAR_FROM_ROWS = 20_000
 REWARD_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
-
-
-@dataclass(frozen=True)
-class DatasetConfig:
-    """A data set and how it is cut into batches."""
-
-    path: str = knob(BUNDLED, f"{BUNDLED} (bundled), a hub name such as openai/gsm8k, or a local folder or file")
-    name: str = knob("main", "the data set's configuration on the hub, its subfolder on disk")
-    split: str = knob("train", "which split, with a slice if wanted: train[:100]")
-    instruction: str = knob("", "appended to every question, such as an order to end with '#### N'")
-    max_length: int | None = knob(
-        None, "rows over this many tokens are skipped (RL: the prompt; SFT: prompt and answer)"
-    )
-    batch_size: int = knob(32, "rows a step, over all ranks")
-    shuffle: bool = knob(True, "a new order every epoch; false keeps the file's order")
-    seed: int = knob(0, "the orders' seed")
-    drop_last: bool = knob(True, "leave out an epoch's last batch where it is not full")
-    num_workers: int = knob(0, "processes that load rows; 0 loads in the trainer")
 
 
 def load_gsm8k(path: str, split: str, name: str = "main") -> Dataset:

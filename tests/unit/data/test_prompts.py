@@ -291,3 +291,24 @@ def test_a_local_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.
     write(tmp_path / "openai" / "gsm8k" / "main" / HUB_FILE)
     monkeypatch.chdir(tmp_path)
     assert rows_of(load_gsm8k("openai/gsm8k", "train")) == ROWS
+
+
+def test_an_unreachable_hub_gives_way_to_the_cached_copy_with_a_warning(
+    tmp_path: Path, caches: Path, silent_hub: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "gsm8k" / "main" / HUB_FILE)
+    card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n---\n"
+    (tmp_path / "gsm8k" / "README.md").write_text(card)
+    datasets.load_dataset(str(tmp_path / "gsm8k"), "main")
+    (caches / "datasets" / "gsm8k").rename(caches / "datasets" / "openai___gsm8k")
+    with caplog.at_level(logging.WARNING, logger="megarl"):
+        assert rows_of(load_gsm8k("openai/gsm8k", "train")) == ROWS
+    assert "the hub cannot be reached (timed out); the cached copy is used" in caplog.text
+    assert "socratic" in error_of_name("socratic")
+    assert "validation" in error_of("openai/gsm8k", "validation")
+
+
+def error_of_name(name: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_gsm8k("openai/gsm8k", "train", name)
+    return str(caught.value)
