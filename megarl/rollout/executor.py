@@ -20,6 +20,7 @@ from megarl.types import Episode, PackedBatch
 T = TypeVar("T")
 
 REQUIRED_KEYS = ("input_ids", "attention_mask", "loss_mask", "rewards")
+TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "versions", "rollout_logprobs")
 DTYPES = {
     "input_ids": torch.int64,
     "loss_mask": torch.bool,
@@ -91,7 +92,8 @@ async def run_episodes(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run_episode(engine, i, item, workflow)) for i, item in enumerate(data)]
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        first = failures.exceptions[0]
+        raise first from first.__cause__
     return [task.result() for task in tasks]
 
 
@@ -128,6 +130,9 @@ def pack(result: Any, workflow: str) -> PackedBatch:
             raise UserError(f"{workflow} returned {key} as a {type(value).__name__}; every value must be a tensor")
         if key in DTYPES:
             padded[key] = value.to(DTYPES[key])
+        if key in TOKEN_KEYS and value.shape != padded["input_ids"].shape:
+            shape, expected = tuple(value.shape), tuple(padded["input_ids"].shape)
+            raise UserError(f"{workflow} returned {key} of shape {shape}; it must be that of input_ids, {expected}")
         if value.is_floating_point() and not value.isfinite().all():
             raise UserError(f"{workflow} returned {key} with a value that is NaN or infinite; it cannot be trained on")
     try:

@@ -263,7 +263,7 @@ class RemoteSGLangEngine(InferenceEngine):
             finally:
                 self._under_way[address] -= len(params)
             if len(tried) > self.config.max_retries:
-                raise GenerationError(f"{failure}; it was attempt {len(tried)} of as many")
+                raise GenerationError(f"{failure}; that was attempt {len(tried)} of {self.config.max_retries + 1}")
             stats_tracker.total(retries=1)
             await asyncio.sleep(self.config.retry_delay_s * 2 ** (len(tried) - 1))
 

@@ -1,0 +1,48 @@
+"""Servers that fail on demand and engines connected to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from fault_server import Reply, Server, tokens_of
+
+from megarl.rollout.executor import LoopThread
+from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., Server]]:
+    """`start_server(reply=None, model_info=None)`; without `reply` it answers in full."""
+    thread = LoopThread("test-server")
+    servers: list[Server] = []
+
+    async def in_full(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        return web.json_response(tokens_of(body))
+
+    def start(reply: Reply = in_full, model_info: web.Response | None = None) -> Server:
+        servers.append(Server(thread, reply, model_info))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+    thread.stop()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., RemoteSGLangEngine]]:
+    """`connect(*servers, **knobs)`: an initialized engine with short delays."""
+    engines: list[RemoteSGLangEngine] = []
+
+    def make(*servers: Server, **knobs: Any) -> RemoteSGLangEngine:
+        engine = RemoteSGLangEngine(RolloutConfig(**{"retry_delay_s": 0.01, "max_retries": 2} | knobs))
+        engines.append(engine)
+        engine.initialize([server.address for server in servers])
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.destroy()

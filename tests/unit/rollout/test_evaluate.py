@@ -1,0 +1,136 @@
+import json
+import math
+
+import pytest
+import torch
+from aiohttp import web
+from fault_server import answer
+
+from megarl.data.tokenizer import train_tokenizer
+from megarl.knobs import UserError
+from megarl.observe.metrics import stats_tracker
+from megarl.rollout.api import RolloutWorkflow
+from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.types import GenerationHyperparameters
+
+PROBLEMS = [{"messages": [{"role": "user", "content": f"say {i}"}], "i": i} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+@pytest.fixture
+def engine(start_server, connect, tokenizer):
+    """The completions of a group say 0, 1, ... and carry versions 2 and 3."""
+
+    async def reply(body, request):
+        pieces = [answer([*tokenizer.encode(str(i)), 0], reason="stop") for i in range(len(body["input_ids"]))]
+        for piece in pieces:
+            piece["meta_info"]["weight_versions"] = [
+                {"version": "2", "start": 0, "end": 1},
+                {"version": "3", "start": 1, "end": 2},
+            ]
+        return web.json_response(pieces)
+
+    return connect(start_server(reply))
+
+
+def solved_up_to(prompt, completions, prompt_ids, completion_ids, i, **data):
+    return float(int(completions) < i)
+
+
+def evaluator(config, tokenizer, folder):
+    gconfig = config.sampling(GenerationHyperparameters(n_samples=8, max_new_tokens=4))
+    return Evaluator(config, RLVRWorkflow(solved_up_to, gconfig, tokenizer), PROBLEMS, tokenizer, folder)
+
+
+def test_accuracy_is_over_all_samples_and_its_error_over_problems(engine, tokenizer, tmp_path):
+    stats_tracker.export()
+    found = evaluator(EvaluatorConfig(n_samples=3), tokenizer, tmp_path).evaluate(engine, 20)
+    assert (found.num_problems, found.num_samples, found.num_rejected) == (4, 12, 0)
+    assert found.accuracy == pytest.approx((0 + 1 + 2 + 3) / 12)
+    assert found.stderr == pytest.approx(torch.tensor([0, 1 / 3, 2 / 3, 1.0]).std().item() / 2)
+    stats = stats_tracker.export()
+    assert stats["eval/accuracy"] == found.accuracy
+    assert not [name for name in stats if name.startswith("rollout/")]
+
+
+def test_every_sample_is_kept(engine, tokenizer, tmp_path):
+    found = evaluator(EvaluatorConfig(n_samples=2), tokenizer, tmp_path / "eval").evaluate(engine, 20)
+    assert found.path == tmp_path / "eval" / "step-000020.jsonl"
+    lines = [json.loads(line) for line in found.path.read_text().splitlines()]
+    assert len(lines) == 8
+    assert lines[3] == {
+        "step": 20,
+        "problem": 1,
+        "prompt": "<|user|>say 1<|assistant|>",
+        "completion": "1<|endoftext|>",
+        "reward": 0.0,
+        "solved": False,
+        "versions": [2, 3],
+    }
+    assert sum(line["solved"] for line in lines) / 8 == found.accuracy
+
+
+def test_rejected_problems_are_counted_apart(engine, tokenizer, tmp_path):
+    class RejectsOdd(RLVRWorkflow):
+        async def arun_episode(self, engine, data):
+            return None if data["i"] % 2 else await super().arun_episode(engine, data)
+
+    config = EvaluatorConfig(n_samples=1)
+    workflow = RejectsOdd(solved_up_to, config.sampling(GenerationHyperparameters()), tokenizer)
+    found = Evaluator(config, workflow, PROBLEMS, tokenizer, tmp_path).evaluate(engine, 0)
+    assert (found.num_problems, found.num_rejected, found.accuracy) == (2, 2, 0.5)
+
+
+def test_one_problem_has_no_error_of_the_mean(engine, tokenizer, tmp_path):
+    config = EvaluatorConfig()
+    workflow = RLVRWorkflow(solved_up_to, config.sampling(GenerationHyperparameters()), tokenizer)
+    assert math.isnan(Evaluator(config, workflow, PROBLEMS[:1], tokenizer, tmp_path).evaluate(engine, 0).stderr)
+
+
+def test_a_workflow_with_rewards_per_token_cannot_be_evaluated(engine, tokenizer, tmp_path):
+    class PerToken(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            ones = torch.ones(1, 3)
+            return {"input_ids": ones, "attention_mask": ones, "loss_mask": ones, "rewards": ones}
+
+    with pytest.raises(UserError, match="PerToken gives a reward per token"):
+        Evaluator(EvaluatorConfig(), PerToken(), PROBLEMS, tokenizer, tmp_path).evaluate(engine, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "due"),
+    [
+        (EvaluatorConfig(every_steps=4), [0, 4, 8, 10]),
+        (EvaluatorConfig(every_steps=5, at_start=False), [5, 10]),
+        (EvaluatorConfig(every_steps=5, at_end=False), [0, 5]),
+        (EvaluatorConfig(every_steps=0), [0, 10]),
+    ],
+)
+def test_the_schedule(config, due, tokenizer, tmp_path):
+    chosen = evaluator(config, tokenizer, tmp_path)
+    assert [step for step in range(11) if chosen.is_due(step, 10)] == due
+
+
+def test_temperature_0_is_greedy():
+    gconfig = GenerationHyperparameters(n_samples=8, temperature=0.6, max_new_tokens=5)
+    sampling = EvaluatorConfig(temperature=0.0, n_samples=2).sampling(gconfig)
+    assert (sampling.greedy, sampling.temperature, sampling.n_samples, sampling.max_new_tokens) == (True, 1.0, 2, 5)
+    assert EvaluatorConfig(temperature=0.3).sampling(gconfig.new(greedy=True)).greedy is False
+
+
+def test_a_setting_out_of_range_is_refused_and_so_is_an_empty_split(tokenizer, tmp_path):
+    with pytest.raises(UserError, match=r"evaluator\.n_samples=0 must be at least 1"):
+        EvaluatorConfig(n_samples=0)
+    with pytest.raises(UserError, match="got no problems"):
+        Evaluator(
+            EvaluatorConfig(),
+            RLVRWorkflow(solved_up_to, GenerationHyperparameters(), tokenizer),
+            [],
+            tokenizer,
+            tmp_path,
+        )

@@ -1,0 +1,227 @@
+import asyncio
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from megarl.knobs import UserError
+from megarl.observe.metrics import stats_tracker
+from megarl.rollout.api import RolloutWorkflow
+from megarl.rollout.executor import WorkflowError
+
+
+def group(value: int, n: int = 2, **changes: Any) -> dict[str, Any]:
+    """A group of `n` completions of 2 tokens each, all of them `value`, after a prompt of one."""
+    made = {
+        "input_ids": torch.full((n, 3), value),
+        "attention_mask": torch.ones(n, 3),
+        "loss_mask": torch.tensor([[0, 1, 1]] * n),
+        "rollout_logprobs": torch.zeros(n, 3),
+        "versions": torch.tensor([[-1, 0, 0]] * n),
+        "rewards": torch.full((n,), float(value)),
+    } | changes
+    return {key: tensor for key, tensor in made.items() if tensor is not None}
+
+
+class Returns(RolloutWorkflow):
+    """Returns what `make(data)` gives."""
+
+    def __init__(self, make):
+        self.make = make
+
+    async def arun_episode(self, engine, data):
+        return self.make(data)
+
+
+@pytest.fixture
+def engine(start_server, connect):
+    stats_tracker.export()
+    return connect(start_server())
+
+
+def prompts(n: int) -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": f"question {i}"}], "i": i} for i in range(n)]
+
+
+def test_groups_come_in_the_order_of_the_prompts_whatever_ends_first(engine):
+    ended = []
+
+    class Backwards(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            await asyncio.sleep(0.02 * (5 - data["i"]))
+            ended.append(data["i"])
+            return group(data["i"], n=1 + data["i"] % 2)
+
+    batch = engine.rollout_batch(prompts(5), workflow=Backwards())
+    assert ended == [4, 3, 2, 1, 0]
+    assert batch["group_ids"].tolist() == [0, 1, 1, 2, 3, 3, 4]
+    assert batch["rewards"].tolist() == [0, 1, 1, 2, 3, 3, 4]
+    assert batch["input_ids"].tolist() == [i for i in batch["group_ids"].tolist() for _ in range(3)]
+
+
+def test_the_batch_has_the_fixed_dtypes_whatever_the_workflow_returned(engine):
+    batch = engine.rollout_batch(prompts(1), Returns(lambda d: group(1, rewards=torch.tensor([1, 0]))))
+    kinds = {key: batch[key].dtype for key in (*batch.tokens, *batch.sequences)}
+    assert kinds == {
+        "input_ids": torch.int64,
+        "loss_mask": torch.bool,
+        "rollout_logprobs": torch.float32,
+        "versions": torch.int32,
+        "rewards": torch.float32,
+        "group_ids": torch.int64,
+    }
+
+
+def test_a_tensordict_is_accepted_and_a_reward_per_token_stays_one(engine):
+    def make(data):
+        return TensorDict(group(7, n=1, rewards=torch.full((3,), 0.5).unsqueeze(0)), batch_size=[1])
+
+    batch = engine.rollout_batch(prompts(2), Returns(make))
+    assert batch.num_seqs == 2
+    assert batch.tokens["rewards"].tolist() == [0.5] * 6
+
+
+def test_rejected_prompts_are_left_out_and_accounted(engine):
+    batch = engine.rollout_batch(prompts(3), Returns(lambda d: None if d["i"] == 1 else group(d["i"])))
+    assert batch["group_ids"].tolist() == [0, 0, 2, 2]
+    assert [(e.prompt_id, e.group is None, e.reason) for e in engine.episodes] == [
+        ("0", False, ""),
+        ("1", True, "rejected by Returns"),
+        ("2", False, ""),
+    ]
+    assert stats_tracker.export()["rollout/rejected"] == 1
+
+
+def test_a_batch_of_rejected_prompts_is_an_error(engine):
+    with pytest.raises(WorkflowError, match=r"all 2 episodes were rejected.*rejected by Returns"):
+        engine.rollout_batch(prompts(2), Returns(lambda d: None))
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (group(1, rewards=None), r"without \['rewards'\]"),
+        (group(1, attention_mask=None), r"without \['attention_mask'\]"),
+        (group(1, loss_mask=torch.zeros(2, 4)), r"loss_mask of shape \(2, 4\); it must be that of input_ids, \(2, 3\)"),
+        (group(1, rewards=torch.zeros(3)), r"rewards has shape \(3,\)"),
+        (group(1, rewards=torch.tensor([0.0, float("nan")])), "rewards with a value that is NaN"),
+        (group(1, rollout_logprobs=torch.full((2, 3), float("-inf"))), "rollout_logprobs with a value that is NaN"),
+        (group(1) | {"answer": "8"}, "answer as a str; every value must be a tensor"),
+        (group(1, attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]])), r"sequences of \[3, 0\] tokens"),
+        ([1, 2], "returned a list; return a dict of tensors, or None"),
+    ],
+)
+def test_what_a_workflow_returns_wrong_is_named_with_workflow_key_and_prompt(engine, made, message):
+    with pytest.raises(UserError, match=message) as caught:
+        engine.rollout_batch(prompts(1), Returns(lambda d: made))
+    assert "Returns failed on prompt 0 'question 0'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_workflows_must_return_the_same_keys_for_every_prompt(engine):
+    with pytest.raises(ValueError, match="a workflow must return the same keys"):
+        engine.rollout_batch(prompts(2), Returns(lambda d: group(1) if d["i"] else group(1, versions=None)))
+
+
+def test_a_failing_episode_names_its_prompt_and_the_others_are_cancelled_first(engine):
+    cancelled = []
+
+    class Fails(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            if data["i"] == 1:
+                await asyncio.sleep(0.05)
+                raise ZeroDivisionError("no tokens")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.05)
+                cancelled.append(data["i"])
+
+    start = time.monotonic()
+    with pytest.raises(WorkflowError) as caught:
+        engine.rollout_batch(prompts(4), Fails())
+    assert str(caught.value) == "Fails failed on prompt 1 'question 1': ZeroDivisionError: no tokens"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert sorted(cancelled) == [0, 2, 3]
+    assert time.monotonic() - start < 10
+
+
+def test_a_users_mistake_in_an_episode_stays_one(engine):
+    def mistake(data):
+        raise UserError("the reference has no answer")
+
+    with pytest.raises(UserError, match="Returns failed on prompt 0 'question 0': the reference has no answer"):
+        engine.rollout_batch(prompts(2), Returns(mistake))
+
+
+def test_a_prompts_own_id_is_used(engine):
+    engine.rollout_batch([{"prompt_id": "train-17"}], Returns(lambda d: group(1)))
+    assert engine.episodes[0].prompt_id == "train-17"
+
+
+def test_an_episode_that_never_ends_meets_the_batch_deadline(start_server, connect):
+    class Hangs(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            await asyncio.sleep(3600)
+
+    engine = connect(start_server(), batch_timeout_s=0.2)
+    with pytest.raises(TimeoutError, match=r"Hangs on 2 prompts did not end within 0\.2 s"):
+        engine.rollout_batch(prompts(2), Hangs())
+
+
+def test_a_workflow_that_blocks_the_loop_meets_the_batch_deadline_too(start_server, connect):
+    released = threading.Event()
+
+    class Blocks(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            released.wait(20)
+
+    engine = connect(start_server(), batch_timeout_s=0.2)
+    with pytest.raises(TimeoutError, match="Blocks on 1 prompts"):
+        engine.rollout_batch(prompts(1), Blocks())
+    released.set()
+
+
+def test_ctrl_c_gets_through_at_once_and_cancels_the_episodes(engine):
+    cancelled = threading.Event()
+
+    class Hangs(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                cancelled.set()
+
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        engine.rollout_batch(prompts(1), Hangs())
+    assert time.monotonic() - start < 2
+    assert cancelled.wait(5)
+    assert engine.rollout_batch(prompts(1), Returns(lambda d: group(1))).num_seqs == 2
+
+
+def test_a_batch_without_prompts_is_refused(engine):
+    with pytest.raises(UserError, match="got no prompts"):
+        engine.rollout_batch([], Returns(lambda d: group(1)))
+
+
+def test_the_numbers_of_a_batch_are_recorded_in_the_callers_scope(engine):
+    engine.set_version(5)
+    versions = torch.tensor([[-1, 3, 5], [-1, 5, 5]])
+    with stats_tracker.scope("eval"):
+        engine.rollout_batch(
+            prompts(1), Returns(lambda d: group(1, rewards=torch.tensor([1.0, 0.0]), versions=versions))
+        )
+    stats = stats_tracker.export()
+    assert stats["eval/rollout/reward"] == 0.5
+    assert stats["eval/rollout/staleness"] == 0.5
+    assert stats["eval/rollout/staleness_max"] == 2
+    assert stats["eval/rollout/completion_len"] == 2
+    assert stats["eval/rollout/tokens_per_s"] > 0

@@ -1,0 +1,98 @@
+import asyncio
+import functools
+import time
+
+import pytest
+from aiohttp import web
+from fault_server import answer
+
+from megarl.data.tokenizer import train_tokenizer
+from megarl.rollout.executor import WorkflowError
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.types import GenerationHyperparameters
+
+GCONFIG = GenerationHyperparameters(n_samples=3, max_new_tokens=4)
+DATA = {"messages": [{"role": "user", "content": "Leo has 7 pens."}], "answer": "#### 7"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+@pytest.fixture
+def engine(start_server, connect, tokenizer):
+    """Each completion says its number in the group, then ends with eos."""
+
+    async def reply(body, request):
+        texts = [str(i) for i in range(len(body["input_ids"]))]
+        return web.json_response(
+            [answer([*tokenizer.encode(text), tokenizer.eos_token_id], reason="stop") for text in texts]
+        )
+
+    return connect(start_server(reply))
+
+
+def test_a_reward_function_gets_texts_ids_and_the_datas_columns(engine, tokenizer):
+    calls = []
+
+    def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
+        calls.append((prompt, completions, prompt_ids, completion_ids, data))
+        return int(completions)
+
+    batch = engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
+    prompt_ids = tokenizer.apply_chat_template(DATA["messages"], add_generation_prompt=True, return_dict=False)
+    assert [call[0] for call in calls] == ["<|user|>Leo has 7 pens.<|assistant|>"] * 3
+    assert [call[1] for call in calls] == ["0", "1", "2"]
+    assert [call[2] for call in calls] == [prompt_ids] * 3
+    assert [call[3] for call in calls] == [[tokenizer.encode(str(i))[0], tokenizer.eos_token_id] for i in range(3)]
+    assert all(call[4] == DATA for call in calls)
+    assert batch["rewards"].tolist() == [0, 1, 2]
+    assert batch["group_ids"].tolist() == [0, 0, 0]
+
+
+def test_the_eos_token_is_trained_on(engine, tokenizer):
+    batch = engine.rollout_batch([DATA], RLVRWorkflow(lambda *a, **k: 0.0, GCONFIG, tokenizer))
+    last = batch["cu_seqlens"][1:].long() - 1
+    assert batch["input_ids"][last].tolist() == [tokenizer.eos_token_id] * 3
+    assert batch["loss_mask"][last].all()
+
+
+def test_a_reward_function_may_be_async_and_partial(engine, tokenizer):
+    async def reward_fn(prompt, completions, prompt_ids, completion_ids, scale, **data):
+        await asyncio.sleep(0)
+        return scale * int(completions)
+
+    workflow = RLVRWorkflow(functools.partial(reward_fn, scale=0.5), GCONFIG, tokenizer)
+    assert engine.rollout_batch([DATA], workflow)["rewards"].tolist() == [0, 0.5, 1]
+
+
+def test_a_slow_reward_function_does_not_hold_up_other_episodes(engine, tokenizer):
+    def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
+        time.sleep(0.1)
+        return 0.0
+
+    start = time.monotonic()
+    engine.rollout_batch([DATA] * 4, RLVRWorkflow(reward_fn, GCONFIG.new(n_samples=2), tokenizer))
+    assert time.monotonic() - start < 4 * 2 * 0.1
+
+
+def test_a_reward_function_that_raises_is_named(engine, tokenizer):
+    def reward_fn(prompt, completions, prompt_ids, completion_ids, solution, **data):
+        return 0.0
+
+    with pytest.raises(WorkflowError, match=r"RLVRWorkflow failed on prompt 0 'Leo has 7 pens\.'.*'solution'"):
+        engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
+
+
+def test_a_tokenizer_without_a_chat_template_encodes_the_text(engine):
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = None
+    seen = []
+
+    def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
+        seen.append((prompt, prompt_ids))
+        return 0.0
+
+    engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
+    assert seen[0] == ("Leo has 7 pens.", tokenizer.encode("Leo has 7 pens."))
