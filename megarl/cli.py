@@ -21,7 +21,9 @@ from megarl.config import Config, check
 from megarl.knobs import UserError
 
 PACKAGE = Path(__file__).resolve().parent
-CONFIGS = next(p for p in (PACKAGE / "configs", PACKAGE.parent / "configs") if p.is_dir())
+CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
+    next(p for p in (PACKAGE / name, PACKAGE.parent / name) if p.is_dir()) for name in ("configs", "assets")
+)
 
 
 def knob_paths(schema: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
@@ -49,6 +51,7 @@ def load(overrides: list[str]) -> Config:
         UserError: one line for anything that is wrong with it.
     """
     _check_keys(overrides)
+    OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
     ConfigStore.instance().store("schema", _writable(OmegaConf.structured(Config)))
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -130,7 +133,9 @@ def _one_line(error: Exception) -> str:
     unknown = re.search(r"Key '[^']+' not in[\s\S]*?full_key: (\S+)", f"{text}\n{cause}")
     where = re.search(r"In '([^']+)'", text)
     if unknown:
-        return _unknown(unknown.group(1), list(knob_paths())) + (f" (in configs/{where.group(1)}.yaml)" if where else "")
+        return _unknown(unknown.group(1), list(knob_paths())) + (
+            f" (in configs/{where.group(1)}.yaml)" if where else ""
+        )
     lines = [line.strip() for line in f"{text}\n{cause}".splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("reference_type", "object_type", "See https"))]
     return "; ".join(dict.fromkeys(kept))

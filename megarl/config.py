@@ -41,7 +41,9 @@ class Config:
     valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out prompts or examples")
     rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers")
     server: SGLangServerConfig = knob(factory=SGLangServerConfig, meaning="the rollout servers of a run")
-    sglang: dict[str, Any] = knob(factory=dict, meaning="SGLang's own server arguments, passed through: +sglang.NAME=VALUE")
+    sglang: dict[str, Any] = knob(
+        factory=dict, meaning="SGLang's own server arguments, passed through: +sglang.NAME=VALUE"
+    )
     reshard: ReshardConfig = knob(factory=ReshardConfig, meaning="weights from the trainer to the servers")
     saver: SaverConfig = knob(factory=SaverConfig, meaning="checkpoints of the run")
     evaluator: EvaluatorConfig = knob(factory=EvaluatorConfig, meaning="held-out evaluation during the run")
@@ -64,10 +66,12 @@ def check(config: Config) -> None:
 
 def _check_rl(config: Config) -> None:
     config.algorithm.check()
+    if config.actor.init != "checkpoint":
+        raise UserError(f"actor.init={config.actor.init} is for method=sft: the rollout servers load actor.path")
     if not config.gconfig.greedy and config.actor.temperature != config.gconfig.temperature:
         raise UserError(
-            f"actor.temperature={config.actor.temperature} must equal gconfig.temperature={config.gconfig.temperature}: "
-            "the trainer's log-probs are compared with the rollout's"
+            f"actor.temperature={config.actor.temperature} must equal gconfig.temperature="
+            f"{config.gconfig.temperature}: the trainer's log-probs are compared with the rollout's"
         )
     prompts, samples, parts = config.train_dataset.batch_size, config.gconfig.n_samples, config.algorithm.n_minibatches
     if (prompts * samples) % parts:
@@ -79,7 +83,7 @@ def _check_rl(config: Config) -> None:
     if (prompts * samples // parts) % replicas:
         raise UserError(
             f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "
-            f"parallel.dp_size={replicas} does not divide; change train_dataset.batch_size, gconfig.n_samples or dp_size"
+            f"parallel.dp_size={replicas} does not divide; change batch_size, n_samples or dp_size"
         )
     if samples < 2 and isinstance(config.algorithm, GRPOConfig):
         raise UserError(f"gconfig.n_samples={samples}: GRPO compares the completions of a prompt and needs at least 2")

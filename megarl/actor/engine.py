@@ -24,6 +24,7 @@ from torch import Tensor
 from megarl.actor import checkpoint, hf, model
 from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, TrainEngine
 from megarl.actor.config import EngineConfig, check_config
+from megarl.actor.families import check_layout, read_config
 from megarl.actor.microbatch import Microbatch, build, partition, shift_right
 from megarl.knobs import UserError
 from megarl.ops.logprob import vocab_parallel_logprobs
@@ -41,8 +42,8 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self.parallel = parallel or ParallelConfig()
         check_config(config)
-        self.hf_config = model.read_config(config.path)
-        model.check_layout(self.hf_config, self.parallel)
+        self.hf_config = read_config(config.path)
+        check_layout(self.hf_config, self.parallel)
 
     # -- life ---------------------------------------------------------------------------------------------------
 

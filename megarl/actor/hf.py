@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.actor.model import head_dim
+from megarl.actor.families import head_dim
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json

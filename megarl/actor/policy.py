@@ -34,7 +34,9 @@ class PolicyAlgorithm(Protocol):
 class MegatronPPOActor(MegatronEngine):
     """The engine with the policy methods of AReaL's actor."""
 
-    def __init__(self, config: EngineConfig, algorithm: PolicyAlgorithm, parallel: ParallelConfig | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, algorithm: PolicyAlgorithm, parallel: ParallelConfig | None = None
+    ) -> None:
         super().__init__(config, parallel)
         self.algorithm = algorithm
 
@@ -61,9 +63,7 @@ class MegatronPPOActor(MegatronEngine):
         for first in range(0, batch.num_seqs, size):
             part = batch if count == 1 else batch.select(range(first, first + size))
             steps.append(self.train_batch(part, self.algorithm.loss, self.algorithm.loss_weight, sees="logprobs"))
-        return {
-            key: (max if key.endswith("_max") else _mean)([step[key] for step in steps]) for key in steps[0]
-        }
+        return {key: (max if key.endswith("_max") else _mean)([step[key] for step in steps]) for key in steps[0]}
 
 
 def _mean(values: list[float]) -> float:

@@ -59,14 +59,8 @@ def initialize(config: ParallelConfig) -> Groups:
     """Joins the world (a world of one unless torchrun or the launcher set RANK) and makes Megatron's groups."""
     platform.prepare()
     world = config.world_size()
-    timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(platform.collective_backend(), timeout=timeout)
-        else:
-            dist.init_process_group(
-                platform.collective_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
+        _join_world(platform.collective_backend(), timedelta(seconds=config.timeout_s))
     if dist.get_world_size() != world:
         raise UserError(
             f"parallel.tp_size={config.tp_size} x pp_size={config.pp_size} x dp_size={config.dp_size or 1} needs "
@@ -81,6 +75,18 @@ def initialize(config: ParallelConfig) -> Groups:
             )
     collection = ProcessGroupCollection.use_mpu_process_groups()
     return Groups(dist.get_rank(), world, collection.tp, collection.pp, collection.dp, collection)
+
+
+def _join_world(backend: str, timeout: timedelta) -> None:
+    """Joins the ranks that torchrun or megarl's local launcher started; alone, makes a world of one."""
+    if "MEGARL_RENDEZVOUS" in os.environ:  # the local launcher: a file, as torch's TCP store listens on every address
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(os.environ["MEGARL_RENDEZVOUS"], world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def destroy() -> None:

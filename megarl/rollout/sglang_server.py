@@ -8,7 +8,6 @@ server process executes: it ties the server's life to the trainer's, then runs M
 from __future__ import annotations
 
 import ast
-import ctypes
 import difflib
 import functools
 import http.client
@@ -20,12 +19,12 @@ import random
 import runpy
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 import psutil
 
 from megarl.knobs import UserError, knob
+from megarl.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,6 @@ class SGLangServerConfig:
     random_seed: int = knob(0, "seed of a server's sampling stream; server i gets random_seed + i")
     cpu_threads: int = knob(1, "OpenMP threads of a rank on CPU; more than one collapses beside busy processes")
     ready_timeout_s: float = knob(180.0, "seconds a server may take until it answers")
-    sglang: dict[str, Any] = knob(meaning="more SGLang ServerArgs by field name, passed through", factory=dict)
 
 
 @functools.cache
@@ -117,10 +116,10 @@ def server_arg_options() -> dict[str, str]:
     return options
 
 
-def check_config(config: SGLangServerConfig, model_path: str | Path) -> None:
+def check_config(config: SGLangServerConfig, model_path: str | Path, sglang: Mapping[str, Any]) -> None:
     """Raises UserError for every mistake that can be known before a server starts."""
     known = server_arg_options()
-    for key, value in config.sglang.items():
+    for key, value in sglang.items():
         if key in OWNED:
             raise UserError(f"sglang.{key}={value!r} cannot be set: {OWNED[key]}")
         if key not in known:
@@ -307,8 +306,8 @@ class SGLangServers:
     """The servers of a run. A context manager: leaving it stops them.
 
     `model_path` is a local HF checkpoint folder, `log_dir` an existing folder for logs and argument files,
-    `custom_weight_loader` the import path of the function that receives weights inside the server. The constructor
-    raises UserError for whatever is wrong before anything starts.
+    `custom_weight_loader` the import path of the function that receives weights inside the server, `sglang` more of
+    SGLang's ServerArgs by field name. The constructor raises UserError for whatever is wrong before anything starts.
     """
 
     def __init__(
@@ -317,8 +316,9 @@ class SGLangServers:
         model_path: str | Path,
         log_dir: str | Path,
         custom_weight_loader: str | None = None,
+        sglang: Mapping[str, Any] | None = None,
     ):
-        check_config(config, model_path)
+        check_config(config, model_path, sglang or {})
         self.config = config
         self.api_key = secrets.token_hex(24)  # hex: SGLang would read a key that starts with "-" as an option
         if config.port:
@@ -341,7 +341,7 @@ class SGLangServers:
             args["custom_weight_loader"] = [custom_weight_loader]
         if not uses_gpu(config):
             args |= CPU_ARGS
-        args |= config.sglang
+        args |= dict(sglang or {})
         self.servers = [
             SGLangServer(i, config, port, args | {"port": port, "random_seed": config.random_seed + i}, Path(log_dir))
             for i, port in enumerate(ports)
@@ -380,18 +380,6 @@ class SGLangServers:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Asks Linux to SIGKILL this process when its parent ends. Exits at once if the parent is gone already.
-
-    SGLang's children do the same towards this process (`kill_itself_when_parent_died`), so none outlives the trainer.
-    """
-    pr_set_pdeathsig = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        sys.exit(f"the process {parent_pid} that started this server is gone")
 
 
 if __name__ == "__main__":

@@ -144,8 +144,9 @@ def test_stop_ends_all_processes_and_removes_the_scratch_folder(
 def test_a_server_that_fails_names_its_log_and_shows_the_end_of_it(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = SGLangServerConfig(device="cpu", max_total_tokens=4096, sglang={"attention_backend": "no_such_backend"})
-    with SGLangServers(config, tiny_checkpoint("qwen3"), tmp_path) as servers:
+    config = SGLangServerConfig(device="cpu", max_total_tokens=4096)
+    backend = {"attention_backend": "no_such_backend"}
+    with SGLangServers(config, tiny_checkpoint("qwen3"), tmp_path, sglang=backend) as servers:
         servers.start()
         with pytest.raises(ServerError, match="invalid choice: 'no_such_backend'") as failure:
             servers.wait_ready()
@@ -178,7 +179,8 @@ def test_a_wrong_knob_is_refused_before_anything_starts(
     knobs: dict[str, Any], message: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
-        SGLangServers(SGLangServerConfig(**knobs), tiny_checkpoint("qwen3"), tmp_path)
+        passed_through = knobs.pop("sglang", {})
+        SGLangServers(SGLangServerConfig(**knobs), tiny_checkpoint("qwen3"), tmp_path, sglang=passed_through)
 
 
 def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Which HF model families the actor runs, and the checks of a checkpoint's config against them and the layout.
+
+Imports no Megatron: the commands check a config with it before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
+
+VOCAB_MULTIPLE = 8  # rows of each rank's embedding shard are a multiple of this; the padding is never trained
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a HF `model_type` has beyond the common dense decoder."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {"qwen2": Family(qkv_bias=True), "qwen3": Family(qk_norm=True), "llama": Family()}
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """The HF config of a local folder or hub name, checked to be one that the actor can run.
+
+    Raises:
+        UserError: no such folder, an unsupported family, or a field of it that is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith(".") or len(folder.parts) != 2:
+            raise UserError(f"actor.path={path} is not a folder; give a local HF checkpoint or a hub name 'org/name'")
+    elif not (folder / "config.json").is_file():
+        raise UserError(f"actor.path={path} holds no config.json; give the folder of a HF checkpoint")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"actor.path={path} has no readable HF config ({first}); offline, give a local folder: actor.path=DIR"
+        ) from error
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"actor.path={path} is a '{config.model_type}' model; supported are {', '.join(sorted(FAMILIES))} (dense)"
+        )
+    _check_fields(path, config)
+    return config
+
+
+def _check_fields(path: str, config: PretrainedConfig) -> None:
+    if getattr(config, "use_sliding_window", False):
+        raise UserError(f"actor.path={path} uses sliding-window attention; supported are full-attention models")
+    if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
+        raise UserError(f"actor.path={path} has attention_bias=true, which is not supported for {config.model_type}")
+    if getattr(config, "mlp_bias", False):
+        raise UserError(f"actor.path={path} has mlp_bias=true, which is not supported; use a model without MLP biases")
+    if config.hidden_act != "silu":
+        raise UserError(f"actor.path={path} has hidden_act={config.hidden_act}; supported is silu")
+    rope_type = _rope_parameters(config).get("rope_type", "default")
+    if rope_type not in ("default", "linear", "llama3"):
+        raise UserError(f"actor.path={path} has rope_type={rope_type}; supported are default, linear, llama3")
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def rotary_inv_freq(config: PretrainedConfig) -> torch.Tensor:
+    """Rotary frequencies `[head_dim / 2]` as transformers computes them for this config."""
+    rope = _rope_parameters(config)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        dim = head_dim(config)
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
+
+
+def check_layout(config: PretrainedConfig, parallel: ParallelConfig) -> None:
+    """Refuses a layout that does not divide the model.
+
+    Raises:
+        UserError: heads or KV heads that tp does not divide, layers that pp does not divide.
+    """
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    for name, value in sizes.items():
+        if value % parallel.tp_size:
+            raise UserError(
+                f"parallel.tp_size={parallel.tp_size} does not divide the model's {name}={value}; "
+                f"choose a tp_size that divides {value}"
+            )
+    if config.num_hidden_layers % parallel.pp_size:
+        raise UserError(
+            f"parallel.pp_size={parallel.pp_size} does not divide the model's {config.num_hidden_layers} layers; "
+            f"choose a pp_size that divides {config.num_hidden_layers}"
+        )
+
+
+def padded_vocab_size(config: PretrainedConfig, tp_size: int) -> int:
+    """Rows of the embedding over all tp ranks, padding included."""
+    multiple = VOCAB_MULTIPLE * tp_size
+    return -(-config.vocab_size // multiple) * multiple

@@ -1,0 +1,80 @@
+"""The few lines a run begins with: what it is about to do, and how to switch to the real thing."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from megarl import __version__
+from megarl.actor.families import head_dim
+from megarl.config import Config
+from megarl.data.prompts import BUNDLED
+from megarl.observe.run_folder import RunFolder
+from megarl.parallel import platform
+from megarl.rollout.sglang_server import uses_gpu
+from megarl.trainer.read import Inputs
+
+REAL = "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
+    """Prints model, data, layout, batch algebra, devices, run folder; on rank 0."""
+    tiny = config.actor.path.rstrip("/").endswith("assets/tiny")
+    weights = "random weights" if config.actor.init == "random" else "its weights"
+    lines = {
+        "run": f"megarl {__version__}, {config.experiment_name}: {config.method}, {_length(config)}",
+        "model": f"{config.actor.path}: {inputs.model.model_type}, {count_parameters(inputs.model) / 1e6:.3g}M "
+        f"parameters, {config.actor.dtype}, from {weights}" + (" (the bundled tiny one)" if tiny else ""),
+        "data": f"{_data(config, inputs)}" + (" (the bundled task)" if config.train_dataset.path == BUNDLED else ""),
+        "layout": _layout(config),
+        "batch": _batch(config),
+        "folder": str(folder.path),
+    }
+    if tiny or config.train_dataset.path == BUNDLED:
+        lines["for real"] = f"python -m megarl.train +experiment={config.experiment_name} {REAL}"
+    for name, text in lines.items():
+        print(f"{name:<9} {text}", flush=True)
+
+
+def _length(config: Config) -> str:
+    return f"{config.total_train_steps} steps" + (f", resumed from {config.resume}" if config.resume else "")
+
+
+def _data(config: Config, inputs: Inputs) -> str:
+    size = inputs.train.rows if inputs.train else 0
+    return f"{config.train_dataset.path}, {size} rows to train on, {len(inputs.valid)} held out"
+
+
+def _layout(config: Config) -> str:
+    parallel = config.parallel
+    world = parallel.world_size()
+    replicas = world // (parallel.tp_size * parallel.pp_size)
+    text = (
+        f"{world} trainer rank{'s' * (world > 1)} = tp {parallel.tp_size} x pp {parallel.pp_size} x dp {replicas} "
+        f"on {platform.device().type} ({platform.collective_backend()})"
+    )
+    if config.method == "rl":
+        server = config.server
+        where = "cuda" if uses_gpu(server) else "cpu"
+        text += f"; {server.n_servers} SGLang server{'s' * (server.n_servers > 1)} of tp {server.tp_size} on {where}"
+    return text
+
+
+def _batch(config: Config) -> str:
+    prompts = config.train_dataset.batch_size
+    most = f"microbatches of at most {config.actor.max_tokens_per_mb} tokens"
+    if config.method == "sft":
+        return f"{prompts} sequences a step, {most}"
+    samples, parts = config.gconfig.n_samples, config.algorithm.n_minibatches
+    return (
+        f"{prompts} prompts x {samples} completions = {prompts * samples} sequences a step, "
+        f"{parts} optimizer step{'s' * (parts > 1)} of {prompts * samples // parts}, {most}"
+    )
+
+
+def count_parameters(model: PretrainedConfig) -> int:
+    """Parameters of a dense decoder with this config, tied embeddings counted once."""
+    heads, hidden, dim = model.num_attention_heads + 2 * model.num_key_value_heads, model.hidden_size, head_dim(model)
+    attention = hidden * heads * dim + model.num_attention_heads * dim * hidden
+    mlp = 3 * hidden * model.intermediate_size
+    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+    return embeddings + model.num_hidden_layers * (attention + mlp + 2 * hidden) + hidden

@@ -1,0 +1,78 @@
+"""What a run reads before anything is started: tokenizer and data, checked against the model and the layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer, PretrainedConfig
+
+from megarl.actor.families import check_layout, read_config
+from megarl.config import Config
+from megarl.data.collate import Batches, pad_sequences_to_tensors
+from megarl.data.prompts import DatasetConfig, get_gsm8k_rl_dataset
+from megarl.data.sft import get_gsm8k_sft_dataset
+from megarl.data.tokenizer import check_vocabulary
+from megarl.knobs import UserError
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs of a run. Of an RL run rank 0 alone reads data; of a supervised one, every rank does."""
+
+    model: PretrainedConfig
+    tokenizer: Any
+    train: Batches | None = None
+    valid: Any = None  # a datasets.Dataset
+
+
+def read_inputs(config: Config, rank: int) -> Inputs:
+    """Reads and checks everything that a run stands on.
+
+    Raises:
+        UserError: model, layout, tokenizer or data that cannot be used, in one line.
+    """
+    model = read_config(config.actor.path)
+    check_layout(model, config.parallel)
+    tokenizer = load_tokenizer(config.actor.path)
+    check_vocabulary(tokenizer, model.vocab_size, config.actor.path)
+    if config.method == "sft":
+        train = Batches(_examples(config.train_dataset, tokenizer), config.train_dataset, pad_sequences_to_tensors)
+        return Inputs(model, tokenizer, train, _examples(config.valid_dataset, tokenizer))
+    _check_lengths(config, model)
+    if rank != 0:
+        return Inputs(model, tokenizer)
+    train = Batches(_prompts(config.train_dataset, tokenizer), config.train_dataset)
+    return Inputs(model, tokenizer, train, _prompts(config.valid_dataset, tokenizer))
+
+
+def _prompts(data: DatasetConfig, tokenizer: Any) -> Any:
+    return get_gsm8k_rl_dataset(data.path, data.split, tokenizer, data.max_length, data.name, data.instruction)
+
+
+def _examples(data: DatasetConfig, tokenizer: Any) -> Any:
+    return get_gsm8k_sft_dataset(data.path, data.split, tokenizer, data.max_length, data.name, data.instruction)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a checkpoint folder or hub name.
+
+    Raises:
+        UserError: there is none that can be read.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"actor.path={path} has no readable tokenizer ({first}); save one there") from error
+
+
+def _check_lengths(config: Config, model: PretrainedConfig) -> None:
+    prompt, completion = config.train_dataset.max_length, config.gconfig.max_new_tokens
+    if prompt is None:
+        raise UserError("train_dataset.max_length is not set; give the longest prompt in tokens, longer are skipped")
+    if prompt + completion > model.max_position_embeddings:
+        raise UserError(
+            f"train_dataset.max_length={prompt} + gconfig.max_new_tokens={completion} = {prompt + completion} exceeds "
+            f"the model's max_position_embeddings={model.max_position_embeddings}; shorten one of them"
+        )

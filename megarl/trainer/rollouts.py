@@ -1,0 +1,101 @@
+"""The rollout side of a run: servers, prompts, workflow, evaluation and weight syncs, all owned by rank 0.
+
+Every rank has a `Rollouts` and calls the same methods; what rank 0 samples reaches the others as packed tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from megarl.config import Config
+from megarl.observe.metrics import stats_tracker
+from megarl.observe.run_folder import RunFolder
+from megarl.parallel.broadcast import broadcast_batch, broadcast_json
+from megarl.reshard.session import WeightSession
+from megarl.reshard.sglang import WEIGHT_LOADER
+from megarl.rewards.gsm8k import gsm8k_reward_fn
+from megarl.rollout.evaluate import Evaluator
+from megarl.rollout.sglang_client import RemoteSGLangEngine
+from megarl.rollout.sglang_server import SGLangServers
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.trainer.read import Inputs
+from megarl.types import PackedBatch
+
+
+class Rollouts:
+    """Rank 0 starts the servers when this is entered, so that they load while the actor is built."""
+
+    def __init__(self, config: Config, folder: RunFolder, inputs: Inputs) -> None:
+        self.config = config
+        self.folder = folder
+        self.inputs = inputs
+        self.chief = inputs.train is not None
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Rollouts:
+        if self.chief:
+            server = self.config.server
+            self._servers = SGLangServers(
+                server, self.config.actor.path, self.folder.logs, WEIGHT_LOADER, self.config.sglang
+            )
+            self._open.callback(self._servers.stop)
+            self._servers.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def connect(self, version: int) -> None:
+        """Waits for the servers and connects the client and the weight session. A collective."""
+        addresses: list[str] = []
+        key = ""
+        if self.chief:
+            self._servers.wait_ready()
+            addresses, key = self._servers.addresses, self._servers.api_key
+            self._engine = RemoteSGLangEngine(self.config.rollout)
+            self._engine.initialize(addresses, api_key=key)
+            self._open.callback(self._engine.destroy)
+            self._engine.set_version(version)
+            tokenizer, gconfig = self.inputs.tokenizer, self.config.gconfig
+            self._workflow = RLVRWorkflow(gsm8k_reward_fn, gconfig, tokenizer)
+            self._evaluator = Evaluator(
+                self.config.evaluator,
+                RLVRWorkflow(gsm8k_reward_fn, self.config.evaluator.sampling(gconfig), tokenizer),
+                self.inputs.valid,
+                tokenizer,
+                self.folder.path / "evaluations",
+            )
+        self._weights = WeightSession(self.config.reshard, addresses, key, tp_size=self.config.server.tp_size)
+        self._open.callback(self._weights.close)
+
+    def next_batch(self) -> PackedBatch:
+        """The packed completions of the next prompts, the same on every rank."""
+        batch = None
+        if self.chief:
+            self._servers.check_alive()
+            assert self.inputs.train is not None
+            batch = self._engine.rollout_batch(next(self.inputs.train), self._workflow)
+        return broadcast_batch(batch)
+
+    def push(self, actor: Any, version: int) -> None:
+        """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
+        report = self._weights.push(actor.named_weights(), version)
+        if self.chief:
+            self._engine.set_version(version)
+            with stats_tracker.scope("sync"):
+                stats_tracker.scalar(
+                    verified=float(self.config.reshard.verify != "off" and report.verified > 0),
+                    mbytes=report.bytes / 1e6,
+                    tensors=report.tensors,
+                )
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Held-out accuracy when it is due after `step`, else nothing. Rank 0 measures, the others wait for it."""
+        found: dict[str, Any] = {}
+        if self.chief and self._evaluator.is_due(step, self.config.total_train_steps):
+            with stats_tracker.record_timing("evaluate"):
+                result = self._evaluator.evaluate(self._engine, step)
+            found = {"accuracy": result.accuracy, "problems": result.num_problems, "samples": result.num_samples}
+        reply: dict[str, Any] = broadcast_json(found)
+        return reply

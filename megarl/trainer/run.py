@@ -1,0 +1,157 @@
+"""What stands around a training loop: its steps, logs, progress, checkpoints, the stop in order, and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megarl.actor.api import TrainEngine
+from megarl.config import Config
+from megarl.observe import metrics
+from megarl.observe.logger import StatsLogger, read_metrics
+from megarl.observe.metrics import stats_tracker
+from megarl.observe.progress import Progress
+from megarl.observe.report import draw_curve, summary_lines, write_summary
+from megarl.observe.run_folder import RunFolder
+from megarl.trainer.recover import Saver, StopSignal
+
+
+class Resumable(Protocol):
+    """Where the data stands."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Run:
+    """One run in its folder. A context manager; `steps()` is what a loop iterates.
+
+    Every rank has one and calls the same methods; rank 0 alone writes and shows. `started` is when the command began,
+    by `time.monotonic()`.
+    """
+
+    def __init__(
+        self, config: Config, folder: RunFolder, engine: TrainEngine, batches: Resumable | None, started: float
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.engine = engine
+        self.batches = batches
+        self.chief = dist.get_rank() == 0
+        self.done = 0  # finished steps
+        self.stopped = False
+        self.facts: dict[str, Any] = {}  # kept over resumes and written to the summary
+        self._saver = Saver(config.saver, folder.checkpoints)
+        self._started = started
+        self._before_s = 0.0  # wall seconds of the parts before a resume
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Run:
+        if self.config.resume:
+            state = self._saver.restore(self.engine)
+            self.done, self.facts, self._before_s = state["step"], state["facts"], state["wall_s"]
+            if self.batches is not None:
+                self.batches.load_state_dict(state["batches"])
+        with contextlib.ExitStack() as stack:
+            self._stop = stack.enter_context(StopSignal(self.note))
+            if self.chief:
+                after = self.done if self.config.resume else -1
+                self._logger = stack.enter_context(StatsLogger(self.folder.path, self.config.logger, after))
+                self._progress = Progress(self.config.experiment_name, self.config.total_train_steps, self.done)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def note(self, message: str) -> None:
+        """Prints a line on rank 0, above the live view."""
+        if self.chief:
+            self._progress.note(message)
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to take, from 1. Checkpoints when due and at the end; ends early when asked to."""
+        with self._progress if self.chief else contextlib.nullcontext():
+            for step in range(self.done + 1, self.config.total_train_steps + 1):
+                if self._stop.on_all_ranks():
+                    self.stopped = True
+                    break
+                yield step
+                self.done = step
+                if self._saver.due(step):
+                    self._save()
+        if not (self.done and self._saver.due(self.done)):
+            self._save()
+
+    def log(self, step: int) -> None:
+        """Writes and shows what `stats_tracker` gathered during the step. All ranks call it; rank 0's numbers count."""
+        stats = stats_tracker.export()
+        if "train/tokens" in stats:
+            stats[metrics.TRAIN_TOKENS_PER_S] = stats["train/tokens"] / stats[f"{metrics.TIME}update"]
+        if self.chief:
+            if step == 1:
+                self.facts.setdefault("time_to_first_step_s", self.wall_s)
+            self._logger.commit(step, stats)
+            self._progress.update(step, stats)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the command began, those before a resume included."""
+        return self._before_s + time.monotonic() - self._started
+
+    def _save(self) -> None:
+        state = {
+            "facts": self.facts,
+            "wall_s": self.wall_s,
+            "batches": self.batches.state_dict() if self.batches is not None else None,
+        }
+        path = self._saver.save(self.engine, self.done, state)
+        if self.stopped:
+            self.note(f"checkpoint of step {self.done} in {path}; go on with resume={self.folder.path}")
+
+    def finish(self) -> None:
+        """Exports the model, writes summary.json and curve.png, prints the last lines. A collective."""
+        if self.config.saver.export_hf:
+            self.engine.save(self.folder.path / "hf")
+        if not self.chief:
+            return
+        rows = read_metrics(self.folder.metrics)
+        summary = {
+            "experiment": self.config.experiment_name,
+            "steps": self.done,
+            "stopped_early": self.stopped,
+            "wall_s": self.wall_s,
+            **self.facts,
+            **_figures(rows),
+        }
+        if any(k in row for row in rows for k in (metrics.ACCURACY, metrics.REWARD, metrics.LOSS)):
+            draw_curve(self.folder.metrics, self.folder.curve, self.config.experiment_name)
+        write_summary(self.folder.path, summary)
+        print("\n".join(summary_lines(summary, self.folder.path)))
+        sys.stdout.flush()
+
+
+def _figures(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """What the summary takes from the steps' metrics; what no step has is left out."""
+    figures: dict[str, Any] = {}
+
+    def take(name: str, key: str, how: Any) -> None:
+        values = [row[key] for row in rows if key in row]
+        if values:
+            figures[name] = how(values)
+
+    take("tokens_per_s_rollout", metrics.ROLLOUT_TOKENS_PER_S, _median)
+    take("tokens_per_s_train", metrics.TRAIN_TOKENS_PER_S, _median)
+    take("max_rollout_train_logprob_diff", metrics.LOGPROB_DIFF, max)
+    take("weights_verified", metrics.SYNC_VERIFIED, lambda values: int(sum(values)))
+    take("final_loss", metrics.LOSS, lambda values: values[-1])
+    return figures
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
