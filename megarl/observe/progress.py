@@ -98,7 +98,8 @@ class Progress:
             numbers.append(("reward", f"{stats[metrics.REWARD]:.3f}"))
         if self._accuracies:
             step, value = self._accuracies[-1]
-            numbers.append(("held-out accuracy", f"{value:.1%} (step {step})"))
+            first = f"{self._accuracies[0][1]:.1%} -> " if len(self._accuracies) > 1 else ""
+            numbers.append(("held-out accuracy", f"{first}{value:.1%} (step {step})"))
         if metrics.ROLLOUT_TOKENS_PER_S in stats:
             numbers.append(("rollout tokens/s", f"{stats[metrics.ROLLOUT_TOKENS_PER_S]:,.0f}"))
         if metrics.TRAIN_TOKENS_PER_S in stats:

@@ -55,7 +55,7 @@ def test_without_a_terminal_each_step_is_one_line_without_control_codes():
     assert "step 1/10  reward 0.500  held-out accuracy 25.0% (step 0)  rollout tokens/s 1,234" in lines[1]
     assert "train tokens/s 9,876  staleness 0.00 versions  sync verified step 1" in lines[1]
     assert "time rollout 1.50s, train 0.50s  ETA 0s" in lines[1]
-    assert "held-out accuracy 50.0% (step 2)" in lines[2]
+    assert "held-out accuracy 25.0% -> 50.0% (step 2)" in lines[2]
     assert "sync verified step 1" in lines[2]  # the last one that was proven
     assert "\x1b" not in "".join(lines)
 
