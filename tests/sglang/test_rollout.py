@@ -1,0 +1,194 @@
+"""The rollout client against a real SGLang server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.observe.metrics import stats_tracker
+from megarl.rollout.api import RolloutWorkflow, pad_responses
+from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
+from megarl.rollout.executor import WorkflowError
+from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.rollout.sglang_server import SGLangServers
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
+
+EOS = 0
+PROMPTS = [[40 + i, 50 + 2 * i, 60 + 3 * i, 70, 80 + i] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def engine(server: SGLangServers) -> Iterator[RemoteSGLangEngine]:
+    engine = RemoteSGLangEngine(RolloutConfig())
+    engine.initialize(server.addresses, api_key=server.api_key)
+    yield engine
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3"), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: Callable[..., Path]) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+
+
+class Asks(RolloutWorkflow):
+    """One completion per request of `data["requests"]`, at once."""
+
+    def __init__(self) -> None:
+        self.responses: dict[int, list[ModelResponse]] = {}
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        responses = await asyncio.gather(*(engine.agenerate(request) for request in data["requests"]))
+        self.responses[data["i"]] = responses
+        return pad_responses(responses, [0.0] * len(responses))
+
+
+def ask(engine: RemoteSGLangEngine, *requests: ModelRequest) -> list[ModelResponse]:
+    workflow = Asks()
+    engine.rollout_batch([{"i": 0, "requests": requests}], workflow)
+    return workflow.responses[0]
+
+
+def request(ids: list[int], **sampling: Any) -> ModelRequest:
+    return ModelRequest(rid="same", input_ids=ids, gconfig=GenerationHyperparameters(**sampling))
+
+
+def logprobs_of(model: torch.nn.Module, response: ModelResponse, temperature: float = 1.0) -> torch.Tensor:
+    """The log-probs that transformers gives the response's output tokens."""
+    ids = torch.tensor([response.input_tokens + response.output_tokens])
+    with torch.no_grad():
+        logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[response.input_len - 1 :, 0]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_rollout_logprobs_are_those_of_transformers(engine, model, temperature):
+    responses = ask(
+        engine, *(request(ids, max_new_tokens=24, temperature=temperature) for ids in PROMPTS for _ in "12")
+    )
+    for response in responses:
+        expected = logprobs_of(model, response, temperature)
+        assert (torch.tensor(response.output_logprobs) - expected).abs().max() < 2e-5
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, model):
+    responses = ask(engine, *(request(ids, max_new_tokens=16, greedy=True) for ids in PROMPTS))
+    for ids, response in zip(PROMPTS, responses, strict=True):
+        expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=16, eos_token_id=EOS)
+        assert response.output_tokens == expected[0, len(ids) :].tolist()
+        assert response.input_tokens == ids
+
+
+def test_samples_differ_within_a_group_and_the_prompt_is_cached(engine):
+    responses = ask(engine, *[request(PROMPTS[0], max_new_tokens=12)] * 8)
+    assert len({tuple(r.output_tokens) for r in responses}) == 8
+
+
+def test_sampled_and_greedy_requests_of_one_rid_do_not_collide(engine):
+    sampled = request(PROMPTS[1], max_new_tokens=12)
+    greedy = ModelRequest(rid=sampled.rid, input_ids=sampled.input_ids, gconfig=sampled.gconfig.new(greedy=True))
+    first, second = ask(engine, sampled, greedy), ask(engine, sampled, greedy)
+    assert first[1].output_tokens == second[1].output_tokens
+    assert first[0].output_tokens != second[0].output_tokens
+
+
+def test_stop_reasons_and_the_eos_token(engine):
+    full = ask(engine, request(PROMPTS[2], max_new_tokens=6, greedy=True))[0]
+    assert (full.output_len, full.stop_reason) == (6, "length")
+    stopped = ask(engine, request(PROMPTS[2], max_new_tokens=6, greedy=True, stop_token_ids=[full.output_tokens[3]]))[0]
+    assert (stopped.output_tokens, stopped.stop_reason) == (full.output_tokens[:4], "stop")
+    many = ask(engine, *[request(ids, max_new_tokens=400, temperature=3.0) for ids in PROMPTS for _ in range(8)])
+    ended = [r for r in many if r.stop_reason == "stop"]
+    assert ended
+    assert all(r.output_tokens[-1] == EOS and EOS not in r.output_tokens[:-1] for r in ended)
+    assert all(EOS not in r.output_tokens and r.output_len == 400 for r in many if r.stop_reason == "length")
+    assert all(len(r.output_logprobs) == len(r.output_versions) == r.output_len for r in many)
+
+
+def test_a_stop_string_ends_a_completion(engine, tokenizer):
+    full = ask(engine, request(PROMPTS[3], max_new_tokens=12, greedy=True))[0]
+    stop = tokenizer.decode(full.output_tokens[5:6])
+    stopped = ask(engine, request(PROMPTS[3], max_new_tokens=12, greedy=True, stop=[stop]))[0]
+    assert stopped.stop_reason == "stop"
+    assert stopped.output_tokens == full.output_tokens[: stopped.output_len]
+    assert stop in tokenizer.decode(stopped.output_tokens)
+
+
+def test_groups_keep_the_order_of_the_prompts_when_the_last_ends_first(engine):
+    data = [
+        {"i": i, "requests": [request(ids, max_new_tokens=200 if i == 0 else 2)] * 2} for i, ids in enumerate(PROMPTS)
+    ]
+    batch = engine.rollout_batch(data, Asks())
+    assert batch["group_ids"].tolist() == [i for i in range(8) for _ in "12"]
+    starts = batch["cu_seqlens"][:-1].tolist()
+    assert [batch["input_ids"][s : s + 5].tolist() for s in starts] == [ids for ids in PROMPTS for _ in "12"]
+    assert (batch["versions"][batch["loss_mask"]] == 0).all()
+    assert (batch["versions"][~batch["loss_mask"]] == -1).all()
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_servers_words(engine):
+    with pytest.raises(
+        WorkflowError, match=r"RequestRefused: .*answered 400: .*longer than the model's context length"
+    ):
+        ask(engine, request([50] * 600, max_new_tokens=4))
+
+
+def test_completions_aborted_by_a_pause_go_on_where_they_were(server, engine, model):
+    def post(route: str, **body: Any) -> None:
+        call = urllib.request.Request(
+            f"http://{server.addresses[0]}/{route}",
+            json.dumps(body).encode(),
+            {"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(call, timeout=60) as response:
+            assert response.status == 200
+
+    class IsPaused(Asks):
+        async def arun_episode(self, engine, data):
+            asking = asyncio.create_task(super().arun_episode(engine, data))
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(post, "pause_generation", mode="abort")
+            await asyncio.to_thread(post, "continue_generation")
+            return await asking
+
+    stats_tracker.export()
+    workflow = IsPaused()
+    requests = [request(ids, max_new_tokens=300, greedy=True) for ids in PROMPTS]
+    engine.rollout_batch([{"i": 0, "requests": requests}], workflow)
+    responses = workflow.responses[0]
+    assert stats_tracker.export()["rollout/interruptions"] >= 1
+    for response in responses:
+        assert response.stop_reason in ("length", "stop")
+        assert response.output_len == 300 or response.output_tokens[-1] == EOS
+        expected = logprobs_of(model, response)
+        assert (torch.tensor(response.output_logprobs) - expected).abs().max() < 2e-5
+
+
+def test_rlvr_and_the_evaluator_run_on_a_real_server(engine, tokenizer, tmp_path):
+    problems = [{"messages": [{"role": "user", "content": f"Leo has {i} pens."}], "parity": i % 2} for i in range(6)]
+
+    def reward_fn(prompt, completions, prompt_ids, completion_ids, parity, **data):
+        assert completions == tokenizer.decode(completion_ids, skip_special_tokens=True)
+        return float(len(completion_ids) == 4 and parity)
+
+    config = EvaluatorConfig(n_samples=2, temperature=0.5)
+    workflow = RLVRWorkflow(reward_fn, config.sampling(GenerationHyperparameters(max_new_tokens=4)), tokenizer)
+    found = Evaluator(config, workflow, problems, tokenizer, tmp_path).evaluate(engine, 0)
+    assert (found.num_problems, found.num_samples) == (6, 12)
+    lines = [json.loads(line) for line in found.path.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == [p["messages"][0]["content"] for p in problems for _ in "12"]
+    assert sum(line["reward"] for line in lines) / 12 == pytest.approx(found.accuracy)
+    assert {tuple(line["versions"]) for line in lines} == {(0,)}
