@@ -36,113 +36,141 @@ PROTOCOL = 1
 
 
 @dataclass(frozen=True)
+class Span:
+    """What a rank's shard covers of one dimension: `size` entries from `start` on.
+
+    Those from `total` on are padding, which belongs to no entry of the checkpoint.
+    """
+
+    start: int
+    size: int
+    total: int
+
+    @property
+    def stop(self) -> int:
+        return min(self.start + self.size, self.total)
+
+
+@dataclass(frozen=True)
 class Geometry:
-    """The sizes that decide which part of the checkpoint a tensor-parallel rank of SGLang holds."""
+    """The sizes that decide which part of the checkpoint a tensor-parallel rank of SGLang holds.
+
+    `padded_*` is what SGLang shards: on CPU it adds empty heads and neurons where the checkpoint's do not divide.
+    """
 
     heads: int
     kv_heads: int
-    head_dim: int
     intermediate: int
+    head_dim: int
     vocab: int
     tp_rank: int
     tp_size: int
+    padded_heads: int
+    padded_kv_heads: int
+    padded_intermediate: int
 
     @staticmethod
     def of(config: Any, tp_rank: int, tp_size: int) -> Geometry:
-        """From an HF config of the dense Qwen2, Qwen3 and Llama families."""
-        heads = config.num_attention_heads
+        """From the config of a live SGLang model of the dense Qwen2, Qwen3 and Llama families."""
+        padded_heads = config.num_attention_heads
+        padded_kv_heads = config.num_key_value_heads or padded_heads
+        heads = getattr(config, "original_num_attention_heads", padded_heads)
         return Geometry(
             heads=heads,
-            kv_heads=config.num_key_value_heads or heads,
+            kv_heads=getattr(config, "original_total_num_kv_heads", padded_kv_heads),
+            intermediate=getattr(config, "original_intermediate_size", config.intermediate_size),
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate=config.intermediate_size,
             vocab=config.vocab_size,
             tp_rank=tp_rank,
             tp_size=tp_size,
+            padded_heads=padded_heads,
+            padded_kv_heads=padded_kv_heads,
+            padded_intermediate=config.intermediate_size,
         )
 
     @property
-    def q_rows(self) -> tuple[int, int]:
-        """Rows `[start, stop)` of the checkpoint's q_proj on this rank: whole heads, in rank order."""
-        rows = self.heads // self.tp_size * self.head_dim
-        return self.tp_rank * rows, (self.tp_rank + 1) * rows
+    def q_span(self) -> Span:
+        """Rows of q_proj, and columns of o_proj, on this rank: whole heads, in rank order."""
+        size = self.padded_heads // self.tp_size * self.head_dim
+        return Span(self.tp_rank * size, size, self.heads * self.head_dim)
 
     @property
-    def kv_rows(self) -> tuple[int, int]:
+    def kv_span(self) -> Span:
         """Rows of k_proj and v_proj on this rank. Where tp_size exceeds the KV heads, neighbours hold the same head."""
-        replicas = max(1, self.tp_size // self.kv_heads)
-        rows = max(1, self.kv_heads // self.tp_size) * self.head_dim
-        shard = self.tp_rank // replicas
-        return shard * rows, (shard + 1) * rows
+        replicas = max(1, self.tp_size // self.padded_kv_heads)
+        size = max(1, self.padded_kv_heads // self.tp_size) * self.head_dim
+        return Span(self.tp_rank // replicas * size, size, self.kv_heads * self.head_dim)
 
     @property
-    def ffn_rows(self) -> tuple[int, int]:
+    def ffn_span(self) -> Span:
         """Rows of gate_proj and up_proj, and columns of down_proj, on this rank."""
-        rows = self.intermediate // self.tp_size
-        return self.tp_rank * rows, (self.tp_rank + 1) * rows
+        size = self.padded_intermediate // self.tp_size
+        return Span(self.tp_rank * size, size, self.intermediate)
 
 
-def pieces(name: str, shape: tuple[int, ...], geometry: Geometry) -> list[tuple[int, Box]]:
-    """What SGLang's parameter `name` of `shape` holds: `(first row in the parameter, box of the checkpoint)` each.
+@dataclass(frozen=True)
+class Piece:
+    """A box of the checkpoint, and where in a parameter it begins."""
 
-    Raises ValueError for a parameter whose layout is not known here: guessing would corrupt weights in silence.
+    offset: tuple[int, ...]
+    box: Box
+
+
+def pieces(name: str, shape: tuple[int, ...], geometry: Geometry) -> list[Piece]:
+    """What SGLang's parameter `name` of `shape` holds of the checkpoint.
+
+    Raises ValueError where the live shape differs from the rule, or no rule exists: guessing would corrupt weights in
+    silence.
     """
     g = geometry
-    columns = shape[1:]
-
-    def rows(checkpoint_name: str, span: tuple[int, int]) -> Box:
-        return Box(checkpoint_name, (span[0], *(0 for _ in columns)), (span[1], *columns))
-
-    def stacked(parts: dict[str, tuple[int, int]]) -> list[tuple[int, Box]]:
-        fused = re.search(r"\.(qkv_proj|gate_up_proj)\.", name)
-        assert fused is not None
-        found, row = [], 0
-        for part, span in parts.items():
-            found.append((row, rows(name.replace(fused[1], part), span)))
-            row += span[1] - span[0]
-        return found
-
-    def sharded_columns(span: tuple[int, int]) -> list[tuple[int, Box]]:
-        return [(0, Box(name, (0, span[0]), (shape[0], span[1])))]
-
+    rest = tuple(Span(0, size, size) for size in shape[1:])
     if re.search(r"\.self_attn\.qkv_proj\.(weight|bias)$", name):
-        return stacked({"q_proj": g.q_rows, "k_proj": g.kv_rows, "v_proj": g.kv_rows})
+        parts = [(name.replace("qkv_proj", part), span) for part, span in _qkv(g)]
+        return _stacked(name, shape, parts, rest)
     if re.search(r"\.mlp\.gate_up_proj\.(weight|bias)$", name):
-        return stacked({"gate_proj": g.ffn_rows, "up_proj": g.ffn_rows})
+        parts = [(name.replace("gate_up_proj", part), g.ffn_span) for part in ("gate_proj", "up_proj")]
+        return _stacked(name, shape, parts, rest)
+    whole = Span(0, shape[0], shape[0])
     if name.endswith(".self_attn.o_proj.weight"):
-        return sharded_columns(g.q_rows)
+        return _stacked(name, shape, [(name, whole)], (g.q_span,))
     if name.endswith(".mlp.down_proj.weight"):
-        return sharded_columns(g.ffn_rows)
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        # Shards of equal size in rank order; the last ones end in padding, which belongs to no checkpoint row.
-        start = min(g.tp_rank * shape[0], g.vocab)
-        stop = min(start + shape[0], g.vocab)
-        return [(0, rows(name, (start, stop)))] if start < stop else []
-    if re.search(r"(norm|\.(o_proj|down_proj)\.bias)(\.weight)?$", name):
-        return [(0, rows(name, (0, shape[0])))]
+        return _stacked(name, shape, [(name, whole)], (g.ffn_span,))
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):  # equal shards in rank order, padded at the end
+        return _stacked(name, shape, [(name, Span(g.tp_rank * shape[0], shape[0], g.vocab))], rest)
+    if re.search(r"norm\.weight$|\.(o_proj|down_proj)\.bias$", name):
+        return _stacked(name, shape, [(name, whole)], rest)
     raise ValueError(
-        f"{name} {list(shape)}: no rule says which part of the checkpoint it holds; "
+        f"SGLang's {name} {list(shape)}: no rule says which part of the checkpoint it holds; "
         "live weight updates know the dense Qwen2, Qwen3 and Llama families"
     )
 
 
-def fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry) -> Iterator[Fragment]:
-    """Everything one rank of SGLang holds of the checkpoint, as views of its live parameters.
+def _qkv(geometry: Geometry) -> list[tuple[str, Span]]:
+    return [("q_proj", geometry.q_span), ("k_proj", geometry.kv_span), ("v_proj", geometry.kv_span)]
 
-    Raises ValueError where the rules and a live parameter disagree.
-    """
+
+def _stacked(name: str, shape: tuple[int, ...], parts: list[tuple[str, Span]], rest: tuple[Span, ...]) -> list[Piece]:
+    """Pieces of a parameter that stacks shards of the checkpoint tensors `parts` along its rows."""
+    expected = (sum(span.size for _, span in parts), *(span.size for span in rest))
+    if expected != shape:
+        raise ValueError(f"SGLang's {name} has shape {list(shape)}, and the layout known to megarl {list(expected)}")
+    found, row = [], 0
+    for checkpoint_name, span in parts:
+        spans = (span, *rest)
+        if all(s.start < s.stop for s in spans):
+            box = Box(checkpoint_name, tuple(s.start for s in spans), tuple(s.stop for s in spans))
+            found.append(Piece((row, *(0 for _ in rest)), box))
+        row += span.size
+    return found
+
+
+def fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry) -> Iterator[Fragment]:
+    """Everything one rank of SGLang holds of the checkpoint, as views of its live parameters."""
     for name, parameter in parameters:
         data = parameter.detach()
-        covered = 0
-        for row, box in pieces(name, tuple(data.shape), geometry):
-            try:
-                yield Fragment(geometry.tp_rank, name, box, data[row : row + box.shape[0]])
-            except ValueError as error:
-                raise ValueError(f"SGLang's {name} is not laid out as megarl knows it: {error}") from error
-            covered += box.shape[0]
-        padded = name in ("model.embed_tokens.weight", "lm_head.weight")
-        if covered != data.shape[0] and not padded:
-            raise ValueError(f"SGLang's {name} has {data.shape[0]} rows, and the known layout covers {covered}")
+        for piece in pieces(name, tuple(data.shape), geometry):
+            place = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.box.shape, strict=True))
+            yield Fragment(geometry.tp_rank, name, piece.box, data[place])
 
 
 # --- The endpoints ---------------------------------------------------------------------------------------------------

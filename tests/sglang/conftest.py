@@ -26,13 +26,13 @@ VOCAB_SIZE = 344
 CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
-def make_model(family: str, tied: bool, seed: int) -> torch.nn.Module:
-    """A random fp32 model of `family`: 2 layers, hidden 64, 4 heads on 2 key/value heads, 344 tokens."""
+def make_model(family: str, tied: bool, seed: int, kv_heads: int = 2) -> torch.nn.Module:
+    """A random fp32 model of `family`: 2 layers, hidden 64, 4 heads on `kv_heads` key/value heads, 344 tokens."""
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": kv_heads,
         "intermediate_size": 192,
         "vocab_size": VOCAB_SIZE,
         "tie_word_embeddings": tied,
@@ -73,12 +73,12 @@ def save_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_checkpoint(family, tied=True, seed=0)`: the folder of a tiny random HF checkpoint with a tokenizer."""
+    """`tiny_checkpoint(family, tied=True, seed=0, kv_heads=2)`: the folder of a tiny random HF checkpoint."""
 
     @functools.cache
-    def make(family: str = "qwen3", tied: bool = True, seed: int = 0) -> Path:
+    def make(family: str = "qwen3", tied: bool = True, seed: int = 0, kv_heads: int = 2) -> Path:
         folder = tmp_path_factory.mktemp(f"{family}-{'tied' if tied else 'untied'}-{seed}")
-        make_model(family, tied, seed).save_pretrained(folder)
+        make_model(family, tied, seed, kv_heads).save_pretrained(folder)
         save_tokenizer(folder)
         return folder
 

@@ -178,9 +178,10 @@ def test_a_server_that_misses_its_deadline_is_stopped(tiny_checkpoint: Callable[
 def test_a_wrong_knob_is_refused_before_anything_starts(
     knobs: dict[str, Any], message: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
+    passed_through = knobs.get("sglang", {})
+    config = SGLangServerConfig(**{key: value for key, value in knobs.items() if key != "sglang"})
     with pytest.raises(UserError, match=message):
-        passed_through = knobs.pop("sglang", {})
-        SGLangServers(SGLangServerConfig(**knobs), tiny_checkpoint("qwen3"), tmp_path, sglang=passed_through)
+        SGLangServers(config, tiny_checkpoint("qwen3"), tmp_path, sglang=passed_through)
 
 
 def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
