@@ -1,8 +1,9 @@
-// Sixteen-lane vectors for the CPU kernels, in the compiler's portable vector extension.
+// Sixteen-lane vectors for the CPU kernels: the compiler's portable vectors, with AVX-512 instructions where a file
+// is compiled for them.
 //
 // Every reduction runs over lanes in one written order, so that a result does not depend on the alignment of a
-// row, its position in a batch or the number of threads. MEGARL_MULTIARCH compiles a function once for each x86
-// level and picks at load time; functions called from it must be inlined into it to profit.
+// row, its position in a batch or the number of threads. A file that includes this is compiled once for each
+// instruction set, with MEGARL_ISA naming the copy; everything here is inlined, so copies cannot be mixed up.
 #pragma once
 
 #include <cmath>
@@ -10,10 +11,8 @@
 
 #include "types.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(MEGARL_SANITIZE)
-#define MEGARL_MULTIARCH __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define MEGARL_MULTIARCH
+#ifdef __AVX512F__
+#include <immintrin.h>
 #endif
 
 namespace megarl {
@@ -56,6 +55,35 @@ MEGARL_HD V load_raw(const void* p) {
 
 MEGARL_HD FloatLanes load_lanes(const float* p) { return load_raw<FloatLanes>(p); }
 MEGARL_HD DoubleLanes load_lanes(const double* p) { return load_raw<DoubleLanes>(p); }
+MEGARL_HD void store_lanes(float* p, FloatLanes v) { std::memcpy(p, &v, sizeof(v)); }
+MEGARL_HD void store_lanes(double* p, DoubleLanes v) { std::memcpy(p, &v, sizeof(v)); }
+
+#ifdef __AVX512F__
+
+MEGARL_HD FloatLanes load_lanes(const BFloat16* p) {
+  return bit_cast<FloatLanes>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_raw<__m256i>(p)), 16));
+}
+MEGARL_HD FloatLanes load_lanes(const Float16* p) { return _mm512_cvtph_ps(load_raw<__m256i>(p)); }
+
+// Round to nearest even. A NaN stays one: those that arise here have no low mantissa bits to carry into the exponent.
+MEGARL_HD void store_lanes(BFloat16* p, FloatLanes v) {
+#ifdef __AVX512BF16__
+  const __m256bh out = _mm512_cvtneps_pbh(v);
+#else
+  const UIntLanes bits = bit_cast<UIntLanes>(v);
+  const UIntLanes rounded = bits + (((bits >> 16) & 1u) + 0x7fffu);
+  const __m256i out = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bit_cast<__m512i>(rounded), 16));
+#endif
+  std::memcpy(p, &out, sizeof(out));
+}
+MEGARL_HD void store_lanes(Float16* p, FloatLanes v) {
+  const __m256i out = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &out, sizeof(out));
+}
+
+MEGARL_HD FloatLanes max_lanes(FloatLanes v, FloatLanes best) { return _mm512_max_ps(v, best); }
+
+#else
 
 MEGARL_HD FloatLanes load_lanes(const BFloat16* p) {
   return bit_cast<FloatLanes>(__builtin_convertvector(load_raw<ShortLanes>(p), UIntLanes) << 16);
@@ -71,15 +99,10 @@ MEGARL_HD FloatLanes load_lanes(const Float16* p) {
   return bit_cast<FloatLanes>(sign | (bit_cast<IntLanes>(magnitude) >= 0x0f800000 ? special : scaled));
 }
 
-MEGARL_HD void store_lanes(float* p, FloatLanes v) { std::memcpy(p, &v, sizeof(v)); }
-MEGARL_HD void store_lanes(double* p, DoubleLanes v) { std::memcpy(p, &v, sizeof(v)); }
-
-// Round to nearest even; NaN becomes the quiet NaN.
 MEGARL_HD void store_lanes(BFloat16* p, FloatLanes v) {
   const UIntLanes bits = bit_cast<UIntLanes>(v);
-  const UIntLanes rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const UIntLanes nan = UIntLanes{} + 0x7fc0u;
-  const ShortLanes out = __builtin_convertvector(v != v ? nan : rounded, ShortLanes);
+  const UIntLanes rounded = (bits + (((bits >> 16) & 1u) + 0x7fffu)) >> 16;
+  const ShortLanes out = __builtin_convertvector(rounded, ShortLanes);
   std::memcpy(p, &out, sizeof(out));
 }
 
@@ -98,27 +121,58 @@ MEGARL_HD void store_lanes(Float16* p, FloatLanes v) {
   std::memcpy(p, &out, sizeof(out));
 }
 
-// 2^v for v <= 127; exactly 0 below -125 (-infinity included), NaN for NaN. Relative error below 8e-8:
-// 2^v = 2^n 2^r with n the nearest integer and |r| <= 1/2, and 2^r by a degree-6 minimax polynomial.
-MEGARL_HD FloatLanes exp2_lanes(FloatLanes v) {
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const IntLanes in_range = ~(v < -125.0f);
-  v = v < -125.0f ? FloatLanes{} - 125.0f : v;
-  const FloatLanes shifted = v + kMagic;
-  const FloatLanes r = v - (shifted - kMagic);
+// The greater; a NaN in `v` is passed over.
+MEGARL_HD FloatLanes max_lanes(FloatLanes v, FloatLanes best) { return v > best ? v : best; }
+
+#endif
+
+MEGARL_HD DoubleLanes max_lanes(DoubleLanes v, DoubleLanes best) { return v > best ? v : best; }
+
+// 2^r for |r| <= 1/2 by a minimax polynomial. Relative error below 8e-8, or 2.7e-6 where kRough: enough for what
+// is rounded to 16 bits at once.
+template <bool kRough>
+MEGARL_HD FloatLanes exp2_fraction(FloatLanes r) {
+  if (kRough) {
+    FloatLanes p = 9.5701017e-3f * r + 5.5917863e-2f;
+    p = p * r + 2.4024745e-1f;
+    p = p * r + 6.9312181e-1f;
+    return p * r + 9.9999926e-1f;
+  }
   FloatLanes p = 1.5345812e-4f * r + 1.3399931e-3f;
   p = p * r + 9.6184890e-3f;
   p = p * r + 5.5503288e-2f;
   p = p * r + 2.4022647e-1f;
   p = p * r + 6.9314721e-1f;
-  p = p * r + 1.0f;
-  const IntLanes scale = (bit_cast<IntLanes>(shifted) + (127 - 0x4b400000)) << 23;
-  return bit_cast<FloatLanes>(bit_cast<IntLanes>(p * bit_cast<FloatLanes>(scale)) & in_range);
+  return p * r + 1.0f;
 }
 
-MEGARL_HD DoubleLanes exp2_lanes(DoubleLanes v) {
-  for (int i = 0; i < kLanes; ++i) v[i] = std::exp2(v[i]);
-  return v;
+// 2^w for w <= 127, as 2^n 2^r with n the nearest integer. Exactly 0 for -infinity and anything that underflows,
+// NaN for NaN. `w` is bounded below on return, so that 2^w * w is 0 where 2^w is.
+template <bool kRough>
+MEGARL_HD FloatLanes exp2_lanes(FloatLanes& w) {
+#ifdef __AVX512F__
+  w = _mm512_max_ps(_mm512_set1_ps(-160.0f), w);  // gives the second operand where that is NaN
+  const FloatLanes n = _mm512_roundscale_ps(w, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_scalef_ps(exp2_fraction<kRough>(w - n), n);
+#else
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const IntLanes in_range = ~(w < -125.0f);
+  w = w < -125.0f ? FloatLanes{} - 125.0f : w;
+  const FloatLanes shifted = w + kMagic;
+  const FloatLanes p = exp2_fraction<kRough>(w - (shifted - kMagic));
+  const UIntLanes scale = (bit_cast<UIntLanes>(shifted) + (127u - 0x4b400000u)) << 23;
+  return bit_cast<FloatLanes>(bit_cast<IntLanes>(p * bit_cast<FloatLanes>(scale)) & in_range);
+#endif
+}
+
+template <bool kRough>
+MEGARL_HD DoubleLanes exp2_lanes(DoubleLanes& w) {
+  DoubleLanes e;
+  for (int i = 0; i < kLanes; ++i) {
+    if (w[i] < -1100.0) w[i] = -1100.0;
+    e[i] = std::exp2(w[i]);
+  }
+  return e;
 }
 
 template <class A>
@@ -138,29 +192,8 @@ MEGARL_HD A horizontal_max(lanes_t<A> v) {
   return best;
 }
 
-// The last, incomplete group of lanes: `count` elements, the others `fill` bits.
 template <class T>
-MEGARL_HD lanes_t<accumulator_t<T>> load_tail(const T* p, int count, T fill) {
-  T buffer[kLanes];
-  for (int i = 0; i < kLanes; ++i) buffer[i] = i < count ? p[i] : fill;
-  return load_lanes(buffer);
-}
-
-template <class T>
-MEGARL_HD void store_tail(T* p, lanes_t<accumulator_t<T>> v, int count) {
-  T buffer[kLanes];
-  store_lanes(buffer, v);
-  std::memcpy(p, buffer, count * sizeof(T));
-}
-
-template <class T>
-MEGARL_HD T minus_infinity();
-template <>
-MEGARL_HD float minus_infinity<float>() {
-  return -INFINITY;
-}
-template <>
-MEGARL_HD double minus_infinity<double>() {
+MEGARL_HD T minus_infinity() {
   return -INFINITY;
 }
 template <>
@@ -170,6 +203,21 @@ MEGARL_HD BFloat16 minus_infinity<BFloat16>() {
 template <>
 MEGARL_HD Float16 minus_infinity<Float16>() {
   return {0xfc00};
+}
+
+// The last, incomplete group of lanes: `count` elements, then -infinity.
+template <class T>
+MEGARL_HD lanes_t<accumulator_t<T>> load_tail(const T* p, int count) {
+  T buffer[kLanes];
+  for (int i = 0; i < kLanes; ++i) buffer[i] = i < count ? p[i] : minus_infinity<T>();
+  return load_lanes(buffer);
+}
+
+template <class T>
+MEGARL_HD void store_tail(T* p, lanes_t<accumulator_t<T>> v, int count) {
+  T buffer[kLanes];
+  store_lanes(buffer, v);
+  std::memcpy(p, buffer, count * sizeof(T));
 }
 
 }  // namespace megarl

@@ -57,10 +57,12 @@ struct RowResult {
   A logprob, entropy, log_sum;
 };
 
+// In double: a temperature rounded to float would cost digits of log-probs far from 0.
 template <class A>
-MEGARL_HD RowResult<A> finish_row(const RowStats<A>& s, A label_logit, A inv_temp) {
-  const A log_sum = static_cast<A>(log(s.sum));
-  return {(label_logit - s.max) * inv_temp - log_sum, log_sum - s.dot / s.sum, log_sum};
+MEGARL_HD RowResult<A> finish_row(const RowStats<A>& s, A label_logit, double inv_temp) {
+  const double log_sum = log(static_cast<double>(s.sum));
+  const double gap = static_cast<double>(label_logit) - s.max;
+  return {static_cast<A>(gap * inv_temp - log_sum), static_cast<A>(log_sum - s.dot / s.sum), static_cast<A>(log_sum)};
 }
 
 // The coefficients of one row's gradient. With w = log2(p) of a column:

@@ -14,12 +14,13 @@ struct LogitRows {
 };
 
 // stats [rows, 4] = (max, sum, dot, label logit) of row_math.h. The label logit is NaN where the label lies in
-// another shard. Rows with label -1 are not read and get zeros. inv_temp: [1] or [rows] (`temp_stride` 0 or 1).
+// another shard. Rows with label -1 are not read and get zeros. inv_temp (1/temperature): double
+// [1] or [rows] (`temp_stride` 0 or 1).
 struct StatsArgs {
   LogitRows shape;
   const void* logits;
   const int64_t* labels;
-  const void* inv_temp;
+  const double* inv_temp;
   int64_t temp_stride;
   void* stats;
 };
@@ -31,7 +32,7 @@ struct MergeArgs {
   int dtype;  // kFloat32 or kFloat64
   const void* stats;
   const int64_t* labels;
-  const void* inv_temp;
+  const double* inv_temp;
   int64_t temp_stride;
   void *logprob, *entropy, *context;
 };
@@ -44,7 +45,7 @@ struct BackwardArgs {
   void* grad;
   int64_t grad_stride;
   const int64_t* labels;
-  const void* inv_temp;
+  const double* inv_temp;
   int64_t temp_stride;
   const void *context, *grad_logprob, *grad_entropy;
 };

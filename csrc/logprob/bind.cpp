@@ -12,7 +12,7 @@ void register_logprob(py::module_& m) {
       "logprob_stats",
       [](const Where& where, const LogitRows& shape, uintptr_t logits, uintptr_t labels, uintptr_t inv_temp,
          int64_t temp_stride, uintptr_t stats) {
-        const StatsArgs args{shape,       pointer(logits), pointer<int64_t>(labels), pointer(inv_temp),
+        const StatsArgs args{shape,       pointer(logits), pointer<int64_t>(labels), pointer<double>(inv_temp),
                              temp_stride, pointer(stats)};
         launch(where, args, logprob_stats_cpu, MEGARL_CUDA_KERNEL(logprob_stats_cuda));
       },
@@ -23,7 +23,7 @@ void register_logprob(py::module_& m) {
       "logprob_merge",
       [](const Where& where, int64_t ranks, int64_t rows, int dtype, uintptr_t stats, uintptr_t labels,
          uintptr_t inv_temp, int64_t temp_stride, uintptr_t logprob, uintptr_t entropy, uintptr_t context) {
-        const MergeArgs args{ranks,       rows,           dtype,           pointer(stats), pointer<int64_t>(labels), pointer(inv_temp),
+        const MergeArgs args{ranks,       rows,           dtype,           pointer(stats), pointer<int64_t>(labels), pointer<double>(inv_temp),
                              temp_stride, pointer(logprob), pointer(entropy), pointer(context)};
         launch(where, args, logprob_merge_cpu, MEGARL_CUDA_KERNEL(logprob_merge_cuda));
       },
@@ -40,7 +40,7 @@ void register_logprob(py::module_& m) {
                                 pointer(grad),
                                 grad_stride,
                                 pointer<int64_t>(labels),
-                                pointer(inv_temp),
+                                pointer<double>(inv_temp),
                                 temp_stride,
                                 pointer(context),
                                 pointer(grad_logprob),

@@ -194,7 +194,7 @@ def add_weight_grad(grad: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: _Head, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        logprob = torch.zeros(hidden.shape[0], dtype=head.inv_temp.dtype, device=hidden.device)
+        logprob = torch.zeros(hidden.shape[0], dtype=kernels.stats_dtype(hidden.dtype), device=hidden.device)
         entropy = torch.zeros_like(logprob)
         context = logprob.new_empty(head.rows.numel(), 3)
         buffer = head.buffer(weight)
@@ -229,7 +229,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, head: _Head, with_entropy: bool, loss_fn: TokenLossFn
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprob = torch.zeros(hidden.shape[0], dtype=head.inv_temp.dtype, device=hidden.device)
+        logprob = torch.zeros(hidden.shape[0], dtype=kernels.stats_dtype(hidden.dtype), device=hidden.device)
         entropy, total = torch.zeros_like(logprob), logprob.new_zeros(())
         grads = _HeadGrads.make(hidden, weight, ctx.needs_input_grad, None)
         buffer = head.buffer(weight)

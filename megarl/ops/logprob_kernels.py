@@ -43,17 +43,16 @@ def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
 
 
 def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    """`1 / temperature` as `[1]` or `[tokens]`, in the dtype of the row statistics."""
-    dtype = stats_dtype(logits.dtype)
+    """`1 / temperature` as float64 `[1]` or `[tokens]`."""
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
-        return torch.full((1,), 1.0 / temperature, dtype=dtype, device=logits.device)
+        return torch.full((1,), 1.0 / temperature, dtype=torch.float64, device=logits.device)
     if temperature.device.type == "cpu" and temperature.numel() and not torch.compiler.is_compiling():
         lowest = float(temperature.min())
         if not lowest > 0:
             raise ValueError(f"temperature goes down to {lowest}, it must be positive in every row")
-    value = temperature.detach().to(dtype).reciprocal()
+    value = temperature.detach().double().reciprocal()
     return value.reshape(1) if value.numel() == 1 else value.contiguous()
 
 
@@ -72,7 +71,7 @@ def _check_row_inputs(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_va
     rows = logits.shape[0]
     check("labels", labels, dtype=torch.int64, shape=(rows,), device=logits.device)
     shape = (1,) if inv_temp.shape == (1,) else (rows,)
-    check("inv_temp", inv_temp, dtype=stats_dtype(logits.dtype), shape=shape, device=logits.device)
+    check("inv_temp", inv_temp, dtype=torch.float64, shape=shape, device=logits.device)
     if vocab_valid < 1 or vocab_start < 0:
         raise ValueError(f"vocab_valid is {vocab_valid} and vocab_start {vocab_start}; expected >= 1 and >= 0")
 
@@ -87,7 +86,7 @@ def _shape(logits: Tensor, vocab_valid: int, vocab_start: int) -> _C.LogitRows:
 def logprob_stats(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int) -> Tensor:
     """Row statistics `[rows, 4]` = (max, sum, dot, label logit) of csrc/common/row_math.h."""
     _check_row_inputs(logits, labels, inv_temp, vocab_valid, vocab_start)
-    stats = torch.empty(logits.shape[0], 4, dtype=inv_temp.dtype, device=logits.device)
+    stats = torch.empty(logits.shape[0], 4, dtype=stats_dtype(logits.dtype), device=logits.device)
     shape = _shape(logits, vocab_valid, vocab_start)
     temp_stride = int(inv_temp.numel() > 1)
     _C.logprob_stats(
@@ -98,14 +97,14 @@ def logprob_stats(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid:
 
 @logprob_stats.register_fake
 def _(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int) -> Tensor:
-    return logits.new_empty((logits.shape[0], 4), dtype=inv_temp.dtype)
+    return logits.new_empty((logits.shape[0], 4), dtype=stats_dtype(logits.dtype))
 
 
 @torch.library.custom_op("megarl::logprob_merge", mutates_args=())
 def logprob_merge(stats: Tensor, labels: Tensor, inv_temp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Statistics `[ranks, rows, 4]` to log-prob `[rows]`, entropy `[rows]` and backward context `[rows, 3]`."""
     ranks, rows = stats.shape[:2]
-    check("stats", stats, dtype=inv_temp.dtype, shape=(ranks, rows, 4), device=labels.device)
+    check("stats", stats, dtype=(torch.float32, torch.float64), shape=(ranks, rows, 4), device=labels.device)
     check("labels", labels, dtype=torch.int64, shape=(rows,), device=stats.device)
     logprob, entropy = stats.new_empty(rows), stats.new_empty(rows)
     context = stats.new_empty(rows, 3)
@@ -136,10 +135,11 @@ def _backward_into(
 ) -> None:
     _check_row_inputs(logits, labels, inv_temp, vocab_valid, vocab_start)
     rows = logits.shape[0]
-    check("context", context, dtype=inv_temp.dtype, shape=(rows, 3), device=logits.device)
-    check("grad_logprob", grad_logprob, dtype=inv_temp.dtype, shape=(rows,), device=logits.device)
+    dtype = stats_dtype(logits.dtype)
+    check("context", context, dtype=dtype, shape=(rows, 3), device=logits.device)
+    check("grad_logprob", grad_logprob, dtype=dtype, shape=(rows,), device=logits.device)
     if grad_entropy is not None:
-        check("grad_entropy", grad_entropy, dtype=inv_temp.dtype, shape=(rows,), device=logits.device)
+        check("grad_entropy", grad_entropy, dtype=dtype, shape=(rows,), device=logits.device)
     shape = _shape(logits, vocab_valid, vocab_start)
     _C.logprob_backward(
         *(where(logits), shape, logits.data_ptr(), grad.data_ptr(), grad.stride(0), labels.data_ptr()),

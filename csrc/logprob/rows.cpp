@@ -1,0 +1,126 @@
+// Compiled once for each instruction set; MEGARL_ISA is the namespace of this copy.
+#include "rows.h"
+
+#include "../common/lanes.h"
+
+namespace megarl {
+namespace {
+
+// Columns per tile: its logits stay in the first-level cache between the pass for the maximum and the pass for
+// the exponentials, so memory is read once and one exponential is taken an element. While that pass computes, it
+// fetches the next tile.
+constexpr int64_t kTile = 2048;
+constexpr int kCacheLine = 64;
+constexpr int kUnroll = 4;
+constexpr int kStep = kUnroll * kLanes;
+
+template <class T>
+MEGARL_HD accumulator_t<T> tile_max(const T* x, int64_t n) {
+  using A = accumulator_t<T>;
+  using V = lanes_t<A>;
+  V best[kUnroll];
+  for (auto& b : best) b = V{} + negative_infinity<A>();
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep)
+    for (int u = 0; u < kUnroll; ++u) best[u] = max_lanes(load_lanes(x + i + u * kLanes), best[u]);
+  for (; i < n; i += kLanes)
+    best[0] = max_lanes(n - i >= kLanes ? load_lanes(x + i) : load_tail(x + i, static_cast<int>(n - i)), best[0]);
+  for (int u = 1; u < kUnroll; ++u) best[0] = max_lanes(best[u], best[0]);
+  return horizontal_max<A>(best[0]);
+}
+
+template <class V, class A>
+MEGARL_HD void add_exponentials(V x, A max, A scale, V& sum, V& dot) {
+  V w = (x - max) * scale;
+  const V e = exp2_lanes<false>(w);
+  sum += e;
+  dot += e * w;
+}
+
+template <class T>
+MEGARL_HD RowStats<accumulator_t<T>> row_stats(const T* x, int64_t n, accumulator_t<T> inv_temp) {
+  using A = accumulator_t<T>;
+  using V = lanes_t<A>;
+  RowStats<A> row = empty_stats<A>();
+  const A scale = inv_temp * A(kLog2E);
+  for (int64_t start = 0; start < n; start += kTile) {
+    const T* tile = x + start;
+    const int64_t count = n - start < kTile ? n - start : kTile;
+    const A top = tile_max(tile, count);
+    if (top > row.max) row = rescale(row, top, inv_temp);
+    const A max = row.max == negative_infinity<A>() ? A(0) : row.max;
+    V sum[kUnroll] = {}, dot[kUnroll] = {};
+    int64_t i = 0;
+    for (; i + kStep <= count; i += kStep) {
+      const char* ahead = reinterpret_cast<const char*>(tile + i + kTile);
+      for (size_t byte = 0; byte < kStep * sizeof(T); byte += kCacheLine) __builtin_prefetch(ahead + byte);
+      for (int u = 0; u < kUnroll; ++u) add_exponentials(load_lanes(tile + i + u * kLanes), max, scale, sum[u], dot[u]);
+    }
+    for (; i < count; i += kLanes) {
+      const int left = static_cast<int>(count - i);
+      add_exponentials(left >= kLanes ? load_lanes(tile + i) : load_tail(tile + i, left), max, scale, sum[0], dot[0]);
+    }
+    row.sum += horizontal_sum<A>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    row.dot += horizontal_sum<A>((dot[0] + dot[1]) + (dot[2] + dot[3])) * A(kLn2);
+  }
+  return row;
+}
+
+template <class T>
+void stats(const T* x, int64_t n, int64_t label, accumulator_t<T> inv_temp, accumulator_t<T>* out) {
+  using A = accumulator_t<T>;
+  const RowStats<A> s = row_stats(x, n, inv_temp);
+  out[0] = s.max;
+  out[1] = s.sum;
+  out[2] = s.dot;
+  out[3] = label >= 0 && label < n ? load_tail(x + label, 1)[0] : A(NAN);
+}
+
+template <class T, class V, class A>
+MEGARL_HD V gradient_lanes(V x, const RowGradient<A>& k) {
+  V w = (x - k.max) * k.scale - k.log2_sum;
+  const V p = exp2_lanes<sizeof(T) == 2>(w);
+  return gradient_element<V, A>(p, w, k);
+}
+
+template <class T>
+void backward(const T* x, T* grad, int64_t valid, int64_t columns, int64_t label,
+              const RowGradient<accumulator_t<T>>& coefficients) {
+  using A = accumulator_t<T>;
+  using V = lanes_t<A>;
+  const RowGradient<A> k = coefficients;
+  // The label's column gets a summand of its own, from the logit as it was before it is overwritten.
+  const bool here = label >= 0 && label < valid;
+  A label_grad = 0;
+  if (here) label_grad = gradient_lanes<T, V, A>(load_tail(x + label, 1), k)[0] + k.label;
+  int64_t i = 0;
+  for (; i + kStep <= valid; i += kStep) {
+    V v[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) v[u] = gradient_lanes<T, V, A>(load_lanes(x + i + u * kLanes), k);
+    for (int u = 0; u < kUnroll; ++u) store_lanes(grad + i + u * kLanes, v[u]);
+  }
+  for (; i < valid; i += kLanes) {
+    const int left = static_cast<int>(valid - i);
+    if (left >= kLanes) {
+      store_lanes(grad + i, gradient_lanes<T, V, A>(load_lanes(x + i), k));
+    } else {
+      store_tail(grad + i, gradient_lanes<T, V, A>(load_tail(x + i, left), k), left);
+    }
+  }
+  if (here) store_tail(grad + label, V{} + label_grad, 1);
+  std::memset(static_cast<void*>(grad + valid), 0, (columns - valid) * sizeof(T));
+}
+
+}  // namespace
+
+namespace MEGARL_ISA {
+
+AllRowKernels row_kernels() {
+  return {{stats<float>, backward<float>},
+          {stats<BFloat16>, backward<BFloat16>},
+          {stats<Float16>, backward<Float16>},
+          {stats<double>, backward<double>}};
+}
+
+}  // namespace MEGARL_ISA
+}  // namespace megarl
