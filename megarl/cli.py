@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,9 @@ def load(overrides: list[str]) -> Config:
 def run_command(command: Callable[[Config], int]) -> None:
     """Runs a command on the configuration of sys.argv; a UserError is one line and exit code 2."""
     arguments = sys.argv[1:]
+    for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
+        warnings.filterwarnings("ignore", module=module)  # of Apex and TE not being there, and of names to come
+    logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
     if any(a in ("-h", "--help") for a in arguments):
         print(_help())
         sys.exit(0)

@@ -5,16 +5,23 @@ Imports no Megatron: the commands check a config with it before anything heavy i
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
+
+HUB_TIMEOUT_S = 10.0
+CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
 
 VOCAB_MULTIPLE = 8  # rows of each rank's embedding shard are a multiple of this; the padding is never trained
 
@@ -30,29 +37,49 @@ class Family:
 FAMILIES = {"qwen2": Family(qkv_bias=True), "qwen3": Family(qk_norm=True), "llama": Family()}
 
 
-def read_config(path: str) -> PretrainedConfig:
-    """The HF config of a local folder or hub name, checked to be one that the actor can run.
+def local_folder(path: str) -> Path:
+    """The folder of a HF checkpoint given as a local folder or a hub name, which is fetched unless it is cached.
 
     Raises:
-        UserError: no such folder, an unsupported family, or a field of it that is not supported.
+        UserError: no such folder, or the hub cannot be reached.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        if folder.is_absolute() or path.startswith(".") or len(folder.parts) != 2:
-            raise UserError(f"actor.path={path} is not a folder; give a local HF checkpoint or a hub name 'org/name'")
-    elif not (folder / "config.json").is_file():
-        raise UserError(f"actor.path={path} holds no config.json; give the folder of a HF checkpoint")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"actor.path={path} holds no config.json; give the folder of a HF checkpoint")
+        return folder
+    if folder.is_absolute() or path.startswith(".") or len(folder.parts) != 2:
+        raise UserError(f"actor.path={path} is not a folder; give a local HF checkpoint or a hub name 'org/name'")
     try:
-        config = AutoConfig.from_pretrained(path)
+        HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
+        online = True
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+        online, reason = False, str(error).strip().splitlines()[0] or type(error).__name__
+    try:
+        return Path(snapshot_download(path, allow_patterns=CHECKPOINT_FILES, local_files_only=not online))
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.TransportError, OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0] if online else reason
+        raise UserError(
+            f"actor.path={path} is no folder here and could not be fetched from the hub ({why}); offline, give a local "
+            "HF checkpoint: actor.path=DIR"
+        ) from error
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """The HF config of a checkpoint folder or hub name, checked to be one that the actor can run.
+
+    Raises:
+        UserError: see `local_folder`; an unsupported family, or a field of it that is not supported.
+    """
+    folder = local_folder(path)
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted(FAMILIES))} (dense)")
+    try:
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"actor.path={path} has no readable HF config ({first}); offline, give a local folder: actor.path=DIR"
-        ) from error
-    if config.model_type not in FAMILIES:
-        raise UserError(
-            f"actor.path={path} is a '{config.model_type}' model; supported are {', '.join(sorted(FAMILIES))} (dense)"
-        )
+        raise UserError(f"actor.path={path} has no readable HF config ({first}); save it again") from error
     _check_fields(path, config)
     return config
 

@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.actor.families import head_dim
+from megarl.actor.families import head_dim, local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json
@@ -137,9 +135,9 @@ class Checkpoint:
         """`path` is a local folder or a hub name, which is fetched.
 
         Raises:
-            UserError: the hub cannot be reached, or the folder holds no safetensors.
+            UserError: see `local_folder`; or the folder holds no safetensors.
         """
-        self.folder = self.folder_of(path)
+        self.folder = local_folder(path)
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -152,11 +150,6 @@ class Checkpoint:
         self._files = [safe_open(self.folder / f, framework="pt") for f in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
 
-    @staticmethod
-    def folder_of(path: str) -> Path:
-        """The local folder of a checkpoint given as a folder or hub name."""
-        return Path(path) if Path(path).is_dir() else _fetch(path)
-
     def names(self) -> set[str]:
         return set(self._where)
 
@@ -168,16 +161,6 @@ class Checkpoint:
                 f"{self.folder}: {shard.name} has shape {tuple(part.get_shape())}, the config asks for {shard.shape}"
             )
         return part[tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))]
-
-
-def _fetch(name: str) -> Path:
-    try:
-        patterns = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise UserError(
-            f"the hub's {name} could not be reached; offline, give a local folder: actor.path=DIR"
-        ) from error
 
 
 def load(model: GPTModel, config: PretrainedConfig, groups: Groups, path: str) -> None:
@@ -280,6 +263,7 @@ def save(model: GPTModel, config: PretrainedConfig, groups: Groups, folder: Path
         if held:
             files.append(f"part-{len(files):05d}.safetensors")
             save_file(held, folder / files[-1], metadata={"format": "pt"})
+            (folder / files[-1]).chmod(0o644)  # written for its owner alone
             index.update(dict.fromkeys(held, files[-1]))
             held.clear()
 
@@ -297,7 +281,7 @@ def save(model: GPTModel, config: PretrainedConfig, groups: Groups, folder: Path
     _name_files(folder, files, index, total)
     config.save_pretrained(folder)
     copied = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", "generation_config")
-    for file in Checkpoint.folder_of(source).iterdir():
+    for file in local_folder(source).iterdir():
         if file.name.startswith(copied):
             shutil.copyfile(file, folder / file.name)
 

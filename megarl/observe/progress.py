@@ -53,7 +53,7 @@ class Progress:
 
     def note(self, message: str) -> None:
         """Prints a line; in the live view it stays above."""
-        self.console.print(message, markup=False, highlight=False)
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, step: int, stats: Mapping[str, float]) -> None:
         """Shows the metrics of a finished step. `step` counts finished steps; names are those of `metrics.py`."""

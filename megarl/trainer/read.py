@@ -7,13 +7,14 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from megarl.actor.families import check_layout, read_config
+from megarl.actor.families import check_layout, local_folder, read_config
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
 from megarl.data.prompts import DatasetConfig, get_gsm8k_rl_dataset
 from megarl.data.sft import get_gsm8k_sft_dataset
 from megarl.data.tokenizer import check_vocabulary
 from megarl.knobs import UserError
+from megarl.rollout.sglang_server import check_config as check_server
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         train = Batches(_examples(config.train_dataset, tokenizer), config.train_dataset, pad_sequences_to_tensors)
         return Inputs(model, tokenizer, train, _examples(config.valid_dataset, tokenizer))
     _check_lengths(config, model)
+    check_server(config.server, local_folder(config.actor.path), config.sglang)
     if rank != 0:
         return Inputs(model, tokenizer)
     train = Batches(_prompts(config.train_dataset, tokenizer), config.train_dataset)
@@ -61,7 +63,7 @@ def load_tokenizer(path: str) -> Any:
         UserError: there is none that can be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(local_folder(path))
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"actor.path={path} has no readable tokenizer ({first}); save one there") from error

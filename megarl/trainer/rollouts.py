@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from megarl.actor.families import local_folder
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
@@ -35,10 +36,9 @@ class Rollouts:
 
     def __enter__(self) -> Rollouts:
         if self.chief:
-            server = self.config.server
-            self._servers = SGLangServers(
-                server, self.config.actor.path, self.folder.logs, WEIGHT_LOADER, self.config.sglang
-            )
+            config = self.config
+            model = local_folder(config.actor.path)
+            self._servers = SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
             self._open.callback(self._servers.stop)
             self._servers.start()
         return self
