@@ -28,13 +28,13 @@ def lock_lines(frozen: list[str], pyproject: dict) -> list[str]:
     for group in pyproject["dependency-groups"].values():
         pinned |= {canonical(line) for line in group}
     pinned.add(canonical(pyproject["project"]["name"]))
-    lines = []
+    versions = {}
     for line in frozen:
         name = canonical(line)
         if "==" not in line or name in pinned or FROM_TORCH.match(name):
             continue
-        lines.append(name + "==" + line.split("==")[1].split("+")[0].strip())
-    return sorted(lines)
+        versions[name] = line.split("==")[1].split("+")[0].strip()
+    return [f"{name}=={version}" for name, version in sorted(versions.items())]
 
 
 def main() -> None:
