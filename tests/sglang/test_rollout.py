@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.observe.metrics import stats_tracker
@@ -175,6 +176,32 @@ def test_completions_aborted_by_a_pause_go_on_where_they_were(server, engine, mo
         assert response.output_len == 300 or response.output_tokens[-1] == EOS
         expected = logprobs_of(model, response)
         assert (torch.tensor(response.output_logprobs) - expected).abs().max() < 2e-5
+
+
+def test_a_workflow_may_compare_a_sampled_with_a_greedy_completion(engine):
+    class AgainstGreedy(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            sample = request(PROMPTS[data["i"]], max_new_tokens=8)
+            greedy = ModelRequest(rid=sample.rid, input_ids=sample.input_ids, gconfig=sample.gconfig.new(greedy=True))
+            response, baseline = await asyncio.gather(engine.agenerate(sample), engine.agenerate(greedy))
+            length = response.input_len + response.output_len
+            reward = float(sum(response.output_logprobs) - sum(baseline.output_logprobs))
+            return TensorDict(
+                {
+                    "input_ids": torch.tensor([response.input_tokens + response.output_tokens]),
+                    "loss_mask": torch.tensor([[0] * response.input_len + [1] * response.output_len]),
+                    "versions": torch.tensor([[-1] * response.input_len + response.output_versions]),
+                    "attention_mask": torch.ones(1, length, dtype=torch.bool),
+                    "rewards": torch.full((1, length), reward),
+                },
+                batch_size=[1],
+            )
+
+    batch = engine.rollout_batch([{"i": i} for i in range(4)], workflow=AgainstGreedy())
+    assert batch.num_seqs == 4
+    assert batch.tokens["rewards"].shape == (batch.total_tokens,)
+    assert (batch["rewards"] < 0).any()
+    assert [batch["input_ids"][s] for s in batch["cu_seqlens"][:-1]] == [PROMPTS[i][0] for i in range(4)]
 
 
 def test_rlvr_and_the_evaluator_run_on_a_real_server(engine, tokenizer, tmp_path):
