@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megarl.knobs import UserError
 
-TRAIN_SIZE = 10_000
+TRAIN_SIZE = 16_000
 TEST_SIZE = 256
 
 NAMES = ("Leo", "Mia", "Ben", "Zoe", "Sam", "Ana")
@@ -31,7 +31,6 @@ LOSSES = ("sells", "eats", "loses", "drops")
 QUESTIONS = (
     "{name} has {a} {things}. {name} {verb1} {b}{more}. Then {name} {verb2} {c}. How many {things}?",
     "{name} has {a} {things}. {name} {verb1} {b}{more}, then {verb2} {c}. How many {things} has {name}?",
-    "{name} {verb1} {b}{more} and then {verb2} {c}. {name} had {a} {things}. How many {things}?",
 )
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.data.arithmetic import generate
 from megarl.knobs import UserError
 
-VOCAB_SIZE = 357
+VOCAB_SIZE = 353
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 

@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_rows_and_another_seed_others() -> None:
 
 def test_the_sizes_suffice_for_the_default_runs_without_a_repeat() -> None:
     train, test = generate("train"), generate("test")
-    assert len({row["question"] for row in train}) == len(train) == TRAIN_SIZE >= max(300 * 32, 100 * 32)
+    assert len({row["question"] for row in train}) == len(train) == TRAIN_SIZE >= 500 * 32
     assert len({row["question"] for row in test}) == len(test) == TEST_SIZE
 
 
