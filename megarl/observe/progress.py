@@ -39,7 +39,7 @@ class Progress:
         self._synced: int | None = None
         self._start = self._last_update = time.monotonic()
         live = self.console.file.isatty() and not self.console.is_dumb_terminal
-        self._live = Live(self, console=self.console, refresh_per_second=2) if live else None
+        self._live = Live(self, console=self.console, refresh_per_second=4) if live else None
 
     def __enter__(self) -> Progress:
         self._start = self._last_update = time.monotonic()
@@ -68,10 +68,8 @@ class Progress:
             self._accuracies.append((step, stats[metrics.ACCURACY]))
         if stats.get(metrics.SYNC_VERIFIED) == 1:
             self._synced = step
-        if self._live is None:
+        if self._live is None:  # the live view redraws itself
             self.note(self.line())
-        elif self._live.is_started:
-            self._live.refresh()
 
     def line(self) -> str:
         """The last step in one line, for logs."""
@@ -96,6 +94,8 @@ class Progress:
         stats, numbers = self._stats, []
         if metrics.REWARD in stats:
             numbers.append(("reward", f"{stats[metrics.REWARD]:.3f}"))
+        elif metrics.LOSS in stats:
+            numbers.append(("loss", f"{stats[metrics.LOSS]:.4f}"))
         if self._accuracies:
             step, value = self._accuracies[-1]
             first = f"{self._accuracies[0][1]:.1%} -> " if len(self._accuracies) > 1 else ""

@@ -17,6 +17,7 @@ class StageTimes:
     def __init__(self) -> None:
         self._stages: dict[str, deque[float]] = {}
         self._steps: deque[float] = deque(maxlen=WINDOW)
+        self._last: dict[str, float] = {}
 
     def record(self, stats: Mapping[str, float], step_s: float) -> None:
         """Takes the stage times out of a step's metrics, and `step_s`, the seconds the whole step took.
@@ -24,14 +25,16 @@ class StageTimes:
         Only top-level stages count (`time_s/rollout`, not `time_s/actor/forward`, which is inside one).
         """
         self._steps.append(step_s)
+        self._last = {}
         for key, value in stats.items():
             stage = key.removeprefix(TIME)
             if stage != key and "/" not in stage:
+                self._last[stage] = value
                 self._stages.setdefault(stage, deque(maxlen=WINDOW)).append(value)
 
     def last(self) -> dict[str, float]:
-        """Seconds of each stage when it last ran."""
-        return {stage: times[-1] for stage, times in self._stages.items()}
+        """Seconds of each stage that ran in the last step."""
+        return self._last
 
     def median(self) -> dict[str, float]:
         """Median seconds of each stage, over the last steps in which it ran."""

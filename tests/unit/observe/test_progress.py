@@ -60,6 +60,11 @@ def test_without_a_terminal_each_step_is_one_line_without_control_codes():
     assert "\x1b" not in "".join(lines)
 
 
+def test_a_run_without_reward_shows_its_loss():
+    lines = plain_lines(lambda progress: progress.update(1, {metrics.LOSS: 1.25, metrics.TRAIN_TOKENS_PER_S: 10.0}))
+    assert lines[0].startswith("step 1/10  loss 1.2500  train tokens/s 10")
+
+
 def test_the_eta_counts_only_the_steps_this_process_did(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
