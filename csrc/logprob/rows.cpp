@@ -76,10 +76,10 @@ void stats(const T* x, int64_t n, int64_t label, accumulator_t<T> inv_temp, accu
   out[3] = label >= 0 && label < n ? load_tail(x + label, 1)[0] : A(NAN);
 }
 
-template <class T, class V, class A>
+template <bool kRough, class V, class A>
 MEGARL_HD V gradient_lanes(V x, const RowGradient<A>& k) {
   V w = (x - k.max) * k.scale - k.log2_sum;
-  const V p = exp2_lanes<sizeof(T) == 2>(w);
+  const V p = exp2_lanes<kRough>(w);
   return gradient_element<V, A>(p, w, k);
 }
 
@@ -89,22 +89,24 @@ void backward(const T* x, T* grad, int64_t valid, int64_t columns, int64_t label
   using A = accumulator_t<T>;
   using V = lanes_t<A>;
   const RowGradient<A> k = coefficients;
-  // The label's column gets a summand of its own, from the logit as it was before it is overwritten.
+  constexpr bool kRough = sizeof(T) == 2;
+  // The label's column gets a summand of its own, from the logit as it was before it is overwritten. Near p = 1 the
+  // two cancel, so the exponential is taken in full precision.
   const bool here = label >= 0 && label < valid;
   A label_grad = 0;
-  if (here) label_grad = gradient_lanes<T, V, A>(load_tail(x + label, 1), k)[0] + k.label;
+  if (here) label_grad = gradient_lanes<false, V, A>(load_tail(x + label, 1), k)[0] + k.label;
   int64_t i = 0;
   for (; i + kStep <= valid; i += kStep) {
     V v[kUnroll];
-    for (int u = 0; u < kUnroll; ++u) v[u] = gradient_lanes<T, V, A>(load_lanes(x + i + u * kLanes), k);
+    for (int u = 0; u < kUnroll; ++u) v[u] = gradient_lanes<kRough, V, A>(load_lanes(x + i + u * kLanes), k);
     for (int u = 0; u < kUnroll; ++u) store_lanes(grad + i + u * kLanes, v[u]);
   }
   for (; i < valid; i += kLanes) {
     const int left = static_cast<int>(valid - i);
     if (left >= kLanes) {
-      store_lanes(grad + i, gradient_lanes<T, V, A>(load_lanes(x + i), k));
+      store_lanes(grad + i, gradient_lanes<kRough, V, A>(load_lanes(x + i), k));
     } else {
-      store_tail(grad + i, gradient_lanes<T, V, A>(load_tail(x + i, left), k), left);
+      store_tail(grad + i, gradient_lanes<kRough, V, A>(load_tail(x + i, left), k), left);
     }
   }
   if (here) store_tail(grad + label, V{} + label_grad, 1);

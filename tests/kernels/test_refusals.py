@@ -1,0 +1,90 @@
+"""A wrong dtype, shape, stride, device or value is refused in one line that names both sides, before any kernel runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.ops.advantage import gae_packed, group_advantage, moments, whiten
+from megarl.ops.index import build_index
+from megarl.ops.logprob import gather_logprobs, linear_logprobs, vocab_parallel_logprobs
+from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
+from megarl.ops.native import HAS_CUDA
+
+X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, -1])
+F, M = torch.randn(4), torch.ones(4, dtype=torch.bool)
+CU = torch.tensor([0, 4], dtype=torch.int32)
+
+CASES = {
+    "logits dtype": (lambda: vocab_parallel_logprobs(X.int(), Y, vocab_valid=6), r"torch.int32.*torch.float32"),
+    "logits dims": (lambda: vocab_parallel_logprobs(X[0], Y, vocab_valid=6), r"\(6,\).*two dimensions"),
+    "logits transposed": (lambda: vocab_parallel_logprobs(X.t(), Y[[0] * 6], vocab_valid=4), r"column stride 6.*1"),
+    "logits expanded": (
+        lambda: vocab_parallel_logprobs(X[:1].expand(4, 6), Y, vocab_valid=6),
+        r"row stride 0.*at least its 6",
+    ),
+    "labels dtype": (lambda: vocab_parallel_logprobs(X, F, vocab_valid=6), r"torch.float32.*torch.int64"),
+    "labels shape": (lambda: vocab_parallel_logprobs(X, Y[:3], vocab_valid=6), r"\(3,\).*\(4,\)"),
+    "labels device": (lambda: vocab_parallel_logprobs(X, Y.to("meta"), vocab_valid=6), r"meta.*cpu"),
+    "labels range": (lambda: vocab_parallel_logprobs(X, Y + 4, vocab_valid=6), r"\[3, 6\].*6 entries"),
+    "vocab_valid": (lambda: vocab_parallel_logprobs(X, torch.full((4,), -1), vocab_valid=0), r"vocab_valid is 0"),
+    "temperature": (lambda: gather_logprobs(X, Y, 0.0), r"temperature is 0.0.*positive"),
+    "temperatures": (lambda: gather_logprobs(X, Y, torch.tensor([1.0, -1, 1, 1])), r"-1.0.*positive"),
+    "temperature shape": (
+        lambda: vocab_parallel_logprobs(X, Y, vocab_valid=6, temperature=torch.ones(3)),
+        r"\(3,\).*\(4,\)",
+    ),
+    "gather shape": (lambda: gather_logprobs(X, Y[:2]), r"\(4, 6\).*\(2,\)"),
+    "weight dtype": (lambda: linear_logprobs(X, X.half(), Y, vocab_valid=4), r"torch.float16.*torch.float32"),
+    "weight shape": (lambda: linear_logprobs(X, X[:, :5], Y, vocab_valid=4), r"\(4, 5\).*\(4, 6\)"),
+    "main_grad": (lambda: linear_logprobs(X, X, Y, vocab_valid=4, main_grad=X.double()), r"float64.*float32"),
+    "chunk_rows": (lambda: linear_logprobs(X, X, Y, vocab_valid=4, chunk_rows=0), r"chunk_rows is 0"),
+    "group ids": (lambda: group_advantage(F, Y[:3]), r"\(3,\).*\(4,\)"),
+    "group ids dtype": (lambda: group_advantage(F, Y.int()), r"torch.int32.*torch.int64"),
+    "rewards dtype": (lambda: group_advantage(F.double(), Y), r"torch.float64.*torch.float32"),
+    "mode": (lambda: group_advantage(F, Y, mode="median"), r"'median'.*mean_std"),
+    "aggregation": (lambda: group_advantage(F, Y, aggregation="x"), r"'x'.*sum_then_normalize"),
+    "gae values": (lambda: gae_packed(F, F[:3], M, CU), r"\(3,\).*\(4,\)"),
+    "gae mask": (lambda: gae_packed(F, F, F, CU), r"torch.float32.*torch.bool"),
+    "gae cu": (lambda: gae_packed(F, F, M, CU[:1]), r"ends at 0.*4 tokens"),
+    "gae bootstrap": (lambda: gae_packed(F, F, M, CU, bootstrap=F), r"\(4,\).*\(1,\)"),
+    "gae lambda": (lambda: gae_packed(F, F, M, CU, lam=F), r"\(4,\).*\(1,\)"),
+    "gae stride": (lambda: gae_packed(X[:, 0], F, M, CU), r"strides \(6,\).*contiguous"),
+    "moments": (lambda: moments(F, M[:2]), r"\(2,\).*\(4,\)"),
+    "clip": (lambda: whiten(F, M, clip=-1.0), r"clip is -1.0.*positive"),
+    "cp rank": (lambda: build_index(Y, CU, cp_rank=2, cp_size=2), r"cp_rank is 2"),
+    "cp length": (lambda: build_index(Y, torch.tensor([0, 2, 4]).int(), cp_size=2), r"\[2, 2\].*multiples of 4"),
+    "cp total": (lambda: build_index(Y[:3], CU, cp_size=2), r"3 tokens.*4 chunks"),
+    "index mask": (lambda: build_index(Y, CU, F), r"torch.float32.*torch.bool"),
+    "loss shape": (lambda: policy_loss(F, F[:3], F, M, settings=PolicyLossSettings()), r"\(3,\).*\(4,\)"),
+    "loss dtype": (lambda: policy_loss(F.half(), F, F, M, settings=PolicyLossSettings()), r"float16.*float32"),
+    "loss ref": (
+        lambda: policy_loss(F, F, F, M, settings=PolicyLossSettings(kl_estimator="k3")),
+        r"ref_logprobs is missing",
+    ),
+    "loss cu": (
+        lambda: policy_loss(F, F, F, M, settings=PolicyLossSettings(ratio="sequence")),
+        r"cu_seqlens is missing",
+    ),
+    "segment cu": (lambda: segment_sum(F, M, CU * 2), r"ends at 8.*4 tokens"),
+    "objective": (lambda: PolicyLossSettings(objective="tanh"), r"'tanh'.*clip, cispo"),
+    "dual clip": (lambda: PolicyLossSettings(dual_clip=0.5), r"dual_clip is 0.5.*above 1"),
+    "clip low": (lambda: PolicyLossSettings(clip_low=-1.0), r"clip_low is -1.0.*at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_with_both_sides_named(name):
+    call, message = CASES[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_build_without_cuda_says_so():
+    if HAS_CUDA:
+        pytest.skip("this build has the CUDA kernels")
+    from megarl.ops.native import _C
+
+    with pytest.raises(RuntimeError, match="MEGARL_CUDA=1"):
+        _C.moments(_C.Where(True, 0, 0), 0, 0, 0, 0, 0)
