@@ -71,12 +71,11 @@ class StatsTracker:
             self._add(_key(name), float(value))
 
     def export(self) -> dict[str, float]:
-        """Means and sums of what was recorded since the last call, sorted by name; starts afresh."""
+        """Sums and means of what was recorded since the last call, in the order it came; starts afresh."""
         with self._lock:
             means, self._means = self._means, {}
             sums, self._sums = self._sums, {}
-        stats = sums | {key: total / count for key, (total, count) in means.items()}
-        return dict(sorted(stats.items()))
+        return sums | {key: total / count for key, (total, count) in means.items()}
 
     def _add(self, key: str, value: float) -> None:
         with self._lock:

@@ -37,6 +37,7 @@ def test_timing_adds_up_within_a_step_and_is_kept_when_the_block_raises():
     with pytest.raises(KeyError), tracker.scope("actor"), tracker.record_timing("forward"):
         raise KeyError("x")
     stats = tracker.export()
+    assert list(stats) == ["time_s/rollout", "time_s/actor/forward"]  # stages in the order they ran
     assert 0.04 <= stats["time_s/rollout"] < 1.0
     assert 0.0 <= stats["time_s/actor/forward"] < 1.0
 
