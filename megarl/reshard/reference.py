@@ -8,6 +8,7 @@ what a bucket holds. A tensor larger than a bucket makes a bucket of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ class Receiver(Protocol):
     """What the sender needs of one server."""
 
     @property
+    def address(self) -> str: ...
+
+    @property
     def group(self) -> GlooGroup: ...
 
     def announce(self, header: Any) -> None:
@@ -35,6 +39,26 @@ class Receiver(Protocol):
 
     def watch(self) -> None:
         """Raises if the server has failed meanwhile."""
+
+    def explain(self, error: Exception) -> Exception:
+        """The cause of `error` as the server tells it, or `error` itself."""
+
+
+class DeliveryError(RuntimeError):
+    """Weights could not be delivered to `server`."""
+
+    def __init__(self, server: str, cause: Exception):
+        super().__init__(str(cause))
+        self.server = server
+
+
+@contextmanager
+def delivering_to(receiver: Receiver) -> Iterator[None]:
+    """Names the receiver in whatever fails inside."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise DeliveryError(receiver.address, receiver.explain(error)) from error
 
 
 def header_key(sequence: int, index: int) -> str:
@@ -94,9 +118,13 @@ class FullSender:
 
     def _send(self, payload: Tensor) -> None:
         self._tell({"bytes": payload.numel(), "tensors": self._header})
-        works = [(receiver, receiver.group.broadcast(payload, self.deadline)) for receiver in self.receivers]
+        works = []
+        for receiver in self.receivers:
+            with delivering_to(receiver):
+                works.append((receiver, receiver.group.broadcast(payload, self.deadline)))
         for receiver, work in works:
-            wait(work, self.deadline, receiver.watch)
+            with delivering_to(receiver):
+                wait(work, self.deadline, receiver.watch)
         self.bytes += payload.numel() * len(works)
         self._header = []
 

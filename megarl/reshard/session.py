@@ -1,14 +1,15 @@
 """A sync of the servers with the trainer's weights: pause, begin, transfer, end, verify, flush, version, continue.
 
 All trainer ranks call `push` together, because the weights they hand in are gathered collectively; rank 0 alone
-talks to the servers, and how it went is told to all. A failure leaves the servers paused and marked dirty: none of
-them serves a mix of versions. The next push, which sends everything, mends them.
+talks to the servers, and how it went is told to all. A failure leaves the servers paused: none of them serves a mix of
+versions. The next push, which sends everything, mends them.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_MODES = ("retract", "in_place", "abort")
 VERIFY_MODES = ("always", "off")
+EXPLAIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class ReshardConfig:
 
 
 class WeightSyncError(RuntimeError):
-    """A sync failed. The servers stay paused and dirty until a whole push succeeds, or until they are restarted."""
+    """A sync failed. The servers stay paused until a whole push succeeds, or until they are restarted."""
 
     def __init__(self, message: str, *, server: str = "", phase: str = "", tensor: str = ""):
         super().__init__(message)
@@ -98,7 +100,6 @@ class ServerLink:
         self.address = address
         self.control = ServerControl(address, api_key)
         self.epoch = 0
-        self.dirty = False
         self.tp_size = 1
         self.held: list[dict[Box, torch.dtype]] = []  # per rank of the server
         self.pending: PendingCall | None = None
@@ -121,7 +122,7 @@ class ServerLink:
         assert self._store is not None, "open first"
         return self._store
 
-    def open(self, store: TCPStore, sequence: int, config: ReshardConfig) -> None:
+    def open(self, store: TCPStore, session: int, sequence: int, config: ReshardConfig) -> None:
         """Sends the request that makes the server's ranks call `receive`; its answer comes when they are done."""
         self.sequence = sequence
         self._announced = 0
@@ -132,7 +133,9 @@ class ServerLink:
             host=int(ipaddress.IPv4Address(config.host)),
             port=store.port,
             server=self.index,
+            session=session,
             epoch=self.epoch,
+            join=int(not self.joined),
             sequence=sequence,
             deadline_ms=int(config.transfer_deadline_s * 1000),
             verify=int(config.verify != "off"),
@@ -169,6 +172,17 @@ class ServerLink:
                     self.raise_failure(rank, read(self.store, key, Deadline(5)))
             raise ServerControlError("the server ended the transfer before all weights were sent")
 
+    def explain(self, error: Exception) -> Exception:
+        """The server's own reason for a broken transfer: its answer comes a moment after the connections end."""
+        deadline = time.monotonic() + EXPLAIN_S
+        while time.monotonic() < deadline and not isinstance(error, TimeoutError):
+            try:
+                self.watch()
+            except (RuntimeError, OSError) as told:
+                return told
+            time.sleep(0.01)
+        return error
+
     def raise_failure(self, rank: int, result: dict[str, Any]) -> None:
         """Raises what a rank of the server reported, if it reported a failure."""
         if "error" in result:
@@ -199,7 +213,6 @@ class ServerLink:
             self._group.abort()
             self._group = None
         self.epoch += 1
-        self.dirty = True
 
 
 class WeightSession:
@@ -219,6 +232,7 @@ class WeightSession:
     ):
         self.config = config
         self.group = group
+        self._id = secrets.randbits(62)
         self.version = 0
         self.sequence = 0
         distributed = dist.is_available() and dist.is_initialized()
@@ -274,14 +288,13 @@ class WeightSession:
         with self._timed("pause", seconds):
             self._call_all("/pause_generation", {"mode": self.config.pause_mode})
         with self._timed("begin", seconds):
-            self._close_left_open()
-            self._call_all("/begin_weight_update", {})
+            self._begin()
         with self._timed("connect", seconds, self.config.connect_deadline_s):
             assert self._store is not None, "the session was closed"
             deadline = Deadline(self.config.connect_deadline_s)
             for link in self.links:
                 with self._blame(link):
-                    link.open(self._store, self.sequence, self.config)
+                    link.open(self._store, self._id, self.sequence, self.config)
             for link in self.links:
                 if not link.joined:
                     with self._blame(link):
@@ -334,8 +347,6 @@ class WeightSession:
             self._call_all("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         with self._timed("continue", seconds):
             self._call_all("/continue_generation", {})
-        for link in self.links:
-            link.dirty = False
 
     def _call_all(self, path: str, body: dict[str, Any] | None) -> list[tuple[ServerLink, dict[str, Any]]]:
         """One request to every server at once. Returns their answers."""
@@ -349,17 +360,22 @@ class WeightSession:
                 answers.append((link, call.result(deadline)))
         return answers
 
-    def _close_left_open(self) -> None:
-        """Closes the update session that a failed push may have left open on a server."""
+    def _begin(self) -> None:
+        """Opens an update session on every server, in place of one that a failed push may have left open."""
+        deadline = Deadline(self.config.control_deadline_s)
+        calls = []
         for link in self.links:
-            if link.dirty:
-                with self._blame(link):
-                    call = link.control.send("/end_weight_update", {}, Deadline(self.config.control_deadline_s))
-                    try:
-                        call.result(Deadline(self.config.control_deadline_s))
-                    except ServerControlError as error:
-                        if "no weight-update session is open" not in str(error):
-                            raise
+            with self._blame(link):
+                calls.append((link, link.control.send("/begin_weight_update", {}, deadline)))
+        for link, call in calls:
+            with self._blame(link):
+                try:
+                    call.result(deadline)
+                except ServerControlError as error:
+                    if "already open" not in str(error):
+                        raise
+                    link.control.call("/end_weight_update", {}, deadline)
+                    link.control.call("/begin_weight_update", {}, deadline)
 
     # --- failures ---
 
@@ -384,7 +400,7 @@ class WeightSession:
         if isinstance(error, WeightSyncError):
             return error
         phase, deadline_s = self._phase
-        where = link.address if link else ", ".join(link.address for link in self.links)
+        where = link.address if link else getattr(error, "server", ", ".join(link.address for link in self.links))
         tensor = getattr(error, "tensor", "")
         return WeightSyncError(
             f"weight sync failed at {where} in phase {phase} (deadline {deadline_s:g} s): {error}; "

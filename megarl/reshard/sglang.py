@@ -258,7 +258,9 @@ class Order:
     host: int  # IPv4 address of the store
     port: int
     server: int  # index of this server in the trainer's list
+    session: int  # a random number: a later trainer may be given the same port
     epoch: int  # of the group; a new one is joined anew
+    join: int  # whether the trainer waits for this server to join the group
     sequence: int  # of the push within the session
     deadline_ms: int
     verify: int
@@ -285,10 +287,15 @@ def store_prefix(server: int, epoch: int) -> str:
 class Membership:
     """This rank's place in the group with the trainer. Kept between syncs."""
 
+    @staticmethod
+    def key_of(order: Order) -> tuple[int, ...]:
+        """What must stay the same for the group to be used again."""
+        return order.host, order.port, order.session, order.epoch
+
     def __init__(self, order: Order, model: nn.Module, tp_rank: int, tp_size: int):
         deadline = order.deadline_ms / 1000
         host = str(ipaddress.IPv4Address(order.host))
-        self.key = (order.host, order.port, order.epoch)
+        self.key = self.key_of(order)
         self.rank = tp_rank
         self.store = PrefixStore(
             store_prefix(order.server, order.epoch), join_store(host, order.port, timeout_s=deadline)
@@ -328,9 +335,13 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
     rank = get_parallel().tp_rank
     host = str(ipaddress.IPv4Address(order.host))
     try:
-        if _membership is not None and _membership.key != (order.host, order.port, order.epoch):
+        if _membership is not None and _membership.key != Membership.key_of(order):
             _membership.leave()
             _membership = None
+        if _membership is None and not order.join:
+            raise RuntimeError(
+                "it is not in the trainer's group: it was restarted, or another trainer pushed to it since"
+            )
         if _membership is None:
             _membership = Membership(order, model, rank, get_parallel().tp_size)
         receive_full(_membership.store, _membership.group, order.sequence, deadline, model.load_weights)  # type: ignore[arg-type]

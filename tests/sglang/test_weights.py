@@ -281,17 +281,40 @@ def test_versions_only_grow(mended: Served) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("verify", ["always", "off"])
-def test_a_push_of_the_tiny_model_takes_a_fraction_of_a_step(mended: Served, verify: str) -> None:
-    session = WeightSession(ReshardConfig(verify=verify), mended.servers.addresses, mended.servers.api_key)
-    weights = list(weights_of(make_model("qwen3", True, seed=4)))
-    reports = []
-    for _ in range(6):
-        mended.version += 1
-        reports.append(session.push(iter(weights), mended.version))
+def test_a_server_that_left_the_group_says_so_and_joins_again(mended: Served) -> None:
+    mended.session.push(weights_of(make_model("qwen3", True, seed=4)), mended.version + 1)
+    other = WeightSession(mended.config, mended.servers.addresses, mended.servers.api_key)
+    other.push(weights_of(make_model("qwen3", True, seed=5)), mended.version + 2)
+    other.close()
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError, match="not in the trainer's group"):
+        mended.session.push(weights_of(make_model("qwen3", True, seed=6)), mended.version + 3)
+    assert time.monotonic() - start < 10
+    mended.version += 3  # the fixture's next push, by the same session, must succeed
+
+
+def test_verify_off_reads_nothing_back_and_reports_every_phase(mended: Served) -> None:
+    session = WeightSession(ReshardConfig(verify="off"), mended.servers.addresses, mended.servers.api_key)
+    model = make_model("qwen3", True, seed=4)
+    mended.version += 1
+    report = session.push(weights_of(model), mended.version)
     session.close()
-    assert min(report.total_seconds for report in reports) < 0.3
-    assert all(report.verified == (len(weights) if verify == "always" else 0) for report in reports)
+    assert report.verified == 0
+    assert mended.difference(model) < TOLERANCE
+    phases = [
+        "check",
+        "pause",
+        "begin",
+        "connect",
+        "transfer",
+        "apply",
+        "end",
+        "verify",
+        "flush",
+        "version",
+        "continue",
+    ]
+    assert list(report.seconds) == phases
     mended.session = WeightSession(mended.config, mended.servers.addresses, mended.servers.api_key)
 
 

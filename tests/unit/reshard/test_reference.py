@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megarl.knobs import UserError
 from megarl.reshard.layout import Box
-from megarl.reshard.reference import ABANDONED, FullSender, header_key, receive_full
+from megarl.reshard.reference import ABANDONED, DeliveryError, FullSender, header_key, receive_full
 from megarl.reshard.session import ReshardConfig
 from megarl.reshard.transports.gloo import Deadline, GlooGroup, join_store, open_store, read, write
 from megarl.reshard.verify import VerificationError, check_digests, check_names, digest
@@ -26,6 +26,8 @@ HOST = "127.0.0.1"
 
 class Link:
     """The sender's end of a group of two, and the receiver's end for a thread of the same test."""
+
+    address = "the far end"
 
     def __init__(self, store: TCPStore):
         self.store = PrefixStore("pair", store)
@@ -44,6 +46,9 @@ class Link:
 
     def watch(self) -> None:
         """Nothing to watch: the receiver is a thread."""
+
+    def explain(self, error: Exception) -> Exception:
+        return error
 
 
 @pytest.fixture
@@ -134,8 +139,9 @@ def test_a_sender_whose_peer_left_ends_by_its_deadline(link: Link) -> None:
     link.far_group.abort()
     sender = FullSender([link], 100, Deadline(2), {"a": torch.float32}, {})
     start = time.monotonic()
-    with pytest.raises((RuntimeError, TimeoutError)):
+    with pytest.raises(DeliveryError) as error:
         sender.add("a", torch.zeros(1000))  # larger than a bucket: sent at once
+    assert error.value.server == "the far end"
     assert time.monotonic() - start < 4
 
 
