@@ -101,8 +101,8 @@ def _draw_accuracy(axes: Any, series: list[tuple[int, float]]) -> None:
     if len(series) < 2:
         return
     axes.margins(x=0.12)
-    for index, word in ((0, "before"), (-1, "after")):
-        up = (values[-1] >= values[0]) == (index == -1)
+    for index, neighbour, word in ((0, 1, "before"), (-1, -2, "after")):
+        up = values[index] >= values[neighbour]  # on the side that the line does not come from
         axes.annotate(
             f"{word} {values[index]:.1f}%",
             (steps[index], values[index]),
