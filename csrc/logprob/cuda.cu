@@ -16,54 +16,65 @@ constexpr int kGroup = 8;  // adjacent columns of a thread
 template <class T>
 constexpr int kGroups = 64 / (kGroup * static_cast<int>(sizeof(T)));
 
-template <class T>
-struct alignas(16) Group {
-  T v[kGroup];
-};
+__device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ uint32_t bits_of(BFloat16 x) { return x.bits; }
+__device__ __forceinline__ uint32_t bits_of(Float16 x) { return x.bits; }
 
 template <class T>
-__device__ __forceinline__ T minus_infinity();
-template <>
-__device__ __forceinline__ float minus_infinity<float>() {
-  return -INFINITY;
+__device__ __forceinline__ T of_bits(uint32_t bits) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(bits);
+  } else {
+    return T{static_cast<uint16_t>(bits)};
+  }
 }
-template <>
-__device__ __forceinline__ BFloat16 minus_infinity<BFloat16>() {
-  return {0xff80};
-}
-template <>
-__device__ __forceinline__ Float16 minus_infinity<Float16>() {
-  return {0xfc00};
-}
+
+// Adjacent elements packed in 32-bit words: arrays of 16-bit structs would be put in local memory.
+template <class T>
+struct Group {
+  static constexpr int kPerWord = 4 / sizeof(T), kWords = kGroup / kPerWord;
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ T get(int i) const { return of_bits<T>(words[i / kPerWord] >> (16 * (i % kPerWord))); }
+  // Elements are set in order, each once.
+  __device__ __forceinline__ void set(int i, T x) {
+    const uint32_t shifted = bits_of(x) << (16 * (i % kPerWord));
+    words[i / kPerWord] = i % kPerWord == 0 ? shifted : words[i / kPerWord] | shifted;
+  }
+};
 
 // Columns [c, c + kGroup) of a row, -infinity from `valid` on.
 template <class T, bool kAligned>
 __device__ __forceinline__ Group<T> load_group(const T* row, int64_t c, int64_t valid) {
   Group<T> g;
   if (kAligned && c + kGroup <= valid) {
-    constexpr int kWords = sizeof(Group<T>) / sizeof(uint4);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      reinterpret_cast<uint4*>(&g)[i] = reinterpret_cast<const uint4*>(row + c)[i];
+    for (int i = 0; i < Group<T>::kWords; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(row + c) + i);
+      g.words[i] = four.x;
+      g.words[i + 1] = four.y;
+      g.words[i + 2] = four.z;
+      g.words[i + 3] = four.w;
+    }
     return g;
   }
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) g.v[i] = c + i < valid ? row[c + i] : minus_infinity<T>();
+  for (int i = 0; i < kGroup; ++i) g.set(i, c + i < valid ? row[c + i] : from_float<T>(-INFINITY));
   return g;
 }
 
 template <class T, bool kAligned>
 __device__ __forceinline__ void store_group(T* row, int64_t c, int64_t columns, const Group<T>& g) {
   if (kAligned && c + kGroup <= columns) {
-    constexpr int kWords = sizeof(Group<T>) / sizeof(uint4);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      reinterpret_cast<uint4*>(row + c)[i] = reinterpret_cast<const uint4*>(&g)[i];
+    for (int i = 0; i < Group<T>::kWords; i += 4)
+      *reinterpret_cast<uint4*>(reinterpret_cast<uint32_t*>(row + c) + i) =
+          make_uint4(g.words[i], g.words[i + 1], g.words[i + 2], g.words[i + 3]);
     return;
   }
 #pragma unroll
   for (int i = 0; i < kGroup; ++i)
-    if (c + i < columns) row[c + i] = g.v[i];
+    if (c + i < columns) row[c + i] = g.get(i);
 }
 
 template <class T>
@@ -72,7 +83,7 @@ __device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], floa
 #pragma unroll
   for (int u = 0; u < kGroups<T>; ++u)
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) top = fmaxf(top, to_float(g[u].v[i]));  // passes over NaN
+    for (int i = 0; i < kGroup; ++i) top = fmaxf(top, to_float(g[u].get(i)));  // passes over NaN
   s = rescale(s, top, inv_temp);
   const float max = top == -INFINITY ? 0.0f : top, scale = inv_temp * static_cast<float>(kLog2E);
   float sum = 0, dot = 0;
@@ -80,7 +91,7 @@ __device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], floa
   for (int u = 0; u < kGroups<T>; ++u)
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      const float w = (to_float(g[u].v[i]) - max) * scale;
+      const float w = (to_float(g[u].get(i)) - max) * scale;
       const float e = exp2_approx(w);
       sum += e;
       dot += e * fmaxf(w, -200.0f);  // e is 0 there: spares 0 * -inf
@@ -154,21 +165,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) backward_kernel(const 
   const float inv_temp = static_cast<float>(a.inv_temp[row * a.temp_stride]);
   const RowGradient<float> k = row_gradient(context[0], context[1], context[2], g, h, inv_temp);
   constexpr int64_t kSpan = kThreads * kGroup;
-  for (int64_t c = threadIdx.x * kGroup; c < columns; c += kSpan * kGroups<T>) {
-    Group<T> v[kGroups<T>];
+  constexpr int kHeld = kAligned ? kGroups<T> : 1;  // element by element, more groups would not fit the registers
+  for (int64_t c = threadIdx.x * kGroup; c < columns; c += kSpan * kHeld) {
+    Group<T> v[kHeld];
 #pragma unroll
-    for (int u = 0; u < kGroups<T>; ++u) v[u] = load_group<T, kAligned>(x, c + u * kSpan, valid);
+    for (int u = 0; u < kHeld; ++u) v[u] = load_group<T, kAligned>(x, c + u * kSpan, valid);
 #pragma unroll
-    for (int u = 0; u < kGroups<T>; ++u) {
+    for (int u = 0; u < kHeld; ++u) {
       const int64_t first = c + u * kSpan;
+      Group<T> out;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        const float w = (to_float(v[u].v[i]) - k.max) * k.scale - k.log2_sum;
+        const float w = (to_float(v[u].get(i)) - k.max) * k.scale - k.log2_sum;
         float d = gradient_element(exp2_approx(w), fmaxf(w, -200.0f), k);
         if (first + i == column) d += k.label;
-        v[u].v[i] = from_float<T>(first + i < valid ? d : 0.0f);
+        out.set(i, from_float<T>(first + i < valid ? d : 0.0f));
       }
-      if (first < columns) store_group<T, kAligned>(grad, first, columns, v[u]);
+      if (first < columns) store_group<T, kAligned>(grad, first, columns, out);
     }
   }
 }

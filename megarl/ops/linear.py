@@ -152,7 +152,8 @@ class _Head:
     ) -> None:
         """Turns the chunk's logits into their gradient and adds it to those of `hidden` and `weight`."""
         labels, inv_temp = self.row_inputs(rows)
-        kernels.logprob_backward_(logits, labels, inv_temp, context, g, h, *self.vocab)
+        h = h.contiguous() if h is not None else None
+        kernels.logprob_backward_(logits, labels, inv_temp, context, g.contiguous(), h, *self.vocab)
         if grads.hidden is not None:
             grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.of_weight))
         if grads.weight is not None:

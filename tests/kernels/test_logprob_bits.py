@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -54,7 +55,7 @@ def sharded(logits, labels, cuts, temperature=1.0):
     inv_temp = kernels.inverse_temperature(temperature, logits)
     vocab = logits.shape[1]
     bounds = [0, *sorted(cuts), vocab]
-    shards = [(a, logits[:, a:b].contiguous()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    shards = [(a, logits[:, a:b].contiguous()) for a, b in itertools.pairwise(bounds)]
     stats = [kernels.logprob_stats(x, labels, inv_temp, vocab, start) for start, x in shards]
     logprob, entropy, context = kernels.logprob_merge(torch.stack(stats), labels, inv_temp)
     g = torch.linspace(-1, 1, len(labels), dtype=context.dtype)
@@ -103,7 +104,8 @@ def test_a_label_that_no_shard_holds_is_nan_and_not_a_number_that_looks_right():
     inv_temp = kernels.inverse_temperature(1.0, logits)
     stats = kernels.logprob_stats(logits, labels, inv_temp, 16, 0)  # the shard of columns 8..15 is missing
     logprob, _, _ = kernels.logprob_merge(stats[None], labels, inv_temp)
-    assert logprob[0].isfinite() and logprob[1].isnan()
+    assert logprob[0].isfinite()
+    assert logprob[1].isnan()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -136,7 +138,8 @@ def test_kernels_fill_their_outputs_and_touch_nothing_else(dtype, vocab):
     for buffer in (stats, logprob, entropy, context):
         assert buffer.check().isfinite().all()
     written = grad.check()
-    assert written[:, :vocab].isfinite().all() and written[:, vocab:].isnan().all()
+    assert written[:, :vocab].isfinite().all()
+    assert written[:, vocab:].isnan().all()
     _C.logprob_backward(
         *(here, shape, at[0], at[0], stride, *at[1:], 0, context.tensor.data_ptr(), g.data_ptr(), g.data_ptr())
     )

@@ -112,9 +112,14 @@ def test_padding_columns_and_unlabelled_rows_get_zero_gradient_even_where_they_h
     logits.requires_grad_()
     logprob, entropy = vocab_parallel_logprobs(logits, labels, vocab_valid=33, with_entropy=True)
     (logprob * g + entropy * h).sum().backward()
-    assert logprob.isfinite().all() and entropy.isfinite().all() and logits.grad.isfinite().all()
-    assert logprob[0] == 0 and entropy[0] == 0
-    assert (logits.grad[:, 33:] == 0).all() and (logits.grad[0] == 0).all() and (logits.grad[1:, :33] != 0).any()
+    assert logprob.isfinite().all()
+    assert entropy.isfinite().all()
+    assert logits.grad.isfinite().all()
+    assert logprob[0] == 0
+    assert entropy[0] == 0
+    assert (logits.grad[:, 33:] == 0).all()
+    assert (logits.grad[0] == 0).all()
+    assert (logits.grad[1:, :33] != 0).any()
 
 
 def test_rows_may_lie_further_apart_than_their_length():
@@ -123,7 +128,8 @@ def test_rows_may_lie_further_apart_than_their_length():
     dense, strided = storage[:, :40].clone().requires_grad_(), storage.clone().requires_grad_()
     vocab_parallel_logprobs(dense, labels, vocab_valid=40)[0].sum().backward()
     vocab_parallel_logprobs(strided[:, :40], labels, vocab_valid=40)[0].sum().backward()
-    assert torch.equal(dense.grad, strided.grad[:, :40]) and (strided.grad[:, 40:] == 0).all()
+    assert torch.equal(dense.grad, strided.grad[:, :40])
+    assert (strided.grad[:, 40:] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -138,7 +144,8 @@ def test_minus_infinity_columns_have_probability_and_gradient_zero(dtype):
     want, want_entropy, _ = logprob_oracle(logits, labels, 1000)
     np.testing.assert_allclose(logprob.detach(), want, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(entropy.detach(), want_entropy, rtol=1e-6, atol=1e-6)
-    assert (leaf.grad[masked] == 0).all() and leaf.grad.isfinite().all()
+    assert (leaf.grad[masked] == 0).all()
+    assert leaf.grad.isfinite().all()
 
 
 def test_a_minus_infinity_label_has_log_prob_minus_infinity():
@@ -159,7 +166,8 @@ def test_nan_stays_in_its_row(dtype):
         outs.append((logprob.detach(), entropy.detach(), leaf.grad))
     for good, bad in zip(*outs, strict=True):
         assert torch.equal(good[[0, 1, 4]], bad[[0, 1, 4]])
-        assert bad[2].isnan().all() and bad[3].isnan().all()
+        assert bad[2].isnan().all()
+        assert bad[3].isnan().all()
 
 
 def test_logits_at_scale_1e4_keep_their_digits():
@@ -178,11 +186,14 @@ def test_no_rows_and_all_rows_unlabelled_give_zeros():
     empty = torch.randn(0, 7, requires_grad=True)
     logprob, entropy = vocab_parallel_logprobs(empty, torch.empty(0).long(), vocab_valid=7, with_entropy=True)
     (logprob.sum() + entropy.sum()).backward()
-    assert logprob.shape == (0,) and empty.grad.shape == (0, 7)
+    assert logprob.shape == (0,)
+    assert empty.grad.shape == (0, 7)
     logits = torch.full((3, 7), torch.nan, requires_grad=True)
     logprob, entropy = vocab_parallel_logprobs(logits, torch.full((3,), -1), vocab_valid=7, with_entropy=True)
     (logprob.sum() + entropy.sum()).backward()
-    assert (logprob == 0).all() and (entropy == 0).all() and (logits.grad == 0).all()
+    assert (logprob == 0).all()
+    assert (entropy == 0).all()
+    assert (logits.grad == 0).all()
 
 
 def test_offsets_beyond_2_to_the_31_elements_are_reached():

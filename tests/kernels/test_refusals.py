@@ -1,4 +1,4 @@
-"""A wrong dtype, shape, stride, device or value is refused in one line that names both sides, before any kernel runs."""
+"""A wrong dtype, shape, stride, device or value is refused in one line that names both sides, before a kernel runs."""
 
 from __future__ import annotations
 

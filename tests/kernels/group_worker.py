@@ -1,0 +1,101 @@
+"""Runs on two ranks of a real gloo group and compares what they hold together with one rank holding all."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megarl.ops.advantage import moments, whiten
+from megarl.ops.index import build_index
+from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
+from megarl.ops.loss import PolicyLossSettings, merge_loss_sums, policy_loss
+from megarl.types import cu_seqlens_of
+
+VOCAB, PAD = 101, 7
+
+
+def run(rank: int, world: int, init_file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    group = dist.group.WORLD
+    try:
+        vocabulary_is_split(rank, world, group)
+        head_is_split(rank, world, group)
+        batch_is_split(rank, world, group)
+        sequences_are_split(rank, world, group)
+    finally:
+        dist.destroy_process_group()
+
+
+def vocabulary_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(12, VOCAB + PAD), torch.randint(-1, VOCAB, (12,))
+    g, h = torch.randn(12), torch.randn(12)
+    width = (VOCAB + PAD) // world
+    shard = slice(rank * width, (rank + 1) * width)
+    local, whole = logits[:, shard].contiguous().requires_grad_(), logits.clone().requires_grad_()
+    keys = {"vocab_valid": VOCAB, "with_entropy": True, "temperature": 0.7}
+    got = vocab_parallel_logprobs(local, labels, vocab_start=rank * width, group=group, **keys)
+    want = vocab_parallel_logprobs(whole, labels, **keys)
+    for (logprob, entropy), leaf in ((got, local), (want, whole)):
+        (logprob * g + entropy * h).sum().backward()
+        assert leaf.grad is not None
+    for a, b in zip((*got, local.grad), (*want, whole.grad[:, shard]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    everyone = [torch.empty_like(got[0]) for _ in range(world)]
+    dist.all_gather(everyone, got[0].detach())
+    assert all(torch.equal(t, everyone[0]) for t in everyone), "ranks disagree in a bit"
+
+
+def head_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(30, 8), torch.randn(VOCAB + PAD, 8)
+    labels = torch.randint(-1, VOCAB, (30,))
+    width = (VOCAB + PAD) // world
+    shard = slice(rank * width, (rank + 1) * width)
+    keys = {"vocab_valid": VOCAB, "with_entropy": True, "chunk_rows": 7}
+    ours = {**keys, "vocab_start": rank * width, "group": group}
+    results = []
+    for w, k in ((weight[shard].clone(), ours), (weight.clone(), keys)):
+        x, w = hidden.clone().requires_grad_(), w.requires_grad_()
+        logprob, entropy = linear_logprobs(x, w, labels, **k)
+        first = torch.autograd.grad((logprob.exp() + entropy).sum(), (x, w))
+        loss, *_ = linear_token_loss(x, w, labels, lambda a, b, _: a.exp() + b, **k)
+        second = torch.autograd.grad(loss, (x, w))
+        results.append((logprob, entropy, loss, first[0], second[0], first[1], second[1]))
+    whole = [*results[1][:5], *(t[shard] for t in results[1][5:])]
+    torch.testing.assert_close(list(results[0]), whole, rtol=1e-5, atol=1e-5)
+
+
+def batch_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(2)
+    x, mask = torch.randn(9000) * 2 + 50, torch.rand(9000) < 0.6
+    mask[:4500] &= rank >= 0
+    mine = slice(0, 0) if rank == 1 else slice(0, 9000)  # one rank holds nothing at all
+    torch.testing.assert_close(moments(x[mine], mask[mine], group=group), moments(x, mask), rtol=1e-12, atol=1e-12)
+    mine = slice(rank * 4500, (rank + 1) * 4500)
+    torch.testing.assert_close(whiten(x[mine], mask[mine], group=group), whiten(x, mask)[mine], rtol=1e-6, atol=1e-6)
+
+
+def sequences_are_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(3)
+    lengths = torch.tensor([8, 0, 4, 12])
+    cu, local_cu, total = cu_seqlens_of(lengths), cu_seqlens_of(lengths // world), int(lengths.sum())
+    place = build_index(torch.arange(total), cu, cp_rank=rank, cp_size=world).positions
+    logprob, old, advantage = (torch.randn(total, dtype=torch.float64) for _ in range(3))
+    mask, upstream = torch.rand(total) < 0.7, torch.randn(total, dtype=torch.float64)
+    s = PolicyLossSettings(ratio="sequence")
+    whole, local = logprob.clone().requires_grad_(), logprob[place].requires_grad_()
+    want = policy_loss(whole, old, advantage, mask, settings=s, cu_seqlens=cu)
+    got = policy_loss(local, old[place], advantage[place], mask[place], settings=s, cu_seqlens=local_cu, cp_group=group)
+    (want.loss * upstream).sum().backward()
+    (got.loss * upstream[place]).sum().backward()
+    torch.testing.assert_close(got.loss, want.loss[place], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local.grad, whole.grad[place], rtol=1e-12, atol=1e-12)
+    sums = [torch.empty_like(got.sums) for _ in range(world)]
+    dist.all_gather(sums, got.sums)
+    torch.testing.assert_close(merge_loss_sums(torch.stack(sums)), want.sums, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,59 @@
+"""The operators under torch.compile: no graph breaks, the same bits, and fake forms that agree with the real ones."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.ops import advantage, index, logprob_kernels
+from megarl.ops.logprob import vocab_parallel_logprobs
+from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
+
+LOGITS, LABELS, ONE = torch.randn(4, 9), torch.tensor([0, 8, -1, 3]), torch.ones(1, dtype=torch.float64)
+F, M, CU = torch.randn(4), torch.tensor([True, False, True, True]), torch.tensor([0, 1, 4], dtype=torch.int32)
+
+
+def test_a_training_step_compiles_into_one_graph_with_the_same_bits():
+    old, advantages = torch.randn(4), torch.randn(4)
+
+    def step(logits, labels, old, advantages, mask):
+        logprob, entropy = vocab_parallel_logprobs(logits, labels, vocab_valid=9, with_entropy=True, temperature=0.9)
+        settings = PolicyLossSettings(entropy_coef=0.01)
+        return policy_loss(logprob, old, advantages, mask, settings=settings, entropy=entropy).loss.sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    grads = []
+    for run in (step, compiled):
+        leaf = LOGITS.clone().requires_grad_()
+        loss = run(leaf, LABELS, old, advantages, M)
+        loss.backward()
+        grads.append((loss.detach(), leaf.grad))
+    assert torch.equal(grads[0][0], grads[1][0])
+    assert torch.equal(grads[0][1], grads[1][1])
+
+
+def test_the_fake_form_of_every_operator_agrees_with_the_real_one():
+    stats = logprob_kernels.logprob_stats(LOGITS, LABELS, ONE, 9, 0)
+    _, _, context = logprob_kernels.logprob_merge(stats[None], LABELS, ONE)
+    moments = advantage.moments(F, M)
+    numbers, codes = [0.2, 0.2, 0.0, 0.0, 0.0, 2.0, 0.0], [0, 0, 0, 0]
+    calls = {
+        "logprob_stats": (LOGITS, LABELS, ONE, 9, 0),
+        "logprob_merge": (stats[None], LABELS, ONE),
+        "logprob_backward": (LOGITS, LABELS, ONE, context, F, F, 9, 0),
+        "logprob_backward_": (LOGITS.clone(), LABELS, ONE, context, F, None, 9, 0),
+        "index_build": (LABELS, CU, M, 0, 1),
+        "group_advantage": (F[:, None], LABELS.argsort(), LABELS.sort().values, 0, 1e-6, False),
+        "gae": (F, F, M, CU, None, 0.9, torch.ones(1)),
+        "moments": (F, M),
+        "moments_merge": (moments[None],),
+        "whiten": (F, M, moments, 1e-8, False, 2.0),
+        "policy_loss": (F, F, F, M, None, None, None, torch.zeros(2), CU, numbers, codes),
+        "segment_sum": (F, M, CU),
+    }
+    assert index
+    assert segment_sum
+    registered = {name for name in dir(torch.ops.megarl) if not name.startswith("_") and name != "name"}
+    assert set(calls) <= registered
+    for name, arguments in calls.items():
+        operator = getattr(torch.ops.megarl, name).default
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

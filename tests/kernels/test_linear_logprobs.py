@@ -1,0 +1,114 @@
+"""Log-probs straight from hidden states: values, gradients, memory, and the fp32 main gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.ops import reference
+from megarl.ops.logprob import linear_logprobs, linear_token_loss
+
+
+def problem(tokens=57, hidden=16, vocab=301, pad=11, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    w = torch.randn(vocab + pad, hidden, generator=generator).to(dtype)
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[torch.rand(tokens, generator=generator) < 0.4] = -1
+    return x.requires_grad_(), w.requires_grad_(), labels
+
+
+def loss_of(logprobs, entropy, rows):
+    return (logprobs * rows.cos()).sin() + 0.3 * entropy
+
+
+def gradients(op, x, w, labels, **more):
+    logprob, entropy = op(x, w, labels, vocab_valid=301, temperature=0.8, with_entropy=True, **more)
+    rows = (labels != -1).nonzero().squeeze(1)
+    return logprob, entropy, *torch.autograd.grad(loss_of(logprob[rows], entropy[rows], rows).sum(), (x, w))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 34, 1000, None])
+def test_values_and_gradients_equal_the_materialising_twin_for_every_chunk(chunk_rows):
+    x, w, labels = problem()
+    want = gradients(reference.linear_logprobs, x, w, labels)
+    for got, expected in zip(gradients(linear_logprobs, x, w, labels, chunk_rows=chunk_rows), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_gradcheck_passes_in_float64():
+    x, w, labels = problem(tokens=9, hidden=4, vocab=13, pad=2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x, w: linear_logprobs(x, w, labels, vocab_valid=13, with_entropy=True, chunk_rows=4), (x, w)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_token_loss_gives_the_same_as_log_probs_followed_by_the_loss(dtype):
+    x, w, labels = problem(dtype=dtype)
+    logprob, entropy, *want = gradients(linear_logprobs, x, w, labels)
+    rows = (labels != -1).nonzero().squeeze(1)
+    loss, got_logprob, got_entropy = linear_token_loss(
+        x, w, labels, loss_of, vocab_valid=301, temperature=0.8, with_entropy=True, chunk_rows=8
+    )
+    torch.testing.assert_close(loss, loss_of(logprob[rows], entropy[rows], rows).sum(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got_logprob, logprob)
+    torch.testing.assert_close(got_entropy, entropy)
+    for got, expected in zip(torch.autograd.grad(loss * 3, (x, w)), want, strict=True):
+        torch.testing.assert_close(got, expected * 3, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", ["logprobs", "token_loss"])
+def test_the_weight_gradient_is_added_to_the_main_gradient_in_float32(op):
+    x, w, labels = problem(tokens=900, dtype=torch.bfloat16)
+    labels = labels.clamp(min=0)
+    main = torch.ones(w.shape)
+
+    def run(x, w, main_grad=None):
+        if op == "logprobs":
+            return linear_logprobs(x, w, labels, vocab_valid=301, chunk_rows=100, main_grad=main_grad)[0].sum()
+        return linear_token_loss(
+            x, w, labels, lambda logprob, *_: logprob, vocab_valid=301, chunk_rows=100, main_grad=main_grad
+        )[0]
+
+    run(x, w, main).backward()
+    assert w.grad is None
+    wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
+    want = torch.autograd.grad(run(wide_x, wide_w), wide_w)[0]
+    error = (main - 1 - want).abs().max()
+    assert error < 2e-2 * want.abs().max()  # bf16 logits and logit gradients, but no bf16 sums
+    summed_in_bf16 = torch.autograd.grad(run(x.detach().requires_grad_(), w), w)[0]
+    assert summed_in_bf16.dtype == torch.bfloat16
+
+
+def test_rows_that_the_caller_knows_are_not_searched_for():
+    x, w, labels = problem()
+    rows = (labels != -1).nonzero().squeeze(1)
+    plain, given = (linear_logprobs(x, w, labels, vocab_valid=301, rows=r)[0] for r in (None, rows))
+    assert torch.equal(plain, given)
+
+
+def test_no_tokens_and_no_labels_give_zeros():
+    for tokens in (0, 5):
+        x, w, _ = problem(tokens=tokens)
+        labels = torch.full((tokens,), -1)
+        logprob, entropy = linear_logprobs(x, w, labels, vocab_valid=301, with_entropy=True)
+        (logprob.sum() + entropy.sum()).backward()
+        assert (logprob == 0).all()
+        assert (x.grad == 0).all()
+        assert (w.grad == 0).all()
+
+
+def test_a_frozen_weight_costs_no_gradient():
+    x, w, labels = problem()
+    logprob, _ = linear_logprobs(x, w.detach(), labels, vocab_valid=301)
+    (got,) = torch.autograd.grad(logprob.sum(), x)
+    want = torch.autograd.grad(linear_logprobs(x, w, labels, vocab_valid=301)[0].sum(), x)[0]
+    torch.testing.assert_close(got, want)
+
+
+def test_the_same_call_gives_the_same_bits():
+    x, w, labels = problem(tokens=400)
+    first, second = (gradients(linear_logprobs, x, w, labels, chunk_rows=64) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
