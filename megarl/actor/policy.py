@@ -52,16 +52,16 @@ class MegatronPPOActor(MegatronEngine):
     def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
         """Updates the policy on the batch: one optimizer step for each of the algorithm's minibatches.
 
-        Minibatches are runs of whole sequences in the batch's order. Returns the mean of the steps' figures.
+        Minibatch j of n takes sequences j, j + n, j + 2n, ...: each sees every group. Returns the mean of the steps'
+        figures (maxima of those named `*_max`).
         """
         self.train()
         count = self.algorithm.n_minibatches
         if batch.num_seqs % count:
             raise ValueError(f"{batch.num_seqs} sequences do not divide into algorithm.n_minibatches={count}")
-        size = batch.num_seqs // count
         steps = []
-        for first in range(0, batch.num_seqs, size):
-            part = batch if count == 1 else batch.select(range(first, first + size))
+        for first in range(count):
+            part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
             steps.append(self.train_batch(part, self.algorithm.loss, self.algorithm.loss_weight, sees="logprobs"))
         return {key: (max if key.endswith("_max") else _mean)([step[key] for step in steps]) for key in steps[0]}
 

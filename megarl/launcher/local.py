@@ -61,18 +61,18 @@ def run_ranks(module: str, arguments: list[str], world_size: int, log_dir: Path)
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
     """Waits for all ranks. Once one has ended, the others have a deadline."""
-    deadline, code = None, 0
-    while any(p.poll() is None for p in processes):
-        ended = [p.returncode for p in processes if p.returncode is not None]
-        if ended and deadline is None:
-            deadline = time.monotonic() + (0.0 if any(ended) else STOP_DEADLINE_S)
+    deadline = None
+    while None in (codes := [process.poll() for process in processes]):
+        if deadline is None and any(code is not None for code in codes):
+            deadline = time.monotonic() + (0.0 if any(codes) else STOP_DEADLINE_S)
         if deadline is not None and time.monotonic() > deadline:
-            code = code or next((c for c in ended if c), 1)
             for process in processes:
-                if process.poll() is None:
-                    process.kill()
+                process.kill()
+            for process in processes:
+                process.wait()
+            return next((code for code in codes if code), 1)
         time.sleep(0.05)
-    return code or next((p.returncode for p in processes if p.returncode), 0)
+    return next((code for code in codes if code), 0)
 
 
 @contextlib.contextmanager

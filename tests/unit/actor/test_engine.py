@@ -1,0 +1,302 @@
+"""The engine in one process: GRPO against plain torch, user losses, exact state, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.actor import hf
+from megarl.actor.api import FinetuneSpec
+from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.engine import MegatronEngine
+from megarl.actor.lm import MegatronLMEngine
+from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
+from megarl.algorithms import GRPO, GRPOConfig
+from megarl.knobs import UserError
+from megarl.ops.logprob import gather_logprobs
+from megarl.parallel import groups
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch, cu_seqlens_of
+
+LENGTHS = [9, 14, 7, 21, 11, 6, 16, 12]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Iterator[None]:
+    yield
+    groups.destroy()
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3", tied=True, vocab_size=343)
+
+
+def config_of(folder: Path, **fields: Any) -> EngineConfig:
+    optimizer = OptimizerConfig(**fields.pop("optimizer", {"lr": 1e-3, "clip_grad": 0.0}))
+    return EngineConfig(path=str(folder), optimizer=optimizer, **fields)
+
+
+def rollout(seed: int = 0) -> PackedBatch:
+    """Two groups of four completions, with rewards and log-probs of a slightly different policy."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(LENGTHS)
+    total = int(lengths.sum())
+    prompts = torch.tensor([3, 3, 3, 3, 5, 5, 5, 5]).repeat_interleave(lengths)
+    position = torch.cat([torch.arange(n) for n in LENGTHS])
+    return PackedBatch(
+        cu_seqlens_of(lengths),
+        {
+            "input_ids": torch.randint(0, 343, (total,), generator=generator),
+            "loss_mask": position >= prompts,
+            "rollout_logprobs": torch.randn(total, generator=generator),
+        },
+        {
+            "rewards": torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1]),
+            "group_ids": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        },
+    )
+
+
+def grpo_reference(model: Any, batch: PackedBatch, prox: Tensor, eps_clip: float) -> Tensor:
+    """The GRPO loss in plain torch and transformers."""
+    rewards = batch["rewards"].view(2, 4)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+    total, count = torch.zeros([]), 0
+    bounds = batch.cu_seqlens.tolist()
+    for i, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        ids = batch["input_ids"][start:stop]
+        table = torch.log_softmax(model(ids[None]).logits[0], -1)
+        logprobs = table[:-1].gather(1, ids[1:, None]).squeeze(1)
+        ratio = (logprobs - prox[start + 1 : stop]).exp()
+        mask = batch["loss_mask"][start + 1 : stop]
+        surrogate = torch.min(ratio * advantages[i], ratio.clamp(1 - eps_clip, 1 + eps_clip) * advantages[i])
+        total = total - (surrogate * mask).sum()
+        count += int(mask.sum())
+    return total / count
+
+
+def gradients(engine: MegatronEngine) -> dict[str, Tensor]:
+    """The gradients of the last step under the checkpoint's names: put in the parameters' place and gathered."""
+    kept = [p.detach().clone() for p in engine.module.parameters()]
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.copy_(parameter.main_grad)
+        found = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        for parameter, value in zip(engine.module.parameters(), kept, strict=True):
+            parameter.copy_(value)
+    return found
+
+
+@pytest.mark.parametrize("budget", [1000, 40, 21])
+def test_the_gradient_of_grpo_equals_plain_torch(folder: Path, budget: int) -> None:
+    actor = MegatronPPOActor(config_of(folder, max_tokens_per_mb=budget), GRPO(GRPOConfig(eps_clip=0.2)))
+    actor.initialize()
+    batch = rollout()
+    noise = 0.3 * torch.randn(batch.total_tokens, generator=torch.Generator().manual_seed(5))
+    prox = actor.compute_logp(batch) + noise  # ratios away from 1, some of them clipped
+    batch["prox_logp"] = prox
+    actor.compute_advantages(batch)
+    stats = actor.ppo_update(batch)
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    loss = grpo_reference(model, batch, prox, 0.2)
+    loss.backward()
+    assert stats["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert 0.05 < stats["clip_fraction"] < 0.95
+    found = gradients(actor)
+    expected = dict(model.named_parameters())
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name].grad, atol=2e-6, rtol=1e-4, msg=name)
+
+
+def test_the_loss_does_not_depend_on_how_the_batch_is_cut(folder: Path) -> None:
+    seen = []
+    for budget in (1000, 40, 21):
+        engine = MegatronLMEngine(config_of(folder, max_tokens_per_mb=budget))
+        engine.initialize()
+        seen.append(engine.train_lm(rollout()))
+        again = engine.evaluate_lm(rollout())
+        assert again["loss"] < seen[-1]["loss"]
+    for key in ("loss", "grad_norm", "entropy"):
+        assert [s[key] for s in seen] == pytest.approx([seen[0][key]] * 3, rel=1e-5)
+
+
+def test_a_user_loss_sees_packed_logits(folder: Path) -> None:
+    """A REINFORCE loss in the style of AReaL's documents, on a padded batch that is packed at the door."""
+
+    def reinforce_loss(logits: Tensor, data: PackedBatch) -> Tensor:
+        assert logits.shape == (data["input_ids"].numel(), 343)
+        logprobs = gather_logprobs(logits, torch.roll(data["input_ids"], shifts=-1, dims=-1))
+        mask = data["loss_mask"].bool()
+        return torch.where(mask, -logprobs * data["rewards"], 0.0).sum() / mask.count_nonzero()
+
+    padded = {
+        "input_ids": torch.randint(0, 343, (3, 10), generator=torch.Generator().manual_seed(1)),
+        "attention_mask": torch.tensor([[1] * 10, [1] * 6 + [0] * 4, [1] * 8 + [0] * 2]).bool(),
+        "loss_mask": torch.ones(3, 10).bool(),
+        "rewards": torch.rand(3, 10, generator=torch.Generator().manual_seed(2)),
+    }
+    engine = MegatronEngine(config_of(folder))
+    engine.initialize()
+    stats = engine.train_batch(padded, reinforce_loss, lambda data: data["loss_mask"].count_nonzero())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    packed = PackedBatch.from_padded(padded)
+    logits = torch.cat([model(ids[None]).logits[0] for ids in packed["input_ids"].split(packed.lengths.tolist())])
+    assert stats["loss"] == pytest.approx(float(reinforce_loss(logits, packed)), rel=1e-5)
+
+
+def test_forward_gives_results_in_the_order_of_the_batch(folder: Path) -> None:
+    engine = MegatronEngine(config_of(folder, max_tokens_per_mb=24))
+    engine.initialize()
+    batch = rollout()
+    per_token = engine.eval().forward(batch, lambda logits, mb: mb["input_ids"].float())
+    assert torch.equal(per_token, batch["input_ids"].float())
+    per_sequence = engine.forward(batch, lambda logits, mb: mb.lengths.float())
+    assert per_sequence.tolist() == LENGTHS
+
+
+def test_training_goes_on_bit_for_bit_from_a_saved_state(folder: Path, tmp_path: Path) -> None:
+    schedule = {"lr": 1e-3, "lr_decay_style": "linear", "warmup_steps": 2}
+    spec = FinetuneSpec(1, 10, 1)
+
+    def engine_of() -> MegatronLMEngine:
+        engine = MegatronLMEngine(config_of(folder, optimizer=schedule))
+        engine.initialize(ft_spec=spec)
+        return engine
+
+    def steps(engine: MegatronLMEngine, seeds: range) -> list[dict[str, float]]:
+        out = []
+        for seed in seeds:
+            out.append(engine.train_lm(rollout(seed)))
+            engine.step_lr_scheduler()
+        return out
+
+    straight = engine_of()
+    steps(straight, range(3))
+    straight.save_state(tmp_path / "state")
+    expected = steps(straight, range(3, 6))
+    resumed = engine_of()
+    resumed.load_state(tmp_path / "state")
+    assert steps(resumed, range(3, 6)) == expected
+    weights = dict(straight.named_weights())
+    for name, tensor in resumed.named_weights():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_state_of_another_layout_is_refused(folder: Path, tmp_path: Path) -> None:
+    engine = MegatronLMEngine(config_of(folder))
+    engine.initialize()
+    engine.save_state(tmp_path)
+    engine.groups = dataclasses.replace(engine.groups, dp=FakeSize(2))
+    with pytest.raises(UserError, match=r"'dp_size': 1.*'dp_size': 2"):
+        engine.load_state(tmp_path)
+
+
+class FakeSize:
+    """A process group of a size that one process cannot have."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_takes_no_step(folder: Path, poison: float) -> None:
+    engine = MegatronLMEngine(config_of(folder))
+    engine.initialize()
+    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    with pytest.raises(FloatingPointError, match="no step was taken"):
+        engine.train_batch(rollout(), lambda lp, ent, data: lp.sum() * poison, lambda data: 1.0, sees="logprobs")
+    for name, tensor in engine.named_weights():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_batch_without_a_trained_token_is_refused(folder: Path) -> None:
+    engine = MegatronLMEngine(config_of(folder))
+    engine.initialize()
+    batch = rollout()
+    batch["loss_mask"] = torch.zeros(batch.total_tokens, dtype=torch.bool)
+    with pytest.raises(UserError, match="at least one token must be trained on"):
+        engine.train_lm(batch)
+
+
+def test_a_random_model_is_the_same_for_the_same_seed(folder: Path) -> None:
+    def weights(seed: int) -> dict[str, Tensor]:
+        engine = MegatronEngine(config_of(folder, init="random", init_seed=seed))
+        engine.initialize()
+        return {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+    first, second, other = weights(1), weights(1), weights(2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert first["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_checkpoint_in_several_files_is_read_and_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    engine = MegatronEngine(config_of(tmp_path / "many"))
+    engine.initialize()
+    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 100_000)
+    engine.save(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, r"lacks the tensor model\.norm\.weight"),
+        ({"model.extra.weight": torch.ones(2)}, r"has the tensor model\.extra\.weight, unknown to qwen3"),
+        ({"model.norm.weight": torch.ones(3)}, r"model\.norm\.weight has shape \(3,\), the config asks for \(64,\)"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Tensor | None], message: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.save_pretrained(tmp_path)
+    tensors = {**model.state_dict(), **change}
+    tensors.pop("lm_head.weight")
+    save_file({k: v.contiguous() for k, v in tensors.items() if v is not None}, tmp_path / "model.safetensors")
+    engine = MegatronEngine(config_of(tmp_path))
+    with pytest.raises(UserError, match=message):
+        engine.initialize()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "float8"}, "actor.dtype=float8 must be one of float32, bfloat16"),
+        ({"init": "zeros"}, "actor.init=zeros must be one of"),
+        ({"max_tokens_per_mb": 0}, "max_tokens_per_mb=0 must be above 0"),
+        ({"temperature": 0.0}, r"temperature=0\.0 must be above 0"),
+        ({"optimizer": {"lr_decay_style": "step"}}, "lr_decay_style=step must be one of"),
+    ],
+)
+def test_a_wrong_knob_is_refused(folder: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        MegatronEngine(config_of(folder, **fields), ParallelConfig())
+
+
+def test_mismatch_is_measured_on_trained_tokens_only() -> None:
+    batch = rollout()
+    batch["prox_logp"] = torch.where(batch["loss_mask"], batch["rollout_logprobs"] + 0.25, 1e6)
+    found = rollout_mismatch(batch)
+    assert found["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
+    assert found["logprob_diff_mean"] == pytest.approx(0.25, rel=1e-5)

@@ -1,0 +1,67 @@
+"""Ranks that megarl starts itself: they end together and outlive nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.launcher import local
+
+RANK = """
+import os, sys, time
+from megarl.processes import die_with_parent
+die_with_parent(int(os.environ["MEGARL_PARENT_PID"]))
+rank = os.environ["RANK"]
+open(os.path.join(sys.argv[1], "pid_" + rank), "w").write(str(os.getpid()))
+print("rank", rank, "of", os.environ["WORLD_SIZE"])
+{body}
+"""
+
+
+@pytest.fixture
+def rank_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(local.__file__).parents[2]}")
+    return tmp_path / "rank_module.py"
+
+
+def test_ranks_know_their_place_and_write_their_own_logs(rank_module: Path, tmp_path: Path) -> None:
+    rank_module.write_text(RANK.format(body=""))
+    assert local.run_ranks("rank_module", [str(tmp_path)], 3, tmp_path) == 0
+    assert [(tmp_path / f"rank_{i}.log").read_text() for i in (1, 2)] == ["rank 1 of 3\n", "rank 2 of 3\n"]
+
+
+def test_a_rank_that_fails_ends_the_others_and_gives_its_code(rank_module: Path, tmp_path: Path) -> None:
+    rank_module.write_text(RANK.format(body="sys.exit(7) if rank == '1' else time.sleep(60)"))
+    started = time.monotonic()
+    assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 7
+    assert time.monotonic() - started < 30
+
+
+def test_ranks_die_with_the_process_that_started_them(rank_module: Path, tmp_path: Path) -> None:
+    rank_module.write_text(RANK.format(body="time.sleep(60)"))
+    code = f"from megarl.launcher.local import run_ranks; from pathlib import Path; p = {str(tmp_path)!r}; "
+    parent = subprocess.Popen([sys.executable, "-c", code + "run_ranks('rank_module', [p], 2, Path(p))"])
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("pid_*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    ranks = [int(p.read_text()) for p in tmp_path.glob("pid_*")]
+    assert len(ranks) == 2
+    parent.kill()
+    parent.wait(10)
+    _, alive = psutil.wait_procs([psutil.Process(r) for r in ranks if psutil.pid_exists(r)], timeout=10)
+    assert not alive
+
+
+def test_a_variable_of_the_user_goes_before_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environment = local.rank_environment(1, 2, tmp_path / "rendezvous")
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["RANK"] == environment["LOCAL_RANK"] == "1"
+    assert environment["MEGARL_PARENT_PID"] == str(os.getpid())

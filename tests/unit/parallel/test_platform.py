@@ -1,0 +1,44 @@
+"""What stands in for CUDA on the CPU: each piece is still asked for by the line of Megatron that it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import megatron.core
+import pytest
+import torch
+
+from megarl.parallel import platform
+
+MEGATRON = Path(megatron.core.__file__).parent
+on_cpu = pytest.mark.skipif(platform.has_gpu(), reason="a GPU is here: nothing is replaced")
+
+
+@pytest.mark.parametrize("name", platform.CUDA_ATTRIBUTES)
+def test_megatron_still_asks_for_the_attribute_on_the_line_named(name: str) -> None:
+    _, reason = platform.CUDA_ATTRIBUTES[name]
+    file, line = re.match(r"(\S+\.py):(\d+)", reason).groups()
+    text = (MEGATRON / file).read_text().splitlines()[int(line) - 1]
+    assert re.search(rf"torch\.cuda\.{name}\b", text), f"{file}:{line} reads {text.strip()!r}: is the entry needed?"
+
+
+@on_cpu
+def test_cuda_means_cpu_inside_the_scope_only() -> None:
+    platform.prepare()
+    with platform.scope():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.ones(2).cuda().device.type == "cpu"
+        assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(2).type() == "torch.FloatTensor"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+@on_cpu
+def test_streams_and_events_do_nothing() -> None:
+    platform.prepare()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        torch.cuda.Event().record()
+    assert torch.cuda.current_device() == torch.device("cpu")
