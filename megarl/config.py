@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.actor.config import EngineConfig
 from megarl.algorithms import AlgorithmConfig, GRPOConfig
-from megarl.data.prompts import DatasetConfig
+from megarl.data.config import DatasetConfig
 from megarl.knobs import UserError, knob
 from megarl.observe.logger import LoggerConfig
 from megarl.parallel.config import ParallelConfig

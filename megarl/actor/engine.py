@@ -91,7 +91,7 @@ class MegatronEngine(TrainEngine):
                 "FinetuneSpec, or use constant"
             )
         steps = max(ft_spec.total_train_steps if ft_spec else 1, adam.warmup_steps + 1)
-        return OptimizerParamScheduler(
+        scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
             max_lr=adam.lr,
@@ -104,6 +104,9 @@ class MegatronEngine(TrainEngine):
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+        if adam.warmup_steps:
+            scheduler.step(1)  # the first step of a warm-up already moves
+        return scheduler
 
     def destroy(self) -> None:
         for name in ("scheduler", "optimizer", "ddp", "module"):

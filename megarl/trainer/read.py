@@ -7,10 +7,12 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
+from megarl.actor.config import check_config as check_engine
 from megarl.actor.families import check_layout, local_folder, read_config
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
-from megarl.data.prompts import DatasetConfig, get_gsm8k_rl_dataset
+from megarl.data.config import DatasetConfig
+from megarl.data.prompts import get_gsm8k_rl_dataset
 from megarl.data.sft import get_gsm8k_sft_dataset
 from megarl.data.tokenizer import check_vocabulary
 from megarl.knobs import UserError
@@ -33,6 +35,7 @@ def read_inputs(config: Config, rank: int) -> Inputs:
     Raises:
         UserError: model, layout, tokenizer or data that cannot be used, in one line.
     """
+    check_engine(config.actor)
     model = read_config(config.actor.path)
     check_layout(model, config.parallel)
     tokenizer = load_tokenizer(config.actor.path)
@@ -62,8 +65,11 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         UserError: there is none that can be read.
     """
+    folder = local_folder(path)
+    if not any(folder.glob("tokenizer*")):  # transformers would make up an empty one
+        raise UserError(f"actor.path={path} holds no tokenizer; save the model's own there with save_pretrained")
     try:
-        return AutoTokenizer.from_pretrained(local_folder(path))
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"actor.path={path} has no readable tokenizer ({first}); save one there") from error

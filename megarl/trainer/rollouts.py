@@ -6,6 +6,7 @@ Every rank has a `Rollouts` and calls the same methods; what rank 0 samples reac
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.actor.families import local_folder
@@ -73,14 +74,15 @@ class Rollouts:
         """The packed completions of the next prompts, the same on every rank."""
         batch = None
         if self.chief:
-            self._servers.check_alive()
             assert self.inputs.train is not None
-            batch = self._engine.rollout_batch(next(self.inputs.train), self._workflow)
+            with self._blaming_dead_servers():
+                batch = self._engine.rollout_batch(next(self.inputs.train), self._workflow)
         return broadcast_batch(batch)
 
     def push(self, actor: Any, version: int) -> None:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
-        report = self._weights.push(actor.named_weights(), version)
+        with self._blaming_dead_servers():
+            report = self._weights.push(actor.named_weights(), version)
         if self.chief:
             self._engine.set_version(version)
             with stats_tracker.scope("sync"):
@@ -94,8 +96,18 @@ class Rollouts:
         """Held-out accuracy when it is due after `step`, else nothing. Rank 0 measures, the others wait for it."""
         found: dict[str, Any] = {}
         if self.chief and self._evaluator.is_due(step, self.config.total_train_steps):
-            with stats_tracker.record_timing("evaluate"):
+            with stats_tracker.record_timing("evaluate"), self._blaming_dead_servers():
                 result = self._evaluator.evaluate(self._engine, step)
             found = {"accuracy": result.accuracy, "problems": result.num_problems, "samples": result.num_samples}
         reply: dict[str, Any] = broadcast_json(found)
         return reply
+
+    @contextlib.contextmanager
+    def _blaming_dead_servers(self) -> Iterator[None]:
+        """Where a server has died, its log is the cause, and not the request that met nobody."""
+        try:
+            yield
+        except Exception:
+            if self.chief:
+                self._servers.check_alive()
+            raise

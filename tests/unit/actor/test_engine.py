@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def grpo_reference(model: Any, batch: PackedBatch, prox: Tensor, eps_clip: float
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
     total, count = torch.zeros([]), 0
     bounds = batch.cu_seqlens.tolist()
-    for i, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
         ids = batch["input_ids"][start:stop]
         table = torch.log_softmax(model(ids[None]).logits[0], -1)
         logprobs = table[:-1].gather(1, ids[1:, None]).squeeze(1)

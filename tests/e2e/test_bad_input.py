@@ -1,0 +1,171 @@
+"""A user's mistake is one line and exit code 2, before a run folder is made or a server is started."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from megarl import cli, train
+from megarl.rollout import sglang_server
+
+GRPO = "+experiment=gsm8k_grpo"
+TINY = Path(cli.ASSETS) / "tiny"
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command with the arguments and returns the one line that it ends with."""
+
+    def run(*arguments: str) -> str:
+        root = [] if any(a.startswith("run_root=") for a in arguments) else [f"run_root={tmp_path / 'runs'}"]
+        monkeypatch.setattr(sys, "argv", ["megarl.train", *arguments, *root])
+        capsys.readouterr()  # what making the test's own files printed
+        with pytest.raises(SystemExit) as end:
+            cli.run_command(train.main)
+        captured = capsys.readouterr()
+        assert end.value.code == 2, captured
+        lines = [line for line in captured.err.splitlines() if line]
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("megarl: ")
+        assert not (tmp_path / "runs").exists(), "a run folder was made"
+        return lines[0]
+
+    return run
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i + 1}"} for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([GRPO, "actor.pth=x"], "unknown config key actor.pth; did you mean actor.path?"),
+        ([GRPO, "+actor.optimizer.learning_rate=1"], "unknown config key actor.optimizer.learning_rate"),
+        ([GRPO, "totl_train_steps=3"], "did you mean total_train_steps?"),
+        (["+experiment=gsm8k_grp"], "experiment=gsm8k_grp does not exist; did you mean gsm8k_grpo?"),
+        ([GRPO, "model=huge"], "model=huge does not exist; there are: "),
+        ([GRPO, "total_train_steps=many"], "could not be converted to Integer"),
+        ([GRPO, "actor.path"], "missing EQUAL"),
+        ([GRPO, "method=ppo"], "method=ppo must be rl or sft"),
+        ([GRPO, "total_train_steps=0"], "total_train_steps=0 must be at least 1"),
+        ([GRPO, "actor.path=/nowhere/model"], "actor.path=/nowhere/model is not a folder"),
+        ([GRPO, "actor.init=random"], "actor.init=random is for method=sft"),
+        ([GRPO, "actor.dtype=float8"], "actor.dtype=float8 must be one of float32, bfloat16"),
+        ([GRPO, "actor.temperature=0.5"], "actor.temperature=0.5 must equal gconfig.temperature=1.0"),
+        ([GRPO, "gconfig.n_samples=1"], "needs at least 2"),
+        ([GRPO, "train_dataset.batch_size=3", "gconfig.n_samples=5"], "3 x gconfig.n_samples=5 = 15 sequences"),
+        ([GRPO, "parallel.dp_size=3"], "parallel.dp_size=3 does not divide"),
+        ([GRPO, "parallel.tp_size=3"], "does not divide the model's num_attention_heads=4"),
+        ([GRPO, "parallel.pp_size=3", "algorithm.n_minibatches=1"], "does not divide the model's 2 layers"),
+        ([GRPO, "parallel.tp_size=0"], "parallel.tp_size=0 must be at least 1"),
+        ([GRPO, "algorithm.eps_clip=2"], "algorithm.eps_clip=2.0 must lie between 0 and 1"),
+        ([GRPO, "algorithm.n_minibatches=0"], "algorithm.n_minibatches=0"),
+        ([GRPO, "actor.max_tokens_per_mb=80"], "= 88 tokens do not fit into actor.max_tokens_per_mb=80"),
+        ([GRPO, "gconfig.max_new_tokens=500"], "exceeds the model's max_position_embeddings=512"),
+        ([GRPO, "train_dataset.max_length=null"], "train_dataset.max_length is not set"),
+        ([GRPO, "train_dataset.max_length=5"], "over max_length 5"),
+        ([GRPO, "train_dataset.path=/nowhere/data"], "/nowhere/data"),
+        ([GRPO, "train_dataset.split=dev"], "dev"),
+        ([GRPO, "train_dataset.batch_size=100000"], "exceeds the"),
+        ([GRPO, "resume=/nowhere/run"], "resume=/nowhere/run is not a folder"),
+        ([GRPO, "+sglang.attention_backnd=triton"], "did you mean attention_backend?"),
+        ([GRPO, "+sglang.pp_size=2"], "live weight updates do not support pipeline"),
+        ([GRPO, "server.n_servers=0"], "n_servers=0 must be at least 1"),
+        ([GRPO, "reshard.pause_mode=stop"], "pause_mode='stop' is not one of"),
+        ([GRPO, "rollout.max_retries=-1"], "max_retries=-1 must not be negative"),
+        ([GRPO, "evaluator.n_samples=0"], "evaluator.n_samples=0 must be at least 1"),
+        ([GRPO, "experiment_name=a/b"], "must be one folder name"),
+    ],
+)
+def test_a_wrong_setting_is_refused(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(*arguments)
+
+
+def test_an_unsupported_model_is_refused_with_the_supported_ones(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "'gpt2' model; supported are llama, qwen2, qwen3" in refused(GRPO, f"actor.path={tmp_path}")
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    refused: Callable[..., str], checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text((checkpoints("qwen3", tied=True, vocab_size=100) / "config.json").read_text())
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    assert "has a vocabulary of 100" in refused(GRPO, f"actor.path={tmp_path}")
+
+
+def test_a_model_without_a_tokenizer_is_refused(refused: Callable[..., str], checkpoints: Callable[..., Path]) -> None:
+    assert "holds no tokenizer" in refused(GRPO, f"actor.path={checkpoints('qwen3', tied=True)}")
+
+
+def test_data_without_the_columns_is_refused_by_their_names(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "train.jsonl", [{"prompt": "1", "label": "2"}] * 40)
+    line = refused(GRPO, f"train_dataset.path={path}")
+    assert all(name in line for name in ("question", "answer", "prompt", "label"))
+
+
+def test_empty_data_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "is empty" in refused(GRPO, f"train_dataset.path={write_rows(tmp_path / 'train.jsonl', [])}")
+
+
+def test_answers_without_a_number_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    rows = [*ROWS, {"question": "Why?", "answer": "Because."}]
+    assert "lack '#### N'" in refused(GRPO, f"train_dataset.path={write_rows(tmp_path / 'train.jsonl', rows)}")
+
+
+def test_a_port_in_use_is_refused(refused: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is in use" in refused(GRPO, f"server.port={port}")
+
+
+def test_a_missing_sglang_is_refused_with_its_install_command(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglang_server.server_arg_options.cache_clear()
+    find = sglang_server.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sglang" else find(name, *a))
+    assert "make setup" in refused(GRPO)
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "runs2").write_text("a file, where the folder should be")
+    assert "cannot be written" in refused(GRPO, f"run_root={tmp_path / 'runs2'}")
+
+
+def test_a_folder_that_is_no_run_cannot_be_resumed(refused: Callable[..., str], tmp_path: Path) -> None:
+    line = refused(GRPO, f"resume={tmp_path}")
+    assert "is not a run" in line
+    assert "config.yaml" in line
+
+
+def test_a_world_that_the_layout_does_not_make_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "the world has 3 ranks" in refused(GRPO, "parallel.tp_size=2")
+
+
+def test_prompts_over_the_limit_are_skipped_counted_and_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megarl.trainer.read import read_inputs
+
+    rows = [*ROWS, {"question": "long " * 60, "answer": "#### 1"}]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    config = cli.load([GRPO, f"train_dataset.path={path}"])
+    inputs = read_inputs(config, rank=0)
+    assert inputs.train is not None
+    assert inputs.train.rows == len(ROWS)
+    assert f"1 of {len(rows)} prompts over max_length 64 were skipped: row {len(ROWS)}" in caplog.text

@@ -1,0 +1,167 @@
+"""The main job, shorter: the real command, Megatron, a real SGLang server, the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl import cli
+from megarl.observe.logger import read_metrics
+from megarl.observe.run_folder import RunFolder, new_run
+from megarl.reshard.reference import FullSender
+from megarl.reshard.session import WeightSyncError
+from megarl.trainer import rl
+from megarl.trainer.read import read_inputs
+
+ASSETS = Path(cli.ASSETS)
+DEADLINE_S = 240.0
+
+
+class Command:
+    """`python -m megarl.train` in a process of its own, its output kept."""
+
+    def __init__(self, root: Path, *arguments: str) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.output = root / f"output-{time.monotonic_ns()}.txt"
+        command = [sys.executable, "-m", "megarl.train", *arguments, f"run_root={root}"]
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(DEADLINE_S)
+        finally:
+            self.kill()
+
+    def wait_for(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not done():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S} s:\n{self.output.read_text()[-3000:]}"
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def steps_in(run: RunFolder) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(run.metrics)] if run.metrics.exists() else []
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
+    """A GRPO run of 16 steps, and what it printed."""
+    root = tmp_path_factory.mktemp("short")
+    command = Command(root, "+experiment=gsm8k_grpo", "total_train_steps=16", "evaluator.every_steps=0")
+    code = command.wait()
+    text = command.output.read_text()
+    assert code == 0, text[-3000:]
+    return RunFolder((root / "gsm8k_grpo" / "latest").resolve()), text
+
+
+@pytest.mark.timeout(400)
+def test_the_reward_rises_and_every_sync_is_proven(short_run: tuple[RunFolder, str]) -> None:
+    run, _ = short_run
+    rows = read_metrics(run.metrics)
+    trained = [row for row in rows if row["step"] > 0]
+    assert [int(row["step"]) for row in rows] == list(range(17))
+    rewards = [row["rollout/reward"] for row in trained]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.02, rewards
+    assert all(row["sync/verified"] == 1 for row in trained)
+    assert max(row["train/logprob_diff_max"] for row in trained) <= 1e-4
+    assert all(row["rollout/staleness"] == 0 for row in trained)
+
+
+def test_the_run_says_what_it_does_and_leaves_what_it_promises(short_run: tuple[RunFolder, str]) -> None:
+    run, text = short_run
+    for fact in (
+        "bundled tiny one",
+        "32 prompts x 8 completions = 256 sequences",
+        "1 SGLang server",
+        "data=gsm8k",
+        "before",
+    ):
+        assert fact in text
+    summary = json.loads(run.summary.read_text())
+    assert summary["steps"] == summary["weights_verified"] == 16
+    assert summary["accuracy_problems"] >= 200
+    assert 0 < summary["time_to_first_step_s"] < summary["wall_s"]
+    for key in ("accuracy_before", "accuracy_after", "tokens_per_s_rollout", "tokens_per_s_train"):
+        assert summary[key] > 0
+    assert summary["max_rollout_train_logprob_diff"] <= 1e-4
+    assert run.curve.read_bytes().startswith(b"\x89PNG")
+    assert "experiment_name: gsm8k_grpo" in run.config.read_text()
+    assert list(run.tensorboard.iterdir())
+    assert (run.logs / "sglang-0.log").stat().st_size > 0
+    before, after = load_file(ASSETS / "tiny" / "model.safetensors"), load_file(run.path / "hf" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+    samples = [json.loads(line) for line in (run.path / "evaluations" / "step-000016.jsonl").read_text().splitlines()]
+    assert {s["versions"][0] for s in samples} == {16}
+
+
+@pytest.mark.timeout(500)
+def test_two_ranks_stop_in_order_resume_and_leave_nothing_when_killed(tmp_path: Path) -> None:
+    arguments = ["+experiment=gsm8k_grpo", "parallel=tp2", "train_dataset.batch_size=8", "evaluator.at_start=false"]
+    first = Command(tmp_path, *arguments)
+    run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
+    first.wait_for(lambda: len(steps_in(run)) >= 2, "second step")
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() == 0, first.output.read_text()[-3000:]
+    stopped = json.loads(run.summary.read_text())["steps"]
+    assert "stopping after this step with a checkpoint" in first.output.read_text()
+    assert steps_in(run) == list(range(1, stopped + 1))
+    assert [p.name for p in run.checkpoints.iterdir()] == [f"step_{stopped:06d}"]
+
+    second = Command(tmp_path, *arguments, f"resume={run.path}")
+    second.wait_for(lambda: len(steps_in(run)) >= stopped + 2, "two steps after the resume")
+    family = second.family()
+    assert len(family) >= 4, "two ranks, a server and its children"
+    os.kill(second.process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+    second.process.wait(10)
+    assert steps_in(run) == list(range(1, len(steps_in(run)) + 1))
+
+
+@pytest.mark.timeout(300)
+def test_a_tensor_corrupted_on_its_way_stops_the_run_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is put in after the digest is taken, in the second sync."""
+    config = cli.load(
+        ["+experiment=gsm8k_grpo", "train_dataset.batch_size=4", "evaluator.at_start=false", "total_train_steps=5"]
+    )
+    send: Any = FullSender._send
+    sent: list[int] = []
+
+    def corrupting(self: FullSender, payload: torch.Tensor) -> None:
+        sent.append(payload.numel())
+        if len(sent) == 2:
+            payload[len(payload) // 2] ^= 1
+        send(self, payload)
+
+    monkeypatch.setattr(FullSender, "_send", corrupting)
+    run = new_run(tmp_path, "corrupted")
+    with pytest.raises(WeightSyncError) as error:
+        rl.train(config, run, read_inputs(config, rank=0), started=time.monotonic())
+    assert error.value.tensor.startswith("model.")
+    assert error.value.tensor in str(error.value)
+    assert steps_in(run) == [1]
