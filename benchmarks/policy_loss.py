@@ -1,0 +1,33 @@
+"""The one-pass policy loss, forward and backward with metrics, against the same loss in torch eager."""
+
+from __future__ import annotations
+
+import torch
+from timing import devices, machine, side_by_side, with_warm_allocator
+
+from megarl.ops import reference
+from megarl.ops.loss import PolicyLossSettings, policy_loss
+
+TOKENS = 65536
+SETTINGS = PolicyLossSettings(clip_high=0.28, kl_estimator="k3", kl_coef=0.01, correction="truncate")
+
+
+def main() -> None:
+    for device in devices():
+        print(f"# {machine(device)}; {TOKENS} tokens")
+        leaf = torch.randn(TOKENS, device=device).requires_grad_()
+        old, ref, rollout = (leaf.detach() + 0.1 * torch.randn(TOKENS, device=device) for _ in range(3))
+        advantages, mask = torch.randn(TOKENS, device=device), torch.rand(TOKENS, device=device) < 0.8
+
+        def step(op, leaf=leaf, old=old, ref=ref, rollout=rollout, advantages=advantages, mask=mask) -> None:
+            out = op(leaf, old, advantages, mask, settings=SETTINGS, ref_logprobs=ref, rollout_logprobs=rollout)
+            torch.autograd.grad(out.loss.sum(), leaf)
+
+        sides = {"ours": lambda step=step: step(policy_loss), "eager": lambda step=step: step(reference.policy_loss)}
+        t = side_by_side(sides, device=device, rounds=15)
+        print(f"policy loss {t['ours'] * 1e3:.2f} ms, torch eager {t['eager'] * 1e3:.2f} ms: {t['eager'] / t['ours']:.1f}x")
+
+
+if __name__ == "__main__":
+    with_warm_allocator()
+    main()

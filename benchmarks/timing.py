@@ -1,0 +1,52 @@
+"""Side-by-side timing for the scripts in this folder: warm allocators, medians, all sides in turn within one run."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+# Without these, glibc hands large blocks back to the system after each use, and every side mostly times page faults.
+WARM_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 35), "MALLOC_TRIM_THRESHOLD_": str(1 << 37), "MALLOC_ARENA_MAX": "1"}
+
+
+def with_warm_allocator() -> None:
+    """Starts the script again with an allocator that keeps its memory. Call first."""
+    if os.environ.get("MALLOC_TRIM_THRESHOLD_") != WARM_ALLOCATOR["MALLOC_TRIM_THRESHOLD_"]:
+        os.environ.update(WARM_ALLOCATOR)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def side_by_side(sides: Mapping[str, Callable[[], object]], *, device: str = "cpu", rounds: int = 7) -> dict[str, float]:
+    """Median seconds of each side. Sides take turns, so that a busy moment of the machine meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 2):
+        for name, run in sides.items():
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            if number >= 2:  # the first two rounds warm caches, allocators and compilers
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def machine(device: str) -> str:
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    with open("/proc/cpuinfo") as info:
+        model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "unknown CPU")
+    return f"{model}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -1,0 +1,35 @@
+"""The row kernels of the other instruction sets, which this machine would not choose by itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES = "float64 or bits or infinity or nan or oracle and (7 or 4097)"
+
+
+def pytest_under(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "MEGARL_CPU_ISA": isa}
+    return subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has several instruction sets")
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_the_values_are_right_on(isa):
+    ran = pytest_under(isa, str(HERE / "test_logprob_values.py"), str(HERE / "test_logprob_bits.py"), "-k", CASES)
+    if "which this processor or build has not" in ran.stdout:
+        pytest.skip(f"this processor has no {isa}")
+    assert ran.returncode == 0, ran.stdout[-3000:]
+
+
+def test_an_unknown_instruction_set_is_named():
+    ran = pytest_under("mmx", str(HERE / "test_logprob_values.py"), "-k", "public_faces")
+    assert ran.returncode == 1
+    assert "MEGARL_CPU_ISA is 'mmx'" in ran.stdout
