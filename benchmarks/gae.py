@@ -42,7 +42,7 @@ def main() -> None:
 
         torch.testing.assert_close(ours()[0].view_as(rewards), loop()[0], rtol=1e-3, atol=1e-3)
         t = side_by_side({"ours": ours, "loop": loop}, device=device, rounds=9)
-        print(f"packed GAE {t['ours'] * 1e6:.0f} us, loop over time {t['loop'] * 1e3:.1f} ms: {t['loop'] / t['ours']:.0f}x")
+        print(f"GAE {t['ours'] * 1e6:.0f} us, loop over time {t['loop'] * 1e3:.1f} ms: {t['loop'] / t['ours']:.0f}x")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,32 @@ Moments chunk_moments(const MomentsArgs& a, int64_t begin, int64_t end) {
   return m;
 }
 
+// A sequence on its way from the last token to the first. Each step waits for the one before it, so two sequences
+// are walked side by side.
+struct GaeCursor {
+  GaeCursor(const GaeArgs& a, int64_t b)
+      : t(a.cu_seqlens[b + 1]), begin(a.cu_seqlens[b]), lambda(a.lambda[b * a.lambda_stride]),
+        state{0, a.bootstrap ? a.bootstrap[b] : 0.0} {}
+
+  bool left() const { return t > begin; }
+
+  void step(const GaeArgs& a) {
+    --t;
+    float advantage = 0, target = 0;
+    if (a.mask[t]) {
+      state = apply(gae_token(a.rewards[t], a.values[t], a.gamma, lambda), state);
+      advantage = static_cast<float>(state.advantage);
+      target = static_cast<float>(state.advantage + a.values[t]);
+    }
+    a.advantages[t] = advantage;
+    a.returns[t] = target;
+  }
+
+  int64_t t, begin;
+  double lambda;
+  GaeState state;
+};
+
 }  // namespace
 
 void group_advantage_cpu(const GroupAdvantageArgs& args, int threads) {
@@ -51,19 +77,19 @@ void whiten_cpu(const WhitenArgs& args, int threads) {
 }
 
 void gae_cpu(const GaeArgs& args, int threads) {
-  parallel_for(args.sequences, 1024, threads, [&](int64_t b) {
-    const double lambda = args.lambda[b * args.lambda_stride];
-    GaeState state{0, args.bootstrap ? args.bootstrap[b] : 0.0};
-    for (int64_t t = args.cu_seqlens[b + 1] - 1; t >= args.cu_seqlens[b]; --t) {
-      float advantage = 0, target = 0;
-      if (args.mask[t]) {
-        state = apply(gae_token(args.rewards[t], args.values[t], args.gamma, lambda), state);
-        advantage = static_cast<float>(state.advantage);
-        target = static_cast<float>(state.advantage + args.values[t]);
+  if (args.sequences == 0) return;
+  const int64_t mean_length = args.cu_seqlens[args.sequences] / args.sequences;
+  parallel_for((args.sequences + 1) / 2, 2 * mean_length, threads, [&](int64_t pair) {
+    GaeCursor a(args, 2 * pair);
+    if (2 * pair + 1 < args.sequences) {
+      GaeCursor b(args, 2 * pair + 1);
+      while (a.left() && b.left()) {
+        a.step(args);
+        b.step(args);
       }
-      args.advantages[t] = advantage;
-      args.returns[t] = target;
+      while (b.left()) b.step(args);
     }
+    while (a.left()) a.step(args);
   });
 }
 

@@ -15,13 +15,14 @@ struct LogitRows {
 
 // stats [rows, 4] = (max, sum, dot, label logit) of row_math.h. The label logit is NaN where the label lies in
 // another shard. Rows with label -1 are not read and get zeros. inv_temp (1/temperature): double
-// [1] or [rows] (`temp_stride` 0 or 1).
+// [1] or [rows] (`temp_stride` 0 or 1). dot is 0 unless `with_entropy`.
 struct StatsArgs {
   LogitRows shape;
   const void* logits;
   const int64_t* labels;
   const double* inv_temp;
   int64_t temp_stride;
+  bool with_entropy;
   void* stats;
 };
 

@@ -11,13 +11,13 @@ void register_logprob(py::module_& m) {
   m.def(
       "logprob_stats",
       [](const Where& where, const LogitRows& shape, uintptr_t logits, uintptr_t labels, uintptr_t inv_temp,
-         int64_t temp_stride, uintptr_t stats) {
+         int64_t temp_stride, bool with_entropy, uintptr_t stats) {
         const StatsArgs args{shape,       pointer(logits), pointer<int64_t>(labels), pointer<double>(inv_temp),
-                             temp_stride, pointer(stats)};
+                             temp_stride, with_entropy,    pointer(stats)};
         launch(where, args, logprob_stats_cpu, MEGARL_CUDA_KERNEL(logprob_stats_cuda));
       },
       py::arg("where"), py::arg("shape"), py::arg("logits"), py::arg("labels"), py::arg("inv_temp"),
-      py::arg("temp_stride"), py::arg("stats"));
+      py::arg("temp_stride"), py::arg("with_entropy"), py::arg("stats"));
 
   m.def(
       "logprob_merge",

@@ -53,7 +53,7 @@ void stats_rows(const StatsArgs& a, int threads) {
     }
     const T* x = static_cast<const T*>(a.logits) + row * shape.row_stride;
     const A inv_temp = static_cast<A>(a.inv_temp[row * a.temp_stride]);
-    kernels.stats(x, shape.valid, label - shape.vocab_start, inv_temp, out);
+    kernels.stats(x, shape.valid, label - shape.vocab_start, inv_temp, a.with_entropy, out);
   });
 }
 

@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_group(T* row, int64_t c, int64_t columns, 
     if (c + i < columns) row[c + i] = g.get(i);
 }
 
-template <class T>
+template <class T, bool kDot>
 __device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], float inv_temp, RowStats<float>& s) {
   float top = s.max;
 #pragma unroll
@@ -94,13 +94,13 @@ __device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], floa
       const float w = (to_float(g[u].get(i)) - max) * scale;
       const float e = exp2_approx(w);
       sum += e;
-      dot += e * fmaxf(w, -200.0f);  // e is 0 there: spares 0 * -inf
+      if (kDot) dot += e * fmaxf(w, -200.0f);  // e is 0 there: spares 0 * -inf
     }
   s.sum += sum;
   s.dot += dot * static_cast<float>(kLn2);
 }
 
-template <class T, bool kAligned>
+template <class T, bool kAligned, bool kDot>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) stats_kernel(const StatsArgs a) {
   const int64_t row = blockIdx.x, label = a.labels[row], valid = a.shape.valid;
   float* out = static_cast<float*>(a.stats) + 4 * row;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) stats_kernel(const Sta
     Group<T> g[kGroups<T>];
 #pragma unroll
     for (int u = 0; u < kGroups<T>; ++u) g[u] = load_group<T, kAligned>(x, c + u * kSpan, valid);
-    add_groups<T>(g, inv_temp, s);
+    add_groups<T, kDot>(g, inv_temp, s);
   }
   s = block_reduce<kThreads>(s, [inv_temp](const auto& l, const auto& r) { return merge(l, r, inv_temp); });
   if (threadIdx.x != 0) return;
@@ -206,8 +206,9 @@ void logprob_stats_cuda(const StatsArgs& args, void* stream) {
   if (args.shape.rows == 0) return;
   dispatch_device_dtype(args.shape.dtype, "logprob_stats", [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const auto kernel =
-        aligned(args.logits, args.shape.row_stride, sizeof(T)) ? stats_kernel<T, true> : stats_kernel<T, false>;
+    const bool fast = aligned(args.logits, args.shape.row_stride, sizeof(T));
+    const auto kernel = args.with_entropy ? (fast ? stats_kernel<T, true, true> : stats_kernel<T, false, true>)
+                                          : (fast ? stats_kernel<T, true, false> : stats_kernel<T, false, false>);
     kernel<<<static_cast<unsigned>(args.shape.rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   });
   check_launch("logprob_stats");

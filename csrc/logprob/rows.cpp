@@ -14,6 +14,28 @@ constexpr int kCacheLine = 64;
 constexpr int kUnroll = 4;
 constexpr int kStep = kUnroll * kLanes;
 
+#ifdef __AVX512F__
+// Pairs of bfloat16 are compared as floats in place: the upper one's order is that of the whole word, and a -infinity
+// that the lower one turns into a NaN is passed over like one.
+MEGARL_HD float tile_max(const BFloat16* x, int64_t n) {
+  FloatLanes upper[2], lower[2];
+  for (int u = 0; u < 2; ++u) upper[u] = lower[u] = FloatLanes{} - INFINITY;
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep)
+    for (int u = 0; u < 2; ++u) {
+      const UIntLanes pairs = load_raw<UIntLanes>(x + i + u * 2 * kLanes);
+      upper[u] = max_lanes(bit_cast<FloatLanes>(pairs), upper[u]);
+      lower[u] = max_lanes(bit_cast<FloatLanes>(pairs << 16), lower[u]);
+    }
+  upper[0] = max_lanes(upper[1], upper[0]);
+  FloatLanes best = bit_cast<FloatLanes>(bit_cast<UIntLanes>(upper[0]) & 0xffff0000u);
+  best = max_lanes(max_lanes(lower[1], lower[0]), best);
+  for (; i < n; i += kLanes)
+    best = max_lanes(n - i >= kLanes ? load_lanes(x + i) : load_tail(x + i, static_cast<int>(n - i)), best);
+  return horizontal_max<float>(best);
+}
+#endif
+
 template <class T>
 MEGARL_HD accumulator_t<T> tile_max(const T* x, int64_t n) {
   using A = accumulator_t<T>;
@@ -29,15 +51,15 @@ MEGARL_HD accumulator_t<T> tile_max(const T* x, int64_t n) {
   return horizontal_max<A>(best[0]);
 }
 
-template <class V, class A>
+template <class T, bool kDot, class V, class A>
 MEGARL_HD void add_exponentials(V x, A max, A scale, V& sum, V& dot) {
   V w = (x - max) * scale;
-  const V e = exp2_lanes<false>(w);
+  const V e = exp2_lanes<sizeof(T) == 2 ? 5 : 6>(w);
   sum += e;
-  dot += e * w;
+  if (kDot) dot += e * w;
 }
 
-template <class T>
+template <class T, bool kDot>
 MEGARL_HD RowStats<accumulator_t<T>> row_stats(const T* x, int64_t n, accumulator_t<T> inv_temp) {
   using A = accumulator_t<T>;
   using V = lanes_t<A>;
@@ -54,11 +76,13 @@ MEGARL_HD RowStats<accumulator_t<T>> row_stats(const T* x, int64_t n, accumulato
     for (; i + kStep <= count; i += kStep) {
       const char* ahead = reinterpret_cast<const char*>(tile + i + kTile);
       for (size_t byte = 0; byte < kStep * sizeof(T); byte += kCacheLine) __builtin_prefetch(ahead + byte);
-      for (int u = 0; u < kUnroll; ++u) add_exponentials(load_lanes(tile + i + u * kLanes), max, scale, sum[u], dot[u]);
+      for (int u = 0; u < kUnroll; ++u)
+        add_exponentials<T, kDot>(load_lanes(tile + i + u * kLanes), max, scale, sum[u], dot[u]);
     }
     for (; i < count; i += kLanes) {
       const int left = static_cast<int>(count - i);
-      add_exponentials(left >= kLanes ? load_lanes(tile + i) : load_tail(tile + i, left), max, scale, sum[0], dot[0]);
+      const V v = left >= kLanes ? load_lanes(tile + i) : load_tail(tile + i, left);
+      add_exponentials<T, kDot>(v, max, scale, sum[0], dot[0]);
     }
     row.sum += horizontal_sum<A>((sum[0] + sum[1]) + (sum[2] + sum[3]));
     row.dot += horizontal_sum<A>((dot[0] + dot[1]) + (dot[2] + dot[3])) * A(kLn2);
@@ -67,19 +91,19 @@ MEGARL_HD RowStats<accumulator_t<T>> row_stats(const T* x, int64_t n, accumulato
 }
 
 template <class T>
-void stats(const T* x, int64_t n, int64_t label, accumulator_t<T> inv_temp, accumulator_t<T>* out) {
+void stats(const T* x, int64_t n, int64_t label, accumulator_t<T> inv_temp, bool with_dot, accumulator_t<T>* out) {
   using A = accumulator_t<T>;
-  const RowStats<A> s = row_stats(x, n, inv_temp);
+  const RowStats<A> s = with_dot ? row_stats<T, true>(x, n, inv_temp) : row_stats<T, false>(x, n, inv_temp);
   out[0] = s.max;
   out[1] = s.sum;
   out[2] = s.dot;
   out[3] = label >= 0 && label < n ? load_tail(x + label, 1)[0] : A(NAN);
 }
 
-template <bool kRough, class V, class A>
+template <int kDegree, class V, class A>
 MEGARL_HD V gradient_lanes(V x, const RowGradient<A>& k) {
   V w = (x - k.max) * k.scale - k.log2_sum;
-  const V p = exp2_lanes<kRough>(w);
+  const V p = exp2_lanes<kDegree>(w);
   return gradient_element<V, A>(p, w, k);
 }
 
@@ -89,24 +113,24 @@ void backward(const T* x, T* grad, int64_t valid, int64_t columns, int64_t label
   using A = accumulator_t<T>;
   using V = lanes_t<A>;
   const RowGradient<A> k = coefficients;
-  constexpr bool kRough = sizeof(T) == 2;
+  constexpr int kDegree = sizeof(T) == 2 ? 4 : 6;
   // The label's column gets a summand of its own, from the logit as it was before it is overwritten. Near p = 1 the
   // two cancel, so the exponential is taken in full precision.
   const bool here = label >= 0 && label < valid;
   A label_grad = 0;
-  if (here) label_grad = gradient_lanes<false, V, A>(load_tail(x + label, 1), k)[0] + k.label;
+  if (here) label_grad = gradient_lanes<6, V, A>(load_tail(x + label, 1), k)[0] + k.label;
   int64_t i = 0;
   for (; i + kStep <= valid; i += kStep) {
     V v[kUnroll];
-    for (int u = 0; u < kUnroll; ++u) v[u] = gradient_lanes<kRough, V, A>(load_lanes(x + i + u * kLanes), k);
+    for (int u = 0; u < kUnroll; ++u) v[u] = gradient_lanes<kDegree, V, A>(load_lanes(x + i + u * kLanes), k);
     for (int u = 0; u < kUnroll; ++u) store_lanes(grad + i + u * kLanes, v[u]);
   }
   for (; i < valid; i += kLanes) {
     const int left = static_cast<int>(valid - i);
     if (left >= kLanes) {
-      store_lanes(grad + i, gradient_lanes<kRough, V, A>(load_lanes(x + i), k));
+      store_lanes(grad + i, gradient_lanes<kDegree, V, A>(load_lanes(x + i), k));
     } else {
-      store_tail(grad + i, gradient_lanes<kRough, V, A>(load_tail(x + i, left), k), left);
+      store_tail(grad + i, gradient_lanes<kDegree, V, A>(load_tail(x + i, left), k), left);
     }
   }
   if (here) store_tail(grad + label, V{} + label_grad, 1);

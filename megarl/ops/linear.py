@@ -142,9 +142,9 @@ class _Head:
         inv_temp = self.inv_temp if self.inv_temp.numel() == 1 else self.inv_temp[rows]
         return self.labels[rows], inv_temp
 
-    def forward_chunk(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_chunk(self, logits: Tensor, rows: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
         labels, inv_temp = self.row_inputs(rows)
-        stats = kernels.logprob_stats(logits, labels, inv_temp, *self.vocab)
+        stats = kernels.logprob_stats(logits, labels, inv_temp, *self.vocab, with_entropy)
         return kernels.logprob_merge(gathered_stats(stats, self.group), labels, inv_temp)
 
     def backward_chunk(
@@ -201,7 +201,7 @@ class _LinearLogprobs(torch.autograd.Function):
         buffer = head.buffer(weight)
         for span, rows in head.chunks():
             logits = torch.mm(hidden.index_select(0, rows), weight.t(), out=buffer[: rows.numel()])
-            logprob[rows], entropy[rows], context[span] = head.forward_chunk(logits, rows)
+            logprob[rows], entropy[rows], context[span] = head.forward_chunk(logits, rows, with_entropy)
         ctx.save_for_backward(hidden, weight, context)
         ctx.head, ctx.with_entropy = head, with_entropy
         if not with_entropy:
@@ -237,7 +237,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         for _, rows in head.chunks():
             x = hidden.index_select(0, rows)
             logits = torch.mm(x, weight.t(), out=buffer[: rows.numel()])
-            chunk_logprob, chunk_entropy, context = head.forward_chunk(logits, rows)
+            chunk_logprob, chunk_entropy, context = head.forward_chunk(logits, rows, with_entropy)
             logprob[rows], entropy[rows] = chunk_logprob, chunk_entropy
             leaves = [chunk_logprob.requires_grad_()]
             if with_entropy:

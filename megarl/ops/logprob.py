@@ -116,7 +116,7 @@ class _RowLogprobs(torch.autograd.Function):
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        stats = kernels.logprob_stats(logits, labels, inv_temp, vocab_valid, vocab_start)
+        stats = kernels.logprob_stats(logits, labels, inv_temp, vocab_valid, vocab_start, with_entropy)
         logprob, entropy, context = kernels.logprob_merge(gathered_stats(stats, group), labels, inv_temp)
         ctx.save_for_backward(logits, labels, inv_temp, context)
         ctx.vocab = (vocab_valid, vocab_start)

@@ -83,20 +83,24 @@ def _shape(logits: Tensor, vocab_valid: int, vocab_start: int) -> _C.LogitRows:
 
 
 @torch.library.custom_op("megarl::logprob_stats", mutates_args=())
-def logprob_stats(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int) -> Tensor:
-    """Row statistics `[rows, 4]` = (max, sum, dot, label logit) of csrc/common/row_math.h."""
+def logprob_stats(
+    logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int, with_entropy: bool
+) -> Tensor:
+    """Row statistics `[rows, 4]` = (max, sum, dot, label logit) of csrc/common/row_math.h; dot only for the entropy."""
     _check_row_inputs(logits, labels, inv_temp, vocab_valid, vocab_start)
     stats = torch.empty(logits.shape[0], 4, dtype=stats_dtype(logits.dtype), device=logits.device)
     shape = _shape(logits, vocab_valid, vocab_start)
-    temp_stride = int(inv_temp.numel() > 1)
     _C.logprob_stats(
-        where(logits), shape, logits.data_ptr(), labels.data_ptr(), inv_temp.data_ptr(), temp_stride, stats.data_ptr()
+        *(where(logits), shape, logits.data_ptr(), labels.data_ptr(), inv_temp.data_ptr(), int(inv_temp.numel() > 1)),
+        *(with_entropy, stats.data_ptr()),
     )
     return stats
 
 
 @logprob_stats.register_fake
-def _(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int) -> Tensor:
+def _(
+    logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int, with_entropy: bool
+) -> Tensor:
     return logits.new_empty((logits.shape[0], 4), dtype=stats_dtype(logits.dtype))
 
 

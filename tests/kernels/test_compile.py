@@ -32,12 +32,12 @@ def test_a_training_step_compiles_into_one_graph_with_the_same_bits():
 
 
 def test_the_fake_form_of_every_operator_agrees_with_the_real_one():
-    stats = logprob_kernels.logprob_stats(LOGITS, LABELS, ONE, 9, 0)
+    stats = logprob_kernels.logprob_stats(LOGITS, LABELS, ONE, 9, 0, True)
     _, _, context = logprob_kernels.logprob_merge(stats[None], LABELS, ONE)
     moments = advantage.moments(F, M)
     numbers, codes = [0.2, 0.2, 0.0, 0.0, 0.0, 2.0, 0.0], [0, 0, 0, 0]
     calls = {
-        "logprob_stats": (LOGITS, LABELS, ONE, 9, 0),
+        "logprob_stats": (LOGITS, LABELS, ONE, 9, 0, True),
         "logprob_merge": (stats[None], LABELS, ONE),
         "logprob_backward": (LOGITS, LABELS, ONE, context, F, F, 9, 0),
         "logprob_backward_": (LOGITS.clone(), LABELS, ONE, context, F, None, 9, 0),

@@ -56,7 +56,7 @@ def sharded(logits, labels, cuts, temperature=1.0):
     vocab = logits.shape[1]
     bounds = [0, *sorted(cuts), vocab]
     shards = [(a, logits[:, a:b].contiguous()) for a, b in itertools.pairwise(bounds)]
-    stats = [kernels.logprob_stats(x, labels, inv_temp, vocab, start) for start, x in shards]
+    stats = [kernels.logprob_stats(x, labels, inv_temp, vocab, start, True) for start, x in shards]
     logprob, entropy, context = kernels.logprob_merge(torch.stack(stats), labels, inv_temp)
     g = torch.linspace(-1, 1, len(labels), dtype=context.dtype)
     grads = [
@@ -92,8 +92,8 @@ def test_shards_of_every_dtype_merge(dtype):
 def test_a_shard_that_is_all_padding_changes_nothing():
     logits, labels = torch.randn(5, 20), torch.tensor([0, 19, 3, 7, -1])
     inv_temp = kernels.inverse_temperature(1.0, logits)
-    real = kernels.logprob_stats(logits, labels, inv_temp, 20, 0)
-    padding = kernels.logprob_stats(torch.full((5, 8), torch.nan), labels, inv_temp, 20, 20)
+    real = kernels.logprob_stats(logits, labels, inv_temp, 20, 0, True)
+    padding = kernels.logprob_stats(torch.full((5, 8), torch.nan), labels, inv_temp, 20, 20, True)
     alone = kernels.logprob_merge(real[None], labels, inv_temp)
     for got, want in zip(kernels.logprob_merge(torch.stack([real, padding]), labels, inv_temp), alone, strict=True):
         assert torch.equal(got, want)
@@ -102,7 +102,7 @@ def test_a_shard_that_is_all_padding_changes_nothing():
 def test_a_label_that_no_shard_holds_is_nan_and_not_a_number_that_looks_right():
     logits, labels = torch.randn(2, 8), torch.tensor([3, 12])
     inv_temp = kernels.inverse_temperature(1.0, logits)
-    stats = kernels.logprob_stats(logits, labels, inv_temp, 16, 0)  # the shard of columns 8..15 is missing
+    stats = kernels.logprob_stats(logits, labels, inv_temp, 16, 0, True)  # the shard of columns 8..15 is missing
     logprob, _, _ = kernels.logprob_merge(stats[None], labels, inv_temp)
     assert logprob[0].isfinite()
     assert logprob[1].isnan()
@@ -125,7 +125,7 @@ def test_kernels_fill_their_outputs_and_touch_nothing_else(dtype, vocab):
     entropy, context = Guarded((rows,), wide), Guarded((rows, 3), wide)
     before = source.raw.clone()
     at = [t.data_ptr() for t in (source.tensor, labels, inv_temp)]
-    _C.logprob_stats(here, shape, *at, 0, stats.tensor.data_ptr())
+    _C.logprob_stats(here, shape, *at, 0, True, stats.tensor.data_ptr())
     outputs = [b.tensor.data_ptr() for b in (logprob, entropy, context)]
     _C.logprob_merge(here, 1, rows, DTYPE_CODES[wide], stats.tensor.data_ptr(), *at[1:], 0, *outputs)
     g = torch.ones(rows, dtype=wide)

@@ -1,0 +1,116 @@
+"""LM head and log-prob in chunks: time and peak memory, forward and backward, against routes that hold all logits.
+
+    OMP_NUM_THREADS=2 python benchmarks/linear_logprobs.py [--tokens 8192] [--vocab 151936] [--hidden 128]
+
+Peak memory is what a run takes above its inputs and outputs (hidden states, weight and their gradients), as a share of
+the logits tensor; on CPU each side runs in a process of its own. On a GPU also against Liger-Kernel's fused linear
+cross entropy where it is installed (use --tokens 16384 --hidden 4096 --dtype bfloat16).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from timing import machine, side_by_side, with_warm_allocator
+from torch import Tensor
+
+from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
+
+Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def materialising(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The best route that holds the logits: their memory becomes that of their gradient."""
+    logprob, _ = vocab_parallel_logprobs(x @ w.t(), labels, vocab_valid=w.shape[0], inplace_backward=True)
+    return torch.autograd.grad(logprob.sum(), (x, w))
+
+
+def token_loss(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    loss, *_ = linear_token_loss(x, w, labels, lambda logprob, *_: logprob, vocab_valid=w.shape[0])
+    return torch.autograd.grad(loss, (x, w))
+
+
+def logprobs(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.autograd.grad(linear_logprobs(x, w, labels, vocab_valid=w.shape[0])[0].sum(), (x, w))
+
+
+def liger(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return torch.autograd.grad(liger_fused_linear_cross_entropy(x, w, labels, reduction="sum"), (x, w))
+
+
+STEPS: dict[str, Step] = {"materialising": materialising, "token_loss": token_loss, "logprobs": logprobs}
+
+
+def inputs(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    options = {"device": args.device, "dtype": getattr(torch, args.dtype)}
+    x = torch.randn(args.tokens, args.hidden, **options).requires_grad_()
+    w = (torch.randn(args.vocab, args.hidden, **options) * args.hidden**-0.5).requires_grad_()
+    return x, w, torch.randint(0, args.vocab, (args.tokens,), device=args.device)
+
+
+def peak_bytes(step: Step, args: argparse.Namespace) -> int:
+    """Memory taken above the inputs and outputs by one run."""
+    x, w, labels = inputs(args)
+    outputs = x.nbytes + w.nbytes
+    if args.device == "cuda":
+        step(x, w, labels)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(x, w, labels)
+        return torch.cuda.max_memory_allocated() - before - outputs
+    # A small run first: thread pools and library buffers are no part of the answer.
+    step(x[:8], w[:64], labels[:8] % 64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step(x, w, labels)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - outputs
+
+
+def peak_of_side(name: str, args: argparse.Namespace) -> int:
+    if args.device == "cuda":
+        return peak_bytes(STEPS[name], args)
+    command = [sys.executable, *sys.argv, "--peak-of", name]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peak-of", choices=STEPS, help="only print the peak bytes of this side")
+    args = parser.parse_args()
+    if args.peak_of:
+        print(peak_bytes(STEPS[args.peak_of], args))
+        return
+    if args.device == "cuda" and importlib.util.find_spec("liger_kernel"):
+        STEPS["liger"] = liger
+    shape = f"T={args.tokens} V={args.vocab} H={args.hidden} {args.dtype}"
+    print(f"# {machine(args.device)}; {shape}")
+    logits_bytes = args.tokens * args.vocab * getattr(torch, args.dtype).itemsize
+    peaks = {name: peak_of_side(name, args) for name in STEPS}
+    data = inputs(args)
+    sides = {name: lambda step=step: step(*data) for name, step in STEPS.items()}
+    t = side_by_side(sides, device=args.device, rounds=args.rounds)
+    for name in STEPS:
+        share = peaks[name] / logits_bytes
+        print(f"{name:14s} {t[name]:8.3f} s  {t[name] / t['materialising']:5.2f}x the time of materialising", end="")
+        print(f"  peak {peaks[name] / 2**20:7.0f} MiB, {share:6.1%} of the logits", flush=True)
+
+
+if __name__ == "__main__":
+    if "--peak-of" not in sys.argv:
+        with_warm_allocator()
+    main()
