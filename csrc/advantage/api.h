@@ -5,9 +5,9 @@
 
 namespace megarl {
 
-// rewards float [batch, columns]. Group members need not be adjacent: `order` [batch] lists sequences sorted by
-// group and `sorted_ids` [batch] their groups. advantage float [batch].
-// normalize_columns: each reward column is normalised, then the columns are summed; else summed, then normalised.
+// rewards float [batch, columns]. Group members need not be adjacent: `order` [batch] lists sequences sorted
+// by group and `sorted_ids` [batch] their groups. advantage float [batch]. normalize_columns: each reward
+// column is normalised, then the columns are summed; else summed, then normalised.
 struct GroupAdvantageArgs {
   int64_t batch, columns;
   const float* rewards;
@@ -18,8 +18,8 @@ struct GroupAdvantageArgs {
   float* advantage;
 };
 
-// moments double [3] = (n, mean, m2) of the unmasked values. Values are summed in chunks of kMomentChunk, merged in
-// order; partials: double [chunks, 3] of scratch.
+// moments double [3] = (n, mean, m2) of the unmasked values. Values are summed in chunks of kMomentChunk,
+// merged in order; partials: double [chunks, 3] of scratch.
 constexpr int64_t kMomentChunk = 4096;
 struct MomentsArgs {
   int64_t tokens;
@@ -47,8 +47,9 @@ struct WhitenArgs {
   float* out;
 };
 
-// Packed GAE: tokens of sequence b are [cu_seqlens[b], cu_seqlens[b + 1]). Masked tokens are passed over and get 0.
-// bootstrap float [sequences] is the value after the last token, or null for 0. lambda float [1] or [sequences].
+// Packed GAE: tokens of sequence b are [cu_seqlens[b], cu_seqlens[b + 1]). Masked tokens are passed over and
+// get 0. bootstrap float [sequences] is the value after the last token, or null for 0. lambda float [1] or
+// [sequences].
 struct GaeArgs {
   int64_t sequences;
   const float *rewards, *values;

@@ -21,11 +21,13 @@ Moments chunk_moments(const MomentsArgs& a, int64_t begin, int64_t end) {
   return m;
 }
 
-// A sequence on its way from the last token to the first. Each step waits for the one before it, so two sequences
-// are walked side by side.
+// A sequence on its way from the last token to the first. Each step waits for the one before it, so two
+// sequences are walked side by side.
 struct GaeCursor {
   GaeCursor(const GaeArgs& a, int64_t b)
-      : t(a.cu_seqlens[b + 1]), begin(a.cu_seqlens[b]), lambda(a.lambda[b * a.lambda_stride]),
+      : t(a.cu_seqlens[b + 1]),
+        begin(a.cu_seqlens[b]),
+        lambda(a.lambda[b * a.lambda_stride]),
         state{0, a.bootstrap ? a.bootstrap[b] : 0.0} {}
 
   bool left() const { return t > begin; }
@@ -72,7 +74,8 @@ void merge_moments_cpu(const MergeMomentsArgs& args, int) {
 void whiten_cpu(const WhitenArgs& args, int threads) {
   const Moments m = *reinterpret_cast<const Moments*>(args.moments);
   parallel_for(args.tokens, 4, threads, [&](int64_t i) {
-    args.out[i] = args.mask[i] ? static_cast<float>(whiten(args.x[i], m, args.eps, args.keep_mean, args.clip)) : 0.0f;
+    args.out[i] =
+        args.mask[i] ? static_cast<float>(whiten(args.x[i], m, args.eps, args.keep_mean, args.clip)) : 0.0f;
   });
 }
 

@@ -34,8 +34,8 @@ __global__ void whiten_kernel(const WhitenArgs a) {
   a.out[i] = a.mask[i] ? static_cast<float>(whiten(a.x[i], m, a.eps, a.keep_mean, a.clip)) : 0.0f;
 }
 
-// Every thread's value combined with those of all threads before it: out = v_0 then v_1 ... then v_{i-1} (exclusive);
-// `total` is all of them. `then(first, second)` applies `first` before `second`.
+// Every thread's value combined with those of all threads before it: out = v_0 then v_1 ... then v_{i-1}
+// (exclusive); `total` is all of them. `then(first, second)` applies `first` before `second`.
 template <class V, class Then>
 __device__ __forceinline__ V block_scan(V v, const V& identity, const Then& then, V* total) {
   constexpr int kWarps = kThreads / kWarp;
@@ -69,8 +69,8 @@ __device__ __forceinline__ V block_scan(V v, const V& identity, const Then& then
   return then(prefix, before);
 }
 
-// A block a sequence, from its end: each thread composes four tokens into one map, the maps are scanned, and each
-// thread replays its tokens from the state that reaches it.
+// A block a sequence, from its end: each thread composes four tokens into one map, the maps are scanned, and
+// each thread replays its tokens from the state that reaches it.
 __global__ void __launch_bounds__(kThreads) gae_kernel(const GaeArgs a) {
   constexpr int kTokens = 4;
   const int64_t b = blockIdx.x, begin = a.cu_seqlens[b];
@@ -82,13 +82,14 @@ __global__ void __launch_bounds__(kThreads) gae_kernel(const GaeArgs a) {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       const int64_t t = last - i;
-      maps[i] = t >= begin && a.mask[t] ? gae_token(a.rewards[t], a.values[t], a.gamma, lambda) : gae_identity();
+      maps[i] =
+          t >= begin && a.mask[t] ? gae_token(a.rewards[t], a.values[t], a.gamma, lambda) : gae_identity();
       mine = compose(maps[i], mine);
     }
     GaeMap total;
-    const GaeMap before =
-        block_scan(mine, gae_identity(), [](const auto& later, const auto& earlier) { return compose(earlier, later); },
-                   &total);
+    const GaeMap before = block_scan(
+        mine, gae_identity(), [](const auto& later, const auto& earlier) { return compose(earlier, later); },
+        &total);
     GaeState state = apply(before, carry);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {

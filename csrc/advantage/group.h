@@ -16,7 +16,8 @@ MEGARL_HD double reward_of(const GroupAdvantageArgs& a, int64_t sequence, int64_
 }
 
 // Adds the normalised column `c` of the group at order[begin, end) to its advantages (`first`: sets them).
-MEGARL_HD void add_group_column(const GroupAdvantageArgs& a, int64_t begin, int64_t end, int64_t c, bool first) {
+MEGARL_HD void add_group_column(const GroupAdvantageArgs& a, int64_t begin, int64_t end, int64_t c,
+                                bool first) {
   const double n = static_cast<double>(end - begin);
   double mean = 0, m2 = 0;
   for (int64_t i = begin; i < end; ++i) mean += reward_of(a, a.order[i], c);

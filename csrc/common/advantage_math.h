@@ -1,5 +1,6 @@
 // Group-relative advantages, mergeable moments and the GAE recurrence, written once for CPU and CUDA.
-// Sums are in double throughout: these tensors are small, and the order of a batch then cannot be seen in float.
+// Sums are in double throughout: these tensors are small, and the order of a batch then cannot be seen in
+// float.
 #pragma once
 
 #include <cmath>
@@ -47,19 +48,21 @@ MEGARL_HD double whiten(double x, const Moments& m, double eps, bool keep_mean, 
 
 // Generalised advantage estimation (Schulman et al., 2016), from the last token to the first:
 //   A_t = r_t + gamma V_next - V_t + gamma lambda A_next
-// where next is the next unmasked token. A token is an affine map of the state (A_next, V_next), and maps compose,
-// so a run of tokens can be scanned in parallel.
+// where next is the next unmasked token. A token is an affine map of the state (A_next, V_next), and maps
+// compose, so a run of tokens can be scanned in parallel.
 struct GaeState {
   double advantage, value;
 };
 
 struct GaeMap {
-  double p, q, c;     // A = p A_next + q V_next + c
-  bool sets_value;    // V = value, else V = V_next
+  double p, q, c;   // A = p A_next + q V_next + c
+  bool sets_value;  // V = value, else V = V_next
   double value;
 };
 
-MEGARL_HD GaeMap gae_identity() { return {1, 0, 0, false, 0}; }
+MEGARL_HD GaeMap gae_identity() {
+  return {1, 0, 0, false, 0};
+}
 
 MEGARL_HD GaeMap gae_token(double reward, double value, double gamma, double lambda) {
   return {gamma * lambda, gamma, reward - value, true, value};

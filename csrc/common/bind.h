@@ -35,7 +35,8 @@ void launch(const Where& where, const Args& args, void (*cpu)(const Args&, int),
             void (*cuda)(const std::common_type_t<Args>&, void*)) {
   py::gil_scoped_release release;
   if (!where.cuda) return cpu(args, where.threads);
-  if (!cuda) throw std::runtime_error("this build of megarl has no CUDA kernels; build it with MEGARL_CUDA=1");
+  if (!cuda)
+    throw std::runtime_error("this build of megarl has no CUDA kernels; build it with MEGARL_CUDA=1");
   cuda(args, pointer(where.stream));
 }
 

@@ -20,11 +20,19 @@ inline void check_launch(const char* op) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(error));
 }
 
-inline unsigned blocks_for(int64_t n, int per_block) { return static_cast<unsigned>((n + per_block - 1) / per_block); }
+inline unsigned blocks_for(int64_t n, int per_block) {
+  return static_cast<unsigned>((n + per_block - 1) / per_block);
+}
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
-__device__ __forceinline__ float to_float(Float16 x) { return __half2float(__ushort_as_half(x.bits)); }
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(BFloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+__device__ __forceinline__ float to_float(Float16 x) {
+  return __half2float(__ushort_as_half(x.bits));
+}
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);
@@ -61,8 +69,8 @@ __device__ __forceinline__ V shuffle_down(const V& v, int delta) {
   return out;
 }
 
-// combine(v of thread 0, v of thread 1, ...) as a binary tree whose shape depends on kThreads alone. The result is
-// valid in thread 0. combine(left, right) need not commute.
+// combine(v of thread 0, v of thread 1, ...) as a binary tree whose shape depends on kThreads alone. The
+// result is valid in thread 0. combine(left, right) need not commute.
 template <int kThreads, class V, class Combine>
 __device__ __forceinline__ V block_reduce(V v, const Combine& combine) {
   constexpr int kWarps = kThreads / kWarp;

@@ -1,9 +1,10 @@
-// Sixteen-lane vectors for the CPU kernels: the compiler's portable vectors, with AVX-512 instructions where a file
-// is compiled for them.
+// Sixteen-lane vectors for the CPU kernels: the compiler's portable vectors, with AVX-512 instructions where
+// a file is compiled for them.
 //
-// Every reduction runs over lanes in one written order, so that a result does not depend on the alignment of a
-// row, its position in a batch or the number of threads. A file that includes this is compiled once for each
-// instruction set, with MEGARL_ISA naming the copy; everything here is inlined, so copies cannot be mixed up.
+// Every reduction runs over lanes in one written order, so that a result does not depend on the alignment of
+// a row, its position in a batch or the number of threads. A file that includes this is compiled once for
+// each instruction set, with MEGARL_ISA naming the copy; everything here is inlined, so copies cannot be
+// mixed up.
 #pragma once
 
 #include <cmath>
@@ -53,19 +54,30 @@ MEGARL_HD V load_raw(const void* p) {
   return v;
 }
 
-MEGARL_HD FloatLanes load_lanes(const float* p) { return load_raw<FloatLanes>(p); }
-MEGARL_HD DoubleLanes load_lanes(const double* p) { return load_raw<DoubleLanes>(p); }
-MEGARL_HD void store_lanes(float* p, FloatLanes v) { std::memcpy(p, &v, sizeof(v)); }
-MEGARL_HD void store_lanes(double* p, DoubleLanes v) { std::memcpy(p, &v, sizeof(v)); }
+MEGARL_HD FloatLanes load_lanes(const float* p) {
+  return load_raw<FloatLanes>(p);
+}
+MEGARL_HD DoubleLanes load_lanes(const double* p) {
+  return load_raw<DoubleLanes>(p);
+}
+MEGARL_HD void store_lanes(float* p, FloatLanes v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+MEGARL_HD void store_lanes(double* p, DoubleLanes v) {
+  std::memcpy(p, &v, sizeof(v));
+}
 
 #ifdef __AVX512F__
 
 MEGARL_HD FloatLanes load_lanes(const BFloat16* p) {
   return bit_cast<FloatLanes>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_raw<__m256i>(p)), 16));
 }
-MEGARL_HD FloatLanes load_lanes(const Float16* p) { return _mm512_cvtph_ps(load_raw<__m256i>(p)); }
+MEGARL_HD FloatLanes load_lanes(const Float16* p) {
+  return _mm512_cvtph_ps(load_raw<__m256i>(p));
+}
 
-// Round to nearest even. A NaN stays one: those that arise here have no low mantissa bits to carry into the exponent.
+// Round to nearest even. A NaN stays one: those that arise here have no low mantissa bits to carry into the
+// exponent.
 MEGARL_HD void store_lanes(BFloat16* p, FloatLanes v) {
 #ifdef __AVX512BF16__
   const __m256bh out = _mm512_cvtneps_pbh(v);
@@ -81,7 +93,9 @@ MEGARL_HD void store_lanes(Float16* p, FloatLanes v) {
   std::memcpy(p, &out, sizeof(out));
 }
 
-MEGARL_HD FloatLanes max_lanes(FloatLanes v, FloatLanes best) { return _mm512_max_ps(v, best); }
+MEGARL_HD FloatLanes max_lanes(FloatLanes v, FloatLanes best) {
+  return _mm512_max_ps(v, best);
+}
 
 #else
 
@@ -122,14 +136,19 @@ MEGARL_HD void store_lanes(Float16* p, FloatLanes v) {
 }
 
 // The greater; a NaN in `v` is passed over.
-MEGARL_HD FloatLanes max_lanes(FloatLanes v, FloatLanes best) { return v > best ? v : best; }
+MEGARL_HD FloatLanes max_lanes(FloatLanes v, FloatLanes best) {
+  return v > best ? v : best;
+}
 
 #endif
 
-MEGARL_HD DoubleLanes max_lanes(DoubleLanes v, DoubleLanes best) { return v > best ? v : best; }
+MEGARL_HD DoubleLanes max_lanes(DoubleLanes v, DoubleLanes best) {
+  return v > best ? v : best;
+}
 
-// 2^r for |r| <= 1/2 by a minimax polynomial of this degree. Relative error below 8e-8 (degree 6), 2.2e-7 (5), which
-// is nothing beside the rounding of 16-bit logits, and 2.7e-6 (4), nothing beside that of a result stored in 16 bits.
+// 2^r for |r| <= 1/2 by a minimax polynomial of this degree. Relative error below 8e-8 (degree 6), 2.2e-7
+// (5), which is nothing beside the rounding of 16-bit logits, and 2.7e-6 (4), nothing beside that of a result
+// stored in 16 bits.
 template <int kDegree>
 MEGARL_HD FloatLanes exp2_fraction(FloatLanes r) {
   if (kDegree == 4) {
@@ -153,8 +172,8 @@ MEGARL_HD FloatLanes exp2_fraction(FloatLanes r) {
   return p * r + 1.0f;
 }
 
-// 2^w for w <= 127, as 2^n 2^r with n the nearest integer. Exactly 0 for -infinity and anything that underflows,
-// NaN for NaN. `w` is bounded below on return, so that 2^w * w is 0 where 2^w is.
+// 2^w for w <= 127, as 2^n 2^r with n the nearest integer. Exactly 0 for -infinity and anything that
+// underflows, NaN for NaN. `w` is bounded below on return, so that 2^w * w is 0 where 2^w is.
 template <int kDegree>
 MEGARL_HD FloatLanes exp2_lanes(FloatLanes& w) {
 #ifdef __AVX512F__

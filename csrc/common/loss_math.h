@@ -66,7 +66,8 @@ struct TokenLoss {
   T d_ratio;    // derivative by the log of the ratio: this token's, or its sequence's
 };
 
-// KL(policy || reference) estimated from one sample, with r = ref - logprob (Schulman, "Approximating KL divergence"):
+// KL(policy || reference) estimated from one sample, with r = ref - logprob (Schulman, "Approximating KL
+// divergence"):
 //   k1 = -r,  k2 = r^2 / 2,  k3 = e^r - 1 - r.     `slope` gets the derivative by logprob.
 template <class T>
 MEGARL_HD T kl_estimate(T r, int estimator, T* slope) {
@@ -84,9 +85,10 @@ MEGARL_HD T kl_estimate(T r, int estimator, T* slope) {
   return excess - b;
 }
 
-// One unmasked token. `log_ratio` is log(policy/old), of the token or of its sequence. Adds to sums[kLossSums].
-//   clip:   max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 no more than -A c        (PPO, DAPO; dual clip)
-//   cispo:  -A clip(r, 1 - low, 1 + high) logprob, the clipped ratio held fixed          (CISPO)
+// One unmasked token. `log_ratio` is log(policy/old), of the token or of its sequence. Adds to
+// sums[kLossSums].
+//   clip:   max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 no more than -A c        (PPO, DAPO; dual
+//   clip) cispo:  -A clip(r, 1 - low, 1 + high) logprob, the clipped ratio held fixed          (CISPO)
 // times the weight w = old/rollout, min(w, high) or w where low <= w <= high and else 0    (TIS, IcePop)
 // plus kl_coef KL(policy || reference) - entropy_coef entropy.
 template <class T>

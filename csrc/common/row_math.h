@@ -36,7 +36,8 @@ MEGARL_HD RowStats<A> empty_stats() {
 template <class A>
 MEGARL_HD RowStats<A> rescale(RowStats<A> s, A top, A inv_temp) {
   if (s.max == top) return s;
-  if (s.max == negative_infinity<A>()) return {top, s.sum, s.dot};  // sum is 0, or NaN where the row holds one
+  if (s.max == negative_infinity<A>())
+    return {top, s.sum, s.dot};  // sum is 0, or NaN where the row holds one
   const A shift = (s.max - top) * inv_temp;
   const A factor = static_cast<A>(exp(shift));
   if (factor == A(0)) return {top, s.sum * factor, s.dot * factor};  // spares 0 * -inf
@@ -62,7 +63,8 @@ template <class A>
 MEGARL_HD RowResult<A> finish_row(const RowStats<A>& s, A label_logit, double inv_temp) {
   const double log_sum = log(static_cast<double>(s.sum));
   const double gap = static_cast<double>(label_logit) - s.max;
-  return {static_cast<A>(gap * inv_temp - log_sum), static_cast<A>(log_sum - s.dot / s.sum), static_cast<A>(log_sum)};
+  return {static_cast<A>(gap * inv_temp - log_sum), static_cast<A>(log_sum - s.dot / s.sum),
+          static_cast<A>(log_sum)};
 }
 
 // The coefficients of one row's gradient. With w = log2(p) of a column:
@@ -76,7 +78,11 @@ struct RowGradient {
 
 template <class A>
 MEGARL_HD RowGradient<A> row_gradient(A max, A log_sum, A entropy, A g, A h, A inv_temp) {
-  return {max, inv_temp * A(kLog2E), log_sum * A(kLog2E), (g + h * entropy) * inv_temp, h * A(kLn2) * inv_temp,
+  return {max,
+          inv_temp * A(kLog2E),
+          log_sum * A(kLog2E),
+          (g + h * entropy) * inv_temp,
+          h * A(kLn2) * inv_temp,
           g * inv_temp};
 }
 

@@ -28,12 +28,17 @@ struct Float16 {
 template <class Fn>
 void dispatch_dtype(int dtype, const char* op, Fn&& fn) {
   switch (static_cast<DType>(dtype)) {
-    case DType::kFloat32: return fn(static_cast<float*>(nullptr));
-    case DType::kBFloat16: return fn(static_cast<BFloat16*>(nullptr));
-    case DType::kFloat16: return fn(static_cast<Float16*>(nullptr));
-    case DType::kFloat64: return fn(static_cast<double*>(nullptr));
+    case DType::kFloat32:
+      return fn(static_cast<float*>(nullptr));
+    case DType::kBFloat16:
+      return fn(static_cast<BFloat16*>(nullptr));
+    case DType::kFloat16:
+      return fn(static_cast<Float16*>(nullptr));
+    case DType::kFloat64:
+      return fn(static_cast<double*>(nullptr));
   }
-  throw std::invalid_argument(std::string(op) + ": dtype code " + std::to_string(dtype) + " is not one of 0..3");
+  throw std::invalid_argument(std::string(op) + ": dtype code " + std::to_string(dtype) +
+                              " is not one of 0..3");
 }
 
 // The type that row statistics are kept in: float, or double where the tensor is double.

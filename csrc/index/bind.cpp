@@ -1,4 +1,5 @@
 #include "../common/bind.h"
+
 #include "api.h"
 
 namespace megarl {
@@ -6,9 +7,9 @@ namespace megarl {
 void register_index(py::module_& m) {
   m.def(
       "index_build",
-      [](const Where& where, int64_t sequences, int64_t local, int64_t cp_rank, int64_t cp_size, uintptr_t tokens,
-         uintptr_t cu_seqlens, uintptr_t loss_mask, uintptr_t labels, uintptr_t positions, uintptr_t segments,
-         uintptr_t rows, uintptr_t row_count) {
+      [](const Where& where, int64_t sequences, int64_t local, int64_t cp_rank, int64_t cp_size,
+         uintptr_t tokens, uintptr_t cu_seqlens, uintptr_t loss_mask, uintptr_t labels, uintptr_t positions,
+         uintptr_t segments, uintptr_t rows, uintptr_t row_count) {
         const IndexArgs args{sequences,
                              local,
                              cp_rank,

@@ -11,7 +11,8 @@ __global__ void place_kernel(const IndexArgs a) {
   if (i < a.local) place_token(a, i);
 }
 
-// One block lists the labelled rows in order: each warp counts its rows by ballot, the counts are added up in order.
+// One block lists the labelled rows in order: each warp counts its rows by ballot, the counts are added up in
+// order.
 __global__ void __launch_bounds__(kListThreads) list_rows_kernel(const IndexArgs a) {
   __shared__ int count_of_warp[kListThreads / kWarp];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

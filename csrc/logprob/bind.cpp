@@ -1,4 +1,5 @@
 #include "../common/bind.h"
+
 #include "api.h"
 
 namespace megarl {
@@ -12,8 +13,9 @@ void register_logprob(py::module_& m) {
       "logprob_stats",
       [](const Where& where, const LogitRows& shape, uintptr_t logits, uintptr_t labels, uintptr_t inv_temp,
          int64_t temp_stride, bool with_entropy, uintptr_t stats) {
-        const StatsArgs args{shape,       pointer(logits), pointer<int64_t>(labels), pointer<double>(inv_temp),
-                             temp_stride, with_entropy,    pointer(stats)};
+        const StatsArgs args{
+            shape,        pointer(logits), pointer<int64_t>(labels), pointer<double>(inv_temp), temp_stride,
+            with_entropy, pointer(stats)};
         launch(where, args, logprob_stats_cpu, MEGARL_CUDA_KERNEL(logprob_stats_cuda));
       },
       py::arg("where"), py::arg("shape"), py::arg("logits"), py::arg("labels"), py::arg("inv_temp"),
@@ -23,12 +25,21 @@ void register_logprob(py::module_& m) {
       "logprob_merge",
       [](const Where& where, int64_t ranks, int64_t rows, int dtype, uintptr_t stats, uintptr_t labels,
          uintptr_t inv_temp, int64_t temp_stride, uintptr_t logprob, uintptr_t entropy, uintptr_t context) {
-        const MergeArgs args{ranks,       rows,           dtype,           pointer(stats), pointer<int64_t>(labels), pointer<double>(inv_temp),
-                             temp_stride, pointer(logprob), pointer(entropy), pointer(context)};
+        const MergeArgs args{ranks,
+                             rows,
+                             dtype,
+                             pointer(stats),
+                             pointer<int64_t>(labels),
+                             pointer<double>(inv_temp),
+                             temp_stride,
+                             pointer(logprob),
+                             pointer(entropy),
+                             pointer(context)};
         launch(where, args, logprob_merge_cpu, MEGARL_CUDA_KERNEL(logprob_merge_cuda));
       },
-      py::arg("where"), py::arg("ranks"), py::arg("rows"), py::arg("dtype"), py::arg("stats"), py::arg("labels"),
-      py::arg("inv_temp"), py::arg("temp_stride"), py::arg("logprob"), py::arg("entropy"), py::arg("context"));
+      py::arg("where"), py::arg("ranks"), py::arg("rows"), py::arg("dtype"), py::arg("stats"),
+      py::arg("labels"), py::arg("inv_temp"), py::arg("temp_stride"), py::arg("logprob"), py::arg("entropy"),
+      py::arg("context"));
 
   m.def(
       "logprob_backward",
@@ -48,8 +59,8 @@ void register_logprob(py::module_& m) {
         launch(where, args, logprob_backward_cpu, MEGARL_CUDA_KERNEL(logprob_backward_cuda));
       },
       py::arg("where"), py::arg("shape"), py::arg("logits"), py::arg("grad"), py::arg("grad_stride"),
-      py::arg("labels"), py::arg("inv_temp"), py::arg("temp_stride"), py::arg("context"), py::arg("grad_logprob"),
-      py::arg("grad_entropy"));
+      py::arg("labels"), py::arg("inv_temp"), py::arg("temp_stride"), py::arg("context"),
+      py::arg("grad_logprob"), py::arg("grad_entropy"));
 }
 
 }  // namespace megarl

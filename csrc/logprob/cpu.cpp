@@ -10,8 +10,8 @@
 namespace megarl {
 namespace {
 
-// The row kernels of the best instruction set of this machine, or of the one that MEGARL_CPU_ISA names (tests use
-// it to reach the others).
+// The row kernels of the best instruction set of this machine, or of the one that MEGARL_CPU_ISA names (tests
+// use it to reach the others).
 AllRowKernels choose_kernels() {
   const char* named = std::getenv("MEGARL_CPU_ISA");
   const std::string wanted = named ? named : "";
@@ -25,8 +25,9 @@ AllRowKernels choose_kernels() {
   if (v3 && (wanted.empty() || wanted == "avx2")) return avx2::row_kernels();
 #endif
   if (wanted.empty() || wanted == "baseline") return baseline::row_kernels();
-  throw std::runtime_error("MEGARL_CPU_ISA is '" + wanted +
-                           "', which this processor or build has not; use baseline, avx2, avx512, avx512bf16 or none");
+  throw std::runtime_error(
+      "MEGARL_CPU_ISA is '" + wanted +
+      "', which this processor or build has not; use baseline, avx2, avx512, avx512bf16 or none");
 }
 
 const AllRowKernels& machine_kernels() {
@@ -34,10 +35,18 @@ const AllRowKernels& machine_kernels() {
   return kernels;
 }
 
-const RowKernels<float>& kernels_for(const float*) { return machine_kernels().float32; }
-const RowKernels<BFloat16>& kernels_for(const BFloat16*) { return machine_kernels().bfloat16; }
-const RowKernels<Float16>& kernels_for(const Float16*) { return machine_kernels().float16; }
-const RowKernels<double>& kernels_for(const double*) { return machine_kernels().float64; }
+const RowKernels<float>& kernels_for(const float*) {
+  return machine_kernels().float32;
+}
+const RowKernels<BFloat16>& kernels_for(const BFloat16*) {
+  return machine_kernels().bfloat16;
+}
+const RowKernels<Float16>& kernels_for(const Float16*) {
+  return machine_kernels().float16;
+}
+const RowKernels<double>& kernels_for(const double*) {
+  return machine_kernels().float64;
+}
 
 template <class T>
 void stats_rows(const StatsArgs& a, int threads) {

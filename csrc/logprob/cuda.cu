@@ -1,6 +1,6 @@
-// One block a row. Each thread keeps running statistics over its own columns and takes one exponential an element;
-// the block then merges them in a fixed tree. Which thread owns a column never depends on alignment, so a row gives
-// the same bits wherever it lies in memory.
+// One block a row. Each thread keeps running statistics over its own columns and takes one exponential an
+// element; the block then merges them in a fixed tree. Which thread owns a column never depends on alignment,
+// so a row gives the same bits wherever it lies in memory.
 #include "../common/cuda.cuh"
 #include "../common/row_math.h"
 #include "api.h"
@@ -16,9 +16,15 @@ constexpr int kGroup = 8;  // adjacent columns of a thread
 template <class T>
 constexpr int kGroups = 64 / (kGroup * static_cast<int>(sizeof(T)));
 
-__device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
-__device__ __forceinline__ uint32_t bits_of(BFloat16 x) { return x.bits; }
-__device__ __forceinline__ uint32_t bits_of(Float16 x) { return x.bits; }
+__device__ __forceinline__ uint32_t bits_of(float x) {
+  return __float_as_uint(x);
+}
+__device__ __forceinline__ uint32_t bits_of(BFloat16 x) {
+  return x.bits;
+}
+__device__ __forceinline__ uint32_t bits_of(Float16 x) {
+  return x.bits;
+}
 
 template <class T>
 __device__ __forceinline__ T of_bits(uint32_t bits) {
@@ -35,7 +41,9 @@ struct Group {
   static constexpr int kPerWord = 4 / sizeof(T), kWords = kGroup / kPerWord;
   uint32_t words[kWords];
 
-  __device__ __forceinline__ T get(int i) const { return of_bits<T>(words[i / kPerWord] >> (16 * (i % kPerWord))); }
+  __device__ __forceinline__ T get(int i) const {
+    return of_bits<T>(words[i / kPerWord] >> (16 * (i % kPerWord)));
+  }
   // Elements are set in order, each once.
   __device__ __forceinline__ void set(int i, T x) {
     const uint32_t shifted = bits_of(x) << (16 * (i % kPerWord));
@@ -78,7 +86,8 @@ __device__ __forceinline__ void store_group(T* row, int64_t c, int64_t columns, 
 }
 
 template <class T, bool kDot>
-__device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], float inv_temp, RowStats<float>& s) {
+__device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], float inv_temp,
+                                           RowStats<float>& s) {
   float top = s.max;
 #pragma unroll
   for (int u = 0; u < kGroups<T>; ++u)
@@ -165,7 +174,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) backward_kernel(const 
   const float inv_temp = static_cast<float>(a.inv_temp[row * a.temp_stride]);
   const RowGradient<float> k = row_gradient(context[0], context[1], context[2], g, h, inv_temp);
   constexpr int64_t kSpan = kThreads * kGroup;
-  constexpr int kHeld = kAligned ? kGroups<T> : 1;  // element by element, more groups would not fit the registers
+  constexpr int kHeld =
+      kAligned ? kGroups<T> : 1;  // element by element, more groups would not fit the registers
   for (int64_t c = threadIdx.x * kGroup; c < columns; c += kSpan * kHeld) {
     Group<T> v[kHeld];
 #pragma unroll
@@ -193,10 +203,14 @@ bool aligned(const void* base, int64_t stride, size_t size) {
 template <class Fn>
 void dispatch_device_dtype(int dtype, const char* op, Fn&& fn) {
   switch (static_cast<DType>(dtype)) {
-    case DType::kFloat32: return fn(static_cast<float*>(nullptr));
-    case DType::kBFloat16: return fn(static_cast<BFloat16*>(nullptr));
-    case DType::kFloat16: return fn(static_cast<Float16*>(nullptr));
-    default: throw std::invalid_argument(std::string(op) + ": CUDA takes float32, bfloat16 and float16");
+    case DType::kFloat32:
+      return fn(static_cast<float*>(nullptr));
+    case DType::kBFloat16:
+      return fn(static_cast<BFloat16*>(nullptr));
+    case DType::kFloat16:
+      return fn(static_cast<Float16*>(nullptr));
+    default:
+      throw std::invalid_argument(std::string(op) + ": CUDA takes float32, bfloat16 and float16");
   }
 }
 
@@ -207,8 +221,9 @@ void logprob_stats_cuda(const StatsArgs& args, void* stream) {
   dispatch_device_dtype(args.shape.dtype, "logprob_stats", [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const bool fast = aligned(args.logits, args.shape.row_stride, sizeof(T));
-    const auto kernel = args.with_entropy ? (fast ? stats_kernel<T, true, true> : stats_kernel<T, false, true>)
-                                          : (fast ? stats_kernel<T, true, false> : stats_kernel<T, false, false>);
+    const auto kernel = args.with_entropy
+                            ? (fast ? stats_kernel<T, true, true> : stats_kernel<T, false, true>)
+                            : (fast ? stats_kernel<T, true, false> : stats_kernel<T, false, false>);
     kernel<<<static_cast<unsigned>(args.shape.rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   });
   check_launch("logprob_stats");

@@ -6,17 +6,17 @@
 namespace megarl {
 namespace {
 
-// Columns per tile: its logits stay in the first-level cache between the pass for the maximum and the pass for
-// the exponentials, so memory is read once and one exponential is taken an element. While that pass computes, it
-// fetches the next tile.
+// Columns per tile: its logits stay in the first-level cache between the pass for the maximum and the pass
+// for the exponentials, so memory is read once and one exponential is taken an element. While that pass
+// computes, it fetches the next tile.
 constexpr int64_t kTile = 2048;
 constexpr int kCacheLine = 64;
 constexpr int kUnroll = 4;
 constexpr int kStep = kUnroll * kLanes;
 
 #ifdef __AVX512F__
-// Pairs of bfloat16 are compared as floats in place: the upper one's order is that of the whole word, and a -infinity
-// that the lower one turns into a NaN is passed over like one.
+// Pairs of bfloat16 are compared as floats in place: the upper one's order is that of the whole word, and a
+// -infinity that the lower one turns into a NaN is passed over like one.
 MEGARL_HD float tile_max(const BFloat16* x, int64_t n) {
   FloatLanes upper[2], lower[2];
   for (int u = 0; u < 2; ++u) upper[u] = lower[u] = FloatLanes{} - INFINITY;
@@ -46,7 +46,8 @@ MEGARL_HD accumulator_t<T> tile_max(const T* x, int64_t n) {
   for (; i + kStep <= n; i += kStep)
     for (int u = 0; u < kUnroll; ++u) best[u] = max_lanes(load_lanes(x + i + u * kLanes), best[u]);
   for (; i < n; i += kLanes)
-    best[0] = max_lanes(n - i >= kLanes ? load_lanes(x + i) : load_tail(x + i, static_cast<int>(n - i)), best[0]);
+    best[0] =
+        max_lanes(n - i >= kLanes ? load_lanes(x + i) : load_tail(x + i, static_cast<int>(n - i)), best[0]);
   for (int u = 1; u < kUnroll; ++u) best[0] = max_lanes(best[u], best[0]);
   return horizontal_max<A>(best[0]);
 }
@@ -91,7 +92,8 @@ MEGARL_HD RowStats<accumulator_t<T>> row_stats(const T* x, int64_t n, accumulato
 }
 
 template <class T>
-void stats(const T* x, int64_t n, int64_t label, accumulator_t<T> inv_temp, bool with_dot, accumulator_t<T>* out) {
+void stats(const T* x, int64_t n, int64_t label, accumulator_t<T> inv_temp, bool with_dot,
+           accumulator_t<T>* out) {
   using A = accumulator_t<T>;
   const RowStats<A> s = with_dot ? row_stats<T, true>(x, n, inv_temp) : row_stats<T, false>(x, n, inv_temp);
   out[0] = s.max;
@@ -114,8 +116,8 @@ void backward(const T* x, T* grad, int64_t valid, int64_t columns, int64_t label
   using V = lanes_t<A>;
   const RowGradient<A> k = coefficients;
   constexpr int kDegree = sizeof(T) == 2 ? 4 : 6;
-  // The label's column gets a summand of its own, from the logit as it was before it is overwritten. Near p = 1 the
-  // two cancel, so the exponential is taken in full precision.
+  // The label's column gets a summand of its own, from the logit as it was before it is overwritten. Near p =
+  // 1 the two cancel, so the exponential is taken in full precision.
   const bool here = label >= 0 && label < valid;
   A label_grad = 0;
   if (here) label_grad = gradient_lanes<6, V, A>(load_tail(x + label, 1), k)[0] + k.label;

@@ -7,11 +7,11 @@
 
 namespace megarl {
 
-// Tensors [tokens] of `dtype` (kFloat32 or kFloat64). Null where not used: ref, rollout, entropy, sequence_ratio,
-// d_ratio. With sequence_ratio [sequences], the log-ratio of the sequence (cu_seqlens) stands for the token's and
-// its derivative goes to d_ratio; else both derivatives go to d_logprob. Masked tokens are not read and get 0.
-// Metrics are summed in chunks of kLossChunk tokens (partials double [chunks, kLossSums]), then in order into
-// sums double [kLossSums].
+// Tensors [tokens] of `dtype` (kFloat32 or kFloat64). Null where not used: ref, rollout, entropy,
+// sequence_ratio, d_ratio. With sequence_ratio [sequences], the log-ratio of the sequence (cu_seqlens) stands
+// for the token's and its derivative goes to d_ratio; else both derivatives go to d_logprob. Masked tokens
+// are not read and get 0. Metrics are summed in chunks of kLossChunk tokens (partials double [chunks,
+// kLossSums]), then in order into sums double [kLossSums].
 constexpr int64_t kLossChunk = 1024;
 struct PolicyLossArgs {
   int64_t tokens, sequences;

@@ -1,14 +1,16 @@
 #include "../common/bind.h"
+
 #include "api.h"
 
 namespace megarl {
 
 void register_loss(py::module_& m) {
   py::class_<PolicyLossSettings>(m, "PolicyLossSettings")
-      .def(py::init<int, bool, double, double, double, int, double, int, double, double, double>(), py::kw_only(),
-           py::arg("objective"), py::arg("sequence_ratio"), py::arg("clip_low"), py::arg("clip_high"),
-           py::arg("dual_clip"), py::arg("kl_estimator"), py::arg("kl_coef"), py::arg("correction"),
-           py::arg("correction_low"), py::arg("correction_high"), py::arg("entropy_coef"));
+      .def(py::init<int, bool, double, double, double, int, double, int, double, double, double>(),
+           py::kw_only(), py::arg("objective"), py::arg("sequence_ratio"), py::arg("clip_low"),
+           py::arg("clip_high"), py::arg("dual_clip"), py::arg("kl_estimator"), py::arg("kl_coef"),
+           py::arg("correction"), py::arg("correction_low"), py::arg("correction_high"),
+           py::arg("entropy_coef"));
   m.attr("loss_chunk") = kLossChunk;
   m.attr("loss_sums") = static_cast<int>(kLossSums);
   m.attr("loss_first_max") = static_cast<int>(kFirstMax);
@@ -16,9 +18,9 @@ void register_loss(py::module_& m) {
   m.def(
       "policy_loss",
       [](const Where& where, int64_t tokens, int64_t sequences, int dtype, const PolicyLossSettings& settings,
-         uintptr_t logprob, uintptr_t old, uintptr_t advantage, uintptr_t ref, uintptr_t rollout, uintptr_t entropy,
-         uintptr_t mask, uintptr_t sequence_ratio, uintptr_t cu_seqlens, uintptr_t loss, uintptr_t d_logprob,
-         uintptr_t d_ratio, uintptr_t partials, uintptr_t sums) {
+         uintptr_t logprob, uintptr_t old, uintptr_t advantage, uintptr_t ref, uintptr_t rollout,
+         uintptr_t entropy, uintptr_t mask, uintptr_t sequence_ratio, uintptr_t cu_seqlens, uintptr_t loss,
+         uintptr_t d_logprob, uintptr_t d_ratio, uintptr_t partials, uintptr_t sums) {
         const PolicyLossArgs args{tokens,
                                   sequences,
                                   dtype,
@@ -48,7 +50,11 @@ void register_loss(py::module_& m) {
       "segment_sum",
       [](const Where& where, int64_t sequences, int dtype, uintptr_t x, uintptr_t mask, uintptr_t cu_seqlens,
          uintptr_t sums) {
-        const SegmentSumArgs args{sequences, dtype, pointer(x), pointer<uint8_t>(mask), pointer<int32_t>(cu_seqlens),
+        const SegmentSumArgs args{sequences,
+                                  dtype,
+                                  pointer(x),
+                                  pointer<uint8_t>(mask),
+                                  pointer<int32_t>(cu_seqlens),
                                   pointer<double>(sums)};
         launch(where, args, segment_sum_cpu, MEGARL_CUDA_KERNEL(segment_sum_cuda));
       },
