@@ -85,6 +85,11 @@ def _check_rl(config: Config) -> None:
             f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "
             f"parallel.dp_size={replicas} does not divide; change batch_size, n_samples or dp_size"
         )
+    if config.parallel.world_size() > 1 and config.parallel.timeout_s <= config.rollout.batch_timeout_s:
+        raise UserError(
+            f"parallel.timeout_s={config.parallel.timeout_s:g} must exceed rollout.batch_timeout_s="
+            f"{config.rollout.batch_timeout_s:g}: the other ranks wait in a collective while rank 0 samples"
+        )
     if samples < 2 and isinstance(config.algorithm, GRPOConfig):
         raise UserError(f"gconfig.n_samples={samples}: GRPO compares the completions of a prompt and needs at least 2")
     if config.train_dataset.max_length is not None:

@@ -15,7 +15,7 @@ class ParallelConfig:
     tp_size: int = knob(1, "tensor parallel ranks: each layer's matrices are split over them")
     pp_size: int = knob(1, "pipeline parallel ranks: the layers are split over them")
     dp_size: int | None = knob(None, "data parallel replicas; none: all ranks that torchrun gives, else 1")
-    timeout_s: float = knob(600.0, "seconds after which a collective that not every rank has joined is an error")
+    timeout_s: float = knob(3600.0, "seconds after which a collective that not every rank has joined is an error")
 
     def world_size(self) -> int:
         """Trainer ranks this layout needs.

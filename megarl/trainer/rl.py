@@ -35,7 +35,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
 
 def loop(run: Run, rollouts: Rollouts, actor: MegatronPPOActor) -> None:
     """All steps that are left."""
-    if run.done == 0 and (found := rollouts.evaluate(0)):
+    if "accuracy_before" not in run.facts and run.done == 0 and (found := rollouts.evaluate(0)):
         run.facts.update(accuracy_before=found["accuracy"], accuracy_problems=found["problems"])
         run.log(0)
     for step in run.steps():

@@ -69,6 +69,7 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         ([GRPO, "parallel.tp_size=3"], "does not divide the model's num_attention_heads=4"),
         ([GRPO, "parallel.pp_size=3", "algorithm.n_minibatches=1"], "does not divide the model's 2 layers"),
         ([GRPO, "parallel.tp_size=0"], "parallel.tp_size=0 must be at least 1"),
+        ([GRPO, "parallel=dp2", "parallel.timeout_s=60"], "timeout_s=60 must exceed rollout.batch_timeout_s=1800"),
         ([GRPO, "algorithm.eps_clip=2"], "algorithm.eps_clip=2.0 must lie between 0 and 1"),
         ([GRPO, "algorithm.n_minibatches=0"], "algorithm.n_minibatches=0"),
         ([GRPO, "actor.max_tokens_per_mb=80"], "= 88 tokens do not fit into actor.max_tokens_per_mb=80"),
