@@ -15,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from megarl import cli
 from megarl.observe.logger import read_metrics
@@ -24,6 +26,7 @@ from megarl.reshard.reference import FullSender
 from megarl.reshard.session import WeightSyncError
 from megarl.trainer import rl
 from megarl.trainer.read import read_inputs
+from tests.conftest import random_model
 
 ASSETS = Path(cli.ASSETS)
 DEADLINE_S = 240.0
@@ -165,3 +168,27 @@ def test_a_tensor_corrupted_on_its_way_stops_the_run_with_its_name(
     assert error.value.tensor.startswith("model.")
     assert error.value.tensor in str(error.value)
     assert steps_in(run) == [1]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_another_model_and_other_data_run_through_the_same_command(family: str, tmp_path: Path) -> None:
+    """A sharded checkpoint by transformers, a GSM8K folder by datasets; the random model earns nothing, but agrees."""
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    model = random_model(family, tied=False, vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=1)
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"question": f"Leo has {i % 9 + 1} pens. How many?", "answer": f"#### {i % 9 + 1}"} for i in range(24)]
+    for split in ("train", "test"):
+        (tmp_path / "data" / "main").mkdir(parents=True, exist_ok=True)
+        Dataset.from_list(rows).to_parquet(tmp_path / "data" / "main" / f"{split}-00000-of-00001.parquet")
+    command = Command(
+        tmp_path, "+experiment=gsm8k_grpo", f"actor.path={tmp_path / 'model'}", "train_dataset.batch_size=8",
+        f"train_dataset.path={tmp_path / 'data'}", f"valid_dataset.path={tmp_path / 'data'}", "total_train_steps=2",
+        "evaluator.n_samples=1",
+    )  # fmt: skip
+    assert command.wait() == 0, command.output.read_text()[-3000:]
+    summary = json.loads((tmp_path / "gsm8k_grpo" / "latest" / "summary.json").read_text())
+    assert summary["weights_verified"] == 2
+    assert summary["max_rollout_train_logprob_diff"] <= 1e-4
+    assert summary["accuracy_problems"] == len(rows)
