@@ -99,8 +99,10 @@ void whiten_cpu(const WhitenArgs& args, int threads) {
 void gae_cpu(const GaeArgs& args, int threads) {
   if (args.sequences == 0) return;
   const int64_t mean_length = args.cu_seqlens[args.sequences] / args.sequences;
-  // A token takes about a nanosecond: below some 10^5 of them, waking a second thread costs more than it gains.
-  parallel_for((args.sequences + 1) / 2, mean_length / 2, threads, [&](int64_t pair) { gae_pair(args, 2 * pair); });
+  // A token takes about a nanosecond: below some 10^5 of them, waking a second thread costs more than it
+  // gains.
+  parallel_for((args.sequences + 1) / 2, mean_length / 2, threads,
+               [&](int64_t pair) { gae_pair(args, 2 * pair); });
 }
 
 }  // namespace megarl
