@@ -23,7 +23,7 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE))
 
 .DELETE_ON_ERROR:
-.PHONY: setup train test test-unit lint format bench lock clean
+.PHONY: setup train test test-unit test-asan test-gpu lint format bench lock clean
 
 setup: $(STAMPS)/package
 
@@ -36,8 +36,18 @@ test: setup
 test-unit: setup
 	@exec $(BIN)/python -m pytest tests/unit $(ARGS)
 
+# A single benchmark with arguments of its own: .venv/bin/python benchmarks/logprob.py --help
 bench: setup
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+	@set -e; for script in $(filter-out benchmarks/timing.py,$(wildcard benchmarks/*.py)); do \
+	  echo "== $$script"; OMP_NUM_THREADS=2 $(BIN)/python "$$script"; done
+
+test-asan: setup
+	@exec $(BIN)/python tests/kernels/run_sanitized.py
+
+# On a machine with a GPU, where set-up ran with MEGARL_CUDA=1.
+test-gpu: setup
+	@$(BIN)/python -m pytest tests/gpu
+	@compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest tests/gpu -k "not 2_to_the"
 
 lint: setup
 	@$(BIN)/ruff check

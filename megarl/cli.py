@@ -79,6 +79,9 @@ def run_command(command: Callable[[Config], int]) -> None:
     except UserError as error:
         print(f"megarl: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _help() -> str:

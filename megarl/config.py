@@ -60,6 +60,11 @@ def check(config: Config) -> None:
         raise UserError(f"method={config.method} must be rl or sft")
     if config.total_train_steps < 1:
         raise UserError(f"total_train_steps={config.total_train_steps} must be at least 1")
+    if config.actor.optimizer.warmup_steps >= config.total_train_steps:
+        raise UserError(
+            f"actor.optimizer.warmup_steps={config.actor.optimizer.warmup_steps} must be below total_train_steps="
+            f"{config.total_train_steps}; lower one or raise the other"
+        )
     if config.method == "rl":
         _check_rl(config)
 
@@ -68,7 +73,9 @@ def _check_rl(config: Config) -> None:
     config.algorithm.check()
     if config.actor.init != "checkpoint":
         raise UserError(f"actor.init={config.actor.init} is for method=sft: the rollout servers load actor.path")
-    if not config.gconfig.greedy and config.actor.temperature != config.gconfig.temperature:
+    if config.gconfig.greedy:
+        raise UserError("gconfig.greedy=true: completions of a prompt would all be alike, and nothing learned; sample")
+    if config.actor.temperature != config.gconfig.temperature:
         raise UserError(
             f"actor.temperature={config.actor.temperature} must equal gconfig.temperature="
             f"{config.gconfig.temperature}: the trainer's log-probs are compared with the rollout's"

@@ -6,12 +6,14 @@ Starts the trainer ranks itself where the layout has more than one, unless torch
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from megarl.cli import run_command
 from megarl.config import Config
@@ -21,17 +23,18 @@ from megarl.processes import die_with_parent
 from megarl.trainer.announce import announce
 from megarl.trainer.read import Inputs, read_inputs
 
-RUN_FOLDER = "MEGARL_RUN_FOLDER"  # from the command to the ranks it starts
+RUN_FOLDER, STARTED = "MEGARL_RUN_FOLDER", "MEGARL_STARTED"  # from the command to the ranks it starts
 
 
 def main(config: Config) -> int:
     """Checks everything that can be checked, makes the run folder, and trains. Returns the exit code."""
-    started = time.monotonic() - (time.time() - psutil.Process().create_time())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is open is closed, in order
+    started = float(os.environ.get(STARTED) or time.monotonic() - (time.time() - psutil.Process().create_time()))
     world, rank = config.parallel.world_size(), int(os.environ.get("RANK", "0"))
     inputs = read_inputs(config, rank)
     if world > 1 and "RANK" not in os.environ:
         folder = make_folder(config)
-        os.environ[RUN_FOLDER] = str(folder.path)
+        os.environ[RUN_FOLDER], os.environ[STARTED] = str(folder.path), str(started)
         return run_ranks("megarl.train", sys.argv[1:], world, folder.logs)
     folder = find_folder(config, rank)
     if rank == 0:
@@ -53,10 +56,28 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
 
 
 def make_folder(config: Config) -> RunFolder:
-    """The run's folder, new or the one to resume, with its config.yaml."""
-    folder = open_run(config.resume) if config.resume else new_run(config.run_root, config.experiment_name)
-    OmegaConf.save(OmegaConf.structured(config), folder.config)
+    """The run's folder, new with its config.yaml, or the one to resume, which keeps its own."""
+    if not config.resume:
+        folder = new_run(config.run_root, config.experiment_name)
+        OmegaConf.save(OmegaConf.structured(config), folder.config)
+        return folder
+    folder = open_run(config.resume)
+    for name, (was, now) in differences(OmegaConf.load(folder.config), OmegaConf.structured(config)).items():
+        print(f"resumed with {name}={now}, the run began with {was}", flush=True)
+    OmegaConf.save(OmegaConf.structured(config), folder.path / "config.resumed.yaml")
     return folder
+
+
+def differences(before: Any, now: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """The knobs, by dotted path, that differ between two configurations; where they lie is none of it."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys([*before, *now]):
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, DictConfig) and isinstance(b, DictConfig):
+            found.update(differences(a, b, f"{prefix}{key}."))
+        elif a != b and prefix + key not in ("resume", "run_root"):
+            found[prefix + key] = (a, b)
+    return found
 
 
 def find_folder(config: Config, rank: int) -> RunFolder:

@@ -28,6 +28,18 @@ class GenerationHyperparameters:
     stop: list[str] = knob(meaning="strings that end a completion", factory=list)
     stop_token_ids: list[int] = knob(meaning="token ids that end a completion, besides eos", factory=list)
 
+    def __post_init__(self) -> None:
+        ranges = {
+            "n_samples": (self.n_samples >= 1, "at least 1"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature > 0, "above 0; greedy=true takes the most likely token"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
+        }
+        for name, (holds, rule) in ranges.items():
+            if not holds:
+                raise UserError(f"gconfig.{name}={getattr(self, name)} must be {rule}")
+
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """A copy with some fields changed, such as `gconfig.new(greedy=True)`."""
         return dataclasses.replace(self, **changes)

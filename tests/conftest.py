@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+# A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
@@ -55,13 +59,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """Fails the session when a process that a test started is still there after the last test."""
+    before = {p.pid for p in psutil.process_iter()}
     yield
     left = [p for p in psutil.Process(os.getpid()).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     marks = ("megarl", "sglang")
     orphans = []
     for process in psutil.process_iter(["ppid", "cmdline"]):
         line = " ".join(process.info["cmdline"] or [])
-        if process.info["ppid"] == 1 and any(m in line for m in marks) and "pytest" not in line:
+        adopted = process.pid not in before and process.info["ppid"] == 1
+        if adopted and any(m in line for m in marks) and "pytest" not in line:
             orphans.append(process)
     names = [f"{p.pid}: {' '.join(p.cmdline())[:120]}" for p in left if "resource_tracker" not in " ".join(p.cmdline())]
     assert not names, f"tests left processes behind: {names}"

@@ -65,7 +65,7 @@ def save(folder: Path, module: GPTModel, optimizer: Any, scheduler: OptimizerPar
     host = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     save_file(host, folder / f"rank_{groups.rank:05d}.safetensors")
     if groups.rank == 0:
-        facts = {"layout": _layout(groups), "scheduler": scheduler.state_dict()}
+        facts = {"layout": _layout(groups), "scheduler_steps": scheduler.num_steps}
         (folder / "engine.json").write_text(json.dumps(facts, indent=2))
     dist.barrier()
 
@@ -93,10 +93,17 @@ def load(folder: Path, module: GPTModel, optimizer: Any, scheduler: OptimizerPar
         raise UserError(
             f"{file} and this model differ in {differing[0]} ({len(differing)} such); is it the same model?"
         )
+    for name, tensor in live.items():
+        if tensor.shape != stored[name].shape:
+            raise UserError(
+                f"{file}: {name} has shape {tuple(stored[name].shape)}, this model's has {tuple(tensor.shape)}; "
+                "resume with the same model"
+            )
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(stored[name])
     torch.set_rng_state(stored["rng.host"])
     if platform.has_gpu():
         torch.cuda.set_rng_state(stored["rng.device"])
-    scheduler.load_state_dict(facts["scheduler"])
+    scheduler.num_steps = 0
+    scheduler.step(facts["scheduler_steps"])  # the schedule itself is the run's own: it may be longer than it was

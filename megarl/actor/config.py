@@ -49,6 +49,20 @@ def check_config(config: EngineConfig) -> None:
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise UserError(f"actor.{name}={value} must be one of {', '.join(allowed)}")
+    adam = config.optimizer
+    ranges = {
+        "lr": (adam.lr > 0, "above 0"),
+        "min_lr_ratio": (0 <= adam.min_lr_ratio <= 1, "from 0 to 1"),
+        "warmup_steps": (adam.warmup_steps >= 0, "at least 0"),
+        "weight_decay": (adam.weight_decay >= 0, "at least 0"),
+        "adam_beta1": (0 <= adam.adam_beta1 < 1, "from 0 to below 1"),
+        "adam_beta2": (0 <= adam.adam_beta2 < 1, "from 0 to below 1"),
+        "adam_eps": (adam.adam_eps > 0, "above 0"),
+        "clip_grad": (adam.clip_grad >= 0, "at least 0"),
+    }
+    for name, (holds, rule) in ranges.items():
+        if not holds:
+            raise UserError(f"actor.optimizer.{name}={getattr(adam, name)} must be {rule}")
     for name in ("max_tokens_per_mb", "temperature"):
         if getattr(config, name) <= 0:
             raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")

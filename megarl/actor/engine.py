@@ -90,7 +90,8 @@ class MegatronEngine(TrainEngine):
                 f"actor.optimizer.lr_decay_style={adam.lr_decay_style} needs the number of steps: give initialize a "
                 "FinetuneSpec, or use constant"
             )
-        steps = max(ft_spec.total_train_steps if ft_spec else 1, adam.warmup_steps + 1)
+        offset = 1 if adam.warmup_steps else 0  # the first step of a warm-up already moves
+        steps = max(ft_spec.total_train_steps if ft_spec else 1, adam.warmup_steps + 1) + offset
         scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -104,8 +105,7 @@ class MegatronEngine(TrainEngine):
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
-        if adam.warmup_steps:
-            scheduler.step(1)  # the first step of a warm-up already moves
+        scheduler.step(offset)
         return scheduler
 
     def destroy(self) -> None:

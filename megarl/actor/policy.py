@@ -52,8 +52,8 @@ class MegatronPPOActor(MegatronEngine):
     def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
         """Updates the policy on the batch: one optimizer step for each of the algorithm's minibatches.
 
-        Minibatch j of n takes sequences j, j + n, j + 2n, ...: each sees every group. Returns the mean of the steps'
-        figures (maxima of those named `*_max`).
+        Minibatch j of n takes sequences j, j + n, j + 2n, ..., so from all over the batch. Returns the mean of the
+        steps' figures (maxima of those named `*_max`).
         """
         self.train()
         count = self.algorithm.n_minibatches

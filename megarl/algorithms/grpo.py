@@ -60,7 +60,7 @@ class GRPO(Algorithm):
                 "clip_fraction": masked_mean(clipped, mask),
                 "approx_kl": masked_mean(ratio - 1 - log_ratio, mask),
                 "entropy": masked_mean(entropy, mask),
-                "ratio_max": ratio.max(),
+                "ratio_max": ratio.masked_fill(~mask, 0.0).max(),
             }
         return -masked_mean(surrogate, mask), metrics
 

@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-STOP_DEADLINE_S = 60.0  # for the other ranks, once one has failed or the last ones should be done
+STOP_DEADLINE_S = 60.0  # for the other ranks, once one has ended well: they leave together
+FAILURE_GRACE_S = 15.0  # for the other ranks to clean up, once one has failed
+LOG_TAIL_LINES = 15
 PARENT = "MEGARL_PARENT_PID"
 
 
@@ -36,11 +38,11 @@ def rank_environment(rank: int, world_size: int, rendezvous: Path) -> dict[str, 
 
 
 def run_ranks(module: str, arguments: list[str], world_size: int, log_dir: Path) -> int:
-    """Runs `python -m module arguments` as `world_size` ranks and returns the exit code of the first that failed, or 0.
+    """Runs `python -m module arguments` as `world_size` ranks and returns 0, or the exit code of one that failed.
 
     Rank 0 writes to this terminal, the others to `log_dir/rank_N.log`. Ctrl-C and SIGTERM are passed to rank 0, which
-    stops the run in order. When a rank fails, the others get STOP_DEADLINE_S seconds, then SIGKILL. No rank outlives
-    this process.
+    stops the run in order. When a rank fails, the end of its log is shown, and the others get FAILURE_GRACE_S seconds,
+    then SIGKILL. No rank outlives this process.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as scratch, contextlib.ExitStack() as files:
         processes = []
@@ -52,19 +54,20 @@ def run_ranks(module: str, arguments: list[str], world_size: int, log_dir: Path)
                     env=rank_environment(rank, world_size, Path(scratch) / "rendezvous"),
                     stdout=log,
                     stderr=log,
-                    start_new_session=rank != 0,  # Ctrl-C reaches rank 0 alone
+                    start_new_session=True,  # signals to this group come to this process, which passes them on
                 )
             )
         with _passed_on(processes[0]):
-            return _wait(processes)
+            return _wait(processes, log_dir)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+def _wait(processes: list[subprocess.Popen[bytes]], log_dir: Path) -> int:
     """Waits for all ranks. Once one has ended, the others have a deadline."""
     deadline = None
     while None in (codes := [process.poll() for process in processes]):
         if deadline is None and any(code is not None for code in codes):
-            deadline = time.monotonic() + (0.0 if any(codes) else STOP_DEADLINE_S)
+            deadline = time.monotonic() + (FAILURE_GRACE_S if any(codes) else STOP_DEADLINE_S)
+            _report(codes, log_dir)
         if deadline is not None and time.monotonic() > deadline:
             for process in processes:
                 process.kill()
@@ -75,12 +78,21 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
     return next((code for code in codes if code), 0)
 
 
+def _report(codes: list[int | None], log_dir: Path) -> None:
+    """Shows why ranks failed that write to a log of their own."""
+    for rank, code in enumerate(codes):
+        if rank and code:
+            log = log_dir / f"rank_{rank}.log"
+            tail = "\n".join("  " + line for line in log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+            print(f"megarl: rank {rank} ended with code {code}; its log {log} ends:\n{tail}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Passes SIGTERM on to `process`. SIGINT reaches it from the terminal by itself and is ignored here."""
+    """Passes SIGTERM and SIGINT on to `process`."""
     previous = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        number: signal.signal(number, lambda received, _: process.send_signal(received))
+        for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
         yield

@@ -17,6 +17,11 @@ class ParallelConfig:
     dp_size: int | None = knob(None, "data parallel replicas; none: all ranks that torchrun gives, else 1")
     timeout_s: float = knob(3600.0, "seconds after which a collective that not every rank has joined is an error")
 
+    def sizes(self) -> dict[str, int]:
+        """Every size of the layout, dp worked out."""
+        model_ranks = self.tp_size * self.pp_size
+        return {"tp_size": self.tp_size, "pp_size": self.pp_size, "dp_size": self.world_size() // model_ranks}
+
     def world_size(self) -> int:
         """Trainer ranks this layout needs.
 
@@ -27,6 +32,8 @@ class ParallelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"parallel.{name}={value} must be at least 1")
+        if self.timeout_s <= 0:
+            raise UserError(f"parallel.timeout_s={self.timeout_s} must be above 0")
         model_ranks = self.tp_size * self.pp_size
         given = os.environ.get("WORLD_SIZE")
         if given is None:

@@ -45,7 +45,9 @@ class _Inert:
     def synchronize(self) -> None: ...
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
+def _does_nothing() -> Callable[..., None]:
+    """A function of its own for every attribute: torch.compile refuses one function under two names."""
+    return lambda *_, **__: None
 
 
 # attribute of torch.cuda -> (what answers it on the CPU, the Megatron-core 0.16.1 line that calls it)
@@ -54,14 +56,14 @@ CUDA_ATTRIBUTES: dict[str, tuple[Any, str]] = {
         lambda: torch.device("cpu"),
         "distributed/param_and_grad_buffer.py:783 allocates the parameter and gradient buffers there",
     ),
-    "synchronize": (_nothing, "pipeline_parallel/p2p_communication.py:398 after each send and receive"),
+    "synchronize": (_does_nothing(), "pipeline_parallel/p2p_communication.py:398 after each send and receive"),
     "current_stream": (_Inert, "pipeline_parallel/utils.py:332"),
     "default_stream": (_Inert, "distributed/param_and_grad_buffer.py:422"),
     "stream": (lambda *_: contextlib.nullcontext(), "distributed/param_and_grad_buffer.py:417"),
     "Stream": (_Inert, "distributed/distributed_data_parallel.py:230"),
     "Event": (_Inert, "pipeline_parallel/utils.py:158"),
-    "empty_cache": (_nothing, "distributed/distributed_data_parallel.py:594"),
-    "manual_seed": (_nothing, "tensor_parallel/random.py:422"),
+    "empty_cache": (_does_nothing(), "distributed/distributed_data_parallel.py:594"),
+    "manual_seed": (_does_nothing(), "tensor_parallel/random.py:422"),
     "get_rng_state": (lambda *_, **__: torch.zeros(0, dtype=torch.uint8), "tensor_parallel/random.py:235"),
 }
 

@@ -13,7 +13,10 @@ from megarl.parallel import platform
 from megarl.rollout.sglang_server import uses_gpu
 from megarl.trainer.read import Inputs
 
-REAL = "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B-Instruct"
+REAL = {
+    "rl": "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B-Instruct actor.optimizer.lr=1e-6",
+    "sft": "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B actor.init=checkpoint actor.optimizer.lr=1e-5",
+}
 
 
 def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
@@ -30,7 +33,7 @@ def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
         "folder": str(folder.path),
     }
     if tiny or config.train_dataset.path == BUNDLED:
-        lines["for real"] = f"python -m megarl.train +experiment={config.experiment_name} {REAL}"
+        lines["for real"] = f"python -m megarl.train +experiment={config.experiment_name} {REAL[config.method]}"
     for name, text in lines.items():
         print(f"{name:<9} {text}", flush=True)
 

@@ -16,7 +16,9 @@ from megarl.data.prompts import get_gsm8k_rl_dataset
 from megarl.data.sft import get_gsm8k_sft_dataset
 from megarl.data.tokenizer import check_vocabulary
 from megarl.knobs import UserError
+from megarl.observe.run_folder import open_run
 from megarl.rollout.sglang_server import check_config as check_server
+from megarl.trainer.recover import check_resumable
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         UserError: model, layout, tokenizer or data that cannot be used, in one line.
     """
     check_engine(config.actor)
+    if config.resume:
+        check_resumable(open_run(config.resume).path, config.parallel.sizes())
     model = read_config(config.actor.path)
     check_layout(model, config.parallel)
     tokenizer = load_tokenizer(config.actor.path)
@@ -43,10 +47,11 @@ def read_inputs(config: Config, rank: int) -> Inputs:
     if config.method == "sft":
         train = Batches(_examples(config.train_dataset, tokenizer), config.train_dataset, pad_sequences_to_tensors)
         return Inputs(model, tokenizer, train, _examples(config.valid_dataset, tokenizer))
-    _check_lengths(config, model)
-    check_server(config.server, local_folder(config.actor.path), config.sglang)
     if rank != 0:
         return Inputs(model, tokenizer)
+    _check_lengths("train_dataset", config.train_dataset, config, model)
+    _check_lengths("valid_dataset", config.valid_dataset, config, model)
+    check_server(config.server, local_folder(config.actor.path), config.sglang)
     train = Batches(_prompts(config.train_dataset, tokenizer), config.train_dataset)
     return Inputs(model, tokenizer, train, _prompts(config.valid_dataset, tokenizer))
 
@@ -75,12 +80,12 @@ def load_tokenizer(path: str) -> Any:
         raise UserError(f"actor.path={path} has no readable tokenizer ({first}); save one there") from error
 
 
-def _check_lengths(config: Config, model: PretrainedConfig) -> None:
-    prompt, completion = config.train_dataset.max_length, config.gconfig.max_new_tokens
+def _check_lengths(name: str, data: DatasetConfig, config: Config, model: PretrainedConfig) -> None:
+    prompt, completion = data.max_length, config.gconfig.max_new_tokens
     if prompt is None:
-        raise UserError("train_dataset.max_length is not set; give the longest prompt in tokens, longer are skipped")
+        raise UserError(f"{name}.max_length is not set; give the longest prompt in tokens, longer ones are skipped")
     if prompt + completion > model.max_position_embeddings:
         raise UserError(
-            f"train_dataset.max_length={prompt} + gconfig.max_new_tokens={completion} = {prompt + completion} exceeds "
+            f"{name}.max_length={prompt} + gconfig.max_new_tokens={completion} = {prompt + completion} exceeds "
             f"the model's max_position_embeddings={model.max_position_embeddings}; shorten one of them"
         )

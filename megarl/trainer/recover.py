@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ from megarl.parallel.broadcast import broadcast_json
 
 log = logging.getLogger(__name__)
 
+REPEAT_S = 1.0  # a second signal within this time is the same request
+
 
 @dataclass(frozen=True)
 class SaverConfig:
@@ -32,6 +36,12 @@ class SaverConfig:
     every_steps: int = knob(50, "steps between checkpoints; 0 writes them only when the run is stopped")
     keep: int = knob(2, "checkpoints kept; older ones are removed")
     export_hf: bool = knob(True, "write the trained model as a HF checkpoint to hf/ at the end")
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or self.keep < 1:
+            raise UserError(
+                f"saver.every_steps={self.every_steps}, saver.keep={self.keep}: they must be at least 0 and 1"
+            )
 
 
 class Saver:
@@ -66,7 +76,7 @@ class Saver:
 
     def checkpoints(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        return sorted(p for p in self.folder.glob("step_*") if p.suffix != ".partial")
+        return whole_checkpoints(self.folder)
 
     def restore(self, engine: TrainEngine) -> dict[str, Any]:
         """Loads the newest checkpoint into the engine and returns the trainer's state with its `step`.
@@ -82,6 +92,28 @@ class Saver:
         return state
 
 
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` that were written to their end, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if p.suffix != ".partial")
+
+
+def check_resumable(run: Path, layout: dict[str, int]) -> None:
+    """Refuses, before anything is started, a run whose newest checkpoint this layout cannot go on from.
+
+    Raises:
+        UserError: no whole checkpoint, another layout, or a rank's file missing.
+    """
+    found = whole_checkpoints(run / "checkpoints")
+    if not found:
+        raise UserError(f"resume={run} holds no whole checkpoint, so there is nothing to resume; start a new run")
+    written = json.loads((found[-1] / "engine.json").read_text())["layout"]
+    if written != layout:
+        raise UserError(f"resume={run} was written with {written}, this run has {layout}; resume with the same layout")
+    files, ranks = len(list(found[-1].glob("rank_*.safetensors"))), math.prod(layout.values())
+    if files != ranks:
+        raise UserError(f"{found[-1]} has {files} of {ranks} rank files; remove it to go on from an earlier one")
+
+
 class StopSignal:
     """Turns the first Ctrl-C or SIGTERM into a request that the loop meets between steps; a second one stops at once.
 
@@ -90,6 +122,7 @@ class StopSignal:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.requested = False
+        self._asked_at = 0.0
         self._note = note
         self._previous: dict[int, Any] = {}
 
@@ -100,9 +133,12 @@ class StopSignal:
         return self
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if self.requested:
+        now = time.monotonic()
+        if self.requested and now - self._asked_at > REPEAT_S:
             raise KeyboardInterrupt
-        self.requested = True
+        if self.requested:
+            return  # a supervisor that signals the group and its leader
+        self.requested, self._asked_at = True, now
         self._note(f"{signal.Signals(number).name}: stopping after this step with a checkpoint (again: stop at once)")
 
     def __exit__(self, *_: object) -> None:

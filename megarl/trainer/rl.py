@@ -53,5 +53,10 @@ def loop(run: Run, rollouts: Rollouts, actor: MegatronPPOActor) -> None:
         with stats_tracker.scope("train"):
             stats_tracker.scalar(**stats, **rollout_mismatch(batch), tokens=batch.total_tokens)
         if found := rollouts.evaluate(step):
-            run.facts.update(accuracy_after=found["accuracy"], accuracy_samples=found["samples"])
+            run.facts.update(
+                accuracy_after=found["accuracy"],
+                accuracy_after_step=step,
+                accuracy_problems=found["problems"],
+                accuracy_samples=found["samples"],
+            )
         run.log(step)

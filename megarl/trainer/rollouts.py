@@ -41,7 +41,11 @@ class Rollouts:
             model = local_folder(config.actor.path)
             self._servers = SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
             self._open.callback(self._servers.stop)
-            self._servers.start()
+            try:
+                self._servers.start()
+            except BaseException:
+                self._open.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -58,11 +58,11 @@ class Run:
             if self.batches is not None:
                 self.batches.load_state_dict(state["batches"])
         with contextlib.ExitStack() as stack:
-            self._stop = stack.enter_context(StopSignal(self.note))
             if self.chief:
                 after = self.done if self.config.resume else -1
                 self._logger = stack.enter_context(StatsLogger(self.folder.path, self.config.logger, after))
                 self._progress = Progress(self.config.experiment_name, self.config.total_train_steps, self.done)
+            self._stop = stack.enter_context(StopSignal(self.note))
             self._open = stack.pop_all()
         return self
 
@@ -118,8 +118,11 @@ class Run:
         """Exports the model, writes summary.json and curve.png, prints the last lines. A collective."""
         if self.config.saver.export_hf:
             self.engine.save(self.folder.path / "hf")
-        if not self.chief:
-            return
+        if self.chief:
+            self._summarise()
+        dist.barrier()  # no rank leaves, and none is taken for stuck, while rank 0 still writes
+
+    def _summarise(self) -> None:
         rows = read_metrics(self.folder.metrics)
         summary = {
             "experiment": self.config.experiment_name,

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from megarl import cli, train
 from megarl.rollout import sglang_server
+from megarl.trainer.announce import REAL
 
 GRPO = "+experiment=gsm8k_grpo"
 TINY = Path(cli.ASSETS) / "tiny"
@@ -70,6 +71,15 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         ([GRPO, "parallel.pp_size=3", "algorithm.n_minibatches=1"], "does not divide the model's 2 layers"),
         ([GRPO, "parallel.tp_size=0"], "parallel.tp_size=0 must be at least 1"),
         ([GRPO, "parallel=dp2", "parallel.timeout_s=60"], "timeout_s=60 must exceed rollout.batch_timeout_s=1800"),
+        ([GRPO, "gconfig.max_new_tokens=0"], "gconfig.max_new_tokens=0 must be at least 1"),
+        ([GRPO, "gconfig.greedy=true"], "nothing learned"),
+        ([GRPO, "gconfig.top_p=0"], "gconfig.top_p=0.0 must be above 0"),
+        ([GRPO, "actor.optimizer.lr=-1"], "actor.optimizer.lr=-1.0 must be above 0"),
+        ([GRPO, "actor.optimizer.min_lr_ratio=2"], "min_lr_ratio=2.0 must be from 0 to 1"),
+        ([GRPO, "actor.optimizer.warmup_steps=500"], "warmup_steps=500 must be below total_train_steps="),
+        ([GRPO, "parallel.timeout_s=-1"], "parallel.timeout_s=-1.0 must be above 0"),
+        ([GRPO, "saver.keep=0"], "saver.keep=0: they must be at least 0 and 1"),
+        ([GRPO, "valid_dataset.max_length=null"], "valid_dataset.max_length is not set"),
         ([GRPO, "algorithm.eps_clip=2"], "algorithm.eps_clip=2.0 must lie between 0 and 1"),
         ([GRPO, "algorithm.n_minibatches=0"], "algorithm.n_minibatches=0"),
         ([GRPO, "actor.max_tokens_per_mb=80"], "= 88 tokens do not fit into actor.max_tokens_per_mb=80"),
@@ -149,6 +159,28 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(refused: Callable[..., str], 
     line = refused(GRPO, f"resume={tmp_path}")
     assert "is not a run" in line
     assert "config.yaml" in line
+
+
+def test_a_checkpoint_of_another_layout_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    step = run / "checkpoints" / "step_000005"
+    step.mkdir(parents=True)
+    (run / "config.yaml").write_text("{}")
+    (step / "engine.json").write_text(json.dumps({"layout": {"tp_size": 2, "pp_size": 1, "dp_size": 1}}))
+    line = refused(GRPO, f"resume={run}")
+    assert "'tp_size': 2" in line
+    assert "'tp_size': 1" in line
+    assert "0 of 2 rank files" in refused(GRPO, "parallel=tp2", f"resume={run}")
+    step.rename(step.with_suffix(".partial"))
+    assert "holds no checkpoint" in refused(GRPO, f"resume={run}")
+
+
+def test_the_line_that_switches_to_the_real_thing_composes() -> None:
+    for method, experiment in (("rl", GRPO), ("sft", "+experiment=gsm8k_sft")):
+        config = cli.load([experiment, *REAL[method].split()])
+        assert config.actor.init == "checkpoint"
+        assert config.actor.optimizer.lr <= 1e-5
+        assert config.train_dataset.path == config.valid_dataset.path == "openai/gsm8k"
 
 
 def test_a_world_that_the_layout_does_not_make_is_refused(

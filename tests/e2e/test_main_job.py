@@ -126,7 +126,7 @@ def test_two_ranks_stop_in_order_resume_and_leave_nothing_when_killed(tmp_path: 
     first = Command(tmp_path, *arguments)
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     first.wait_for(lambda: len(steps_in(run)) >= 2, "second step")
-    first.process.send_signal(signal.SIGTERM)
+    os.killpg(first.process.pid, signal.SIGTERM)  # as a supervisor does
     assert first.wait() == 0, first.output.read_text()[-3000:]
     stopped = json.loads(run.summary.read_text())["steps"]
     assert "stopping after this step with a checkpoint" in first.output.read_text()
@@ -184,11 +184,11 @@ def test_another_model_and_other_data_run_through_the_same_command(family: str, 
         Dataset.from_list(rows).to_parquet(tmp_path / "data" / "main" / f"{split}-00000-of-00001.parquet")
     command = Command(
         tmp_path, "+experiment=gsm8k_grpo", f"actor.path={tmp_path / 'model'}", "train_dataset.batch_size=8",
-        f"train_dataset.path={tmp_path / 'data'}", f"valid_dataset.path={tmp_path / 'data'}", "total_train_steps=2",
+        f"train_dataset.path={tmp_path / 'data'}", f"valid_dataset.path={tmp_path / 'data'}", "total_train_steps=3",
         "evaluator.n_samples=1",
     )  # fmt: skip
     assert command.wait() == 0, command.output.read_text()[-3000:]
     summary = json.loads((tmp_path / "gsm8k_grpo" / "latest" / "summary.json").read_text())
-    assert summary["weights_verified"] == 2
+    assert summary["weights_verified"] == 3
     assert summary["max_rollout_train_logprob_diff"] <= 1e-4
     assert summary["accuracy_problems"] == len(rows)

@@ -193,6 +193,48 @@ def test_training_goes_on_bit_for_bit_from_a_saved_state(folder: Path, tmp_path:
         assert torch.equal(tensor, weights[name]), name
 
 
+@pytest.mark.parametrize("style", ["linear", "cosine", "constant"])
+def test_every_step_of_a_schedule_moves_and_a_longer_run_goes_on_along_its_own(
+    folder: Path, tmp_path: Path, style: str
+) -> None:
+    def engine_of(steps: int) -> MegatronLMEngine:
+        config = config_of(folder, optimizer={"lr": 1e-3, "lr_decay_style": style, "warmup_steps": 2})
+        engine = MegatronLMEngine(config)
+        engine.initialize(ft_spec=FinetuneSpec(1, steps, 1))
+        return engine
+
+    def rates(engine: MegatronLMEngine, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            found.append(engine.optimizer.param_groups[0]["lr"])
+            engine.step_lr_scheduler()
+        return found
+
+    short, whole = engine_of(4), rates(engine_of(8), 8)
+    assert min(rates(short, 4)) > 0
+    assert min(whole) > 0
+    assert whole[:2] == pytest.approx([5e-4, 1e-3])
+    short.save_state(tmp_path)
+    longer = engine_of(8)
+    longer.load_state(tmp_path)
+    assert rates(longer, 4) == pytest.approx(whole[4:])
+
+
+def test_bfloat16_parameters_are_trained_on_float32_masters(folder: Path, tmp_path: Path) -> None:
+    engine = MegatronLMEngine(config_of(folder, dtype="bfloat16", optimizer={"lr": 1e-3}))
+    engine.initialize()
+    exact = MegatronLMEngine(config_of(folder))
+    exact.initialize()
+    batch = rollout()
+    assert engine.train_lm(batch)["loss"] == pytest.approx(exact.train_lm(batch)["loss"], rel=0.02)
+    engine.save_state(tmp_path)
+    expected = [engine.train_lm(rollout(seed)) for seed in (1, 2)]
+    resumed = MegatronLMEngine(config_of(folder, dtype="bfloat16", optimizer={"lr": 1e-3}))
+    resumed.initialize()
+    resumed.load_state(tmp_path)
+    assert [resumed.train_lm(rollout(seed)) for seed in (1, 2)] == expected
+
+
 def test_a_state_of_another_layout_is_refused(folder: Path, tmp_path: Path) -> None:
     engine = MegatronLMEngine(config_of(folder))
     engine.initialize()

@@ -36,11 +36,15 @@ def test_ranks_know_their_place_and_write_their_own_logs(rank_module: Path, tmp_
     assert [(tmp_path / f"rank_{i}.log").read_text() for i in (1, 2)] == ["rank 1 of 3\n", "rank 2 of 3\n"]
 
 
-def test_a_rank_that_fails_ends_the_others_and_gives_its_code(rank_module: Path, tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_shown_and_ends_the_others(
+    rank_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.5)
     rank_module.write_text(RANK.format(body="sys.exit(7) if rank == '1' else time.sleep(60)"))
     started = time.monotonic()
     assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 7
     assert time.monotonic() - started < 30
+    assert f"rank 1 ended with code 7; its log {tmp_path}/rank_1.log ends:\n  rank 1 of 2" in capsys.readouterr().err
 
 
 def test_ranks_die_with_the_process_that_started_them(rank_module: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.knobs import UserError
+from megarl.trainer import recover
 from megarl.trainer.recover import Saver, SaverConfig, StopSignal
 
 
@@ -64,7 +65,7 @@ def test_checkpoints_are_due_every_so_many_steps(tmp_path: Path, every: int, due
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_interrupts(number: int) -> None:
+def test_the_first_signal_asks_and_a_later_one_interrupts(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     before = signal.getsignal(number)
     with StopSignal(notes.append) as stop:
@@ -72,6 +73,9 @@ def test_the_first_signal_asks_and_the_second_interrupts(number: int) -> None:
         os.kill(os.getpid(), number)
         assert stop.on_all_ranks()
         assert signal.Signals(number).name in notes[0]
+        os.kill(os.getpid(), number)  # the same request once more: a group and its leader were signalled
+        assert len(notes) == 1
+        monkeypatch.setattr(recover, "REPEAT_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
