@@ -14,10 +14,11 @@ from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_batch, broadcast_json
-from megarl.reshard.session import WeightSession
+from megarl.reshard.session import WeightSession, WeightSyncError
 from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.rewards.gsm8k import gsm8k_reward_fn
 from megarl.rollout.evaluate import Evaluator
+from megarl.rollout.executor import WorkflowError
 from megarl.rollout.sglang_client import RemoteSGLangEngine
 from megarl.rollout.sglang_server import SGLangServers
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
@@ -111,7 +112,7 @@ class Rollouts:
         """Where a server has died, its log is the cause, and not the request that met nobody."""
         try:
             yield
-        except Exception:
+        except (WorkflowError, WeightSyncError, TimeoutError):
             if self.chief:
                 self._servers.check_alive()
             raise
