@@ -48,10 +48,6 @@ class Shard:
     stop: tuple[int, ...]
     view: Tensor
 
-    @property
-    def box_shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
-
 
 def shards(model: GPTModel, config: PretrainedConfig, groups: Groups) -> list[Shard]:
     """Every box of a HF tensor that this rank's native parameters hold, in the order of the parameters."""
@@ -160,7 +156,7 @@ class Checkpoint:
             raise UserError(
                 f"{self.folder}: {shard.name} has shape {tuple(part.get_shape())}, the config asks for {shard.shape}"
             )
-        return part[tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))]
+        return part[_slices(shard.start, shard.stop)]
 
 
 def load(model: GPTModel, config: PretrainedConfig, groups: Groups, path: str) -> None:
@@ -209,7 +205,7 @@ def initialize_randomly(model: GPTModel, config: PretrainedConfig, groups: Group
                     digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
                     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
                     full[shard.name] = torch.randn(shard.shape, generator=generator) * config.initializer_range
-                box = full[shard.name][tuple(slice(a, b) for a, b in zip(shard.start, shard.stop, strict=True))]
+                box = full[shard.name][_slices(shard.start, shard.stop)]
                 shard.view.copy_(box.reshape(shard.view.shape))
 
 
@@ -231,7 +227,7 @@ def gather(model: GPTModel, config: PretrainedConfig, groups: Groups) -> Iterato
     for name in owners:
         full = torch.empty(shapes[name], dtype=dtype) if groups.rank == 0 else torch.empty(0, dtype=dtype)
         for (start, stop), owner in owners[name].items():
-            box = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+            box = _slices(start, stop)
             shape = tuple(b - a for a, b in zip(start, stop, strict=True))
             part = mine[(name, start, stop)].view.detach().reshape(shape) if owner == groups.rank else None
             if owner != 0:
@@ -243,6 +239,11 @@ def gather(model: GPTModel, config: PretrainedConfig, groups: Groups) -> Iterato
             if groups.rank == 0 and part is not None:
                 full[box] = part.cpu()
         yield name, full
+
+
+def _slices(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
+    """The index of a box in its whole tensor."""
+    return tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
 
 
 def _key(shard: Shard) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

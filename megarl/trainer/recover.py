@@ -8,7 +8,6 @@ A checkpoint is written beside and renamed, so that a folder of that name is who
 from __future__ import annotations
 
 import json
-import logging
 import math
 import shutil
 import signal
@@ -24,8 +23,6 @@ from megarl.actor.api import TrainEngine
 from megarl.knobs import UserError, knob
 from megarl.parallel.broadcast import broadcast_json
 
-log = logging.getLogger(__name__)
-
 REPEAT_S = 1.0  # a second signal within this time is the same request
 
 
@@ -33,7 +30,7 @@ REPEAT_S = 1.0  # a second signal within this time is the same request
 class SaverConfig:
     """When the run's state is written, and what is left at its end."""
 
-    every_steps: int = knob(50, "steps between checkpoints; 0 writes them only when the run is stopped")
+    every_steps: int = knob(50, "steps between checkpoints; 0 writes one only when the run ends or is stopped")
     keep: int = knob(2, "checkpoints kept; older ones are removed")
     export_hf: bool = knob(True, "write the trained model as a HF checkpoint to hf/ at the end")
 
