@@ -86,7 +86,7 @@ def _check_rl(config: Config) -> None:
             f"train_dataset.batch_size={prompts} x gconfig.n_samples={samples} = {prompts * samples} sequences do not "
             f"divide into algorithm.n_minibatches={parts}; make {parts} divide {prompts * samples}"
         )
-    replicas = config.parallel.world_size() // (config.parallel.tp_size * config.parallel.pp_size)
+    replicas = config.parallel.sizes()["dp_size"]
     if (prompts * samples // parts) % replicas:
         raise UserError(
             f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "

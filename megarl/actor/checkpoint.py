@@ -6,7 +6,7 @@ A checkpoint is read back by the layout that wrote it; HF exports (`hf.save`) ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megarl.parallel.groups import Groups
 
 
 def _layout(groups: Groups) -> dict[str, int]:
-    return {"tp_size": groups.tp_size, "pp_size": groups.pp_size, "dp_size": groups.dp_size}
+    return groups.layout.sizes()
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -54,10 +54,20 @@ def _create_moments(optimizer: Any, names: set[str]) -> None:
                     }
 
 
-def save(folder: Path, module: GPTModel, optimizer: Any, scheduler: OptimizerParamScheduler, groups: Groups) -> None:
+def _model_tensors(modules: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """Native parameters by name; those of virtual stages above the first carry its number."""
+    for stage, module in enumerate(modules):
+        prefix = f"model.{stage}" if stage else "model"
+        for name, param in module.named_parameters():
+            yield f"{prefix}.{name}", param
+
+
+def save(
+    folder: Path, modules: Sequence[GPTModel], optimizer: Any, scheduler: OptimizerParamScheduler, groups: Groups
+) -> None:
     """Every rank writes its shard to `folder`; rank 0 writes the facts. A collective."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"model.{name}": param for name, param in module.named_parameters()}
+    tensors = dict(_model_tensors(modules))
     tensors.update(_optimizer_tensors(optimizer))
     tensors["rng.host"] = torch.get_rng_state()
     if platform.has_gpu():
@@ -70,7 +80,9 @@ def save(folder: Path, module: GPTModel, optimizer: Any, scheduler: OptimizerPar
     dist.barrier()
 
 
-def load(folder: Path, module: GPTModel, optimizer: Any, scheduler: OptimizerParamScheduler, groups: Groups) -> None:
+def load(
+    folder: Path, modules: Sequence[GPTModel], optimizer: Any, scheduler: OptimizerParamScheduler, groups: Groups
+) -> None:
     """Restores what `save` wrote.
 
     Raises:
@@ -86,7 +98,7 @@ def load(folder: Path, module: GPTModel, optimizer: Any, scheduler: OptimizerPar
         raise UserError(f"{file} is missing; the checkpoint is not whole, resume from an earlier one")
     stored = load_file(file)
     _create_moments(optimizer, set(stored))
-    live = {f"model.{name}": param for name, param in module.named_parameters()}
+    live = dict(_model_tensors(modules))
     live.update(_optimizer_tensors(optimizer))
     differing = sorted(set(live) ^ {n for n in stored if not n.startswith("rng.")})
     if differing:

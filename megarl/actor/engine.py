@@ -49,22 +49,27 @@ class MegatronEngine(TrainEngine):
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.groups = process_groups.initialize(self.parallel)
-        self.module: GPTModel = model.build(self.hf_config, self.groups, model.DTYPES[self.config.dtype])
+        self.modules: list[GPTModel] = model.build(self.hf_config, self.groups, model.DTYPES[self.config.dtype])
         if self.config.init == "random":
-            hf.initialize_randomly(self.module, self.hf_config, self.groups, self.config.init_seed)
+            hf.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
         else:
-            hf.load(self.module, self.hf_config, self.groups, self.config.path)
+            hf.load(self.modules, self.hf_config, self.groups, self.config.path)
         with platform.scope():
-            self.ddp = DistributedDataParallel(
-                self.module.config,
-                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-                self.module,
-                pg_collection=self.groups.collection,
-            )
-            self.module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
-                models, None, **groups
-            )
-            self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.ddp])
+            self.ddps = [
+                DistributedDataParallel(
+                    module.config,
+                    DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                    module,
+                    disable_bucketing=stage > 0,  # only the first virtual stage's gradients are ready piece by piece
+                    pg_collection=self.groups.collection,
+                )
+                for stage, module in enumerate(self.modules)
+            ]
+            for module in self.modules:
+                module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
+                    models, None, **groups
+                )
+            self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.ddps)
         self.scheduler = self._scheduler(ft_spec)
 
     def _optimizer_config(self) -> MegatronOptimizerConfig:
@@ -109,7 +114,7 @@ class MegatronEngine(TrainEngine):
         return scheduler
 
     def destroy(self) -> None:
-        for name in ("scheduler", "optimizer", "ddp", "module"):
+        for name in ("scheduler", "optimizer", "ddps", "modules"):
             if hasattr(self, name):
                 delattr(self, name)
         process_groups.destroy()
@@ -119,7 +124,8 @@ class MegatronEngine(TrainEngine):
         return platform.device()
 
     def train(self, mode: bool = True) -> MegatronEngine:
-        self.ddp.train(mode)
+        for ddp in self.ddps:
+            ddp.train(mode)
         return self
 
     def eval(self) -> MegatronEngine:
@@ -155,7 +161,7 @@ class MegatronEngine(TrainEngine):
             return schedule(
                 forward_step_func=forward_step,
                 data_iterator=iter(microbatches),
-                model=[self.ddp],
+                model=self.ddps,
                 num_microbatches=len(microbatches),
                 seq_length=self.config.max_tokens_per_mb,
                 micro_batch_size=1,
@@ -203,7 +209,8 @@ class MegatronEngine(TrainEngine):
         self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
     ) -> dict[str, float]:
         microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         stats = self._reduce(self._run(microbatches, self._loss_process(loss_fn, sees), forward_only=False))
         if not math.isfinite(stats["loss"]):
@@ -293,16 +300,16 @@ class MegatronEngine(TrainEngine):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor whole, on rank 0's host, by name (see `hf.gather`); a collective."""
-        return hf.gather(self.module, self.hf_config, self.groups)
+        return hf.gather(self.modules, self.hf_config, self.groups)
 
     def save(self, folder: Path) -> None:
-        hf.save(self.module, self.hf_config, self.groups, folder, self.config.path)
+        hf.save(self.modules, self.hf_config, self.groups, folder, self.config.path)
 
     def save_state(self, folder: Path) -> None:
-        checkpoint.save(folder, self.module, self.optimizer, self.scheduler, self.groups)
+        checkpoint.save(folder, self.modules, self.optimizer, self.scheduler, self.groups)
 
     def load_state(self, folder: Path) -> None:
-        checkpoint.load(folder, self.module, self.optimizer, self.scheduler, self.groups)
+        checkpoint.load(folder, self.modules, self.optimizer, self.scheduler, self.groups)
 
 
 def _add(total: dict[str, float], part: dict[str, float]) -> None:

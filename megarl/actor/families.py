@@ -120,24 +120,23 @@ def check_layout(config: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Refuses a layout that does not divide the model.
 
     Raises:
-        UserError: heads or KV heads that tp does not divide, layers that pp does not divide.
+        UserError: heads or an intermediate size that tp does not divide, KV heads that neither divide tp nor are
+            divided by it, layers that do not come out even over pipeline stages.
     """
-    sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    for name, value in sizes.items():
-        if value % parallel.tp_size:
+    parallel.check()
+    tp, kv_heads = parallel.tp_size, config.num_key_value_heads
+    for name in ("num_attention_heads", "intermediate_size"):
+        value = getattr(config, name)
+        if value % tp:
             raise UserError(
-                f"parallel.tp_size={parallel.tp_size} does not divide the model's {name}={value}; "
-                f"choose a tp_size that divides {value}"
+                f"parallel.tp_size={tp} does not divide the model's {name}={value}; choose a tp_size that divides it"
             )
-    if config.num_hidden_layers % parallel.pp_size:
+    if kv_heads % tp and tp % kv_heads:
         raise UserError(
-            f"parallel.pp_size={parallel.pp_size} does not divide the model's {config.num_hidden_layers} layers; "
-            f"choose a pp_size that divides {config.num_hidden_layers}"
+            f"parallel.tp_size={tp} and the model's num_key_value_heads={kv_heads}: one must divide the other; choose "
+            f"a tp_size that divides {kv_heads} or is a multiple of it"
         )
+    parallel.stage_layers(config.num_hidden_layers)
 
 
 def padded_vocab_size(config: PretrainedConfig, tp_size: int) -> int:

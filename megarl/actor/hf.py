@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,15 @@ class Shard:
     view: Tensor
 
 
-def shards(model: GPTModel, config: PretrainedConfig, groups: Groups) -> list[Shard]:
-    """Every box of a HF tensor that this rank's native parameters hold, in the order of the parameters."""
+def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups) -> list[Shard]:
+    """Every box of a HF tensor that this rank's native parameters hold, in the order of the parameters.
+
+    `modules` are this rank's virtual stages.
+    """
+    return [shard for module in modules for shard in _module_shards(module, config, groups)]
+
+
+def _module_shards(model: GPTModel, config: PretrainedConfig, groups: Groups) -> list[Shard]:
     result: list[Shard] = []
     rank, size = groups.tp_rank, groups.tp_size
 
@@ -100,6 +107,11 @@ def shards(model: GPTModel, config: PretrainedConfig, groups: Groups) -> list[Sh
         elif not model.pre_process and head is not None:  # the last stage holds a copy of the tied embedding
             vocabulary("model.embed_tokens.weight", head)
     return result
+
+
+def parameters(modules: Sequence[GPTModel]) -> Iterator[torch.nn.Parameter]:
+    """The native parameters of this rank's virtual stages."""
+    return (param for module in modules for param in module.parameters())
 
 
 def _layer_shards(
@@ -159,14 +171,14 @@ class Checkpoint:
         return part[_slices(shard.start, shard.stop)]
 
 
-def load(model: GPTModel, config: PretrainedConfig, groups: Groups, path: str) -> None:
+def load(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, path: str) -> None:
     """Fills the native parameters from the checkpoint at `path`; padding of the vocabulary is set to zero.
 
     Raises:
         UserError: a tensor that the model needs is missing or has another shape, or one is left over.
     """
     checkpoint = Checkpoint(path)
-    parts = shards(model, config, groups)
+    parts = shards(modules, config, groups)
     present = checkpoint.names()
     missing = sorted({s.name for s in parts} - present)
     if missing:
@@ -182,22 +194,22 @@ def load(model: GPTModel, config: PretrainedConfig, groups: Groups, path: str) -
                 "is it a fine-tuned variant? export it as a plain model"
             )
     with torch.no_grad():
-        for param in model.parameters():
+        for param in parameters(modules):
             param.zero_()
         for shard in parts:
             shard.view.copy_(checkpoint.read(shard).reshape(shard.view.shape))
 
 
-def initialize_randomly(model: GPTModel, config: PretrainedConfig, groups: Groups, seed: int) -> None:
+def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, seed: int) -> None:
     """Fills the native parameters from `seed`: normal(0, initializer_range) matrices, norms one, biases zero.
 
     Each HF tensor has a generator seeded by its name, so that every layout starts from the same model.
     """
     full: dict[str, Tensor] = {}
     with torch.no_grad():
-        for param in model.parameters():
+        for param in parameters(modules):
             param.zero_()
-        for shard in shards(model, config, groups):
+        for shard in shards(modules, config, groups):
             if shard.name.endswith("norm.weight"):
                 shard.view.fill_(1.0)
             elif not shard.name.endswith(".bias"):
@@ -209,13 +221,13 @@ def initialize_randomly(model: GPTModel, config: PretrainedConfig, groups: Group
                 shard.view.copy_(box.reshape(shard.view.shape))
 
 
-def gather(model: GPTModel, config: PretrainedConfig, groups: Groups) -> Iterator[tuple[str, Tensor]]:
+def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups) -> Iterator[tuple[str, Tensor]]:
     """Yields every HF tensor whole, by name in the same order on all ranks; a collective of the whole world.
 
     Rank 0 gets the tensors (on the host); the other ranks get empty ones. One tensor is held at a time. Where
     several ranks hold the same box, the lowest sends it.
     """
-    mine = {_key(s): s for s in shards(model, config, groups)}
+    mine = {_key(s): s for s in shards(modules, config, groups)}
     facts = [[s.name, list(s.shape), list(s.start), list(s.stop)] for s in mine.values()]
     owners: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -223,7 +235,7 @@ def gather(model: GPTModel, config: PretrainedConfig, groups: Groups) -> Iterato
         for name, shape, start, stop in rank_facts:
             shapes[name] = tuple(shape)
             owners.setdefault(name, {}).setdefault((tuple(start), tuple(stop)), rank)
-    dtype = next(model.parameters()).dtype
+    dtype = next(parameters(modules)).dtype
     for name in owners:
         full = torch.empty(shapes[name], dtype=dtype) if groups.rank == 0 else torch.empty(0, dtype=dtype)
         for (start, stop), owner in owners[name].items():
@@ -250,7 +262,7 @@ def _key(shard: Shard) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     return shard.name, shard.start, shard.stop
 
 
-def save(model: GPTModel, config: PretrainedConfig, groups: Groups, folder: Path, source: str) -> None:
+def save(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, folder: Path, source: str) -> None:
     """Writes a HF checkpoint (sharded safetensors, config, and the tokenizer files of `source`) to `folder`.
 
     A collective of the whole world; rank 0 writes, holding at most one file's tensors.
@@ -270,7 +282,7 @@ def save(model: GPTModel, config: PretrainedConfig, groups: Groups, folder: Path
 
     if groups.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-    for name, tensor in gather(model, config, groups):
+    for name, tensor in gather(modules, config, groups):
         if groups.rank == 0:
             if sum(t.nbytes for t in held.values()) + tensor.nbytes > MAX_FILE_BYTES:
                 flush()

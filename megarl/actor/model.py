@@ -64,23 +64,27 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype) -> GPTModel:
-    """This rank's part of the model, its parameters not yet filled (see `hf.py`)."""
+def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype) -> list[GPTModel]:
+    """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`)."""
     megatron = transformer_config(config, groups, dtype)
     spec = get_gpt_layer_local_spec(qk_layernorm=FAMILIES[config.model_type].qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    with platform.scope():
-        model = GPTModel(
-            config=megatron,
-            transformer_layer_spec=spec,
-            vocab_size=padded_vocab_size(config, groups.tp_size),
-            max_sequence_length=config.max_position_embeddings,
-            pre_process=groups.pp_rank == 0,
-            post_process=groups.is_last_stage,
-            parallel_output=True,
-            share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
-            position_embedding_type="rope",
-            pg_collection=groups.collection,
-        )
-    model.rotary_pos_emb = PackedRotary(rotary_inv_freq(config))
-    return model.to(platform.device())
+    modules = []
+    for stage in range(groups.vpp_size):
+        with platform.scope():
+            module = GPTModel(
+                config=megatron,
+                transformer_layer_spec=spec,
+                vocab_size=padded_vocab_size(config, groups.tp_size),
+                max_sequence_length=config.max_position_embeddings,
+                pre_process=groups.pp_rank == 0 and stage == 0,
+                post_process=groups.is_last_stage and stage == groups.vpp_size - 1,
+                parallel_output=True,
+                share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+                position_embedding_type="rope",
+                pg_collection=groups.collection,
+                vp_stage=stage if groups.vpp_size > 1 else None,
+            )
+        module.rotary_pos_emb = PackedRotary(rotary_inv_freq(config))
+        modules.append(module.to(platform.device()))
+    return modules

@@ -7,41 +7,120 @@ from dataclasses import dataclass
 
 from megarl.knobs import UserError, knob
 
+SIZES = ("tp_size", "pp_size", "vpp_size", "cp_size", "dp_size", "ep_size", "etp_size")
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the actor is laid out over trainer ranks."""
+    """How the actor is laid out over trainer ranks: tp x pp x cp x dp of them."""
 
     tp_size: int = knob(1, "tensor parallel ranks: each layer's matrices are split over them")
     pp_size: int = knob(1, "pipeline parallel ranks: the layers are split over them")
+    vpp_size: int = knob(1, "virtual stages of each pipeline rank; above 1 they interleave, for a shorter bubble")
+    cp_size: int = knob(1, "context parallel ranks: each sequence is cut over them")
     dp_size: int | None = knob(None, "data parallel replicas; none: all ranks that torchrun gives, else 1")
+    ep_size: int = knob(1, "expert parallel ranks, out of tp x cp x dp: a MoE layer's experts are split over them")
+    etp_size: int | None = knob(None, "tensor parallel ranks of each expert; none: tp_size")
+    sequence_parallel: bool = knob(False, "split tokens over tp ranks where a layer's matrices are not split")
+    first_stage_layers: int = knob(0, "layers of the first pipeline rank; 0: as many as the others")
+    last_stage_layers: int = knob(0, "layers of the last pipeline rank; 0: as many as the others")
     timeout_s: float = knob(3600.0, "seconds after which a collective that not every rank has joined is an error")
 
+    @property
+    def expert_tp_size(self) -> int:
+        """`etp_size` with its default worked out."""
+        return self.tp_size if self.etp_size is None else self.etp_size
+
     def sizes(self) -> dict[str, int]:
-        """Every size of the layout, dp worked out."""
-        model_ranks = self.tp_size * self.pp_size
-        return {"tp_size": self.tp_size, "pp_size": self.pp_size, "dp_size": self.world_size() // model_ranks}
+        """The sizes whose product is the world, dp worked out."""
+        rest = self.tp_size * self.pp_size * self.cp_size
+        return {
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "cp_size": self.cp_size,
+            "dp_size": self.world_size() // rest,
+        }
 
     def world_size(self) -> int:
         """Trainer ranks this layout needs.
 
         Raises:
-            UserError: sizes below 1, or a world (of torchrun) that is not tp * pp * dp.
+            UserError: see `check`; or a world (of torchrun) that is not tp * pp * cp * dp.
         """
-        for name in ("tp_size", "pp_size", "dp_size"):
+        self.check()
+        rest = self.tp_size * self.pp_size * self.cp_size
+        given = os.environ.get("WORLD_SIZE")
+        world = rest * (self.dp_size or 1) if given is None else int(given)
+        if world % rest or (self.dp_size is not None and world != rest * self.dp_size):
+            raise UserError(
+                f"the world has {world} ranks, but parallel.tp_size={self.tp_size} x pp_size={self.pp_size} x "
+                f"cp_size={self.cp_size} x dp_size={self.dp_size or 'any'} does not make {world}; change the sizes or "
+                "the number of ranks"
+            )
+        experts = self.expert_tp_size * self.ep_size
+        if (world // self.pp_size) % experts:
+            raise UserError(
+                f"parallel.ep_size={self.ep_size} x etp_size={self.expert_tp_size} does not divide the "
+                f"{world // self.pp_size} ranks of tp_size={self.tp_size} x cp_size={self.cp_size} x "
+                f"dp_size={world // rest}, which it is taken from; change one of them"
+            )
+        return world
+
+    def check(self) -> None:
+        """Refuses values that no model and no world could use.
+
+        Raises:
+            UserError: naming the knob.
+        """
+        for name in SIZES:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"parallel.{name}={value} must be at least 1")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            value = getattr(self, name)
+            if value < 0:
+                raise UserError(f"parallel.{name}={value} must be at least 0; 0 gives it as many layers as the others")
+            if value and self.pp_size == 1:
+                raise UserError(f"parallel.{name}={value} needs pipeline stages; set parallel.pp_size above 1")
+        if self.vpp_size > 1 and self.pp_size == 1:
+            raise UserError(f"parallel.vpp_size={self.vpp_size} needs parallel.pp_size above 1; set it, or vpp_size=1")
+        if self.sequence_parallel and self.tp_size == 1:
+            raise UserError("parallel.sequence_parallel=true needs parallel.tp_size above 1; set it, or turn it off")
         if self.timeout_s <= 0:
             raise UserError(f"parallel.timeout_s={self.timeout_s} must be above 0")
-        model_ranks = self.tp_size * self.pp_size
-        given = os.environ.get("WORLD_SIZE")
-        if given is None:
-            return model_ranks * (self.dp_size or 1)
-        world = int(given)
-        if world % model_ranks or (self.dp_size is not None and world != model_ranks * self.dp_size):
+
+    def stage_layers(self, num_layers: int) -> list[list[range]]:
+        """The layers, counted from 0, of `[pp rank][virtual stage]`, as Megatron deals them out.
+
+        Virtual stage v of all ranks comes before virtual stage v + 1 of any.
+
+        Raises:
+            UserError: the layers do not come out even, or a rank would hold none.
+        """
+        ends = {0: self.first_stage_layers, self.pp_size - 1: self.last_stage_layers} if self.pp_size > 1 else {}
+        fixed = {rank: layers for rank, layers in ends.items() if layers}
+        left, ranks = num_layers - sum(fixed.values()), self.pp_size - len(fixed)
+        given = "".join(
+            f", parallel.{name}={getattr(self, name)}"
+            for name in ("first_stage_layers", "last_stage_layers")
+            if getattr(self, name)
+        )
+        if left < 0 or (left == 0) != (ranks == 0) or (ranks and left % ranks):
             raise UserError(
-                f"the world has {world} ranks, but parallel.tp_size={self.tp_size} x pp_size={self.pp_size} x "
-                f"dp_size={self.dp_size or 'any'} does not make {world}; change the sizes or the number of ranks"
+                f"parallel.pp_size={self.pp_size}{given} does not divide the model's {num_layers} layers: {left} are "
+                f"left for {ranks} ranks; set first_stage_layers and last_stage_layers so that the rest is even"
             )
-        return world
+        counts = [fixed.get(rank, left // ranks if ranks else 0) for rank in range(self.pp_size)]
+        for rank, count in enumerate(counts):
+            if count % self.vpp_size:
+                raise UserError(
+                    f"parallel.vpp_size={self.vpp_size} does not divide the {count} layers of pipeline rank {rank} "
+                    f"(parallel.pp_size={self.pp_size}{given}, {num_layers} layers); choose a divisor of {count}"
+                )
+        stages: list[list[range]] = [[] for _ in range(self.pp_size)]
+        start = 0
+        for _ in range(self.vpp_size):
+            for rank, count in enumerate(counts):
+                stages[rank].append(range(start, start + count // self.vpp_size))
+                start += count // self.vpp_size
+        return stages

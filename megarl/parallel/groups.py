@@ -1,7 +1,8 @@
-"""Process groups of the actor: Megatron's tp x pp x dp layout over the trainer ranks."""
+"""Process groups of the actor: Megatron's tp x pp x cp x dp layout over the trainer ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +18,24 @@ from megarl.parallel.config import ParallelConfig
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place in the layout and the process groups it belongs to."""
+    """This rank's place in the layout and the process groups it belongs to.
+
+    `dp` are the replicas of this rank's part of the model and of the sequence; `dp_cp` those of the model's part alone,
+    over which gradients are summed. Experts are laid out over the same ranks by `ep`, `etp` (tensor parallel inside an
+    expert) and `edp` (replicas of the same experts).
+    """
 
     rank: int
     world_size: int
+    layout: ParallelConfig  # every size worked out
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
     dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    etp: dist.ProcessGroup
+    edp: dist.ProcessGroup
     collection: ProcessGroupCollection
 
     @property
@@ -43,6 +55,18 @@ class Groups:
         return self.pp.size()
 
     @property
+    def vpp_size(self) -> int:
+        return self.layout.vpp_size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.cp.rank()
+
+    @property
+    def cp_size(self) -> int:
+        return self.cp.size()
+
+    @property
     def dp_rank(self) -> int:
         return self.dp.rank()
 
@@ -51,30 +75,67 @@ class Groups:
         return self.dp.size()
 
     @property
+    def ep_rank(self) -> int:
+        return self.ep.rank()
+
+    @property
+    def ep_size(self) -> int:
+        return self.ep.size()
+
+    @property
+    def etp_rank(self) -> int:
+        return self.etp.rank()
+
+    @property
+    def etp_size(self) -> int:
+        return self.etp.size()
+
+    @property
     def is_last_stage(self) -> bool:
+        """Whether this rank's last virtual stage is the model's last: it computes losses."""
         return self.pp_rank == self.pp_size - 1
 
 
 def initialize(config: ParallelConfig) -> Groups:
-    """Joins the world (a world of one unless torchrun or the launcher set RANK) and makes Megatron's groups."""
+    """Joins the world (a world of one unless torchrun or the launcher set RANK) and makes Megatron's groups.
+
+    Engines of one process share them.
+
+    Raises:
+        UserError: the layout does not fit the world, or this process is laid out otherwise (see `leave_layout`).
+    """
     platform.prepare()
     world = config.world_size()
+    layout = dataclasses.replace(config, **config.sizes(), etp_size=config.expert_tp_size)
     if not dist.is_initialized():
         _join_world(platform.collective_backend(), timedelta(seconds=config.timeout_s))
     if dist.get_world_size() != world:
         raise UserError(
-            f"parallel.tp_size={config.tp_size} x pp_size={config.pp_size} x dp_size={config.dp_size or 1} needs "
-            f"{world} ranks, {dist.get_world_size()} were started"
+            f"parallel.tp_size={layout.tp_size} x pp_size={layout.pp_size} x cp_size={layout.cp_size} x "
+            f"dp_size={layout.dp_size} needs {world} ranks, {dist.get_world_size()} were started"
         )
     if not parallel_state.model_parallel_is_initialized():
         with platform.scope():
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=config.tp_size,
-                pipeline_model_parallel_size=config.pp_size,
+                tensor_model_parallel_size=layout.tp_size,
+                pipeline_model_parallel_size=layout.pp_size,
+                virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
+                context_parallel_size=layout.cp_size,
+                expert_model_parallel_size=layout.ep_size,
+                expert_tensor_parallel_size=layout.etp_size,
                 distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
             )
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    return Groups(dist.get_rank(), world, collection.tp, collection.pp, collection.dp, collection)
+    groups = Groups(
+        *(dist.get_rank(), world, layout),
+        *(collection.tp, collection.pp, collection.cp, collection.dp, collection.dp_cp),
+        *(collection.ep, collection.expt_tp, collection.expt_dp),
+        collection,
+    )
+    made = {name: getattr(groups, name) for name in ("tp_size", "pp_size", "cp_size", "dp_size", "ep_size", "etp_size")}
+    if made != {name: getattr(layout, name) for name in made}:
+        raise UserError(f"this process is laid out as {made} already; give every engine of it the same parallel.* sizes")
+    return groups
 
 
 def _join_world(backend: str, timeout: timedelta) -> None:
@@ -89,9 +150,14 @@ def _join_world(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def destroy() -> None:
-    """Leaves all groups."""
+def leave_layout() -> None:
+    """Forgets the layout's groups and stays in the world, so that another layout of it can be made."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+def destroy() -> None:
+    """Leaves all groups."""
+    leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -50,9 +50,9 @@ def _data(config: Config, inputs: Inputs) -> str:
 def _layout(config: Config) -> str:
     parallel = config.parallel
     world = parallel.world_size()
-    replicas = world // (parallel.tp_size * parallel.pp_size)
+    sizes = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in parallel.sizes().items())
     text = (
-        f"{world} trainer rank{'s' * (world > 1)} = tp {parallel.tp_size} x pp {parallel.pp_size} x dp {replicas} "
+        f"{world} trainer rank{'s' * (world > 1)} = {sizes} "
         f"on {platform.device().type} ({platform.collective_backend()})"
     )
     if config.method == "rl":

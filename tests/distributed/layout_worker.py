@@ -40,7 +40,7 @@ def main(work: Path, tp_size: int, pp_size: int, dp_size: int) -> None:
         batch = PackedBatch(stored.pop("cu_seqlens"), stored)
         optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
         config = EngineConfig(path=str(folder / "model"), max_tokens_per_mb=60, optimizer=optimizer)
-        engine = MegatronEngine(config, ParallelConfig(tp_size, pp_size, dp_size))
+        engine = MegatronEngine(config, ParallelConfig(tp_size=tp_size, pp_size=pp_size, dp_size=dp_size))
         engine.initialize()
         out = {"logprobs": engine.eval().logprobs(batch)}
         out["one_by_one"] = torch.cat([engine.logprobs(batch.select([i])) for i in range(batch.num_seqs)])

@@ -87,12 +87,12 @@ def grpo_reference(model: Any, batch: PackedBatch, prox: Tensor, eps_clip: float
 
 def gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """The gradients of the last step under the checkpoint's names: put in the parameters' place and gathered."""
-    kept = [p.detach().clone() for p in engine.module.parameters()]
+    kept = [p.detach().clone() for p in hf.parameters(engine.modules)]
     with torch.no_grad():
-        for parameter in engine.module.parameters():
+        for parameter in hf.parameters(engine.modules):
             parameter.copy_(parameter.main_grad)
         found = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        for parameter, value in zip(engine.module.parameters(), kept, strict=True):
+        for parameter, value in zip(hf.parameters(engine.modules), kept, strict=True):
             parameter.copy_(value)
     return found
 
