@@ -15,6 +15,7 @@ from megarl.types import PackedBatch
 
 LossFn = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 LossWeightFn = Callable[[PackedBatch], Tensor | float]
+Sees = Literal["logits", "logprobs", "values"]  # what a loss function is given
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def train_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
     ) -> dict[str, float]:
         """One optimizer step over the global batch.
 
@@ -94,15 +95,17 @@ class TrainEngine(ABC):
                 `sum(weight * loss) / sum(weight)` over all microbatches of all ranks.
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `lr`, and the metrics, equal on every rank.
+            `loss`, `grad_norm` (before clipping), `lr`, `skipped_steps` and the metrics, equal on every rank. Where
+            the loss or a gradient is not finite on any rank, no rank takes the step, parameters and optimizer are
+            left as they were, and `skipped_steps` is 1, else 0.
 
         Raises:
-            FloatingPointError: the loss or the gradient norm is not finite; parameters are left as they were.
+            NonFiniteError: more than `actor.max_skipped_steps` in a row were skipped.
         """
 
     @abstractmethod
     def eval_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
     ) -> dict[str, float]:
         """`train_batch` without gradients and step."""
 

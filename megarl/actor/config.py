@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from megarl.knobs import UserError, knob
 
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+RECOMPUTE = ("none", "selective", "full")
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -13,13 +17,29 @@ class OptimizerConfig:
 
     lr: float = knob(1e-6, "peak learning rate")
     min_lr_ratio: float = knob(0.0, "learning rate at the end of decay, as a part of lr")
-    lr_decay_style: str = knob("constant", "constant, linear or cosine")
+    lr_decay_style: str = knob(
+        "constant", "constant, linear, cosine, inverse-square-root or WSD (constant, decay last)"
+    )
+    wsd_decay_steps: int = knob(0, "lr_decay_style=WSD: steps of the decay at the end")
+    lr_wsd_decay_style: str = knob("linear", "lr_decay_style=WSD: linear, cosine, exponential or minus_sqrt")
     warmup_steps: int = knob(0, "steps over which the learning rate rises from 0")
     weight_decay: float = knob(0.0, "decoupled weight decay; not applied to norms and biases")
     adam_beta1: float = knob(0.9, "decay of Adam's first moment")
     adam_beta2: float = knob(0.999, "decay of Adam's second moment")
     adam_eps: float = knob(1e-8, "Adam's denominator floor")
     clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off")
+
+    def check_length(self, steps: int) -> None:
+        """Refuses a decay that a run of `steps` steps has no room for.
+
+        Raises:
+            UserError: with both sides.
+        """
+        if self.warmup_steps + self.wsd_decay_steps > steps and self.lr_decay_style == "WSD":
+            raise UserError(
+                f"actor.optimizer.warmup_steps={self.warmup_steps} + wsd_decay_steps={self.wsd_decay_steps} exceed the "
+                f"run's {steps} steps; lower one of them, or train for longer"
+            )
 
 
 @dataclass(frozen=True)
@@ -32,6 +52,9 @@ class EngineConfig:
     dtype: str = knob("float32", "float32 or bfloat16 parameters; main parameters and gradients are float32")
     max_tokens_per_mb: int = knob(16384, "most tokens in one packed microbatch; bounds activation memory")
     temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
+    recompute: str = knob("none", "activations computed again in backward: none, selective (attention, MLP), full")
+    offload_optimizer: bool = knob(False, "keep main parameters and Adam's moments on the host; needs a GPU")
+    max_skipped_steps: int = knob(3, "steps in a row that may be skipped for a loss or gradient that is not finite")
     optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")
 
 
@@ -44,7 +67,9 @@ def check_config(config: EngineConfig) -> None:
     choices = {
         "dtype": (config.dtype, ("float32", "bfloat16")),
         "init": (config.init, ("checkpoint", "random")),
-        "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, ("constant", "linear", "cosine")),
+        "recompute": (config.recompute, RECOMPUTE),
+        "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, LR_STYLES),
+        "optimizer.lr_wsd_decay_style": (config.optimizer.lr_wsd_decay_style, WSD_STYLES),
     }
     for name, (value, allowed) in choices.items():
         if value not in allowed:
@@ -54,6 +79,7 @@ def check_config(config: EngineConfig) -> None:
         "lr": (adam.lr > 0, "above 0"),
         "min_lr_ratio": (0 <= adam.min_lr_ratio <= 1, "from 0 to 1"),
         "warmup_steps": (adam.warmup_steps >= 0, "at least 0"),
+        "wsd_decay_steps": (adam.wsd_decay_steps >= 0, "at least 0"),
         "weight_decay": (adam.weight_decay >= 0, "at least 0"),
         "adam_beta1": (0 <= adam.adam_beta1 < 1, "from 0 to below 1"),
         "adam_beta2": (0 <= adam.adam_beta2 < 1, "from 0 to below 1"),
@@ -63,6 +89,26 @@ def check_config(config: EngineConfig) -> None:
     for name, (holds, rule) in ranges.items():
         if not holds:
             raise UserError(f"actor.optimizer.{name}={getattr(adam, name)} must be {rule}")
+    if (adam.lr_decay_style == "WSD") != (adam.wsd_decay_steps > 0):
+        raise UserError(
+            f"actor.optimizer.wsd_decay_steps={adam.wsd_decay_steps} with lr_decay_style={adam.lr_decay_style}: WSD "
+            "needs at least 1, the other styles take 0"
+        )
+    if config.max_skipped_steps < 0:
+        raise UserError(f"actor.max_skipped_steps={config.max_skipped_steps} must be at least 0; 0 skips none")
     for name in ("max_tokens_per_mb", "temperature"):
         if getattr(config, name) <= 0:
             raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
+
+
+def check_device(config: EngineConfig, has_gpu: bool) -> None:
+    """Refuses what this machine's devices cannot do.
+
+    Raises:
+        UserError: naming the knob.
+    """
+    if config.offload_optimizer and not has_gpu:
+        raise UserError(
+            "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "
+            "set it to false"
+        )

@@ -8,26 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from megarl.actor import checkpoint, hf, model
-from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, TrainEngine
-from megarl.actor.config import EngineConfig, check_config
+from megarl.actor import checkpoint, head, hf, model
+from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, Sees, TrainEngine
+from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.families import check_layout, read_config
+from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.microbatch import Microbatch, build, partition, shift_right
+from megarl.actor.optimizer import build_optimizer, build_scheduler
 from megarl.knobs import UserError
-from megarl.ops.logprob import vocab_parallel_logprobs
 from megarl.parallel import groups as process_groups
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json
@@ -42,6 +39,7 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self.parallel = parallel or ParallelConfig()
         check_config(config)
+        check_device(config, platform.has_gpu())
         self.hf_config = read_config(config.path)
         check_layout(self.hf_config, self.parallel)
 
@@ -49,7 +47,10 @@ class MegatronEngine(TrainEngine):
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.groups = process_groups.initialize(self.parallel)
-        self.modules: list[GPTModel] = model.build(self.hf_config, self.groups, model.DTYPES[self.config.dtype])
+        self._skipped = SkippedSteps(self.config.max_skipped_steps)
+        self.modules: list[GPTModel] = model.build(
+            self.hf_config, self.groups, model.DTYPES[self.config.dtype], self.config.recompute
+        )
         if self.config.init == "random":
             hf.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
         else:
@@ -69,49 +70,8 @@ class MegatronEngine(TrainEngine):
                 module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
                     models, None, **groups
                 )
-            self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.ddps)
-        self.scheduler = self._scheduler(ft_spec)
-
-    def _optimizer_config(self) -> MegatronOptimizerConfig:
-        adam = self.config.optimizer
-        dtype = model.DTYPES[self.config.dtype]
-        return MegatronOptimizerConfig(
-            lr=adam.lr,
-            min_lr=adam.lr * adam.min_lr_ratio,
-            weight_decay=adam.weight_decay,
-            adam_beta1=adam.adam_beta1,
-            adam_beta2=adam.adam_beta2,
-            adam_eps=adam.adam_eps,
-            clip_grad=adam.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-        )
-
-    def _scheduler(self, ft_spec: FinetuneSpec | None) -> OptimizerParamScheduler:
-        adam = self.config.optimizer
-        if ft_spec is None and adam.lr_decay_style != "constant":
-            raise UserError(
-                f"actor.optimizer.lr_decay_style={adam.lr_decay_style} needs the number of steps: give initialize a "
-                "FinetuneSpec, or use constant"
-            )
-        offset = 1 if adam.warmup_steps else 0  # the first step of a warm-up already moves
-        steps = max(ft_spec.total_train_steps if ft_spec else 1, adam.warmup_steps + 1) + offset
-        scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=adam.lr,
-            min_lr=adam.lr * adam.min_lr_ratio,
-            lr_warmup_steps=adam.warmup_steps,
-            lr_decay_steps=steps,
-            lr_decay_style=adam.lr_decay_style,
-            start_wd=adam.weight_decay,
-            end_wd=adam.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-        scheduler.step(offset)
-        return scheduler
+            self.optimizer = build_optimizer(self.config, self.ddps, model.DTYPES[self.config.dtype])
+        self.scheduler = build_scheduler(self.config.optimizer, self.optimizer, ft_spec)
 
     def destroy(self) -> None:
         for name in ("scheduler", "optimizer", "ddps", "modules"):
@@ -168,37 +128,32 @@ class MegatronEngine(TrainEngine):
                 forward_only=forward_only,
             )
 
-    def _logprobs(self, logits: Tensor, mb: Microbatch, with_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Position-aligned log-probs and entropies `[tokens]` from this tp rank's logits `[tokens, vocab / tp]`."""
-        return vocab_parallel_logprobs(
-            logits,
-            mb.labels,
-            vocab_valid=self.hf_config.vocab_size,
-            vocab_start=self.groups.tp_rank * logits.shape[1],
-            temperature=self.config.temperature,
-            group=self.groups.tp if self.groups.tp_size > 1 else None,
-            with_entropy=with_entropy,
-            inplace_backward=True,
-        )
+    def _logprobs(self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True) -> Any:
+        """Position-aligned log-probs and entropies `[tokens]` from the last stage's output."""
+        size, temperature = self.hf_config.vocab_size, self.config.temperature
+        return head.logprobs(output, labels, self.modules[-1], self.groups, size, temperature, with_entropy)
 
-    def _full_logits(self, logits: Tensor) -> Tensor:
-        """`[tokens, vocab]`: gathered over tp, padding of the vocabulary cut off."""
-        if self.groups.tp_size > 1:
-            logits = gather_from_tensor_model_parallel_region(logits, group=self.groups.tp)
-        return logits[:, : self.hf_config.vocab_size]
+    def _logits(self, output: Tensor, mb: Microbatch) -> Tensor:
+        """`[tokens, vocab]` from the last stage's output."""
+        return head.logits(output, self.modules[-1], self.groups, self.hf_config.vocab_size)
+
+    def _values(self, output: Tensor, mb: Microbatch) -> Tensor:
+        """Position-aligned values `[tokens]` from the last stage's output."""
+        return head.values(output, self.modules[-1], self.groups)
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def _loss_process(self, loss_fn: LossFn, sees: Literal["logits", "logprobs"]) -> Callable[..., Any]:
+    def _loss_process(self, loss_fn: LossFn, sees: Sees) -> Callable[..., Any]:
         def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, dict[str, tuple[float, float]]]:
-            logits = output[0]
             no_tokens = torch.zeros([], dtype=torch.int)  # the schedule adds these up; megarl's weights serve instead
             if mb.weight == 0:
-                return logits.sum() * 0.0, no_tokens, {}
+                return output.sum() * 0.0, no_tokens, {}
             if sees == "logits":
-                result = loss_fn(self._full_logits(logits), mb.batch)
+                result = loss_fn(self._logits(output, mb), mb.batch)
+            elif sees == "values":
+                result = loss_fn(self._values(output, mb), mb.aligned)
             else:
-                result = loss_fn(*self._logprobs(logits, mb), mb.aligned)
+                result = loss_fn(*self._logprobs(output, mb, mb.trained_labels), mb.aligned)
             loss, metrics = result if isinstance(result, tuple) else (result, {})
             report = {k: (mb.weight, float(v)) for k, v in {**metrics, "loss": loss.detach()}.items()}
             return loss * mb.weight, no_tokens, report
@@ -206,25 +161,28 @@ class MegatronEngine(TrainEngine):
         return process
 
     def train_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
     ) -> dict[str, float]:
         microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         stats = self._reduce(self._run(microbatches, self._loss_process(loss_fn, sees), forward_only=False))
-        if not math.isfinite(stats["loss"]):
-            raise FloatingPointError(f"the loss is {stats['loss']}; no step was taken")
+        return {**stats, **self._step(stats["loss"])}
+
+    def _step(self, loss: float) -> dict[str, float]:
+        """Steps the optimizer, unless the loss or a gradient is not finite on any rank: then no rank does."""
         with platform.scope():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            if not math.isfinite(norm):
-                raise FloatingPointError(f"the gradient's norm is {norm}; no step was taken")
-            self.optimizer.step()
-        return {**stats, "grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
+            finite = on_all_ranks(math.isfinite(loss) and math.isfinite(norm) and gradients_are_finite(self.ddps))
+            if finite:
+                self.optimizer.step()
+        self._skipped.record(not finite, loss, norm)
+        return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": float(not finite)}
 
     def eval_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Literal["logits", "logprobs"] = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
     ) -> dict[str, float]:
         microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
         with torch.no_grad():
@@ -260,19 +218,20 @@ class MegatronEngine(TrainEngine):
         aggregate: Callable[[list[Tensor]], Tensor] = torch.cat,
     ) -> Tensor:
         batch = PackedBatch.from_padded(data)
-        per_sequence = self._collect(batch, lambda out, mb: post_hook(self._full_logits(out[0]), mb.batch))
+        per_sequence = self._collect(batch, lambda out, mb: post_hook(self._logits(out, mb), mb.batch))
         return aggregate(per_sequence)
 
     @torch.no_grad()
-    def logprobs(self, data: Any) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned, on the host: log-probs of the batch's own tokens."""
-        batch = PackedBatch.from_padded(data)
+    def logprobs(self, data: Any, trained_only: bool = False) -> Tensor:
+        """float32 `[total_tokens]`, token-aligned, on the host: log-probs of the batch's own tokens, or only of those
+        that its `loss_mask` marks (0 elsewhere), which spares the LM head the others."""
 
         def process(out: Tensor, mb: Microbatch) -> Tensor:
-            logprobs, _ = self._logprobs(out[0], mb, with_entropy=False)
+            labels = mb.trained_labels if trained_only else mb.labels
+            logprobs, _ = self._logprobs(out, mb, labels, with_entropy=False)
             return shift_right(logprobs, mb.batch.cu_seqlens)
 
-        return torch.cat(self._collect(batch, process))
+        return torch.cat(self._collect(PackedBatch.from_padded(data), process))
 
     def _collect(self, batch: PackedBatch, process: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
         """Runs forward only and returns one tensor a sequence, in the batch's order, the same on every rank."""

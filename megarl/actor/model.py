@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -11,13 +13,24 @@ from transformers import PretrainedConfig
 
 from megarl.actor.attention import PackedAttention, PackedRotary
 from megarl.actor.families import FAMILIES, head_dim, padded_vocab_size, rotary_inv_freq
+from megarl.actor.head import HeadlessGPT
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# actor.recompute as Megatron's fields. Selective keeps what is dear to compute and drops what is large: the attention
+# core's blocks and the MLP's (experts') inside. Full keeps the input of each layer.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
-def transformer_config(config: PretrainedConfig, groups: Groups, dtype: torch.dtype) -> TransformerConfig:
+
+def transformer_config(
+    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
     """Megatron's config for the HF config on this layout."""
     family = FAMILIES[config.model_type]
     on_gpu = platform.has_gpu()
@@ -50,6 +63,7 @@ def transformer_config(config: PretrainedConfig, groups: Groups, dtype: torch.dt
         init_method=_leave,  # hf.py writes every element
         output_layer_init_method=_leave,
         batch_p2p_comm=on_gpu,
+        **RECOMPUTE[recompute],
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -64,15 +78,15 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype) -> list[GPTModel]:
+def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none") -> list[GPTModel]:
     """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`)."""
-    megatron = transformer_config(config, groups, dtype)
+    megatron = transformer_config(config, groups, dtype, recompute)
     spec = get_gpt_layer_local_spec(qk_layernorm=FAMILIES[config.model_type].qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     modules = []
     for stage in range(groups.vpp_size):
         with platform.scope():
-            module = GPTModel(
+            module = HeadlessGPT(
                 config=megatron,
                 transformer_layer_spec=spec,
                 vocab_size=padded_vocab_size(config, groups.tp_size),

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.actor.config import check_config as check_engine
+from megarl.actor.config import check_device
 from megarl.actor.families import check_layout, local_folder, read_config
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
@@ -17,6 +18,7 @@ from megarl.data.sft import get_gsm8k_sft_dataset
 from megarl.data.tokenizer import check_vocabulary
 from megarl.knobs import UserError
 from megarl.observe.run_folder import open_run
+from megarl.parallel import platform
 from megarl.rollout.sglang_server import check_config as check_server
 from megarl.trainer.recover import check_resumable
 
@@ -38,6 +40,7 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         UserError: model, layout, tokenizer or data that cannot be used, in one line.
     """
     check_engine(config.actor)
+    check_device(config.actor, platform.has_gpu())
     if config.resume:
         check_resumable(open_run(config.resume).path, config.parallel.sizes())
     model = read_config(config.actor.path)

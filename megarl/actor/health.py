@@ -1,0 +1,55 @@
+"""Steps that must not be taken: a loss or a gradient that is not finite, on any rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel import platform
+
+
+class NonFiniteError(FloatingPointError):
+    """More steps in a row had a loss or gradient that is not finite than `actor.max_skipped_steps` allows."""
+
+
+def gradients_are_finite(ddps: list[Any]) -> bool:
+    """Whether every element of this rank's gradient buffers is finite.
+
+    The norm alone does not tell: it leaves out what another tp rank or pipeline stage counts.
+    """
+    buffers = [buffer for ddp in ddps for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    return all(math.isfinite(float(torch.linalg.vector_norm(buffer.grad_data))) for buffer in buffers)
+
+
+def on_all_ranks(finite: bool) -> bool:
+    """Whether `finite` holds on every rank; a collective, so that all skip a step or none does."""
+    if dist.get_world_size() == 1:
+        return finite
+    flag = torch.tensor([finite], dtype=torch.int32, device=platform.device())
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+class SkippedSteps:
+    """Counts skipped steps in a row."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.in_a_row = 0
+
+    def record(self, skipped: bool, loss: float, grad_norm: float) -> None:
+        """Counts one step.
+
+        Raises:
+            NonFiniteError: more than `most` in a row were skipped.
+        """
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row > self.most:
+            raise NonFiniteError(
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss {loss}, "
+                f"gradient norm {grad_norm}), actor.max_skipped_steps={self.most} allows {self.most}; parameters are "
+                "as they were before them: lower actor.optimizer.lr, or go on from an earlier checkpoint"
+            )

@@ -1,0 +1,72 @@
+"""Megarl's optimizer knobs as Megatron's distributed optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.actor.api import FinetuneSpec
+from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.knobs import UserError
+
+
+def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -> Any:
+    """Adam over the DDP-wrapped modules, sharded over dp x cp.
+
+    Main parameters and moments are float32; with `dtype` float32 the parameters are their own main parameters. Norms
+    and biases, which are one-dimensional, are not decayed (`get_standard_config_overrides`).
+    """
+    adam = config.optimizer
+    megatron = MegatronOptimizerConfig(
+        lr=adam.lr,
+        min_lr=adam.lr * adam.min_lr_ratio,
+        weight_decay=adam.weight_decay,
+        adam_beta1=adam.adam_beta1,
+        adam_beta2=adam.adam_beta2,
+        adam_eps=adam.adam_eps,
+        clip_grad=adam.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        optimizer_cpu_offload=config.offload_optimizer,
+        optimizer_offload_fraction=1.0 if config.offload_optimizer else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=config.offload_optimizer,
+    )
+    return get_megatron_optimizer(megatron, ddps)
+
+
+def build_scheduler(adam: OptimizerConfig, optimizer: Any, ft_spec: FinetuneSpec | None) -> OptimizerParamScheduler:
+    """Megatron's schedule over the run's steps; its first step already moves.
+
+    Raises:
+        UserError: a style that needs the number of steps without it, or a decay longer than the run.
+    """
+    if ft_spec is None and adam.lr_decay_style != "constant":
+        raise UserError(
+            f"actor.optimizer.lr_decay_style={adam.lr_decay_style} needs the number of steps: give initialize a "
+            "FinetuneSpec, or use constant"
+        )
+    total = ft_spec.total_train_steps if ft_spec else 1
+    adam.check_length(total)
+    offset = 1 if adam.warmup_steps else 0  # the first step of a warm-up already moves
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=adam.lr,
+        min_lr=adam.lr * adam.min_lr_ratio,
+        lr_warmup_steps=adam.warmup_steps,
+        lr_decay_steps=max(total, adam.warmup_steps + 1) + offset,
+        lr_decay_style=adam.lr_decay_style,
+        start_wd=adam.weight_decay,
+        end_wd=adam.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=adam.wsd_decay_steps,
+        lr_wsd_decay_style=adam.lr_wsd_decay_style,
+    )
+    scheduler.step(offset)
+    return scheduler
