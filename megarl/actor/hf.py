@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +21,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megarl.actor import hf_files
 from megarl.actor.families import head_dim, local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
-
-MAX_FILE_BYTES = 5 * 2**30
 
 
 @dataclass(frozen=True)
@@ -267,47 +264,9 @@ def save(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, 
 
     A collective of the whole world; rank 0 writes, holding at most one file's tensors.
     """
-    index: dict[str, str] = {}
-    held: dict[str, Tensor] = {}
-    files: list[str] = []
-    total = 0
-
-    def flush() -> None:
-        if held:
-            files.append(f"part-{len(files):05d}.safetensors")
-            save_file(held, folder / files[-1], metadata={"format": "pt"})
-            (folder / files[-1]).chmod(0o644)  # written for its owner alone
-            index.update(dict.fromkeys(held, files[-1]))
-            held.clear()
-
+    tensors = gather(modules, config, groups)
     if groups.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, tensor in gather(modules, config, groups):
-        if groups.rank == 0:
-            if sum(t.nbytes for t in held.values()) + tensor.nbytes > MAX_FILE_BYTES:
-                flush()
-            held[name] = tensor
-            total += tensor.nbytes
-    if groups.rank != 0:
-        return
-    flush()
-    _name_files(folder, files, index, total)
-    config.save_pretrained(folder)
-    copied = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", "generation_config")
-    for file in local_folder(source).iterdir():
-        if file.name.startswith(copied):
-            shutil.copyfile(file, folder / file.name)
-
-
-def _name_files(folder: Path, files: list[str], index: dict[str, str], total: int) -> None:
-    """Gives the written parts the names of the HF convention, with an index where there are several."""
-    if len(files) == 1:
-        (folder / files[0]).rename(folder / "model.safetensors")
-        return
-    names = {f: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, f in enumerate(files)}
-    for old, new in names.items():
-        (folder / old).rename(folder / new)
-    weight_map = {name: names[file] for name, file in index.items()}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    )
+        hf_files.write(folder, tensors, config, local_folder(source))
+    else:
+        for _ in tensors:
+            pass

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.actor import hf
+from megarl.actor import hf, hf_files
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
@@ -293,7 +293,7 @@ def test_a_checkpoint_in_several_files_is_read_and_written(
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
     engine = MegatronEngine(config_of(tmp_path / "many"))
     engine.initialize()
-    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 100_000)
     engine.save(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
