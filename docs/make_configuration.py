@@ -40,9 +40,9 @@ class Section:
 
 
 def sections(owner: type, prefix: str = "") -> Iterator[Section]:
-    """A dataclass and, depth first, all dataclasses in it."""
+    """A dataclass with the knobs it declares itself and, depth first, all dataclasses in it."""
     section, inside = Section(prefix, owner), []
-    for knob in dataclasses.fields(owner):
+    for knob in (knob for knob in dataclasses.fields(owner) if knob.name in inspect.get_annotations(owner)):
         kinds = parts_of(owner, knob.name)
         (section.parts if kinds else section.knobs).append(knob)
         inside += [(kind, section.path(knob.name)) for kind in kinds]
@@ -52,24 +52,27 @@ def sections(owner: type, prefix: str = "") -> Iterator[Section]:
 
 
 def parts_of(owner: type, name: str) -> list[type]:
-    """The dataclasses that a field may hold: of a base class its subclasses, of a plain value none."""
+    """The dataclasses that a field may hold: a class and its subclasses; of a plain value none."""
     hint = typing.get_type_hints(owner)[name]
     bases = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
-    return [kind for base in bases for kind in _leaves(base)]
+    return [kind for base in bases for kind in (base, *_below(base))]
 
 
-def _leaves(base: type) -> list[type]:
-    below = [kind for subclass in base.__subclasses__() for kind in _leaves(subclass)]
-    return sorted(set(below), key=lambda kind: kind.__name__) or [base]
+def _below(base: type) -> list[type]:
+    """All subclasses, those with subclasses of their own first."""
+    below = dict.fromkeys(kind for subclass in base.__subclasses__() for kind in (subclass, *_below(subclass)))
+    return sorted(below, key=lambda kind: (-len(_below(kind)), kind.__name__))
 
 
 def render(root: type) -> str:
     """The page for a root dataclass."""
-    lines = [HEADER]
+    lines, seen = [HEADER], set()
     for section in sections(root):
         if not section.knobs:
             continue
-        lines += [f"## {f'`{section.prefix}`' if section.prefix else 'The root'}", ""]
+        kind = f": {section.owner.__name__.removesuffix('Config')}" if section.prefix in seen else ""
+        seen.add(section.prefix)
+        lines += [f"## {f'`{section.prefix}`' if section.prefix else 'The root'}{kind}", ""]
         lines += [f"{_first_line(section.owner)} Owner: `{section.owner.__name__}` in `{_file(section.owner)}`.", ""]
         lines += ["| Knob | Type | Default | Meaning |", "|---|---|---|---|"]
         lines += [_row(section, knob) for knob in section.knobs]

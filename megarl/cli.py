@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.algorithms import RL_ALGORITHMS, AlgorithmConfig
 from megarl.config import Config, check
 from megarl.knobs import UserError
 
@@ -34,7 +35,10 @@ def knob_paths(schema: Any = None, prefix: str = "") -> dict[str, dataclasses.Fi
     value = Config() if schema is None else schema
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        if dataclasses.is_dataclass(inner):
+        if isinstance(inner, AlgorithmConfig):
+            for kind, _ in RL_ALGORITHMS.values():
+                found.update(knob_paths(kind(), f"{prefix}{field.name}."))
+        elif dataclasses.is_dataclass(inner):
             found.update(knob_paths(inner, f"{prefix}{field.name}."))
         else:
             found[prefix + field.name] = field
@@ -54,7 +58,10 @@ def load(overrides: list[str]) -> Config:
     """
     _check_keys(overrides)
     OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
-    ConfigStore.instance().store("schema", _writable(OmegaConf.structured(Config)))
+    store = ConfigStore.instance()
+    store.store("schema", _writable(OmegaConf.structured(Config(algorithm=AlgorithmConfig()))))
+    for name, (kind, _) in RL_ALGORITHMS.items():  # each file of the group begins with its own
+        store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             composed = compose("config", overrides)
@@ -140,6 +147,15 @@ def _one_line(error: Exception) -> str:
         return f"{group}={name} does not exist; {hint}there are: {', '.join(names)}"
     unknown = re.search(r"Key '[^']+' not in[\s\S]*?full_key: (\S+)", f"{text}\n{cause}")
     where = re.search(r"In '([^']+)'", text)
+    kind = re.search(r"object_type=(\w+)", f"{text}\n{cause}")
+    if unknown and kind and unknown.group(1) in knob_paths():  # of another algorithm
+        own = [
+            field.name
+            for name, (config, _) in RL_ALGORITHMS.items()
+            if config.__name__ == kind.group(1)
+            for field in dataclasses.fields(config)
+        ]
+        return f"{unknown.group(1)} is not a knob of {kind.group(1).removesuffix('Config')}; it has {', '.join(own)}"
     if unknown:
         return _unknown(unknown.group(1), list(knob_paths())) + (
             f" (in configs/{where.group(1)}.yaml)" if where else ""

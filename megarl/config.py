@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.actor.config import EngineConfig
-from megarl.algorithms import AlgorithmConfig, GRPOConfig
+from megarl.algorithms import AlgorithmConfig, GRPOConfig, RLConfig, algorithm_of
 from megarl.data.config import DatasetConfig
 from megarl.knobs import UserError, knob
 from megarl.observe.logger import LoggerConfig
@@ -35,7 +35,7 @@ class Config:
     resume: str | None = knob(None, "run folder to go on from, at its last checkpoint")
     actor: EngineConfig = knob(factory=EngineConfig, meaning="the model that is trained")
     parallel: ParallelConfig = knob(factory=ParallelConfig, meaning="its layout over trainer ranks")
-    algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the RL algorithm")
+    algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the algorithm, by its group: algorithm=dapo")
     gconfig: GenerationHyperparameters = knob(factory=GenerationHyperparameters, meaning="how completions are sampled")
     train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts (rl) or examples (sft) to train on")
     valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out prompts or examples")
@@ -65,11 +65,14 @@ def check(config: Config) -> None:
             f"actor.optimizer.warmup_steps={config.actor.optimizer.warmup_steps} must be below total_train_steps="
             f"{config.total_train_steps}; lower one or raise the other"
         )
+    config.actor.optimizer.check_length(config.total_train_steps)
     if config.method == "rl":
         _check_rl(config)
 
 
 def _check_rl(config: Config) -> None:
+    if not isinstance(config.algorithm, RLConfig):
+        raise UserError(f"method=rl: the algorithm {type(config.algorithm).__name__} is not one of rollouts")
     config.algorithm.check()
     if config.actor.init != "checkpoint":
         raise UserError(f"actor.init={config.actor.init} is for method=sft: the rollout servers load actor.path")
@@ -97,8 +100,12 @@ def _check_rl(config: Config) -> None:
             f"parallel.timeout_s={config.parallel.timeout_s:g} must exceed rollout.batch_timeout_s="
             f"{config.rollout.batch_timeout_s:g}: the other ranks wait in a collective while rank 0 samples"
         )
-    if samples < 2 and isinstance(config.algorithm, GRPOConfig):
-        raise UserError(f"gconfig.n_samples={samples}: GRPO compares the completions of a prompt and needs at least 2")
+    algorithm = algorithm_of(config.algorithm)
+    if samples < algorithm.min_group:
+        raise UserError(
+            f"gconfig.n_samples={samples}: {type(algorithm).__name__} compares the completions of a prompt and needs "
+            f"at least {algorithm.min_group}"
+        )
     if config.train_dataset.max_length is not None:
         longest = config.train_dataset.max_length + config.gconfig.max_new_tokens
         if longest > config.actor.max_tokens_per_mb:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
-from megarl.algorithms import ALGORITHMS
+from megarl.algorithms import algorithm_of
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
@@ -20,7 +20,7 @@ stage = stats_tracker.record_timing
 
 def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
     """Trains the actor on its own completions."""
-    algorithm = ALGORITHMS[type(config.algorithm)](config.algorithm)
+    algorithm = algorithm_of(config.algorithm)
     with Rollouts(config, folder, inputs) as rollouts:
         actor = MegatronPPOActor(config.actor, algorithm, config.parallel)
         actor.initialize(ft_spec=FinetuneSpec(1, config.total_train_steps, 1))

@@ -63,8 +63,6 @@ def yaml_keys(values: Any, package: str) -> list[str]:
     """Full paths of the keys in a YAML file of a Hydra group; `package` is where Hydra puts it."""
     keys = []
     for key, value in (values or {}).items():
-        if not package and key in {"defaults", "hydra"}:
-            continue
         path = f"{package}.{key}" if package else str(key)
         keys += yaml_keys(value, path) if isinstance(value, dict) and value else [path]
     return keys
@@ -94,7 +92,8 @@ def strays(configs: Path, root: type) -> list[str]:
     found = []
     for path in sorted(configs.rglob("*.yaml")):
         text = path.read_text()
-        for key in yaml_keys(yaml.safe_load(text), package_of(path, text, configs)):
+        values = {k: v for k, v in (yaml.safe_load(text) or {}).items() if k not in {"defaults", "hydra"}}
+        for key in yaml_keys(values, package_of(path, text, configs)):
             if not is_owned(key, root):
                 found.append(f"{path.relative_to(configs)}: {key}")
     return found
@@ -172,13 +171,15 @@ class Outer:
 def test_the_page_shows_path_type_default_meaning_and_owner():
     page = reference.render(Outer)
     assert "## The root\n\nThe whole, in one line. Owner: `Outer`" in page
+    assert "## `kind`\n\nWhat both kinds share." in page
+    assert "## `kind`: KindA\n\nOne kind." in page
     assert "| `path` | `str` | required | needed |" in page
     assert "| `inner.rate` | `float` | `1e-06` | how fast |" in page
     assert r"| `inner.names` | `list[str]` | `[]` | who \| whom |" in page
     assert "| `maybe.rate` |" in page
     assert "| `kind.only_a` |" in page
     assert "| `kind.only_b` |" in page
-    assert page.count("| `kind.shared` |") == 2
+    assert page.count("| `kind.shared` |") == 1
     assert "| `bare` | `bool` | `true` |" in page
 
 

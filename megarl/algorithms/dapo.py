@@ -1,0 +1,71 @@
+"""DAPO: decoupled clip and dynamic sampling (Yu et al., https://arxiv.org/abs/2503.14476, section 3).
+
+GRPO's advantages with four changes:
+
+    clip-higher        clip(rho_t, 1 - clip_low, 1 + clip_high), clip_high > clip_low
+    dynamic sampling   groups whose rewards are all alike are dropped and others sampled in their place
+    token-level loss   the mean runs over all tokens of the batch
+    overlong shaping   for a completion of n tokens, with the budget L and the buffer B:
+                       r += 0                 for n <= L - B
+                            (L - B - n) / B   for L - B < n <= L
+                            -1                for n > L              (a completion cut off at L gets -1 with n = L)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import GroupConfig, PolicyGradient, broadcast_to_tokens, check_clips, trained_tokens
+from megarl.knobs import UserError, knob
+from megarl.ops.advantage import group_advantage
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class DAPOConfig(GroupConfig):
+    """Knobs of DAPO."""
+
+    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low")
+    clip_high: float = knob(0.28, "the ratio is clipped above at 1 + clip_high")
+    dynamic_sampling: bool = knob(True, "drop groups whose rewards are all alike, and sample others in their place")
+    overlong_buffer: int = knob(
+        0, "tokens below overlong_budget in which a completion's reward sinks by up to 1; 0: off"
+    )
+    overlong_budget: int = knob(0, "the longest completion, of which the last overlong_buffer tokens cost reward")
+
+    def check(self) -> None:
+        super().check()
+        check_clips(self.clip_low, self.clip_high)
+        if not 0 <= self.overlong_buffer <= max(self.overlong_budget, 0):
+            raise UserError(
+                f"algorithm.overlong_buffer={self.overlong_buffer} must lie between 0 and algorithm.overlong_budget="
+                f"{self.overlong_budget}"
+            )
+
+
+class DAPO(PolicyGradient):
+    """DAPO, given its config."""
+
+    min_group = 2
+
+    def __init__(self, config: DAPOConfig) -> None:
+        super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high, objective="clip", ratio="token")
+        self.config = config
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        rewards = self.sequence_rewards(batch) + self.overlong_penalty(trained_tokens(batch))
+        per_sequence = group_advantage(rewards, self.groups(batch), mode="mean_std", eps=self.config.advantage_eps)
+        return broadcast_to_tokens(per_sequence, batch)
+
+    def overlong_penalty(self, tokens: Tensor) -> Tensor:
+        """float32, from 0 down to -1, for completions of `tokens` tokens."""
+        if self.config.overlong_buffer == 0:
+            return torch.zeros_like(tokens)
+        excess = tokens - (self.config.overlong_budget - self.config.overlong_buffer)
+        return -(excess / self.config.overlong_buffer).clamp(0.0, 1.0)
+
+    def should_accept(self, group: PackedBatch) -> bool:
+        return not self.config.dynamic_sampling or bool((group["rewards"] != group["rewards"][0]).any())

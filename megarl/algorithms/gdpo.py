@@ -1,0 +1,61 @@
+"""GDPO: group reward-decoupled normalisation (Liu et al., https://arxiv.org/abs/2601.05242, section 3).
+
+With several rewards r^1..r^n, each is normalised within its group before they are summed, so that a reward of small
+spread is not drowned by one of large spread; the sum is then normalised over the batch:
+
+    A_i = sum_k w_k (r_i^k - mean(r^k)) / (std(r^k) + eps),   then (A - mean(A)) / std(A) over the batch's completions
+
+Reads `reward_columns` float32 `[num_seqs, n]`, which workflows with several rewards return, unweighted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import ClipConfig, GroupConfig, PolicyGradient, broadcast_to_tokens, trained_tokens
+from megarl.knobs import UserError, knob
+from megarl.ops.advantage import group_advantage, whiten
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class GDPOConfig(ClipConfig, GroupConfig):
+    """Knobs of GDPO."""
+
+    reward_weights: list[float] = knob(factory=list, meaning="weight of each reward; empty: 1 for all")
+    normalize_batch: bool = knob(True, "bring the summed advantages to mean 0 and variance 1 over the batch")
+
+    def check(self) -> None:
+        super().check()
+        if self.kl_coef > 0 and self.kl_in == "reward":
+            raise UserError("algorithm.kl_in=reward: GDPO normalises each reward by itself; use kl_in=loss")
+
+
+class GDPO(PolicyGradient):
+    """GDPO, given its config."""
+
+    min_group = 2
+
+    def __init__(self, config: GDPOConfig) -> None:
+        super().__init__(config, clip_low=config.eps_clip, clip_high=config.eps_clip, objective="clip", ratio="token")
+        self.config = config
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        columns = batch["reward_columns"].float()
+        weights = torch.tensor(self.config.reward_weights or [1.0] * columns.shape[1])
+        if len(weights) != columns.shape[1]:
+            raise UserError(
+                f"algorithm.reward_weights has {len(weights)} values and the samples carry {columns.shape[1]} rewards; "
+                "give one weight a reward"
+            )
+        parts = [
+            group_advantage(columns[:, k].contiguous(), self.groups(batch), eps=self.config.advantage_eps)
+            for k in range(columns.shape[1])
+        ]
+        summed = torch.stack(parts, 1) @ weights
+        if self.config.normalize_batch:
+            summed = whiten(summed, trained_tokens(batch) > 0)
+        return broadcast_to_tokens(summed, batch)

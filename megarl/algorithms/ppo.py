@@ -1,0 +1,92 @@
+"""PPO with a critic (Schulman et al., https://arxiv.org/abs/1707.06347) and GAE (https://arxiv.org/abs/1506.02438).
+
+    delta_t = r_t + gamma V_{t+1} - V_t,    A_t = sum_l (gamma lambda)^l delta_{t+l},    R_t = A_t + V_t
+    L_pi    = - mean of min(rho_t A_t, clip(rho_t, 1 - eps_clip, 1 + eps_clip) A_t)
+    L_V     = mean of 1/2 max((V - R_t)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R_t)^2)
+
+r_t is the reward at the last token, less the KL to the reference at every token with `kl_in=reward`. Advantages are
+brought to mean 0 and variance 1 over the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import ClipConfig, PolicyGradient, token_weights
+from megarl.knobs import UserError, knob
+from megarl.ops.advantage import gae_packed, whiten
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class PPOConfig(ClipConfig):
+    """Knobs of PPO."""
+
+    kl_in: str = knob("reward", "where that KL goes: loss or reward")
+    kl_estimator: str = knob("k1", "estimate of that KL from one sample: k1, k2 or k3 (Schulman)")
+    dual_clip: float | None = knob(None, "bound on the loss of a negative advantage, in multiples of it; above 1")
+    gamma: float = knob(1.0, "discount of later rewards, per token")
+    gae_lambda: float = knob(0.95, "lambda of generalised advantage estimation")
+    value_clip: float = knob(0.2, "the critic's new value is clipped to this distance from its old one")
+
+    def check(self) -> None:
+        super().check()
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise UserError(f"algorithm.dual_clip={self.dual_clip} must be above 1, or null")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"algorithm.{name}={getattr(self, name)} must lie in [0, 1]")
+        if self.value_clip <= 0:
+            raise UserError(f"algorithm.value_clip={self.value_clip} must be above 0")
+
+
+class PPO(PolicyGradient):
+    """PPO, given its config. `advantages` also reads `values` and sets `returns` `[total_tokens]` for the critic."""
+
+    needs_critic = True
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(
+            config,
+            clip_low=config.eps_clip,
+            clip_high=config.eps_clip,
+            objective="clip",
+            ratio="token",
+            dual_clip=config.dual_clip,
+        )
+        self.config = config
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        mask = batch["loss_mask"].bool()
+        advantages, returns = gae_packed(
+            self.token_rewards(batch),
+            batch["values"],
+            mask,
+            batch.cu_seqlens,
+            gamma=self.config.gamma,
+            lam=self.config.gae_lambda,
+        )
+        batch.set_tokens("returns", returns)
+        return whiten(advantages, mask)
+
+    def value_loss(self, values: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The critic's loss on a microbatch; `values` and the tensors of `data` are aligned with each other."""
+        mask, old, returns = data["loss_mask"].bool(), data["values"], data["returns"]
+        bound = self.config.value_clip
+        near = torch.clamp(values, old - bound, old + bound)
+        loss = 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).masked_fill(~mask, 0.0)
+        weights = token_weights(data, "token")
+        with torch.no_grad():
+            clipped = ((near - returns).square() > (values - returns).square()) & mask
+            metrics = {
+                "value_clip_fraction": (clipped * weights).sum(),
+                "value": (values.masked_fill(~mask, 0.0) * weights).sum(),
+            }
+        return (loss * weights).sum(), metrics
+
+    def value_loss_weight(self, data: PackedBatch) -> Tensor:
+        """The weight of that mean."""
+        return data["loss_mask"].sum()

@@ -1,0 +1,46 @@
+"""REINFORCE (Williams, Machine Learning 8, 1992) with importance weights, and the base of its relatives.
+
+    L = - mean over trained tokens of sg(rho_t) A_i log pi(o_t),   A_i = r_i, less the batch's mean with `baseline`
+
+In the first optimizer step on a batch rho_t is 1 and this is REINFORCE; in later ones its gradient is that of the
+importance-weighted estimate rho_t A_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megarl.algorithms.base import UNBOUNDED, PolicyGradient, RLConfig, broadcast_to_tokens, trained_tokens
+from megarl.knobs import knob
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class ReinforceConfig(RLConfig):
+    """Knobs of REINFORCE."""
+
+    baseline: bool = knob(True, "subtract the mean reward of the batch")
+
+
+class UnclippedPolicyGradient(PolicyGradient):
+    """The objective of REINFORCE; relatives differ in their advantages."""
+
+    def __init__(self, config: RLConfig) -> None:
+        super().__init__(config, clip_low=1.0, clip_high=UNBOUNDED, objective="cispo", ratio="token")
+
+
+class Reinforce(UnclippedPolicyGradient):
+    """REINFORCE, given its config."""
+
+    def __init__(self, config: ReinforceConfig) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        rewards = self.sequence_rewards(batch)
+        if self.config.baseline:
+            counts = trained_tokens(batch) > 0
+            rewards = rewards - rewards.masked_fill(~counts, 0.0).sum() / counts.sum().clamp(min=1)
+        return broadcast_to_tokens(rewards, batch)
