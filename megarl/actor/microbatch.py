@@ -27,6 +27,13 @@ class Microbatch:
     packed: PackedSequences
     weight: float  # its share of the loss: weights over all microbatches of all ranks sum to 1
 
+    @property
+    def trained_labels(self) -> Tensor:
+        """`labels`, -1 also where `loss_mask` leaves the next token out."""
+        if "loss_mask" not in self.aligned.tokens:
+            return self.labels
+        return self.labels.masked_fill(~self.aligned["loss_mask"].bool(), -1)
+
 
 def partition(lengths: list[int], dp_size: int, max_tokens: int) -> list[list[list[int]]]:
     """Sequence indices by `[dp rank][microbatch]`, the same number of microbatches on every rank.

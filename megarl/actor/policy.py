@@ -41,9 +41,10 @@ class MegatronPPOActor(MegatronEngine):
         self.algorithm = algorithm
 
     def compute_logp(self, batch: PackedBatch) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned: log-probs of the batch's tokens under the present weights."""
+        """float32 `[total_tokens]`, token-aligned: log-probs, under the present weights, of the tokens that
+        `loss_mask` marks (of all, where the batch has none); 0 elsewhere."""
         self.eval()
-        return self.logprobs(batch)
+        return self.logprobs(batch, trained_only=True)
 
     def compute_advantages(self, batch: PackedBatch) -> None:
         """Sets `batch["advantages"]`, float32 `[total_tokens]`, zero where `loss_mask` is not set."""

@@ -1,0 +1,104 @@
+"""The end of the model: from final hidden states to logits, log-probs or values.
+
+Megarl's model stops before its head. What the caller wants decides what is computed of it: log-probs of the trained
+tokens are taken a chunk of logits at a time, so that `[tokens, vocabulary]` is never held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.ops.logprob import linear_logprobs
+from megarl.parallel.groups import Groups
+
+
+class HeadlessGPT(GPTModel):
+    """Megatron's model up to its final norm: the last stage returns hidden states `[tokens, 1, hidden]`.
+
+    `output_layer` is there, with its weight or the tied embedding's, but it is run by the functions below.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # gpt_model.py:424
+        return hidden_states
+
+
+class ValueHead(torch.nn.Linear):
+    """One number a token, in place of the LM head: the same weight `[1, hidden]` on every tensor parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As Megatron's checkpoints ask every module for."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
+
+
+def weight_of(module: GPTModel) -> Tensor:
+    """The LM head's rows on this rank, `[vocabulary / tp, hidden]`: its own, or the tied embedding's."""
+    if module.share_embeddings_and_output_weights:
+        return module.shared_embedding_or_output_weight()
+    return module.output_layer.weight
+
+
+def whole_hidden(output: Tensor, module: GPTModel, groups: Groups) -> Tensor:
+    """Hidden states `[tokens, hidden]` of all tokens on every tp rank, from the model's output.
+
+    Every user of it gives each rank the whole gradient, so that backward only cuts out the rank's own tokens.
+    """
+    if module.config.sequence_parallel:
+        output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=groups.tp)
+    return output.squeeze(1)
+
+
+def logits(output: Tensor, module: GPTModel, groups: Groups, vocab_size: int) -> Tensor:
+    """`[tokens, vocabulary]`: gathered over tp, padding of the vocabulary cut off."""
+    weight = weight_of(module) if module.share_embeddings_and_output_weights else None
+    local, _ = module.output_layer(output, weight=weight)
+    if groups.tp_size > 1:
+        local = gather_from_tensor_model_parallel_region(local, group=groups.tp)
+    return local.squeeze(1)[:, :vocab_size]
+
+
+def logprobs(
+    output: Tensor,
+    labels: Tensor,
+    module: GPTModel,
+    groups: Groups,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
+
+    The weight's gradient goes straight into the main gradient where the engine keeps one.
+    """
+    weight = weight_of(module)
+    return linear_logprobs(
+        whole_hidden(output, module, groups),
+        weight,
+        labels,
+        vocab_valid=vocab_size,
+        vocab_start=groups.tp_rank * weight.shape[0],
+        temperature=temperature,
+        group=groups.tp if groups.tp_size > 1 else None,
+        with_entropy=with_entropy,
+        main_grad=getattr(weight, "main_grad", None),
+    )
+
+
+def values(output: Tensor, module: GPTModel, groups: Groups) -> Tensor:
+    """float32 `[tokens]`: what the value head makes of each position."""
+    return module.output_layer(whole_hidden(output, module, groups)).squeeze(1).float()
