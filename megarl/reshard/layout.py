@@ -1,10 +1,20 @@
-"""Where a piece of a weight lives. Every tensor has one coordinate space: that of the HF checkpoint."""
+"""Where a piece of a weight lives. Every tensor has one coordinate space: that of the HF checkpoint.
+
+`Box` and `Fragment` are one piece, with its live tensor. `Holdings` is the same for a whole world, as arrays: what the
+planner works on. Both sides of a sync, trainer ranks and server ranks, are described by one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, order=True)
@@ -44,3 +54,89 @@ class Fragment:
     def __post_init__(self) -> None:
         if tuple(self.view.shape) != self.box.shape:
             raise ValueError(f"{self.tensor} shows {tuple(self.view.shape)} where {self.box} has {self.box.shape}")
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """What the ranks of one side hold of the checkpoint: row `i` is one box, held by every rank of a set.
+
+    `tensor [n]` indexes `names`; `start`, `stop [n, dims]` are in elements, and a dimension that a tensor lacks is
+    `[0, 1)`; `dtype [n]` indexes `dtypes` (torch names: "bfloat16"); `holder [n]` indexes `holders`, sets of ranks
+    that hold all rows of the set. A rank may be in several sets, as dense and expert weights are spread differently.
+    The fragments of one rank are its rows in the order of the table (`rows_of`).
+    """
+
+    names: tuple[str, ...]
+    tensor: Ints
+    start: Ints
+    stop: Ints
+    dtypes: tuple[str, ...]
+    dtype: Ints
+    holder: Ints
+    holders: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(per_rank: Sequence[Sequence[tuple[Box, str]]]) -> Holdings:
+        """From each rank's own list of (box, dtype); ranks with equal lists share rows. Keeps the lists' order."""
+        sets: dict[tuple[tuple[Box, str], ...], list[int]] = {}
+        for rank, boxes in enumerate(per_rank):
+            sets.setdefault(tuple(boxes), []).append(rank)
+        rows = [(box, dtype, holder) for holder, boxes in enumerate(sets) for box, dtype in boxes]
+        names = {name: i for i, name in enumerate(dict.fromkeys(box.name for box, _, _ in rows))}
+        dtypes = {name: i for i, name in enumerate(dict.fromkeys(dtype for _, dtype, _ in rows))}
+        dims = max((len(box.start) for box, _, _ in rows), default=1)
+
+        def corners(values: Iterable[tuple[int, ...]], fill: int) -> Ints:
+            filled = [(*value, *(fill,) * (dims - len(value))) for value in values]
+            return np.array(filled, dtype=np.int64).reshape(len(rows), dims)
+
+        return Holdings(
+            names=tuple(names),
+            tensor=np.array([names[box.name] for box, _, _ in rows], dtype=np.int64),
+            start=corners((box.start for box, _, _ in rows), 0),
+            stop=corners((box.stop for box, _, _ in rows), 1),
+            dtypes=tuple(dtypes),
+            dtype=np.array([dtypes[dtype] for _, dtype, _ in rows], dtype=np.int64),
+            holder=np.array([holder for _, _, holder in rows], dtype=np.int64),
+            holders=tuple(tuple(ranks) for ranks in sets.values()),
+        )
+
+    def rows_of(self, rank: int) -> Ints:
+        """Rows that `rank` holds, in the order of its own list."""
+        mine = np.array([rank in ranks for ranks in self.holders], dtype=bool)
+        return np.flatnonzero(mine[self.holder])
+
+    def bytes_per_row(self) -> Ints:
+        sizes = np.array([itemsize(name) for name in self.dtypes], dtype=np.int64)
+        return np.prod(self.stop - self.start, axis=1) * sizes[self.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Where the ranks of both sides are: `source_node [trainer ranks]`, and `node`, `server [destination ranks]`.
+
+    Destination ranks count over all servers: rank 0 of the second server of TP 8 is 8. Nodes are any integers.
+    """
+
+    source_node: Ints
+    node: Ints
+    server: Ints
+
+    @staticmethod
+    def of_sizes(sources: int, server_sizes: Sequence[int], ranks_per_node: int, *, shared_nodes: bool) -> Topology:
+        """Ranks and servers laid out in order, `ranks_per_node` each; `shared_nodes` puts both on the same ones."""
+        destinations = sum(server_sizes)
+        first = 0 if shared_nodes else -(-sources // ranks_per_node)
+        return Topology(
+            source_node=np.arange(sources) // ranks_per_node,
+            node=np.arange(destinations) // ranks_per_node + first,
+            server=np.repeat(np.arange(len(server_sizes)), server_sizes),
+        )
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of the torch dtype called `dtype`, such as "bfloat16". Raises ValueError for others."""
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a torch dtype")
+    return found.itemsize
