@@ -15,73 +15,106 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.actor.prefix import SharedPrefix
+
+from megarl.actor.context_parallel import Cut, gather_keys_values
+
+WHOLE = Cut()
+
 
 @dataclass(frozen=True)
 class Block:
-    """Sequences of similar length, padded to the longest.
+    """Queries of sequences of similar length, padded to the longest, and the keys before and at them.
 
-    `gather` int64 `[num_seqs * length]` is the token that each padded slot holds (padding repeats the sequence's last
-    token), `valid` int64 are the slots that hold real tokens.
+    `queries` int64 `[num_seqs * length]` is the local token of each padded slot (padding repeats the sequence's last
+    one), `valid` int64 are the slots that hold real tokens. `keys` int64 `[num_seqs * key_length]` are rows among the
+    tokens of all cp ranks. `mask` bool `[num_seqs, 1, length, key_length]` is set where a query sees a key; None: both
+    are the same tokens, and the mask is causal.
     """
 
     num_seqs: int
     length: int
-    gather: Tensor
+    queries: Tensor
     valid: Tensor
+    key_length: int
+    keys: Tensor
+    mask: Tensor | None
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
     """What Megatron hands to attention and rotary code for one packed microbatch.
 
-    Megatron's own `cu_seqlens_*` stay None, so that its rotary code takes one angle per token.
+    For our own attention Megatron's `cu_seqlens_*` stay None, so that its rotary code takes one angle per token.
     """
 
-    positions: Tensor | None = None  # int64 [tokens]: place of each token in its sequence
+    positions: Tensor | None = None  # int64 [local tokens]: place of each token in its sequence
     blocks: list[Block] = field(default_factory=list)
-    restore: Tensor | None = None  # int64 [tokens]: from the blocks' order back to token order
+    restore: Tensor | None = None  # int64 [local tokens]: from the blocks' order back to token order
 
 
-def packed_sequences(cu_seqlens: Tensor) -> PackedSequences:
-    """Plans attention for sequences laid end to end; `cu_seqlens` is int32 `[num_seqs + 1]`.
+def packed_sequences(cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE) -> PackedSequences:
+    """Plans attention for sequences laid end to end; `cu_seqlens` is int32 `[num_seqs + 1]`, on the host, padded as
+    `cut` needs it.
 
-    A block holds lengths in (2^(k-1), 2^k], so that less than half of it is padding.
+    A block holds chunks of lengths in (2^(k-1), 2^k], so that less than half of it is padding.
     """
-    device = cu_seqlens.device
-    starts = cu_seqlens[:-1].long().cpu()
-    lengths = cu_seqlens.diff().long().cpu()
-    total = int(cu_seqlens[-1])
-    positions = torch.arange(total) - starts.repeat_interleave(lengths)
-    classes = (lengths.clamp(min=1) - 1).double().add(1).log2().ceil().long()
+    starts, sizes = cu_seqlens.long()[:-1] // cut.cp_size, cut.chunk_lengths(cu_seqlens)
+    classes = (sizes.clamp(min=1) - 1).double().add(1).log2().ceil().long()
+    positions = torch.empty(int(cu_seqlens[-1]) // cut.cp_size, dtype=torch.long)
     blocks, order = [], []
-    for value in classes[lengths > 0].unique().tolist():
-        members = ((classes == value) & (lengths > 0)).nonzero().squeeze(1)
-        length = int(lengths[members].max())
-        slots = torch.arange(length)
-        gather = starts[members, None] + torch.minimum(slots, lengths[members, None] - 1)
-        valid = (slots < lengths[members, None]).flatten().nonzero().squeeze(1)
-        order.append(gather.flatten()[valid])
-        blocks.append(Block(len(members), length, gather.flatten().to(device), valid.to(device)))
+    for half, chunk in enumerate(cut.my_chunks()):
+        for value in classes[sizes > 0].unique().tolist():
+            members = ((classes == value) & (sizes > 0)).nonzero().squeeze(1)
+            size, length = sizes[members, None], int(sizes[members].max())
+            slots = torch.minimum(torch.arange(length), size - 1)
+            queries = starts[members, None] + half * size + slots
+            valid = (torch.arange(length) < size).flatten().nonzero().squeeze(1)
+            at = chunk * size + slots
+            order.append(queries.flatten()[valid])
+            positions[order[-1]] = at.flatten()[valid]
+            keys, key_length, mask = queries, length, None
+            if cut.cp_size > 1:
+                key_length = (chunk + 1) * length
+                key_slots = torch.minimum(torch.arange(key_length), (chunk + 1) * size - 1)
+                keys = cut.rows(cu_seqlens, members[:, None].expand_as(key_slots), key_slots)
+                mask = (torch.arange(key_length) <= at[..., None])[:, None].to(device)
+            where = (t.flatten().to(device) for t in (queries, valid, keys))
+            blocks.append(Block(len(members), length, next(where), next(where), key_length, next(where), mask))
     order_all = torch.cat(order) if order else torch.empty(0, dtype=torch.long)
     restore = torch.empty_like(order_all)
     restore[order_all] = torch.arange(len(order_all))
-    longest = int(lengths.max()) if len(lengths) else 0
+    return PackedSequences(
+        qkv_format="thd", positions=positions.to(device), blocks=blocks, restore=restore.to(device)
+    )
+
+
+def packed_for_te(cu_seqlens: Tensor, device: torch.device) -> PackedSequences:
+    """The same for Transformer Engine's attention, which cuts padded sequences in zigzag order itself: bounds for the
+    kernels, and one table of angles, from which Megatron's rotary code takes each rank's part."""
+    bounds, longest = cu_seqlens.to(device), int(cu_seqlens.diff().max())
     return PackedSequences(
         qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=positions.to(device),
-        blocks=blocks,
-        restore=restore.to(device),
+        positions=torch.arange(longest, device=device),
     )
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention over packed sequences: Megatron's `core_attention` for the local layer spec."""
+    """Causal attention over packed sequences: Megatron's `core_attention` for the local layer spec.
 
-    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+    Under context parallelism every rank gathers the keys and values of all.
+    """
+
+    def __init__(
+        self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -94,20 +127,31 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> Tensor:
         """query `[tokens, heads, dim]`, key and value `[tokens, kv_heads, dim]` -> `[tokens, heads * dim]`."""
+        if self.cp is not None:
+            key, value = gather_keys_values(key, value, self.cp)
         outputs = []
         for block in packed_seq_params.blocks:
-            shape = (block.num_seqs, block.length)
-            q, k, v = (
-                x.index_select(0, block.gather).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
-            )
+            q = _padded(query, block.queries, block.num_seqs)
+            k, v = (_padded(x, block.keys, block.num_seqs) for x in (key, value))
             out = scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=k.shape[1] != q.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=block.mask,
+                is_causal=block.mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=k.shape[1] != q.shape[1],
             )
             flat = out.transpose(1, 2).reshape(block.num_seqs * block.length, -1)
             outputs.append(flat.index_select(0, block.valid))
         assert packed_seq_params.restore is not None
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, packed_seq_params.restore)
+
+
+def _padded(values: Tensor, rows: Tensor, num_seqs: int) -> Tensor:
+    """`[num_seqs, heads, length, dim]` of the rows of `[tokens, heads, dim]`."""
+    return values.index_select(0, rows).view(num_seqs, -1, *values.shape[1:]).transpose(1, 2)
 
 
 class PackedRotary(torch.nn.Module):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megarl.actor.attention import PackedSequences, packed_sequences
+from megarl.actor.attention import WHOLE, PackedSequences, packed_for_te, packed_sequences
+from megarl.actor.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.knobs import UserError
 from megarl.types import PackedBatch
 
@@ -17,61 +20,102 @@ class Microbatch:
     """One packed microbatch on this rank's device.
 
     `batch` is token-aligned. `aligned` is the same with every per-token tensor shifted to the position that predicts
-    it: `aligned["logprobs_key"][i]` belongs to token i + 1, and `labels[i]` is token i + 1 or -1 at a sequence's end.
+    it: `aligned["logprobs_key"][i]` belongs to token i + 1. Both hold whole sequences on every rank; what the model
+    takes and gives is this rank's part of them (`local`): all, unless context or sequence parallelism cuts them.
     """
 
     indices: list[int]  # of its sequences in the global batch
     batch: PackedBatch
     aligned: PackedBatch
-    labels: Tensor  # int64 [tokens]
+    input_ids: Tensor  # int64 [local tokens]
+    labels: Tensor  # int64 [local tokens]: the token that each predicts, -1 at a sequence's end
+    trained_labels: Tensor  # the same, -1 also where `loss_mask` leaves the next token out
     packed: PackedSequences
+    local: LocalTokens | None  # None: all tokens are here, unpadded
     weight: float  # its share of the loss: weights over all microbatches of all ranks sum to 1
+    shared: SharedPrefix | None = None
 
     @property
-    def trained_labels(self) -> Tensor:
-        """`labels`, -1 also where `loss_mask` leaves the next token out."""
-        if "loss_mask" not in self.aligned.tokens:
-            return self.labels
-        return self.labels.masked_fill(~self.aligned["loss_mask"].bool(), -1)
+    def input_ids(self) -> Tensor:
+        """int64 `[kept]`: what the model is given."""
+        ids = self.batch["input_ids"]
+        return ids if self.shared is None else ids[self.shared.own]
+
+    def whole(self, values: Tensor, cp: dist.ProcessGroup) -> Tensor:
+        """`[tokens, ...]` of whole sequences from this rank's `[local tokens, ...]`; differentiable, a collective of
+        the cp group."""
+        return values if self.local is None else self.local.restore(values, cp)
 
 
-def partition(lengths: list[int], dp_size: int, max_tokens: int) -> list[list[list[int]]]:
-    """Sequence indices by `[dp rank][microbatch]`, the same number of microbatches on every rank.
+def partition(
+    sizes: list[int], costs: Sequence[float], dp_size: int, max_tokens: int, multiple_of: int = 1
+) -> list[list[list[int]]]:
+    """Indices of units (sequences, or groups that stay together) by `[dp rank][microbatch]`, the same number of
+    microbatches on every rank; some may be empty.
 
-    Longest first onto the least loaded rank, then longest first into the first microbatch with room. A rank with
-    fewer microbatches than the others gets empty ones.
+    Costs are evened out over the ranks, then over each rank's microbatches. Where no even way keeps within
+    `max_tokens`, they are filled largest first.
+
+    Args:
+        sizes: tokens of each unit.
+        costs: its share of the work, such as FLOPs.
+        multiple_of: what the number of microbatches is rounded up to; the interleaved pipeline schedule needs pp.
 
     Raises:
-        UserError: a sequence is longer than `max_tokens`.
+        UserError: a unit is larger than `max_tokens`.
     """
-    if lengths and max(lengths) > max_tokens:
+    if sizes and max(sizes) > max_tokens:
         raise UserError(
-            f"a sequence of {max(lengths)} tokens does not fit into actor.max_tokens_per_mb={max_tokens}; "
-            f"raise it to at least {max(lengths)}, or shorten prompts or completions"
+            f"a sequence of {max(sizes)} tokens does not fit into actor.max_tokens_per_mb={max_tokens}; "
+            f"raise it to at least {max(sizes)}, or shorten prompts or completions"
         )
-    loads = [0] * dp_size
-    ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(dp_size), key=lambda r: (loads[r], r))
-        loads[rank] += lengths[index]
-        ranks[rank].append(index)
-    filled = [_fill(members, lengths, max_tokens) for members in ranks]
-    most = max(len(microbatches) for microbatches in filled)
-    return [microbatches + [[] for _ in range(most - len(microbatches))] for microbatches in filled]
+    ranks = karmarkar_karp(costs, dp_size)
+    filled = [_fill(members, sizes, max_tokens) for members in ranks]
+    most = max(1, *(len(microbatches) for microbatches in filled))
+    most = -(-most // multiple_of) * multiple_of
+    return [_even(microbatches, sizes, costs, most, max_tokens) for microbatches in filled]
 
 
-def _fill(members: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
+def _fill(members: list[int], sizes: list[int], max_tokens: int) -> list[list[int]]:
+    """As few microbatches as first-fit decreasing finds."""
     microbatches: list[list[int]] = []
     room: list[int] = []
-    for index in members:
-        place = next((m for m, left in enumerate(room) if left >= lengths[index]), None)
+    for index in sorted(members, key=lambda i: (-sizes[i], i)):
+        place = next((m for m, left in enumerate(room) if left >= sizes[index]), None)
         if place is None:
             microbatches.append([])
             room.append(max_tokens)
             place = len(room) - 1
         microbatches[place].append(index)
-        room[place] -= lengths[index]
+        room[place] -= sizes[index]
     return [sorted(m) for m in microbatches]
+
+
+def _even(
+    filled: list[list[int]], sizes: list[int], costs: Sequence[float], count: int, max_tokens: int
+) -> list[list[int]]:
+    """The members of `filled` in `count` microbatches of nearly equal cost, if that keeps within `max_tokens`."""
+    members = sorted(index for microbatch in filled for index in microbatch)
+    groups = karmarkar_karp([costs[i] for i in members], count)
+    even = [[members[i] for i in group] for group in groups]
+    if all(sum(sizes[i] for i in microbatch) <= max_tokens for microbatch in even):
+        return even
+    return filled + [[] for _ in range(count - len(filled))]
+
+
+def plan(
+    batch: PackedBatch, cost: SequenceCost, dp_size: int, max_tokens: int, multiple_of: int = 1, shared: bool = False
+) -> list[list[list[int]]]:
+    """Sequence indices by `[dp rank][microbatch]`. With `shared`, sequences with a common prompt stay together."""
+    if not shared:
+        lengths = batch.lengths.tolist()
+        return partition(lengths, [cost(n) for n in lengths], dp_size, max_tokens, multiple_of)
+    members, sizes = units(batch, max_tokens)
+    costs = [cost.linear * size for size in sizes]
+    for unit, sequences in enumerate(members):
+        costs[unit] += sum(cost(n) - cost.linear * n for n in batch.lengths[sequences].tolist())
+    by_unit = partition(sizes, costs, dp_size, max_tokens, multiple_of)
+    return [[[i for unit in mb for i in members[unit]] for mb in rank] for rank in by_unit]
 
 
 def shift_left(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -96,13 +140,19 @@ def _last_positions(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens[1:][lengths > 0].long() - 1
 
 
-def build(batch: PackedBatch, indices: list[int], weight: float, device: torch.device) -> Microbatch:
+def build(
+    batch: PackedBatch, indices: list[int], weight: float, device: torch.device, shared_prefix: bool = False
+) -> Microbatch:
     """The microbatch of the sequences `indices`. An empty one takes the first sequence with weight 0, so that every
     rank runs the same collectives."""
-    part = batch.select(indices or [0]).to(device)
+    host = batch.select(indices or [0])
+    shared = share(host) if shared_prefix else None
+    packed = packed_sequences(host.cu_seqlens.to(device), shared)
+    part = host.to(device)
     aligned = PackedBatch(
         part.cu_seqlens, {k: shift_left(v, part.cu_seqlens) for k, v in part.tokens.items()}, part.sequences
     )
     labels = aligned["input_ids"].clone()
     labels[_last_positions(part.cu_seqlens)] = -1
-    return Microbatch(indices, part, aligned, labels, packed_sequences(part.cu_seqlens), weight if indices else 0.0)
+    on_device = shared.to(device) if shared is not None else None
+    return Microbatch(indices, part, aligned, labels, packed, weight if indices else 0.0, on_device)

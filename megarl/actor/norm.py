@@ -1,0 +1,17 @@
+"""RMSNorm for the local layer spec: Megatron's `WrappedTorchNorm` refuses sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm. Under sequence parallelism each tp rank sees its own tokens only: Megatron sums the gradients
+    of weights marked `sequence_parallel` over tp."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
