@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.types import PackedBatch
@@ -33,6 +34,13 @@ class FinetuneSpec:
     @property
     def total_train_steps(self) -> int:
         return self.total_train_epochs * self.steps_per_epoch
+
+
+class StateSnapshot(Protocol):
+    """What one rank adds to a checkpoint, held on the host: it may be written while training goes on."""
+
+    def write(self, folder: Path) -> list[Path]:
+        """Writes this rank's files to `folder`, without a collective, and returns them."""
 
 
 class TrainEngine(ABC):
@@ -118,9 +126,19 @@ class TrainEngine(ABC):
         """Writes a HF checkpoint: sharded safetensors, config, tokenizer."""
 
     @abstractmethod
+    def snapshot_state(self) -> StateSnapshot:
+        """Copies what training goes on from to the host: parameters, optimizer, schedule. A collective."""
+
     def save_state(self, folder: Path) -> None:
-        """Writes everything that training goes on from, bit for bit: parameters, optimizer, schedule, generators."""
+        """Writes a snapshot of the state to `folder`; every rank returns once all have written. A collective."""
+        self.snapshot_state().write(folder)
+        if dist.is_initialized():
+            dist.barrier()
 
     @abstractmethod
     def load_state(self, folder: Path) -> None:
-        """Restores what `save_state` wrote."""
+        """Restores a state that this or any other layout of the same model wrote. A collective.
+
+        Raises:
+            UserError: the state is of another model or dtype, or not whole.
+        """

@@ -17,8 +17,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.actor import checkpoint, head, hf, model
+from megarl.actor import head, hf, model
 from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, Sees, TrainEngine
+from megarl.actor.checkpoint import EngineState, Snapshot
 from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.families import check_layout, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
@@ -72,9 +73,12 @@ class MegatronEngine(TrainEngine):
                 )
             self.optimizer = build_optimizer(self.config, self.ddps, model.DTYPES[self.config.dtype])
         self.scheduler = build_scheduler(self.config.optimizer, self.optimizer, ft_spec)
+        self._state = EngineState(
+            self.modules, self.hf_config, self.optimizer, self.scheduler, self.groups, self.config.path
+        )
 
     def destroy(self) -> None:
-        for name in ("scheduler", "optimizer", "ddps", "modules"):
+        for name in ("_state", "scheduler", "optimizer", "ddps", "modules"):
             if hasattr(self, name):
                 delattr(self, name)
         process_groups.destroy()
@@ -264,11 +268,11 @@ class MegatronEngine(TrainEngine):
     def save(self, folder: Path) -> None:
         hf.save(self.modules, self.hf_config, self.groups, folder, self.config.path)
 
-    def save_state(self, folder: Path) -> None:
-        checkpoint.save(folder, self.modules, self.optimizer, self.scheduler, self.groups)
+    def snapshot_state(self) -> Snapshot:
+        return self._state.snapshot()
 
     def load_state(self, folder: Path) -> None:
-        checkpoint.load(folder, self.modules, self.optimizer, self.scheduler, self.groups)
+        self._state.load(folder)
 
 
 def _add(total: dict[str, float], part: dict[str, float]) -> None:
