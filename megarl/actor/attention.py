@@ -15,9 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.actor.prefix import SharedPrefix
-
-from megarl.actor.context_parallel import Cut, gather_keys_values
+from megarl.actor.context_parallel import Cut, LocalTokens, gather_keys_values
 
 WHOLE = Cut()
 
@@ -53,15 +51,21 @@ class PackedSequences(PackedSeqParams):
     restore: Tensor | None = None  # int64 [local tokens]: from the blocks' order back to token order
 
 
-def packed_sequences(cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE) -> PackedSequences:
+def packed_sequences(
+    cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
+) -> PackedSequences:
     """Plans attention for sequences laid end to end; `cu_seqlens` is int32 `[num_seqs + 1]`, on the host, padded as
-    `cut` needs it.
+    `cut` needs it. With `shared` (and no cut) the model is given the tokens `shared.source` of them only.
 
     A block holds chunks of lengths in (2^(k-1), 2^k], so that less than half of it is padding.
     """
     starts, sizes = cu_seqlens.long()[:-1] // cut.cp_size, cut.chunk_lengths(cu_seqlens)
     classes = (sizes.clamp(min=1) - 1).double().add(1).log2().ceil().long()
-    positions = torch.empty(int(cu_seqlens[-1]) // cut.cp_size, dtype=torch.long)
+    total = int(cu_seqlens[-1]) // cut.cp_size
+    given, place = torch.ones(total, dtype=torch.bool), torch.arange(total)
+    if shared is not None:
+        given, place = torch.zeros_like(given).index_fill_(0, shared.source, True), shared.rows
+    positions = torch.empty(int(given.sum()), dtype=torch.long)
     blocks, order = [], []
     for half, chunk in enumerate(cut.my_chunks()):
         for value in classes[sizes > 0].unique().tolist():
@@ -69,7 +73,8 @@ def packed_sequences(cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE)
             size, length = sizes[members, None], int(sizes[members].max())
             slots = torch.minimum(torch.arange(length), size - 1)
             queries = starts[members, None] + half * size + slots
-            valid = (torch.arange(length) < size).flatten().nonzero().squeeze(1)
+            valid = ((torch.arange(length) < size) & given[queries]).flatten().nonzero().squeeze(1)
+            queries = place[queries]
             at = chunk * size + slots
             order.append(queries.flatten()[valid])
             positions[order[-1]] = at.flatten()[valid]

@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.actor import head, hf, model
+from megarl.actor import head, hf, model, schedule
 from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, Sees, TrainEngine
 from megarl.actor.checkpoint import EngineState, Snapshot
 from megarl.actor.config import EngineConfig, check_config, check_device
+from megarl.actor.context_parallel import Cut
 from megarl.actor.families import check_layout, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
-from megarl.actor.microbatch import Microbatch, build, partition, shift_right
+from megarl.actor.balance import SequenceCost
+from megarl.actor.microbatch import Microbatch, build, plan, shift_right
 from megarl.actor.optimizer import build_optimizer, build_scheduler
 from megarl.knobs import UserError
 from megarl.parallel import groups as process_groups
@@ -48,6 +49,7 @@ class MegatronEngine(TrainEngine):
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.groups = process_groups.initialize(self.parallel)
+        self._cut = Cut.of(self.groups)
         self._skipped = SkippedSteps(self.config.max_skipped_steps)
         self.modules: list[GPTModel] = model.build(
             self.hf_config, self.groups, model.DTYPES[self.config.dtype], self.config.recompute
@@ -99,51 +101,47 @@ class MegatronEngine(TrainEngine):
 
     def _microbatches(self, batch: PackedBatch, weigh: LossWeightFn | None = None) -> list[Microbatch]:
         """This rank's microbatches; their weights sum to 1 over all microbatches of all ranks."""
-        plan = partition(batch.lengths.tolist(), self.groups.dp_size, self.config.max_tokens_per_mb)
-        weights = [[1.0 for _ in row] for row in plan]
+        groups, shared = self.groups, self.config.shared_prefix
+        multiple = groups.pp_size if groups.vpp_size > 1 else 1
+        cost = SequenceCost.of(self.hf_config)
+        rows = plan(batch, cost, groups.dp_size, self.config.max_tokens_per_mb, multiple, shared)
+        weights = [[1.0 for _ in row] for row in rows]
         if weigh is not None:
-            weights = [[float(weigh(batch.select(part))) if part else 0.0 for part in row] for row in plan]
+            weights = [[float(weigh(batch.select(part))) if part else 0.0 for part in row] for row in rows]
         total = math.fsum(w for row in weights for w in row)
         if weigh is not None and not (total > 0 and math.isfinite(total)):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         mine = self.groups.dp_rank
         return [
-            build(batch, part, weight / total, self.device)
-            for part, weight in zip(plan[mine], weights[mine], strict=True)
+            build(batch, part, weight / total, self.device, self._cut, shared)
+            for part, weight in zip(rows[mine], weights[mine], strict=True)
         ]
 
     def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
         """The pipeline schedule over the microbatches; on the last stage `process(output, microbatch)` for each."""
+        return schedule.run(self.ddps, microbatches, process, self.groups, forward_only)
 
-        def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            mb = next(iterator)
-            output = module(mb.batch["input_ids"][None], None, None, packed_seq_params=mb.packed)
-            return output, lambda out: process(out, mb)
+    # What losses see, from the last stage's output: whole sequences, `[tokens, ...]`, on every layout.
 
-        schedule = get_forward_backward_func()
-        with platform.scope():
-            return schedule(
-                forward_step_func=forward_step,
-                data_iterator=iter(microbatches),
-                model=self.ddps,
-                num_microbatches=len(microbatches),
-                seq_length=self.config.max_tokens_per_mb,
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-
-    def _logprobs(self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True) -> Any:
-        """Position-aligned log-probs and entropies `[tokens]` from the last stage's output."""
-        size, temperature = self.hf_config.vocab_size, self.config.temperature
-        return head.logprobs(output, labels, self.modules[-1], self.groups, size, temperature, with_entropy)
+    def _hidden(self, output: Tensor, mb: Microbatch) -> Tensor:
+        return head.hidden_states(output, self.modules[-1], self.groups, mb.shared)
 
     def _logits(self, output: Tensor, mb: Microbatch) -> Tensor:
-        """`[tokens, vocab]` from the last stage's output."""
-        return head.logits(output, self.modules[-1], self.groups, self.hf_config.vocab_size)
+        local = head.logits(self._hidden(output, mb), self.modules[-1], self.groups, self.hf_config.vocab_size)
+        return mb.whole(local, self.groups.cp)
 
     def _values(self, output: Tensor, mb: Microbatch) -> Tensor:
-        """Position-aligned values `[tokens]` from the last stage's output."""
-        return head.values(output, self.modules[-1], self.groups)
+        return mb.whole(head.values(self._hidden(output, mb), self.modules[-1]), self.groups.cp)
+
+    def _logprobs(
+        self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        size, temperature = self.hf_config.vocab_size, self.config.temperature
+        hidden = self._hidden(output, mb)
+        found = head.logprobs(hidden, labels, self.modules[-1], self.groups, size, temperature, with_entropy)
+        logprobs, entropy = (mb.whole(x, self.groups.cp) if x is not None else None for x in found)
+        assert logprobs is not None
+        return logprobs, entropy
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -195,15 +193,15 @@ class MegatronEngine(TrainEngine):
     def _reduce(self, reports: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
         """Weighted means (maxima for `*_max`) over all microbatches of all ranks, the same on every rank.
 
-        Ranks of one tp group and stages before the last count nothing: their share is added by the last stage's tp
-        rank 0. Sums run in rank order, so that the result does not depend on arrival.
+        Ranks of one tp and cp group and stages before the last count nothing: their share is added by the last stage's
+        tp rank 0 and cp rank 0. Sums run in rank order, so that the result does not depend on arrival.
         """
         mine: dict[str, float] = {}
         for report in reports:
             _add(mine, {k: v if k.endswith("_max") else w * v for k, (w, v) in report.items()})
         if self.groups.world_size == 1:
             return mine
-        counts = self.groups.is_last_stage and self.groups.tp_rank == 0
+        counts = self.groups.is_last_stage and self.groups.tp_rank == 0 and self.groups.cp_rank == 0
         result: dict[str, float] = {}
         for theirs in gather_json(mine if counts else {}):
             _add(result, theirs)

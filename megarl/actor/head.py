@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.actor.context_parallel import LocalTokens
 from megarl.ops.logprob import linear_logprobs
 from megarl.parallel.groups import Groups
 
@@ -53,27 +55,27 @@ def weight_of(module: GPTModel) -> Tensor:
     return module.output_layer.weight
 
 
-def whole_hidden(output: Tensor, module: GPTModel, groups: Groups) -> Tensor:
-    """Hidden states `[tokens, hidden]` of all tokens on every tp rank, from the model's output.
+def hidden_states(output: Tensor, module: GPTModel, groups: Groups, shared: LocalTokens | None = None) -> Tensor:
+    """`[tokens, hidden]` of this cp rank's tokens, on every tp rank, from the model's output.
 
     Every user of it gives each rank the whole gradient, so that backward only cuts out the rank's own tokens.
     """
     if module.config.sequence_parallel:
         output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=groups.tp)
-    return output.squeeze(1)
+    hidden = output.squeeze(1)
+    return hidden if shared is None else hidden.index_select(0, shared.rows)
 
 
-def logits(output: Tensor, module: GPTModel, groups: Groups, vocab_size: int) -> Tensor:
+def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) -> Tensor:
     """`[tokens, vocabulary]`: gathered over tp, padding of the vocabulary cut off."""
-    weight = weight_of(module) if module.share_embeddings_and_output_weights else None
-    local, _ = module.output_layer(output, weight=weight)
-    if groups.tp_size > 1:
-        local = gather_from_tensor_model_parallel_region(local, group=groups.tp)
-    return local.squeeze(1)[:, :vocab_size]
+    if groups.tp_size == 1:
+        return (hidden @ weight_of(module).t())[:, :vocab_size]
+    local = copy_to_tensor_model_parallel_region(hidden, group=groups.tp) @ weight_of(module).t()
+    return gather_from_tensor_model_parallel_region(local, group=groups.tp)[:, :vocab_size]
 
 
 def logprobs(
-    output: Tensor,
+    hidden: Tensor,
     labels: Tensor,
     module: GPTModel,
     groups: Groups,
@@ -87,7 +89,7 @@ def logprobs(
     """
     weight = weight_of(module)
     return linear_logprobs(
-        whole_hidden(output, module, groups),
+        hidden,
         weight,
         labels,
         vocab_valid=vocab_size,
@@ -99,6 +101,6 @@ def logprobs(
     )
 
 
-def values(output: Tensor, module: GPTModel, groups: Groups) -> Tensor:
+def values(hidden: Tensor, module: GPTModel) -> Tensor:
     """float32 `[tokens]`: what the value head makes of each position."""
-    return module.output_layer(whole_hidden(output, module, groups)).squeeze(1).float()
+    return module.output_layer(hidden).squeeze(1).float()

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.actor.attention import WHOLE, PackedSequences, packed_for_te, packed_sequences
+from megarl.actor.balance import SequenceCost, karmarkar_karp
 from megarl.actor.context_parallel import Cut, LocalTokens, local_tokens
+from megarl.actor.prefix import share, units
 from megarl.knobs import UserError
 from megarl.types import PackedBatch
 
@@ -32,14 +34,8 @@ class Microbatch:
     trained_labels: Tensor  # the same, -1 also where `loss_mask` leaves the next token out
     packed: PackedSequences
     local: LocalTokens | None  # None: all tokens are here, unpadded
+    shared: LocalTokens | None  # the tokens that the model is given where groups share prompts (see prefix.py)
     weight: float  # its share of the loss: weights over all microbatches of all ranks sum to 1
-    shared: SharedPrefix | None = None
-
-    @property
-    def input_ids(self) -> Tensor:
-        """int64 `[kept]`: what the model is given."""
-        ids = self.batch["input_ids"]
-        return ids if self.shared is None else ids[self.shared.own]
 
     def whole(self, values: Tensor, cp: dist.ProcessGroup) -> Tensor:
         """`[tokens, ...]` of whole sequences from this rank's `[local tokens, ...]`; differentiable, a collective of
@@ -141,18 +137,36 @@ def _last_positions(cu_seqlens: Tensor) -> Tensor:
 
 
 def build(
-    batch: PackedBatch, indices: list[int], weight: float, device: torch.device, shared_prefix: bool = False
+    batch: PackedBatch,
+    indices: list[int],
+    weight: float,
+    device: torch.device,
+    cut: Cut = WHOLE,
+    shared_prefix: bool = False,
+    te: bool = False,
 ) -> Microbatch:
-    """The microbatch of the sequences `indices`. An empty one takes the first sequence with weight 0, so that every
-    rank runs the same collectives."""
+    """The microbatch of the sequences `indices`, cut for this rank. An empty one takes the first sequence with weight
+    0, so that every rank runs the same collectives. `te`: for Transformer Engine's attention."""
     host = batch.select(indices or [0])
+    padded = cut.padded_cu_seqlens(host.cu_seqlens)
+    whole = cut.cp_size == 1 and int(padded[-1]) == host.total_tokens
+    local = None if whole else local_tokens(host.cu_seqlens, padded, cut).to(device)
     shared = share(host) if shared_prefix else None
-    packed = packed_sequences(host.cu_seqlens.to(device), shared)
+    packed = packed_for_te(padded, device) if te else packed_sequences(padded, device, cut, shared)
     part = host.to(device)
     aligned = PackedBatch(
         part.cu_seqlens, {k: shift_left(v, part.cu_seqlens) for k, v in part.tokens.items()}, part.sequences
     )
     labels = aligned["input_ids"].clone()
     labels[_last_positions(part.cu_seqlens)] = -1
-    on_device = shared.to(device) if shared is not None else None
-    return Microbatch(indices, part, aligned, labels, packed, weight if indices else 0.0, on_device)
+    trained = labels
+    if "loss_mask" in aligned.tokens:
+        trained = labels.masked_fill(~aligned["loss_mask"].bool(), -1)
+    inputs = part["input_ids"]
+    if shared is not None:
+        shared = shared.to(device)
+        inputs = shared.take(inputs, 0)
+    elif local is not None:
+        inputs, labels, trained = local.take(inputs, 0), local.take(labels, -1), local.take(trained, -1)
+    weight = weight if indices else 0.0
+    return Microbatch(indices, part, aligned, inputs, labels, trained, packed, local, shared, weight)
