@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.algorithms import RL_ALGORITHMS, AlgorithmConfig
+from megarl.algorithms import ALGORITHMS, AlgorithmConfig
 from megarl.config import Config, check
 from megarl.knobs import UserError
 
@@ -36,7 +36,7 @@ def knob_paths(schema: Any = None, prefix: str = "") -> dict[str, dataclasses.Fi
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         if isinstance(inner, AlgorithmConfig):
-            for kind, _ in RL_ALGORITHMS.values():
+            for kind, _ in ALGORITHMS.values():
                 found.update(knob_paths(kind(), f"{prefix}{field.name}."))
         elif dataclasses.is_dataclass(inner):
             found.update(knob_paths(inner, f"{prefix}{field.name}."))
@@ -60,7 +60,7 @@ def load(overrides: list[str]) -> Config:
     OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
     store = ConfigStore.instance()
     store.store("schema", _writable(OmegaConf.structured(Config(algorithm=AlgorithmConfig()))))
-    for name, (kind, _) in RL_ALGORITHMS.items():  # each file of the group begins with its own
+    for name, (kind, _) in ALGORITHMS.items():  # each file of the group begins with its own
         store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -151,7 +151,7 @@ def _one_line(error: Exception) -> str:
     if unknown and kind and unknown.group(1) in knob_paths():  # of another algorithm
         own = [
             field.name
-            for name, (config, _) in RL_ALGORITHMS.items()
+            for name, (config, _) in ALGORITHMS.items()
             if config.__name__ == kind.group(1)
             for field in dataclasses.fields(config)
         ]

@@ -7,18 +7,26 @@ from megarl.algorithms.base import Algorithm, AlgorithmConfig, RLConfig
 from megarl.algorithms.cispo import CISPO, CISPOConfig
 from megarl.algorithms.dapo import DAPO, DAPOConfig
 from megarl.algorithms.decoupled_ppo import DecoupledPPO, DecoupledPPOConfig
+from megarl.algorithms.dpo import DPO, DPOConfig
 from megarl.algorithms.dr_grpo import DrGRPO, DrGRPOConfig
 from megarl.algorithms.gdpo import GDPO, GDPOConfig
 from megarl.algorithms.grpo import GRPO, GRPOConfig
 from megarl.algorithms.gspo import GSPO, GSPOConfig
+from megarl.algorithms.ipo import IPO, IPOConfig
+from megarl.algorithms.kto import KTO, KTOConfig
+from megarl.algorithms.orpo import ORPO, ORPOConfig
 from megarl.algorithms.ppo import PPO, PPOConfig
+from megarl.algorithms.preference import PreferenceAlgorithm, PreferenceConfig
 from megarl.algorithms.reinforce import Reinforce, ReinforceConfig
 from megarl.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from megarl.algorithms.remax import ReMax, ReMaxConfig
+from megarl.algorithms.reward_model import RewardModel, RewardModelConfig
 from megarl.algorithms.rloo import RLOO, RLOOConfig
+from megarl.algorithms.simpo import SimPO, SimPOConfig
 
 # By the name that `algorithm=NAME` takes: the config and the class that is given it.
-RL_ALGORITHMS: dict[str, tuple[type[RLConfig], Any]] = {
+ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], Any]] = {
+    # method=rl
     "grpo": (GRPOConfig, GRPO),
     "dr_grpo": (DrGRPOConfig, DrGRPO),
     "dapo": (DAPOConfig, DAPO),
@@ -31,13 +39,30 @@ RL_ALGORITHMS: dict[str, tuple[type[RLConfig], Any]] = {
     "remax": (ReMaxConfig, ReMax),
     "ppo": (PPOConfig, PPO),
     "decoupled_ppo": (DecoupledPPOConfig, DecoupledPPO),
+    # method=preference
+    "dpo": (DPOConfig, DPO),
+    "ipo": (IPOConfig, IPO),
+    "kto": (KTOConfig, KTO),
+    "orpo": (ORPOConfig, ORPO),
+    "simpo": (SimPOConfig, SimPO),
+    "reward_model": (RewardModelConfig, RewardModel),
 }
 
 
-def algorithm_of(config: AlgorithmConfig) -> Algorithm:
-    """The RL algorithm of this config."""
-    made: Algorithm = next(make for kind, make in RL_ALGORITHMS.values() if kind is type(config))(config)
-    return made
+def algorithm_of(config: AlgorithmConfig) -> Any:
+    """The algorithm of this config: an `Algorithm`, a `PreferenceAlgorithm` or a `RewardModel`."""
+    return next(make for kind, make in ALGORITHMS.values() if kind is type(config))(config)
 
 
-__all__ = ["GRPO", "RL_ALGORITHMS", "Algorithm", "AlgorithmConfig", "GRPOConfig", "RLConfig", "algorithm_of"]
+__all__ = [
+    "ALGORITHMS",
+    "GRPO",
+    "Algorithm",
+    "AlgorithmConfig",
+    "GRPOConfig",
+    "PreferenceAlgorithm",
+    "PreferenceConfig",
+    "RLConfig",
+    "RewardModelConfig",
+    "algorithm_of",
+]

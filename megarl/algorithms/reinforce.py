@@ -42,5 +42,5 @@ class Reinforce(UnclippedPolicyGradient):
         rewards = self.sequence_rewards(batch)
         if self.config.baseline:
             counts = trained_tokens(batch) > 0
-            rewards = rewards - rewards.masked_fill(~counts, 0.0).sum() / counts.sum().clamp(min=1)
+            rewards = rewards - (rewards.double()[counts].mean().float() if counts.any() else 0.0)
         return broadcast_to_tokens(rewards, batch)

@@ -1,0 +1,69 @@
+"""KTO: Kahneman-Tversky optimisation (Ethayarajh et al., https://arxiv.org/abs/2402.01306, equation 8).
+
+Completions are judged one by one, desirable or not:
+
+    L = mean of  desirable_weight   (1 - sigmoid(beta (h(y) - z)))        where y is desirable
+                 undesirable_weight (1 - sigmoid(beta (z - h(y))))        where it is not
+    z = max(0, mean over the batch of h(y')),   y' the completion of another prompt
+
+z is an estimate of KL(policy || reference), held fixed; the trainer takes it once over the global batch (`kto_kl`
+`[num_seqs]`, the same for all), so that it does not depend on the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.preference import PreferenceAlgorithm, PreferenceConfig, completion_logprobs
+from megarl.knobs import UserError, knob
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class KTOConfig(PreferenceConfig):
+    """Knobs of KTO."""
+
+    desirable_weight: float = knob(1.0, "weight of desirable completions")
+    undesirable_weight: float = knob(1.0, "weight of undesirable completions")
+
+    def check(self) -> None:
+        super().check()
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"algorithm.{name}={getattr(self, name)} must be above 0")
+
+
+class KTO(PreferenceAlgorithm):
+    """KTO, given its config. Reads `kto_label` and `kto_kl` `[num_seqs]`."""
+
+    paired = False
+
+    def __init__(self, config: KTOConfig) -> None:
+        self.config = config
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        h = completion_logprobs(logprobs, data) - completion_logprobs(data["ref_logp"], data)
+        desirable, beta = data["kto_label"].bool(), self.config.beta
+        z = data["kto_kl"].to(h.dtype)
+        weight = torch.where(desirable, self.config.desirable_weight, self.config.undesirable_weight)
+        loss = (weight * (1 - torch.sigmoid(torch.where(desirable, h - z, z - h) * beta))).mean()
+        reward = (beta * h).detach()
+        return loss, {
+            "reward_desirable": _mean(reward[desirable]),
+            "reward_undesirable": _mean(reward[~desirable]),
+            "margin": _mean(reward[desirable]) - _mean(reward[~desirable]),
+            "kl": z.mean(),
+        }
+
+
+def mismatched_kl(logprobs: Tensor, ref_logprobs: Tensor, data: PackedBatch) -> float:
+    """z of a batch of completions under prompts that are not theirs; both log-probs are token-aligned."""
+    h = completion_logprobs(logprobs, data) - completion_logprobs(ref_logprobs, data)
+    return max(0.0, float(h.double().mean()))
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.mean() if values.numel() else values.new_zeros(())

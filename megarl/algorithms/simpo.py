@@ -1,0 +1,65 @@
+"""SimPO: simple preference optimisation (Meng et al., https://arxiv.org/abs/2405.14734, equation 6).
+
+The reward of a completion is its mean log-prob, and no reference policy is needed:
+
+    L = - mean over pairs of log sigmoid(beta/|y_w| logp(y_w) - beta/|y_l| logp(y_l) - gamma)
+
+`cpo_alpha` adds the negative log-likelihood of the chosen completion with that weight (CPO-SimPO; Xu et al.,
+https://arxiv.org/abs/2401.08417).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megarl.algorithms.preference import (
+    PreferenceAlgorithm,
+    PreferenceConfig,
+    check_label_smoothing,
+    completion_lengths,
+    completion_logprobs,
+    log_sigmoid_loss,
+    pair_metrics,
+    pairs,
+)
+from megarl.knobs import UserError, knob
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class SimPOConfig(PreferenceConfig):
+    """Knobs of SimPO."""
+
+    beta: float = knob(2.0, "scale of the mean log-probs")
+    gamma: float = knob(0.5, "margin that the chosen completion must be ahead by")
+    cpo_alpha: float = knob(0.0, "weight of the chosen completion's negative log-likelihood")
+    label_smoothing: float = knob(0.0, "share of the labels held to be wrong")
+
+    def check(self) -> None:
+        super().check()
+        check_label_smoothing(self.label_smoothing)
+        for name in ("gamma", "cpo_alpha"):
+            if getattr(self, name) < 0:
+                raise UserError(f"algorithm.{name}={getattr(self, name)} must be at least 0")
+
+
+class SimPO(PreferenceAlgorithm):
+    """SimPO, given its config."""
+
+    needs_reference = False
+
+    def __init__(self, config: SimPOConfig) -> None:
+        self.config = config
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        mean_logp = completion_logprobs(logprobs, data) / completion_lengths(data)
+        chosen, rejected = pairs(self.config.beta * mean_logp, data)
+        loss = log_sigmoid_loss(chosen - rejected - self.config.gamma, self.config.label_smoothing).mean()
+        metrics = pair_metrics(chosen, rejected)
+        if self.config.cpo_alpha > 0:
+            nll = -pairs(mean_logp, data)[0].mean()
+            loss = loss + self.config.cpo_alpha * nll
+            metrics["nll"] = nll.detach()
+        return loss, metrics

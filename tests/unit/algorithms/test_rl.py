@@ -1,0 +1,299 @@
+"""Every RL algorithm against its paper's formula, written out sequence by sequence in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
+from megarl.knobs import UserError
+from megarl.types import PackedBatch, cu_seqlens_of
+
+LENGTHS = [5, 7, 4, 6, 9, 3, 5, 8]
+PROMPTS = [2, 2, 1, 1, 4, 1, 3, 3]
+GROUPS = [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def make_batch(seed: int = 0, dtype: torch.dtype = torch.float32) -> PackedBatch:
+    """Eight completions of three prompts, with every key that an algorithm may read; aligned as losses see it."""
+    g = torch.Generator().manual_seed(seed)
+    total = sum(LENGTHS)
+
+    def near(scale: float) -> Tensor:
+        return -1.5 + scale * torch.randn(total, generator=g)
+
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(LENGTHS, PROMPTS, strict=True)])
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.25, 1.0, 0.0, -1.0, 0.5])
+    return PackedBatch(
+        cu_seqlens_of(torch.tensor(LENGTHS)),
+        {
+            "loss_mask": mask,
+            "prox_logp": near(0.4),
+            "ref_logp": near(0.4),
+            "rollout_logprobs": near(0.4),
+            "values": near(0.5),
+        },
+        {
+            "rewards": rewards,
+            "group_ids": torch.tensor(GROUPS),
+            "reward_columns": torch.stack([rewards, torch.randn(8, generator=g)], 1),
+        },
+    )
+
+
+def split(values: Tensor, batch: PackedBatch) -> list[Tensor]:
+    """The trained tokens' values of each sequence."""
+    pairs = zip(values.split(LENGTHS), batch["loss_mask"].split(LENGTHS), strict=True)
+    return [part[mask] for part, mask in pairs]
+
+
+def groups_of(values: list[float]) -> list[list[float]]:
+    return [[v for v, h in zip(values, GROUPS, strict=True) if h == g] for g in GROUPS]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def std(values: list[float]) -> float:
+    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
+
+
+def spread(per_sequence: list[float]) -> list[list[float]]:
+    return [[v] * (n - p) for v, n, p in zip(per_sequence, LENGTHS, PROMPTS, strict=True)]
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    flat = [v for row in rows for v in row]
+    centre, width = mean(flat), std(flat)
+    return [[(v - centre) / width for v in row] for row in rows]
+
+
+def normalised(values: list[float]) -> list[float]:
+    return [(v - mean(group)) / (std(group) + 1e-6) for v, group in zip(values, groups_of(values), strict=True)]
+
+
+def centred(values: list[float]) -> list[float]:
+    return [v - mean(group) for v, group in zip(values, groups_of(values), strict=True)]
+
+
+def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list[float]]:
+    r = batch["rewards"].tolist()
+    kl = [
+        sum((a - b).tolist())
+        for a, b in zip(split(batch["prox_logp"], batch), split(batch["ref_logp"], batch), strict=True)
+    ]
+    if config.kl_coef and config.kl_in == "reward" and name not in ("ppo", "reinforce_pp"):
+        r = [a - config.kl_coef * b for a, b in zip(r, kl, strict=True)]
+    if name in ("grpo", "dapo", "gspo", "cispo", "decoupled_ppo"):
+        return spread(normalised(r))
+    if name == "dr_grpo":
+        return spread(centred(r))
+    if name == "rloo":
+        return spread([v - (sum(g) - v) / (len(g) - 1) for v, g in zip(r, groups_of(r), strict=True)])
+    if name == "reinforce":
+        return spread([v - mean(r) for v in r])
+    if name == "remax":
+        return spread(r)
+    if name == "gdpo":
+        first, second = (normalised(column) for column in batch["reward_columns"].T.tolist())
+        summed = [a + b for a, b in zip(first, second, strict=True)]
+        return spread([(v - mean(summed)) / std(summed) for v in summed])
+    rows = []
+    for i, n in enumerate(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)):
+        kls = (split(batch["prox_logp"], batch)[i] - split(batch["ref_logp"], batch)[i]).tolist()
+        rewards = [-config.kl_coef * k for k in kls]
+        rewards[-1] += r[i]
+        if name == "reinforce_pp":
+            rows.append([sum(rewards[t:]) for t in range(n)])
+            continue
+        v = [*split(batch["values"], batch)[i].tolist(), 0.0]
+        deltas = [rewards[t] + config.gamma * v[t + 1] - v[t] for t in range(n)]
+        decay = config.gamma * config.gae_lambda
+        rows.append([sum(decay ** (s - t) * deltas[s] for s in range(t, n)) for t in range(n)])
+    return whitened(rows)
+
+
+def expected_loss(name: str, logprobs: Tensor, batch: PackedBatch, config: Any) -> Tensor:
+    """The paper's loss, a completion at a time."""
+    keys = ("prox_logp", "ref_logp", "rollout_logprobs", "advantages")
+    pi, prox, ref, rollout, adv = (split(x, batch) for x in (logprobs, *(batch[key] for key in keys)))
+    losses = []
+    for i in range(len(LENGTHS)):
+        ratio = (pi[i] - prox[i]).exp()
+        if name == "gspo":
+            ratio = (pi[i] - prox[i]).mean().exp().expand_as(pi[i])
+        if name in ("cispo", "rloo", "reinforce", "remax"):
+            weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) if name == "cispo" else ratio
+            loss = -weight.detach() * adv[i] * pi[i]
+        else:
+            low, high = (
+                (config.clip_low, config.clip_high) if name in ("dapo", "gspo") else (config.eps_clip, config.eps_clip)
+            )
+            loss = -torch.minimum(ratio * adv[i], ratio.clamp(1 - low, 1 + high) * adv[i])
+        if config.correction == "truncate":
+            loss = loss * (prox[i] - rollout[i]).exp().clamp(max=config.correction_high)
+        if config.correction == "mask":
+            weight = (prox[i] - rollout[i]).exp()
+            loss = loss * weight * ((weight >= config.correction_low) & (weight <= config.correction_high))
+        if config.kl_coef and config.kl_in == "loss":
+            d = ref[i] - pi[i]
+            loss = loss + config.kl_coef * (d.exp() - 1 - d)
+        losses.append(loss)
+    if config.aggregate == "token":
+        return torch.cat(losses).mean()
+    if config.aggregate == "sequence":
+        return torch.stack([loss.mean() for loss in losses]).mean()
+    return torch.stack([loss.sum() / config.aggregate_tokens for loss in losses]).mean()
+
+
+RL_NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"aggregate_tokens": 24} if name == "dr_grpo" else {}) for name in RL_NAMES),
+    ("grpo", {"aggregate": "sequence"}),
+    ("grpo", {"kl_coef": 0.3}),
+    ("grpo", {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"}),
+    ("rloo", {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"}),
+    ("reinforce_pp", {"kl_coef": 0.2}),
+    ("ppo", {"kl_coef": 0.2, "gamma": 0.9, "gae_lambda": 0.8}),
+    ("grpo", {"correction": "truncate", "correction_high": 1.2}),
+    ("gspo", {"correction": "mask", "correction_low": 0.7, "correction_high": 1.4}),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs"), VARIANTS, ids=[f"{n}-{'-'.join(k) or 'defaults'}" for n, k in VARIANTS])
+def test_advantages_loss_and_gradient_are_the_papers(name: str, knobs: dict[str, Any]) -> None:
+    config: Any = ALGORITHMS[name][0](**knobs)  # type: ignore[call-arg]
+    config.check()
+    algorithm, batch = algorithm_of(config), make_batch()
+    batch["advantages"] = algorithm.advantages(batch)
+    rows = split(batch["advantages"], batch)
+    for row, expected in zip(rows, expected_advantages(name, batch, config), strict=True):
+        assert row.tolist() == pytest.approx(expected, abs=2e-5)
+    assert batch["advantages"][~batch["loss_mask"]].abs().max() == 0
+    logprobs = (
+        batch["prox_logp"] + 0.3 * torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(9))
+    ).detach()
+    ours, theirs = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
+    loss, metrics = algorithm.loss(ours, torch.ones_like(ours), batch)
+    expected = expected_loss(name, theirs, batch, config)
+    loss.backward()
+    expected.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    assert ours.grad[~batch["loss_mask"]].abs().max() == 0
+    assert all(math.isfinite(float(value)) for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", RL_NAMES)
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_parts(name: str, aggregate: str) -> None:
+    algorithm = algorithm_of(ALGORITHMS[name][0](aggregate=aggregate, aggregate_tokens=24))  # type: ignore[call-arg]
+    batch = make_batch()
+    batch["advantages"] = algorithm.advantages(batch)
+    batch["logprobs"] = batch["prox_logp"] + 0.1
+    whole, _ = algorithm.loss(batch["logprobs"], torch.ones(sum(LENGTHS)), batch)
+    parts = [batch.select(indices) for indices in ([0, 3, 4], [1], [2, 5, 6, 7])]
+    losses = [algorithm.loss(part["logprobs"], torch.ones(part.total_tokens), part)[0] for part in parts]
+    weights = [float(algorithm.loss_weight(part)) for part in parts]
+    joined = sum(w * float(loss) for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    assert joined == pytest.approx(float(whole), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", RL_NAMES)
+def test_a_sample_that_is_not_trained_on_moves_nobody_else(name: str) -> None:
+    config = ALGORITHMS[name][0](aggregate_tokens=24)  # type: ignore[call-arg]
+    batch = make_batch()
+    kept = [0, 1, 3, 4, 5, 6, 7]
+    batch["loss_mask"] = batch["loss_mask"].masked_fill(
+        torch.repeat_interleave(torch.arange(8), batch.lengths) == 2, False
+    )
+    poisoned = make_batch()
+    poisoned["loss_mask"] = batch["loss_mask"]
+    poisoned["rewards"] = batch["rewards"].clone()
+    poisoned["rewards"][2] = 1e6
+    poisoned["reward_columns"][2] = -1e6
+    results = []
+    for case in (batch.select(kept), poisoned):
+        algorithm = algorithm_of(config)
+        case["advantages"] = algorithm.advantages(case)
+        logprobs = (case["prox_logp"] + 0.1).requires_grad_()
+        algorithm.loss(logprobs, torch.ones_like(logprobs), case)[0].backward()
+        results.append((case["advantages"], logprobs.grad))
+    (adv, grad), (poisoned_adv, poisoned_grad) = results
+    where = poisoned.token_index(kept)
+    assert torch.equal(adv, poisoned_adv[where])
+    assert torch.equal(grad, poisoned_grad[where])
+    assert not poisoned_grad.index_fill(0, where, 0.0).any()
+
+
+def test_dapo_drops_groups_without_a_signal_and_shortens_the_overlong() -> None:
+    from megarl.algorithms.dapo import DAPO, DAPOConfig
+
+    algorithm = DAPO(DAPOConfig(overlong_buffer=4, overlong_budget=10))
+    penalties = algorithm.overlong_penalty(torch.tensor([1.0, 6.0, 8.0, 10.0, 12.0]))
+    assert penalties.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    group = make_batch().select([0, 1, 2])
+    assert algorithm.should_accept(group)
+    group["rewards"] = torch.ones(3)
+    assert not algorithm.should_accept(group)
+    assert DAPO(DAPOConfig(dynamic_sampling=False)).should_accept(group)
+
+
+def test_ppo_gives_the_critic_returns_and_clips_its_values() -> None:
+    from megarl.algorithms.ppo import PPO, PPOConfig
+
+    batch = make_batch()
+    algorithm = PPO(PPOConfig(gae_lambda=1.0, value_clip=0.2))
+    algorithm.advantages(batch)
+    rewards = batch["rewards"].tolist()
+    for row, reward in zip(split(batch["returns"], batch), rewards, strict=True):
+        assert row.tolist() == pytest.approx([reward] * len(row), abs=1e-5)  # lambda 1: what is left to come
+    values = (batch["values"] + 0.5 * torch.randn(sum(LENGTHS))).requires_grad_()
+    loss, metrics = algorithm.value_loss(values, batch)
+    mask, old, goal = batch["loss_mask"], batch["values"], batch["returns"]
+    near = old + (values - old).clamp(-0.2, 0.2)
+    expected = 0.5 * torch.maximum((values - goal) ** 2, (near - goal) ** 2)[mask].mean()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert 0 < float(metrics["value_clip_fraction"]) < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "says"),
+    [
+        ("grpo", {"eps_clip": 0.0}, "eps_clip=0.0 must lie between 0 and 1"),
+        ("grpo", {"eps_clip": 1.0}, "eps_clip=1.0"),
+        ("grpo", {"n_minibatches": 0}, "n_minibatches=0 must be at least 1"),
+        ("grpo", {"aggregate": "mean"}, "aggregate=mean is not one of token, sequence, constant"),
+        ("grpo", {"aggregate": "constant"}, "aggregate_tokens=0 must be at least 1"),
+        ("grpo", {"kl_in": "advantage"}, "kl_in=advantage is not one of loss, reward"),
+        ("grpo", {"kl_estimator": "k4"}, "kl_estimator=k4"),
+        ("grpo", {"kl_coef": -0.1}, "kl_coef=-0.1 must be at least 0"),
+        ("grpo", {"correction": "tis"}, "correction=tis is not one of none, truncate, mask"),
+        ("grpo", {"correction_low": 2.0, "correction_high": 1.0}, "correction_high=1.0 must be above"),
+        ("dapo", {"clip_low": 0.0}, "clip_low=0.0"),
+        ("dapo", {"overlong_buffer": 5, "overlong_budget": 4}, "overlong_buffer=5 must lie between 0 and"),
+        ("gspo", {"clip_high": 0.0}, "clip_high=0.0 above 0"),
+        ("ppo", {"gae_lambda": 1.1}, r"gae_lambda=1.1 must lie in \[0, 1\]"),
+        ("ppo", {"dual_clip": 1.0}, "dual_clip=1.0 must be above 1"),
+        ("ppo", {"value_clip": 0.0}, "value_clip=0.0 must be above 0"),
+        ("reinforce_pp", {"gamma": 0.0}, "gamma=0.0"),
+        ("gdpo", {"kl_coef": 0.1, "kl_in": "reward"}, "use kl_in=loss"),
+        ("decoupled_ppo", {"correction": "none"}, "use truncate or mask, or algorithm=grpo"),
+    ],
+)
+def test_knobs_that_cannot_work_are_refused(name: str, knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        ALGORITHMS[name][0](**knobs).check()  # type: ignore[call-arg]
+
+
+def test_gdpo_wants_a_weight_for_each_reward() -> None:
+    batch = make_batch()
+    algorithm: Callable[..., Any] = algorithm_of(ALGORITHMS["gdpo"][0](reward_weights=[1.0]))  # type: ignore[call-arg]
+    with pytest.raises(UserError, match="reward_weights has 1 values and the samples carry 2 rewards"):
+        algorithm.advantages(batch)  # type: ignore[attr-defined]
