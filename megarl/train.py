@@ -35,7 +35,7 @@ def main(config: Config) -> int:
     if world > 1 and "RANK" not in os.environ:
         folder = make_folder(config)
         os.environ[RUN_FOLDER], os.environ[STARTED] = str(folder.path), str(started)
-        return run_ranks("megarl.train", sys.argv[1:], world, folder.logs)
+        return run_ranks("megarl.train", sys.argv[1:], world, folder.logs, config.parallel.timeout_s)
     folder = find_folder(config, rank)
     if rank == 0:
         announce(config, inputs, folder)
@@ -86,12 +86,14 @@ def find_folder(config: Config, rank: int) -> RunFolder:
         return RunFolder(Path(os.environ[RUN_FOLDER]))
     if "RANK" not in os.environ:
         return make_folder(config)
-    from megarl.parallel import groups
+    from megarl.parallel import groups, watchdog
     from megarl.parallel.broadcast import broadcast_json
 
     groups.initialize(config.parallel)
     folder = make_folder(config) if rank == 0 else None
-    return RunFolder(Path(broadcast_json(str(folder.path) if folder else None)))
+    found = RunFolder(Path(broadcast_json(str(folder.path) if folder else None)))
+    watchdog.start(found.logs / "watch", rank, config.parallel.world_size(), config.parallel.timeout_s, guard=True)
+    return found
 
 
 if __name__ == "__main__":

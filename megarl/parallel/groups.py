@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.knobs import UserError
-from megarl.parallel import platform
+from megarl.parallel import platform, watchdog
 from megarl.parallel.config import ParallelConfig
 
 
@@ -108,7 +110,9 @@ def initialize(config: ParallelConfig) -> Groups:
     world = config.world_size()
     layout = dataclasses.replace(config, **config.sizes(), etp_size=config.expert_tp_size)
     if not dist.is_initialized():
-        _join_world(platform.collective_backend(), timedelta(seconds=config.timeout_s))
+        _join_world(platform.collective_backend(), timedelta(seconds=config.timeout_s + watchdog.GRACE_S))
+        if watchdog.WATCH in os.environ:  # the local launcher watches
+            watchdog.start(Path(os.environ[watchdog.WATCH]), dist.get_rank(), world, config.timeout_s, guard=False)
     if dist.get_world_size() != world:
         raise UserError(
             f"parallel.tp_size={layout.tp_size} x pp_size={layout.pp_size} x cp_size={layout.cp_size} x "
@@ -123,7 +127,7 @@ def initialize(config: ParallelConfig) -> Groups:
                 context_parallel_size=layout.cp_size,
                 expert_model_parallel_size=layout.ep_size,
                 expert_tensor_parallel_size=layout.etp_size,
-                distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+                distributed_timeout_minutes=math.ceil((config.timeout_s + watchdog.GRACE_S) / 60),
             )
     collection = ProcessGroupCollection.use_mpu_process_groups()
     groups = Groups(

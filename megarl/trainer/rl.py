@@ -12,10 +12,9 @@ from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.trainer.read import Inputs
+from megarl.trainer.recover import ACTOR
 from megarl.trainer.rollouts import Rollouts
-from megarl.trainer.run import Run
-
-stage = stats_tracker.record_timing
+from megarl.trainer.run import Run, stage
 
 
 def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
@@ -24,7 +23,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
     with Rollouts(config, folder, inputs) as rollouts:
         actor = MegatronPPOActor(config.actor, algorithm, config.parallel)
         actor.initialize(ft_spec=FinetuneSpec(1, config.total_train_steps, 1))
-        with Run(config, folder, actor, inputs.train, started) as run:
+        with Run(config, folder, {ACTOR: actor}, {"batches": inputs.train}, started) as run:
             rollouts.connect(run.done)
             if run.done:
                 rollouts.push(actor, run.done)  # the servers loaded the checkpoint that the run began with

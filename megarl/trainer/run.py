@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,45 +18,57 @@ from megarl.observe.metrics import stats_tracker
 from megarl.observe.progress import Progress
 from megarl.observe.report import draw_curve, summary_lines, write_summary
 from megarl.observe.run_folder import RunFolder
-from megarl.trainer.recover import Saver, StopSignal
+from megarl.parallel import watchdog
+from megarl.trainer.recover import ACTOR, Saver, StopSignal
+from megarl.trainer.state import Resumable
 
 
-class Resumable(Protocol):
-    """Where the data stands."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+@contextlib.contextmanager
+def stage(name: str) -> Iterator[None]:
+    """A stage of a step: its seconds go to the metrics, its name to this rank's record (see `parallel.watchdog`)."""
+    with watchdog.stage(name), stats_tracker.record_timing(name):
+        yield
 
 
 class Run:
     """One run in its folder. A context manager; `steps()` is what a loop iterates.
 
-    Every rank has one and calls the same methods; rank 0 alone writes and shows. `started` is when the command began,
-    by `time.monotonic()`.
+    Every rank has one and calls the same methods; rank 0 alone writes and shows. Checkpoints hold the engines by name,
+    one of them `actor`, and the parts by name; a part that only rank 0 has is None on the others. `started` is when the
+    command began, by `time.monotonic()`.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, engine: TrainEngine, batches: Resumable | None, started: float
+        self,
+        config: Config,
+        folder: RunFolder,
+        engines: Mapping[str, TrainEngine],
+        parts: Mapping[str, Resumable | None],
+        started: float,
     ) -> None:
         self.config = config
         self.folder = folder
-        self.engine = engine
-        self.batches = batches
+        self.engines = engines
+        self.parts = {name: part for name, part in parts.items() if part is not None}
         self.chief = dist.get_rank() == 0
         self.done = 0  # finished steps
         self.stopped = False
+        self._progress: Progress | None = None
         self.facts: dict[str, Any] = {}  # kept over resumes and written to the summary
-        self._saver = Saver(config.saver, folder.checkpoints)
+        self._saver = Saver(config.saver, folder.checkpoints, self.note)
         self._started = started
         self._before_s = 0.0  # wall seconds of the parts before a resume
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
         if self.config.resume:
-            state = self._saver.restore(self.engine)
+            state = self._saver.restore(self.engines)
             self.done, self.facts, self._before_s = state["step"], state["facts"], state["wall_s"]
-            if self.batches is not None:
-                self.batches.load_state_dict(state["batches"])
+            for name, part in self.parts.items():
+                if name in state["parts"]:
+                    part.load_state_dict(state["parts"][name])
+                else:
+                    self.note(f"the checkpoint of step {self.done} holds no {name}: they begin anew")
         with contextlib.ExitStack() as stack:
             if self.chief:
                 after = self.done if self.config.resume else -1
@@ -70,30 +82,36 @@ class Run:
         self._open.close()
 
     def note(self, message: str) -> None:
-        """Prints a line on rank 0, above the live view."""
-        if self.chief:
+        """Prints a line on rank 0, above the live view where there is one."""
+        if self.chief and self._progress is not None:
             self._progress.note(message)
+        elif self.chief:
+            print(message, flush=True)
 
     def steps(self) -> Iterator[int]:
         """The numbers of the steps to take, from 1. Checkpoints when due and at the end; ends early when asked to."""
-        with self._progress if self.chief else contextlib.nullcontext():
+        with self._progress or contextlib.nullcontext():
             for step in range(self.done + 1, self.config.total_train_steps + 1):
                 if self._stop.on_all_ranks():
                     self.stopped = True
                     break
                 yield step
                 self.done = step
+                self._saver.poll()
                 if self._saver.due(step):
                     self._save()
-        if not (self.done and self._saver.due(self.done)):
+        if self._saver.saved != self.done:
             self._save()
+        self._saver.finish()
+        if self.stopped:
+            self.note(f"stopped after step {self.done}; go on with resume={self.folder.path}")
 
     def log(self, step: int) -> None:
         """Writes and shows what `stats_tracker` gathered during the step. All ranks call it; rank 0's numbers count."""
         stats = stats_tracker.export()
         if "train/tokens" in stats:
             stats[metrics.TRAIN_TOKENS_PER_S] = stats["train/tokens"] / stats[f"{metrics.TIME}update"]
-        if self.chief:
+        if self._progress is not None:
             if step == 1:
                 self.facts.setdefault("time_to_first_step_s", self.wall_s)
             self._logger.commit(step, stats)
@@ -108,16 +126,14 @@ class Run:
         state = {
             "facts": self.facts,
             "wall_s": self.wall_s,
-            "batches": self.batches.state_dict() if self.batches is not None else None,
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
-        path = self._saver.save(self.engine, self.done, state)
-        if self.stopped:
-            self.note(f"checkpoint of step {self.done} in {path}; go on with resume={self.folder.path}")
+        self._saver.save(self.engines, self.done, state)
 
     def finish(self) -> None:
         """Exports the model, writes summary.json and curve.png, prints the last lines. A collective."""
         if self.config.saver.export_hf:
-            self.engine.save(self.folder.path / "hf")
+            self.engines[ACTOR].save(self.folder.path / "hf")
         if self.chief:
             self._summarise()
         dist.barrier()  # no rank leaves, and none is taken for stuck, while rank 0 still writes

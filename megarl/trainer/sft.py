@@ -9,9 +9,8 @@ from megarl.data.collate import pad_sequences_to_tensors
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.trainer.read import Inputs
-from megarl.trainer.run import Run
-
-stage = stats_tracker.record_timing
+from megarl.trainer.recover import ACTOR
+from megarl.trainer.run import Run, stage
 
 
 def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
@@ -20,7 +19,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
     held_out = pad_sequences_to_tensors(list(inputs.valid))
     engine = MegatronLMEngine(config.actor, config.parallel)
     engine.initialize(ft_spec=FinetuneSpec(1, config.total_train_steps, 1))
-    with Run(config, folder, engine, inputs.train, started) as run:
+    with Run(config, folder, {ACTOR: engine}, {"batches": inputs.train}, started) as run:
         for step in run.steps():
             batch = next(inputs.train)
             with stage("update"):

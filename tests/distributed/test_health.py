@@ -1,0 +1,107 @@
+"""Ranks that fail: a NaN on one of them makes all skip the step; one that dies or hangs ends all, and is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.launcher.local import run_ranks
+from tests.distributed.health_worker import LAYOUTS, MOST
+
+TIMEOUT_S = 12  # parallel.timeout_s of the broken runs
+END_S = 240  # until which they must have ended, start-up on a busy machine included
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from megarl.launcher.local import run_ranks
+how, model, out, timeout_s = sys.argv[1:5]
+sys.exit(run_ranks("tests.distributed.health_worker", sys.argv[1:5], 2, Path(out), float(timeout_s)))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: Callable[..., Path]) -> Path:
+    return checkpoints("qwen3", tied=True, vocab_size=343)
+
+
+@pytest.fixture(scope="module")
+def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Three runs of two ranks at once, rank 1 of each broken in its way."""
+    runs = {}
+    for how in ("kill", "stop", "sleep"):
+        out = tmp_path_factory.mktemp(how)
+        runs[how] = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, how, str(model), str(out), str(TIMEOUT_S)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+    yield runs
+    for run in runs.values():
+        run.kill()
+        run.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("kill", r"megarl: rank 1 was killed by SIGKILL in stage update, (past|waits in) collective \d+, \w+ over "),
+        ("stop", r"megarl: rank 1 does not run \(stopped or starved\); rank 1 in stage update, "),
+        (
+            "sleep",
+            rf"megarl: rank 1 makes no progress \(parallel.timeout_s={TIMEOUT_S}\); rank 1 in stage update, past ",
+        ),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_ends_all_and_is_named(
+    how: str, line: str, broken: dict[str, subprocess.Popen[str]]
+) -> None:
+    run = broken[how]
+    children = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
+    _, err = run.communicate(timeout=END_S)
+    assert run.returncode not in (0, None)
+    found = [text for text in err.splitlines() if re.match(line, text)]
+    assert len(found) == 1, err
+    assert "collective" in found[0]
+    if how != "kill":
+        assert re.search(r"rank 0 in stage update, waits in collective \d+, \w+ over ", found[0]), found[0]
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+@pytest.fixture(scope="module")
+def poisoned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks saw."""
+    out = tmp_path_factory.mktemp("poison")
+    code = run_ranks("tests.distributed.health_worker", ["poison", str(model), str(out), "0"], 2, out)
+    assert code == 0, "\n".join(p.read_text()[-2000:] for p in out.glob("*.log"))
+    return [json.loads((out / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_nan_on_one_rank_makes_all_skip_the_step_and_changes_nothing(
+    layout: str, poisoned: list[dict[str, Any]]
+) -> None:
+    for seen in poisoned:
+        rows = seen[layout]["rows"]
+        skips = [row for row in rows if "case" in row]
+        assert len(skips) == (3 if layout == "pp2" else 4)
+        assert all(row["skipped"] == 1.0 and row["untouched"] for row in skips), skips
+        losses = [row["loss"] for row in rows if "case" not in row]
+        assert losses == sorted(losses, reverse=True)  # the steps between train on
+        assert [row["skipped_steps"] for row in rows if "case" not in row] == [0.0] * len(losses)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_too_many_skipped_steps_in_a_row_stop_every_rank(layout: str, poisoned: list[dict[str, Any]]) -> None:
+    for seen in poisoned:
+        taken, message = seen[layout]["stopped"]
+        assert taken == MOST
+        assert f"{MOST + 1} steps in a row" in message
+        assert f"actor.max_skipped_steps={MOST}" in message
