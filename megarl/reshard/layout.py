@@ -7,7 +7,7 @@ planner works on. Both sides of a sync, trainer ranks and server ranks, are desc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -106,7 +106,14 @@ class Holdings:
         mine = np.array([rank in ranks for ranks in self.holders], dtype=bool)
         return np.flatnonzero(mine[self.holder])
 
-    def bytes_per_row(self) -> Ints:
+    def with_dims(self, dims: int) -> Holdings:
+        """The same with `dims` dimensions; those that are added are `[0, 1)`."""
+        missing = ((0, 0), (0, dims - self.start.shape[1]))
+        return replace(self, start=np.pad(self.start, missing), stop=np.pad(self.stop, missing, constant_values=1))
+
+    @property
+    def nbytes(self) -> Ints:
+        """Bytes of each row, `[n]`."""
         sizes = np.array([itemsize(name) for name in self.dtypes], dtype=np.int64)
         return np.prod(self.stop - self.start, axis=1) * sizes[self.dtype]
 

@@ -1,19 +1,21 @@
 """Which rank sends which part of which tensor to whom: a pure function of what both sides hold.
 
 A destination rank needs exactly the boxes it holds, each element once, from any one of the trainer ranks that hold it.
-Servers are alike and trainer ranks repeat each other, so the plan is kept per *kind* of destination (`Ops`, `Buckets`)
-and only the choice of the sender is kept per rank (`Messages`); `sends` and `receives` give what one rank has to do.
+The proofs of that run with every plan; they cost little beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+import hashlib
+from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
-from megarl.reshard.layout import Holdings, Ints, Topology
+from megarl.reshard.boxes import Boxes, distinct_rows, overlaps, split, sum_by, union_volume
+from megarl.reshard.layout import Holdings, Ints, Topology, itemsize
+from megarl.reshard.plan import Buckets, Ops, Plan
+from megarl.reshard.senders import SLACK_BUCKETS, Sets, choose, fill
 
 
 class PlanError(ValueError):
@@ -22,133 +24,6 @@ class PlanError(ValueError):
     def __init__(self, message: str, tensor: str):
         super().__init__(message)
         self.tensor = tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Ops:
-    """Copies of a box each, grouped by bucket: from a block of the sources into a row of the destinations.
-
-    `block [n]`: the source box, as numbered by `Plan.block_of_row`; `row [n]`: row of the destinations; `start`,
-    `stop [n, dims]`: the box, in the checkpoint's coordinates; `offset [n]`: bytes into the bucket.
-    """
-
-    block: Ints
-    row: Ints
-    start: Ints
-    stop: Ints
-    offset: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Buckets:
-    """Ops that travel together: `first [b + 1]` into `Ops`, `nbytes [b]`; `holder [b]` is the set of destinations that
-    want it, `replicas [b]` the set of sources that have all of it (`Plan.replica_sets`)."""
-
-    first: Ints
-    nbytes: Ints
-    holder: Ints
-    replicas: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Messages:
-    """Who sends which bucket to whom, in the global order: `bucket`, `source`, `destination [m]`.
-
-    Every rank works through its own messages by rising index. As all agree on the order, no two wait for each other.
-    """
-
-    bucket: Ints
-    source: Ints
-    destination: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Transfer:
-    """One message as one of its ends sees it.
-
-    `index`: in the global order; `peer`: rank at the other end; `nbytes`: of the message. Op `i` is the part
-    `[start[i], stop[i])` (relative to the fragment's own box) of fragment `fragment[i]`, an index into this rank's
-    list of fragments, and lies at byte `offset[i]`, in row-major order and in the destination's dtype `dtype[i]`: the
-    sender casts. Offsets are multiples of the item size and leave no gaps. In `start` and `stop` a dimension that a
-    tensor lacks is `[0, 1)`.
-    """
-
-    index: int
-    peer: int
-    nbytes: int
-    fragment: Ints
-    start: Ints
-    stop: Ints
-    offset: Ints
-    dtype: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.fragment)
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """The whole transfer. `hash` (hex) is equal on all ranks that planned from equal inputs."""
-
-    sources: Holdings
-    destinations: Holdings
-    topology: Topology
-    bucket_bytes: int
-    block_of_row: Ints  # [source rows]: rows that hold the same box are one block
-    replica_sets: tuple[tuple[int, ...], ...]  # sets of source ranks
-    ops: Ops
-    buckets: Buckets
-    messages: Messages
-    waived: tuple[str, ...]  # source tensors that no destination holds
-    hash: str
-
-    def sends(self, rank: int) -> Iterator[Transfer]:
-        """What source rank `rank` sends, in order."""
-        return self._transfers(rank, sending=True)
-
-    def receives(self, rank: int) -> Iterator[Transfer]:
-        """What destination rank `rank` receives, in order."""
-        return self._transfers(rank, sending=False)
-
-    def _transfers(self, rank: int, *, sending: bool) -> Iterator[Transfer]:
-        side = self.sources if sending else self.destinations
-        own, peers = (
-            (self.messages.source, self.messages.destination)
-            if sending
-            else (self.messages.destination, self.messages.source)
-        )
-        rows = side.rows_of(rank)
-        keys = self.block_of_row[rows] if sending else rows
-        by_key = np.argsort(keys, kind="stable")
-        wanted = self.ops.block if sending else self.ops.row
-        for index in np.flatnonzero(own == rank):
-            bucket = self.messages.bucket[index]
-            ops = slice(self.buckets.first[bucket], self.buckets.first[bucket + 1])
-            fragment = by_key[np.searchsorted(keys, wanted[ops], sorter=by_key)]
-            origin = side.start[rows[fragment]]
-            dtypes = self.destinations.dtype[self.ops.row[ops]]
-            yield Transfer(
-                index=int(index),
-                peer=int(peers[index]),
-                nbytes=int(self.buckets.nbytes[bucket]),
-                fragment=fragment,
-                start=self.ops.start[ops] - origin,
-                stop=self.ops.stop[ops] - origin,
-                offset=self.ops.offset[ops],
-                dtype=tuple(self.destinations.dtypes[code] for code in dtypes),
-            )
-
-    @cached_property
-    def bytes_out(self) -> Ints:
-        """Bytes that each source rank sends, `[source ranks]`."""
-        sizes = self.buckets.nbytes[self.messages.bucket]
-        return _sum_by(self.messages.source, sizes, len(self.topology.source_node))
-
-    @cached_property
-    def bytes_in(self) -> Ints:
-        """Bytes that each destination rank receives, `[destination ranks]`."""
-        sizes = self.buckets.nbytes[self.messages.bucket]
-        return _sum_by(self.messages.destination, sizes, len(self.topology.node))
 
 
 def plan(
@@ -160,17 +35,157 @@ def plan(
 ) -> Plan:
     """Plans the transfer of everything that `destinations` hold from `sources`.
 
-    A sender is picked among the ranks that hold a box: one on the destination's node if there is any, then the one
-    with the fewest bytes to send so far, then the lowest. No bucket exceeds `bucket_bytes`.
+    A sender is picked among the ranks that hold a box: those on the destination's node if there are any, of them the
+    one with the fewest bytes to send so far, of equals the lowest. A destination keeps to its sender while that leaves
+    the loads within a few buckets of each other, so that it has few peers. No bucket exceeds `bucket_bytes`. Bytes are
+    counted in the destinations' dtypes: senders cast.
 
     Raises:
         PlanError: a destination holds what no source does; a server lacks a tensor that the sources have and that is
             not `waived` by name; boxes of the sources overlap without being equal.
+        ValueError: a bucket cannot hold one element; there is nothing to plan.
     """
-    raise NotImplementedError  # replaced within this change
+    if not len(destinations.tensor):
+        raise ValueError("no server holds any tensor: there is nothing to plan")
+    dims = max(sources.start.shape[1], destinations.start.shape[1])
+    sources, destinations = sources.with_dims(dims), destinations.with_dims(dims)
+    sizes = np.array([itemsize(name) for name in destinations.dtypes], dtype=np.int64)[destinations.dtype]
+    if bucket_bytes < sizes.max():
+        raise ValueError(f"bucket_bytes={bucket_bytes} is less than an element of {sizes.max()} bytes; raise it")
+    wanted = Boxes(_common_names(sources, destinations), destinations.start, destinations.stop)
+    blocks, block_of_row = Boxes(sources.tensor, sources.start, sources.stop).distinct()
+    replica_sets, replicas = _replicas(block_of_row, sources, len(blocks))
+
+    _check_disjoint(sources, blocks)
+    block, row, start, stop = overlaps(blocks, wanted)
+    _check_covered(sources, wanted, sum_by(row, np.prod(stop - start, axis=1), len(wanted)))
+    left = _check_used(sources, blocks, destinations, wanted, topology, frozenset(waived))
+
+    part, start, stop = split(start, stop, sizes[row], bucket_bytes)
+    block, row = block[part], row[part]
+    nbytes = np.prod(stop - start, axis=1) * sizes[row]
+    bucket, holder, candidates = fill(destinations.holder[row], replicas[block], nbytes, replica_sets, bucket_bytes)
+    order = np.lexsort((np.arange(len(row)), -sizes[row], bucket))  # the widest dtype first keeps offsets aligned
+    first = np.searchsorted(bucket[order], np.arange(len(holder) + 1))
+    before = np.concatenate([[0], np.cumsum(nbytes[order])])
+    offset = before[:-1] - before[first[bucket[order]]]
+    made = Plan(
+        sources=sources,
+        destinations=destinations,
+        topology=topology,
+        bucket_bytes=bucket_bytes,
+        block_of_row=block_of_row,
+        replica_sets=replica_sets,
+        ops=Ops(block[order], row[order], start[order], stop[order], offset),
+        buckets=(buckets := Buckets(first, before[first[1:]] - before[first[:-1]], holder, candidates)),
+        messages=choose(buckets, destinations, replica_sets, topology, SLACK_BUCKETS * bucket_bytes),
+        waived=left,
+        hash="",
+    )
+    _check_bytes(made)
+    return replace(made, hash=_hash(made))
 
 
-def _sum_by(index: Ints, values: Ints, size: int) -> Ints:
-    total = np.zeros(size, dtype=np.int64)
-    np.add.at(total, index, values)
-    return total
+def _common_names(sources: Holdings, destinations: Holdings) -> Ints:
+    """The destinations' tensors as indices into the sources' names, `[destination rows]`."""
+    known = {name: i for i, name in enumerate(sources.names)}
+    for name in destinations.names:
+        if name not in known:
+            raise PlanError(f"{name} is held by the servers and by no trainer rank: is it the same model?", name)
+    return np.array([known[name] for name in destinations.names], dtype=np.int64)[destinations.tensor]
+
+
+def _replicas(block_of_row: Ints, sources: Holdings, blocks: int) -> tuple[Sets, Ints]:
+    """The sets of ranks that hold the same block, and each block's set."""
+    pairs = np.column_stack([block_of_row, sources.holder])
+    pairs = pairs[distinct_rows(pairs)[0]]
+    first = np.searchsorted(pairs[:, 0], np.arange(blocks + 1))
+    counts = np.diff(first)
+    sets: dict[tuple[int, ...], int] = {}
+    replicas = np.empty(blocks, dtype=np.int64)
+    for count in np.unique(counts):  # blocks that stand in equally many holder sets form a matrix
+        alike = np.flatnonzero(counts == count)
+        held_by = pairs[:, 1][first[alike][:, None] + np.arange(count)]
+        heads, index = distinct_rows(held_by)
+        ranks = [tuple(sorted({r for h in held_by[i] for r in sources.holders[h]})) for i in heads]
+        replicas[alike] = np.array([sets.setdefault(r, len(sets)) for r in ranks], dtype=np.int64)[index]
+    return tuple(sets), replicas
+
+
+def _check_disjoint(sources: Holdings, blocks: Boxes) -> None:
+    one, other, _, _ = overlaps(blocks, blocks)
+    if len(crossing := np.flatnonzero(one != other)):
+        a, b = one[crossing[0]], other[crossing[0]]
+        name = sources.names[blocks.tensor[a]]
+        both = f"{blocks.text(a)} and {blocks.text(b)}"
+        raise PlanError(f"{name}: the trainer's parts {both} overlap without being equal", name)
+
+
+def _check_covered(sources: Holdings, wanted: Boxes, covered: Ints) -> None:
+    """Every element that a destination holds comes from some source; once, as the sources' boxes are disjoint."""
+    volume = wanted.volume
+    if len(short := np.flatnonzero(covered != volume)):
+        i = short[0]
+        name = sources.names[wanted.tensor[i]]
+        raise PlanError(
+            f"{name}: a server holds {wanted.text(i)}, {volume[i]} elements, of which the trainer ranks hold "
+            f"{covered[i]}: is it the same model?",
+            name,
+        )
+
+
+def _check_used(
+    sources: Holdings,
+    blocks: Boxes,
+    destinations: Holdings,
+    wanted: Boxes,
+    topology: Topology,
+    waived: frozenset[str],
+) -> tuple[str, ...]:
+    """Every server takes every element of every source tensor that is not waived. Returns the waived that are left."""
+    held = sum_by(blocks.tensor, blocks.volume, len(sources.names))
+    holders_of: dict[int, set[int]] = {int(server): set() for server in topology.server}
+    for holder, ranks in enumerate(destinations.holders):
+        for server in np.unique(topology.server[list(ranks)]):
+            holders_of[int(server)].add(holder)
+    left = set()
+    kinds = {frozenset(holders): server for server, holders in reversed(holders_of.items())}  # alike servers once
+    for holders, server in kinds.items():
+        boxes, _ = wanted[np.flatnonzero(np.isin(destinations.holder, list(holders)))].distinct()
+        used = sum_by(boxes.tensor, boxes.volume, len(sources.names))
+        one, other, _, _ = overlaps(boxes, boxes)
+        for tensor in np.unique(boxes.tensor[one[one != other]]):  # counted twice above
+            used[tensor] = union_volume(boxes[np.flatnonzero(boxes.tensor == tensor)])
+        for tensor in np.flatnonzero(used != held):
+            name = sources.names[tensor]
+            if name not in waived:
+                raise PlanError(
+                    f"{name}: server {server} takes {used[tensor]} of the trainer's {held[tensor]} elements; "
+                    "waive it by name if servers do not need it",
+                    name,
+                )
+            left.add(name)
+    return tuple(sorted(left))
+
+
+def _check_bytes(made: Plan) -> None:
+    """Every destination receives as many bytes as its fragments have."""
+    short = np.flatnonzero(made.bytes_in != made.bytes_needed)
+    if len(short):
+        rank = short[0]
+        raise AssertionError(
+            f"destination {rank} would receive {made.bytes_in[rank]} bytes of {made.bytes_needed[rank]}"
+        )
+
+
+def _hash(made: Plan) -> str:
+    digest = hashlib.sha256()
+    for side in (made.sources, made.destinations):
+        digest.update("\0".join((*side.names, *side.dtypes)).encode())
+        digest.update(repr(side.holders).encode())
+        for array in (side.tensor, side.start, side.stop, side.dtype, side.holder):
+            digest.update(array.astype(np.int64).tobytes())
+    for part in (made.ops, made.buckets, made.messages):
+        for array in vars(part).values():
+            digest.update(array.astype(np.int64).tobytes())
+    return digest.hexdigest()
