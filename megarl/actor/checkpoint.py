@@ -95,6 +95,7 @@ class Snapshot:
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / rank_file(self.rank)]
         save_file(self.tensors, written[0])
+        written[0].chmod(0o644)  # written for its owner alone
         if self.rank == 0:
             for name, document in ((FACTS, self.facts), (INDEX, self.index)):
                 (folder / name).write_text(json.dumps(document, indent=1 if name == FACTS else None))

@@ -80,8 +80,6 @@ def open_run(path: str | Path) -> RunFolder:
     missing = [f"{p.name}{kind}" for p, kind in ((run.config, ""), (run.checkpoints, "/")) if not p.exists()]
     if missing:
         raise UserError(f"resume={path} is not a run: it has no {' and no '.join(missing)}; {remedy}")
-    if not any(path.suffix != ".partial" for path in run.checkpoints.iterdir()):
-        raise UserError(f"resume={path} holds no checkpoint, so there is nothing to resume; start a new run")
     if not os.access(run.path, os.W_OK):
         raise UserError(f"resume={path} cannot be written; resume a copy of it in a folder of yours")
     return run

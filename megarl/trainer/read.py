@@ -41,9 +41,9 @@ def read_inputs(config: Config, rank: int) -> Inputs:
     """
     check_engine(config.actor)
     check_device(config.actor, platform.has_gpu())
-    if config.resume:
-        check_resumable(open_run(config.resume).path, config.parallel.sizes())
     model = read_config(config.actor.path)
+    if config.resume:
+        check_resumable(open_run(config.resume).path, model, config.actor.dtype)
     check_layout(model, config.parallel)
     tokenizer = load_tokenizer(config.actor.path)
     check_vocabulary(tokenizer, model.vocab_size, config.actor.path)

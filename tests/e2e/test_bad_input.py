@@ -161,20 +161,6 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(refused: Callable[..., str], 
     assert "config.yaml" in line
 
 
-def test_a_checkpoint_of_another_layout_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    step = run / "checkpoints" / "step_000005"
-    step.mkdir(parents=True)
-    (run / "config.yaml").write_text("{}")
-    (step / "engine.json").write_text(json.dumps({"layout": {"tp_size": 2, "pp_size": 1, "dp_size": 1}}))
-    line = refused(GRPO, f"resume={run}")
-    assert "'tp_size': 2" in line
-    assert "'tp_size': 1" in line
-    assert "0 of 2 rank files" in refused(GRPO, "parallel=tp2", f"resume={run}")
-    step.rename(step.with_suffix(".partial"))
-    assert "holds no checkpoint" in refused(GRPO, f"resume={run}")
-
-
 def test_the_line_that_switches_to_the_real_thing_composes() -> None:
     for method, experiment in (("rl", GRPO), ("sft", "+experiment=gsm8k_sft")):
         config = cli.load([experiment, *REAL[method].split()])

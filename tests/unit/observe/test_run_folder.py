@@ -47,8 +47,8 @@ def test_resuming_what_is_not_a_run_says_what_is_missing(tmp_path: Path):
     with pytest.raises(UserError, match=r"has no config.yaml and no checkpoints/"):
         open_run(tmp_path)
     path = finished_run(tmp_path)
-    (path / "checkpoints" / "step_1").rmdir()
-    with pytest.raises(UserError, match="holds no checkpoint"):
+    (path / "config.yaml").unlink()
+    with pytest.raises(UserError, match=r"has no config.yaml; give"):
         open_run(path)
 
 

@@ -1,0 +1,138 @@
+"""What a checkpoint consists of: size and SHA-256 of every file, by which whole checkpoints are told from damaged ones.
+
+    step_000040/manifest.json      {"format", "step", "files": {path: [bytes, sha256]}, "sha256": of the rest}
+
+A checkpoint is written as `step_000040.writing` and renamed; no file points at the latest one: it is found by content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.knobs import UserError
+
+FORMAT = 2
+NAME = "manifest.json"
+WRITING, REMOVING = ".writing", ".removing"  # suffixes of folders that are not, or no longer, checkpoints
+
+
+class Damaged(Exception):
+    """A checkpoint is not as it was written; the message says which file and how."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's step and files: by path within the folder, bytes and SHA-256."""
+
+    folder: Path
+    step: int
+    files: dict[str, tuple[int, str]]
+
+    def check_sizes(self) -> None:
+        """Raises Damaged where a file is missing or has another size."""
+        for name, (size, _) in self.files.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise Damaged(f"{name} is missing")
+            if path.stat().st_size != size:
+                raise Damaged(f"{name} has {path.stat().st_size} bytes, written were {size}")
+
+    def check_content(self, part: int = 0, parts: int = 1) -> None:
+        """Raises Damaged where a file's content is not what was written; of `parts` shares of the files, one."""
+        for name in sorted(self.files)[part::parts]:
+            path = self.folder / name
+            if not path.is_file():
+                raise Damaged(f"{name} is missing")
+            if _sha256(path) != self.files[name][1]:
+                raise Damaged(f"{name} is not what was written: its SHA-256 differs")
+
+
+def describe(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, str]]:
+    """Bytes and SHA-256 of files under `folder`, each brought to the disk first."""
+    found = {}
+    for path in paths:
+        _sync(path)
+        found[str(path.relative_to(folder))] = (path.stat().st_size, _sha256(path))
+    return found
+
+
+def seal(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
+    """Writes the manifest, and brings it and the folders to the disk."""
+    body = {"format": FORMAT, "step": step, "files": {name: list(files[name]) for name in sorted(files)}}
+    (folder / NAME).write_text(_text(body))
+    for path in (folder / NAME, *(p for p in folder.rglob("*") if p.is_dir()), folder):
+        _sync(path)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; its files are not looked at.
+
+    Raises:
+        Damaged: there is none, or it is not as it was written.
+        UserError: a newer format.
+    """
+    try:
+        text = (folder / NAME).read_text()
+        body = json.loads(text)
+        written, files = body["format"], body["files"]
+    except FileNotFoundError:
+        raise Damaged(f"{NAME} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{NAME} cannot be read ({error})") from error
+    if isinstance(written, int) and written > FORMAT and _is_own(body):
+        raise UserError(
+            f"{folder} has format {written}, this megarl reads up to {FORMAT}; resume it with a newer megarl"
+        )
+    if not _is_own(body) or text != _text({k: v for k, v in body.items() if k != "sha256"}):
+        raise Damaged(f"{NAME} is not what was written: its SHA-256 differs")
+    return Manifest(folder, body["step"], {name: (size, digest) for name, (size, digest) in files.items()})
+
+
+def step_folders(checkpoints: Path) -> list[Path]:
+    """The folders of checkpoints, whole or damaged, newest first."""
+    found = [p for p in checkpoints.glob("step_*") if p.is_dir() and p.suffix not in (WRITING, REMOVING)]
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(folder: Path) -> tuple[int, str]:
+    """By the step that the manifest names; where it cannot be read, by the folder's name."""
+    try:
+        return read(folder).step, folder.name
+    except (Damaged, UserError):
+        digits = folder.name.removeprefix("step_")
+        return int(digits) if digits.isdecimal() else -1, folder.name
+
+
+def rename(folder: Path, to: Path) -> None:
+    """Renames, and brings the new name to the disk."""
+    folder.rename(to)
+    _sync(to.parent)
+
+
+def _text(body: dict[str, object]) -> str:
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1)
+
+
+def _is_own(body: dict[str, object]) -> bool:
+    rest = {k: v for k, v in body.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(rest).encode()).hexdigest() == body.get("sha256")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """fsync of a file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
