@@ -52,6 +52,7 @@ class EngineConfig:
     dtype: str = knob("float32", "float32 or bfloat16 parameters; main parameters and gradients are float32")
     max_tokens_per_mb: int = knob(16384, "most tokens in one packed microbatch; bounds activation memory")
     shared_prefix: bool = knob(False, "compute the prompt that a group shares once a microbatch; cp_size=1 only")
+    value_head_std: float = knob(0.0, "standard deviation of a new critic's or reward model's head; 0 starts at zero")
     temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
     recompute: str = knob("none", "activations computed again in backward: none, selective (attention, MLP), full")
     offload_optimizer: bool = knob(False, "keep main parameters and Adam's moments on the host; needs a GPU")

@@ -21,7 +21,7 @@ from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, Sees, TrainEngi
 from megarl.actor.checkpoint import EngineState, Snapshot
 from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.context_parallel import Cut
-from megarl.actor.families import check_layout, read_config
+from megarl.actor.families import as_scalar, check_layout, is_scalar, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.balance import SequenceCost
 from megarl.actor.microbatch import Microbatch, build, plan, shift_right
@@ -37,12 +37,26 @@ from megarl.types import PackedBatch
 class MegatronEngine(TrainEngine):
     """A HF model of a supported family on Megatron-core."""
 
-    def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        parallel: ParallelConfig | None = None,
+        *,
+        scalar: bool = False,
+        trainable: bool = True,
+    ) -> None:
+        """`scalar`: one number a token in place of the vocabulary (see `critic.py`). `trainable=False`: neither
+        gradients nor an optimizer are made room for (see `reference.py`)."""
         self.config = config
+        self.trainable = trainable
         self.parallel = parallel or ParallelConfig()
         check_config(config)
         check_device(config, platform.has_gpu())
         self.hf_config = read_config(config.path)
+        if scalar:
+            self.hf_config = as_scalar(self.hf_config)
+        elif is_scalar(self.hf_config):
+            raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         check_layout(self.hf_config, self.parallel)
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -57,7 +71,10 @@ class MegatronEngine(TrainEngine):
         if self.config.init == "random":
             hf.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
         else:
-            hf.load(self.modules, self.hf_config, self.groups, self.config.path)
+            hf.load(self.modules, self.hf_config, self.groups, self.config.path, self.config.value_head_std)
+        if not self.trainable:
+            self.ddps = [module.requires_grad_(False) for module in self.modules]
+            return
         with platform.scope():
             self.ddps = [
                 DistributedDataParallel(

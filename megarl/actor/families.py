@@ -5,6 +5,7 @@ Imports no Megatron: the commands check a config with it before anything heavy i
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,21 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
     rope_type = _rope_parameters(config).get("rope_type", "default")
     if rope_type not in ("default", "linear", "llama3"):
         raise UserError(f"actor.path={path} has rope_type={rope_type}; supported are default, linear, llama3")
+
+
+def as_scalar(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the same model with one output in place of the vocabulary, as HF's `ForSequenceClassification`:
+    a critic or a reward model, its head named `score.weight`."""
+    scalar = copy.deepcopy(config)
+    scalar.architectures = [f"{type(config).__name__.removesuffix('Config')}ForSequenceClassification"]
+    scalar.num_labels = 1
+    scalar.tie_word_embeddings = False
+    return scalar
+
+
+def is_scalar(config: PretrainedConfig) -> bool:
+    """Whether the model gives one number a token."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -39,14 +39,6 @@ class ValueHead(torch.nn.Linear):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """As Megatron's checkpoints ask every module for."""
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
-
 
 def weight_of(module: GPTModel) -> Tensor:
     """The LM head's rows on this rank, `[vocabulary / tp, hidden]`: its own, or the tied embedding's."""

@@ -25,12 +25,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor import hf_files
-from megarl.actor.families import head_dim, local_folder
+from megarl.actor.families import head_dim, is_scalar, local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
 
+SCORE = "score.weight"  # the value head
 
 @dataclass(frozen=True)
 class Shard:
@@ -99,7 +100,9 @@ def _module_shards(model: GPTModel, config: PretrainedConfig, groups: Groups) ->
     if model.post_process:
         whole("model.norm.weight", model.decoder.final_layernorm.weight)
         head = model.output_layer.weight
-        if not config.tie_word_embeddings:
+        if is_scalar(config):
+            whole(SCORE, head)
+        elif not config.tie_word_embeddings:
             vocabulary("lm_head.weight", head)
         elif not model.pre_process and head is not None:  # the last stage holds a copy of the tied embedding
             vocabulary("model.embed_tokens.weight", head)
@@ -168,8 +171,11 @@ class Checkpoint:
         return part[_slices(shard.start, shard.stop)]
 
 
-def load(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, path: str) -> None:
-    """Fills the native parameters from the checkpoint at `path`; padding of the vocabulary is set to zero.
+def load(
+    modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, path: str, new_head_std: float = 0.0
+) -> None:
+    """Fills the native parameters from the checkpoint at `path`; padding of the vocabulary is set to zero. A value head
+    that the checkpoint does not have is drawn from normal(0, `new_head_std`).
 
     Raises:
         UserError: a tensor that the model needs is missing or has another shape, or one is left over.
@@ -177,7 +183,7 @@ def load(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, 
     checkpoint = Checkpoint(path)
     parts = shards(modules, config, groups)
     present = checkpoint.names()
-    missing = sorted({s.name for s in parts} - present)
+    missing = sorted({s.name for s in parts} - present - {SCORE})
     if missing:
         raise UserError(
             f"actor.path={path} lacks the tensor {missing[0]} ({len(missing)} missing); is it a whole checkpoint?"
@@ -194,7 +200,10 @@ def load(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, 
         for param in parameters(modules):
             param.zero_()
         for shard in parts:
-            shard.view.copy_(checkpoint.read(shard).reshape(shard.view.shape))
+            if shard.name in present:
+                shard.view.copy_(checkpoint.read(shard).reshape(shard.view.shape))
+            else:
+                shard.view.copy_(_drawn(shard, seed=0) * new_head_std)
 
 
 def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, seed: int) -> None:
@@ -211,11 +220,16 @@ def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, g
                 shard.view.fill_(1.0)
             elif not shard.name.endswith(".bias"):
                 if shard.name not in full:
-                    digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
-                    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-                    full[shard.name] = torch.randn(shard.shape, generator=generator) * config.initializer_range
+                    full[shard.name] = _drawn(shard, seed) * config.initializer_range
                 box = full[shard.name][_slices(shard.start, shard.stop)]
                 shard.view.copy_(box.reshape(shard.view.shape))
+
+
+def _drawn(shard: Shard, seed: int) -> Tensor:
+    """The whole HF tensor that the shard is of, from normal(0, 1)."""
+    digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    return torch.randn(shard.shape, generator=generator)
 
 
 def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups) -> Iterator[tuple[str, Tensor]]:

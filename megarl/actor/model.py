@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from megarl.actor.attention import PackedAttention, PackedRotary
-from megarl.actor.families import FAMILIES, head_dim, padded_vocab_size, rotary_inv_freq
-from megarl.actor.head import HeadlessGPT
+from megarl.actor.families import FAMILIES, head_dim, is_scalar, padded_vocab_size, rotary_inv_freq
+from megarl.actor.head import HeadlessGPT, ValueHead
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups
 
@@ -32,7 +32,7 @@ def transformer_config(
     config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none"
 ) -> TransformerConfig:
     """Megatron's config for the HF config on this layout."""
-    family = FAMILIES[config.model_type]
+    family, layout = FAMILIES[config.model_type], groups.layout
     on_gpu = platform.has_gpu()
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
@@ -51,7 +51,14 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,
+        sequence_parallel=layout.sequence_parallel,
+        context_parallel_size=groups.cp_size,
+        expert_model_parallel_size=groups.ep_size,
+        expert_tensor_parallel_size=groups.etp_size,
         pipeline_model_parallel_size=groups.pp_size,
+        virtual_pipeline_model_parallel_size=groups.vpp_size if groups.vpp_size > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers or None,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers or None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -99,6 +106,8 @@ def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recomput
                 pg_collection=groups.collection,
                 vp_stage=stage if groups.vpp_size > 1 else None,
             )
+        if module.post_process and is_scalar(config):
+            module.output_layer = ValueHead(megatron)
         module.rotary_pos_emb = PackedRotary(rotary_inv_freq(config))
         modules.append(module.to(platform.device()))
     return modules

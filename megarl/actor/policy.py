@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megarl.actor.api import LossFn, LossWeightFn, Sees
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.parallel.config import ParallelConfig
@@ -56,15 +57,24 @@ class MegatronPPOActor(MegatronEngine):
         Minibatch j of n takes sequences j, j + n, j + 2n, ..., so from all over the batch. Returns the mean of the
         steps' figures (maxima of those named `*_max`).
         """
-        self.train()
-        count = self.algorithm.n_minibatches
-        if batch.num_seqs % count:
-            raise ValueError(f"{batch.num_seqs} sequences do not divide into algorithm.n_minibatches={count}")
-        steps = []
-        for first in range(count):
-            part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
-            steps.append(self.train_batch(part, self.algorithm.loss, self.algorithm.loss_weight, sees="logprobs"))
-        return {key: (max if key.endswith("_max") else _mean)([step[key] for step in steps]) for key in steps[0]}
+        algorithm = self.algorithm
+        return update_in_minibatches(
+            self, batch, algorithm.n_minibatches, algorithm.loss, algorithm.loss_weight, "logprobs"
+        )
+
+
+def update_in_minibatches(
+    engine: MegatronEngine, batch: PackedBatch, count: int, loss: LossFn, loss_weight: LossWeightFn, sees: Sees
+) -> dict[str, float]:
+    """One optimizer step for each of the `count` minibatches; what `ppo_update` is for actor and critic."""
+    if batch.num_seqs % count:
+        raise ValueError(f"{batch.num_seqs} sequences do not divide into algorithm.n_minibatches={count}")
+    engine.train()
+    steps = []
+    for first in range(count):
+        part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
+        steps.append(engine.train_batch(part, loss, loss_weight, sees=sees))
+    return {key: (max if key.endswith("_max") else _mean)([step[key] for step in steps]) for key in steps[0]}
 
 
 def _mean(values: list[float]) -> float:

@@ -239,8 +239,8 @@ def test_a_loss_that_is_not_finite_takes_no_step(folder: Path, poison: float) ->
     engine = MegatronLMEngine(config_of(folder))
     engine.initialize()
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    with pytest.raises(FloatingPointError, match="no step was taken"):
-        engine.train_batch(rollout(), lambda lp, ent, data: lp.sum() * poison, lambda data: 1.0, sees="logprobs")
+    stats = engine.train_batch(rollout(), lambda lp, ent, data: lp.sum() * poison, lambda data: 1.0, sees="logprobs")
+    assert stats["skipped_steps"] == 1
     for name, tensor in engine.named_weights():
         assert torch.equal(tensor, before[name])
 
