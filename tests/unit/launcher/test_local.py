@@ -44,7 +44,10 @@ def test_a_rank_that_fails_is_shown_and_ends_the_others(
     started = time.monotonic()
     assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 7
     assert time.monotonic() - started < 30
-    assert f"rank 1 ended with code 7; its log {tmp_path}/rank_1.log ends:\n  rank 1 of 2" in capsys.readouterr().err
+    assert (
+        f"rank 1 ended with code 7 before it had joined the other ranks; its log {tmp_path}/rank_1.log ends:\n  rank 1 of 2"
+        in capsys.readouterr().err
+    )
 
 
 def test_ranks_die_with_the_process_that_started_them(rank_module: Path, tmp_path: Path) -> None:
