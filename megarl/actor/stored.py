@@ -98,6 +98,11 @@ class StoredState:
         """Of the weights; the other kinds are float32."""
         return DTYPES[self.facts["dtype"]]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights."""
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, by HF name, one at a time, in the order in which `hf.gather` yields them."""
         for name, shape in self.shapes.items():

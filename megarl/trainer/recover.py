@@ -63,8 +63,9 @@ class _Write:
 
     def __init__(self, step: int, beside: Path, work: Callable[[], dict[str, tuple[int, str]]]) -> None:
         self.step, self.beside = step, beside
-        self.started = time.monotonic()
         self.files: dict[str, tuple[int, str]] = {}
+        self.seconds = 0.0  # that it took
+        self._started = time.monotonic()
         self.error: str | None = None
         self._work = work
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}", daemon=True)
@@ -73,6 +74,7 @@ class _Write:
     def _run(self) -> None:
         try:
             self.files = self._work()
+            self.seconds = time.monotonic() - self._started
         except Exception as error:  # whatever it is, the rank that waits raises it
             self.error = f"{type(error).__name__}: {error}"
 
@@ -174,9 +176,7 @@ class Saver:
         final = write.beside.with_suffix("")
         self._on_chief(write.step, lambda: self._seal(write, final, files))
         size = sum(size for size, _ in files.values()) / 1e6
-        self._note(
-            f"checkpoint of step {write.step} in {final} ({size:.1f} MB, {time.monotonic() - write.started:.1f} s)"
-        )
+        self._note(f"checkpoint of step {write.step} in {final} ({size:.1f} MB, {write.seconds:.2f} s)")
 
     def _seal(self, write: _Write, final: Path, files: dict[str, Any]) -> None:
         manifest.seal(write.beside, write.step, files)

@@ -1,0 +1,150 @@
+"""Writes a checkpoint's weights as a HF checkpoint: `python -m megarl.export checkpoint=RUN_OR_STEP output=DIR`.
+
+Any layout's checkpoint will do. One tensor is read at a time, in this process alone: no model is built.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import AutoConfig
+
+from megarl.actor import hf_files
+from megarl.actor.stored import DTYPES, FACTS, HF, StoredState
+from megarl.knobs import UserError, knob
+from megarl.trainer import manifest
+from megarl.trainer.manifest import Damaged, Manifest
+from megarl.trainer.recover import ACTOR
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What is exported, and where to."""
+
+    checkpoint: str = knob("", "folder of a run, whose newest whole checkpoint is taken, or of one step of it")
+    output: str = knob("", "folder to write, new or empty")
+    dtype: str = knob("", "float32 or bfloat16; empty: as the weights were trained")
+    engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
+
+
+USAGE = "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR [dtype=bfloat16] [engine=critic]"
+
+
+def parse(arguments: list[str]) -> ExportConfig:
+    """The command line's knobs.
+
+    Raises:
+        UserError: an unknown knob, or one that is missing or wrong.
+    """
+    known = [field.name for field in fields(ExportConfig)]
+    for key in (argument.partition("=")[0] for argument in arguments):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise UserError(f"unknown knob {key}; " + (f"did you mean {near[0]}?" if near else USAGE))
+    try:
+        given = OmegaConf.merge(OmegaConf.structured(ExportConfig), OmegaConf.from_dotlist(arguments))
+        config: ExportConfig = OmegaConf.to_object(given)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise UserError(f"{str(error).splitlines()[0]}; {USAGE}") from error
+    if not config.checkpoint or not config.output:
+        raise UserError(f"checkpoint and output must be given; {USAGE}")
+    if config.dtype and config.dtype not in DTYPES:
+        raise UserError(f"dtype={config.dtype} must be one of {', '.join(DTYPES)}")
+    return config
+
+
+def find(checkpoint: Path, engine: str) -> Manifest:
+    """The checkpoint to export: the folder itself, or the newest whole one of a run; the engine's files are verified.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not checkpoint.is_dir():
+        raise UserError(
+            f"checkpoint={checkpoint} is not a folder; give a run's folder or one of its checkpoints/step_*"
+        )
+    of_run = (checkpoint / "checkpoints").is_dir()
+    folders = manifest.step_folders(checkpoint / "checkpoints") if of_run else [checkpoint]
+    for folder in folders:
+        try:
+            found = manifest.read(folder)
+            own = {name: facts for name, facts in found.files.items() if name.startswith(f"{engine}/")}
+            if f"{engine}/{FACTS}" not in own:
+                there = sorted({name.split("/")[0] for name in found.files if name.endswith(FACTS)})
+                raise UserError(f"{folder} has no engine={engine}; it has {', '.join(there)}")
+            whole = Manifest(folder, found.step, own)
+            whole.check_sizes()
+            whole.check_content()
+            return whole
+        except Damaged as error:
+            if not of_run:
+                raise UserError(f"checkpoint={folder} is damaged or no checkpoint: {error}; export another") from error
+            print(f"checkpoint {folder} is damaged ({error}); looking at the one before", flush=True)
+    raise UserError(f"checkpoint={checkpoint} holds no whole checkpoint; give another run")
+
+
+def export(config: ExportConfig) -> Path:
+    """Writes the HF checkpoint, beside and renamed, and returns its folder.
+
+    Raises:
+        UserError: see `find`; or `output` is not empty or cannot be written.
+    """
+    output = Path(config.output).resolve()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"output={output} is there and not empty; give a new folder")
+    found = find(Path(config.checkpoint), config.engine)
+    stored = StoredState(found.folder / config.engine)
+    small = stored.folder / HF
+    hf_config = AutoConfig.from_pretrained(small)
+    if config.dtype:
+        hf_config.dtype = config.dtype
+    beside = output.with_name(output.name + manifest.WRITING)
+    try:
+        shutil.rmtree(beside, ignore_errors=True)  # of an export that was stopped
+        hf_files.write(beside, _shown(stored, config.dtype, found.step), hf_config, small)
+        beside.replace(output)
+    except OSError as error:
+        raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
+    return output
+
+
+def _shown(stored: StoredState, dtype: str, step: int) -> Iterator[tuple[str, Tensor]]:
+    """The weights, converted, with a progress bar."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    with Progress(*columns) as progress:
+        task = progress.add_task(f"export of step {step}", total=stored.weight_bytes)
+        for name, tensor in stored.tensors():
+            yield name, tensor.to(DTYPES[dtype]) if dtype else tensor
+            progress.advance(task, tensor.nbytes)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; a user's mistake is one line and code 2."""
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
+        print(USAGE)
+        return 0
+    try:
+        folder = export(parse(arguments))
+    except UserError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return 130
+    print(f"HF checkpoint in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
