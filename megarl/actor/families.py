@@ -28,14 +28,43 @@ VOCAB_MULTIPLE = 8  # rows of each rank's embedding shard are a multiple of this
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """How a family's checkpoints call the parts of a mixture of experts."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
 class Family:
     """What a HF `model_type` has beyond the common dense decoder."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertNames | None = None
 
 
-FAMILIES = {"qwen2": Family(qkv_bias=True), "qwen3": Family(qk_norm=True), "llama": Family()}
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")),
+}
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """A mixture of experts: its sizes, and which layers have one in place of a dense MLP."""
+
+    layers: tuple[bool, ...]
+    experts: int
+    width: int  # of one expert's hidden layer
+    topk: int  # experts that see a token
+    normalized: bool  # whether the weights of a token's experts sum to 1
 
 
 def local_folder(path: str) -> Path:
@@ -116,6 +145,35 @@ def is_scalar(config: PretrainedConfig) -> bool:
 
 def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def moe_shape(config: PretrainedConfig) -> MoeShape | None:
+    """The mixture of experts of the model; None of a dense one."""
+    count = config.num_hidden_layers
+    if FAMILIES[config.model_type].experts is None:
+        return None
+    if config.model_type == "mixtral":
+        return MoeShape(
+            layers=(True,) * count,
+            experts=config.num_local_experts,
+            width=config.intermediate_size,
+            topk=config.num_experts_per_tok,
+            normalized=True,
+        )
+    dense, step = set(config.mlp_only_layers or ()), config.decoder_sparse_step
+    return MoeShape(
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(count)),
+        experts=config.num_experts,
+        width=config.moe_intermediate_size,
+        topk=config.num_experts_per_tok,
+        normalized=config.norm_topk_prob,
+    )
+
+
+def attention_biases(config: PretrainedConfig) -> tuple[bool, bool]:
+    """Whether the projections into attention have a bias, and whether the one out of it has."""
+    everywhere = bool(getattr(config, "attention_bias", False)) and config.model_type not in ("qwen2", "mistral")
+    return FAMILIES[config.model_type].qkv_bias or everywhere, everywhere
 
 
 def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
