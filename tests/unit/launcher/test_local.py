@@ -45,7 +45,7 @@ def test_a_rank_that_fails_is_shown_and_ends_the_others(
     assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 7
     assert time.monotonic() - started < 30
     assert (
-        f"rank 1 ended with code 7 before it had joined the other ranks; its log {tmp_path}/rank_1.log ends:\n  rank 1 of 2"
+        f"rank 1 ended with code 7 before it had joined the other ranks; its log {tmp_path}/rank_1.log ends:\n  rank 1"
         in capsys.readouterr().err
     )
 
