@@ -1,4 +1,4 @@
-"""The SGLang side: what its live parameters hold, its weight-update endpoints, and the receiver inside a server.
+"""The SGLang side: its weight-update endpoints, and the receiver inside a server.
 
 `receive` runs in every tensor-parallel rank of a server, which was started with `--custom-weight-loader` naming it.
 The trainer's HTTP request carries a few integers; tensors and the report on them travel over a group of their own.
@@ -11,10 +11,9 @@ import ipaddress
 import json
 import logging
 import pickle
-import re
 import select
 from base64 import b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
-from megarl.reshard.layout import Box, Fragment
+from megarl.reshard.geometry import Geometry, check_plain, fragments
 from megarl.reshard.reference import receive_full
 from megarl.reshard.transports.gloo import Deadline, GlooGroup, join_store, write
 from megarl.reshard.verify import digest
@@ -31,147 +30,6 @@ log = logging.getLogger(__name__)
 
 WEIGHT_LOADER = "megarl.reshard.sglang.receive"  # for SGLang's --custom-weight-loader
 PROTOCOL = 1
-
-# --- What a rank holds -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """What a rank's shard covers of one dimension: `size` entries from `start` on.
-
-    Those from `total` on are padding, which belongs to no entry of the checkpoint.
-    """
-
-    start: int
-    size: int
-    total: int
-
-    @property
-    def stop(self) -> int:
-        return min(self.start + self.size, self.total)
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The sizes that decide which part of the checkpoint a tensor-parallel rank of SGLang holds.
-
-    `padded_*` is what SGLang shards: on CPU it adds empty heads and neurons where the checkpoint's do not divide.
-    """
-
-    heads: int
-    kv_heads: int
-    intermediate: int
-    head_dim: int
-    vocab: int
-    tp_rank: int
-    tp_size: int
-    padded_heads: int
-    padded_kv_heads: int
-    padded_intermediate: int
-
-    @staticmethod
-    def of(config: Any, tp_rank: int, tp_size: int) -> Geometry:
-        """From the config of a live SGLang model of the dense Qwen2, Qwen3 and Llama families."""
-        padded_heads = config.num_attention_heads
-        padded_kv_heads = config.num_key_value_heads or padded_heads
-        heads = getattr(config, "original_num_attention_heads", padded_heads)
-        return Geometry(
-            heads=heads,
-            kv_heads=getattr(config, "original_total_num_kv_heads", padded_kv_heads),
-            intermediate=getattr(config, "original_intermediate_size", config.intermediate_size),
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab=config.vocab_size,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            padded_heads=padded_heads,
-            padded_kv_heads=padded_kv_heads,
-            padded_intermediate=config.intermediate_size,
-        )
-
-    @property
-    def q_span(self) -> Span:
-        """Rows of q_proj, and columns of o_proj, on this rank: whole heads, in rank order."""
-        size = self.padded_heads // self.tp_size * self.head_dim
-        return Span(self.tp_rank * size, size, self.heads * self.head_dim)
-
-    @property
-    def kv_span(self) -> Span:
-        """Rows of k_proj and v_proj on this rank. Where tp_size exceeds the KV heads, neighbours hold the same head."""
-        replicas = max(1, self.tp_size // self.padded_kv_heads)
-        size = max(1, self.padded_kv_heads // self.tp_size) * self.head_dim
-        return Span(self.tp_rank // replicas * size, size, self.kv_heads * self.head_dim)
-
-    @property
-    def ffn_span(self) -> Span:
-        """Rows of gate_proj and up_proj, and columns of down_proj, on this rank."""
-        size = self.padded_intermediate // self.tp_size
-        return Span(self.tp_rank * size, size, self.intermediate)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of the checkpoint, and where in a parameter it begins."""
-
-    offset: tuple[int, ...]
-    box: Box
-
-
-def pieces(name: str, shape: tuple[int, ...], geometry: Geometry) -> list[Piece]:
-    """What SGLang's parameter `name` of `shape` holds of the checkpoint.
-
-    Raises ValueError where the live shape differs from the rule, or no rule exists: guessing would corrupt weights in
-    silence.
-    """
-    g = geometry
-    rest = tuple(Span(0, size, size) for size in shape[1:])
-    if re.search(r"\.self_attn\.qkv_proj\.(weight|bias)$", name):
-        parts = [(name.replace("qkv_proj", part), span) for part, span in _qkv(g)]
-        return _stacked(name, shape, parts, rest)
-    if re.search(r"\.mlp\.gate_up_proj\.(weight|bias)$", name):
-        parts = [(name.replace("gate_up_proj", part), g.ffn_span) for part in ("gate_proj", "up_proj")]
-        return _stacked(name, shape, parts, rest)
-    whole = Span(0, shape[0], shape[0])
-    if name.endswith(".self_attn.o_proj.weight"):
-        return _stacked(name, shape, [(name, whole)], (g.q_span,))
-    if name.endswith(".mlp.down_proj.weight"):
-        return _stacked(name, shape, [(name, whole)], (g.ffn_span,))
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):  # equal shards in rank order, padded at the end
-        return _stacked(name, shape, [(name, Span(g.tp_rank * shape[0], shape[0], g.vocab))], rest)
-    if re.search(r"norm\.weight$|\.(o_proj|down_proj)\.bias$", name):
-        return _stacked(name, shape, [(name, whole)], rest)
-    raise ValueError(
-        f"SGLang's {name} {list(shape)}: no rule says which part of the checkpoint it holds; "
-        "live weight updates know the dense Qwen2, Qwen3 and Llama families"
-    )
-
-
-def _qkv(geometry: Geometry) -> list[tuple[str, Span]]:
-    return [("q_proj", geometry.q_span), ("k_proj", geometry.kv_span), ("v_proj", geometry.kv_span)]
-
-
-def _stacked(name: str, shape: tuple[int, ...], parts: list[tuple[str, Span]], rest: tuple[Span, ...]) -> list[Piece]:
-    """Pieces of a parameter that stacks shards of the checkpoint tensors `parts` along its rows."""
-    expected = (sum(span.size for _, span in parts), *(span.size for span in rest))
-    if expected != shape:
-        raise ValueError(f"SGLang's {name} has shape {list(shape)}, and the layout known to megarl {list(expected)}")
-    found, row = [], 0
-    for checkpoint_name, span in parts:
-        spans = (span, *rest)
-        if all(s.start < s.stop for s in spans):
-            box = Box(checkpoint_name, tuple(s.start for s in spans), tuple(s.stop for s in spans))
-            found.append(Piece((row, *(0 for _ in rest)), box))
-        row += span.size
-    return found
-
-
-def fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry) -> Iterator[Fragment]:
-    """Everything one rank of SGLang holds of the checkpoint, as views of its live parameters."""
-    for name, parameter in parameters:
-        data = parameter.detach()
-        for piece in pieces(name, tuple(data.shape), geometry):
-            place = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.box.shape, strict=True))
-            yield Fragment(geometry.tp_rank, name, piece.box, data[place])
-
 
 # --- The endpoints ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +150,7 @@ class Membership:
         """What must stay the same for the group to be used again."""
         return order.host, order.port, order.session, order.epoch
 
-    def __init__(self, order: Order, model: nn.Module, tp_rank: int, tp_size: int):
+    def __init__(self, order: Order, model: nn.Module, tp_rank: int, tp_size: int, ep_size: int):
         deadline = order.deadline_ms / 1000
         host = str(ipaddress.IPv4Address(order.host))
         self.key = self.key_of(order)
@@ -300,7 +158,8 @@ class Membership:
         self.store = PrefixStore(
             store_prefix(order.server, order.epoch), join_store(host, order.port, timeout_s=deadline)
         )
-        self.geometry = Geometry.of(model.config, tp_rank, tp_size)
+        self.geometry = Geometry.of(model.config, tp_rank, tp_size, ep_size)
+        check_plain(model)
         write(
             self.store,
             f"layout/{tp_rank}",
@@ -343,7 +202,8 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
                 "it is not in the trainer's group: it was restarted, or another trainer pushed to it since"
             )
         if _membership is None:
-            _membership = Membership(order, model, rank, get_parallel().tp_size)
+            parallel = get_parallel()
+            _membership = Membership(order, model, rank, parallel.tp_size, parallel.moe_ep_size)
         receive_full(_membership.store, _membership.group, order.sequence, deadline, model.load_weights)  # type: ignore[arg-type]
         result: dict[str, Any] = {"held": held_digests(model, _membership.geometry) if order.verify else []}
     except Exception as error:
