@@ -13,17 +13,31 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
 
 WEIGHT_LOADER = "megarl.reshard.sglang.receive"
 VOCAB_SIZE = 344
-CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
+EXPERTS: dict[str, dict[str, int]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 
 def make_model(family: str, tied: bool, seed: int, kv_heads: int = 2) -> torch.nn.Module:
@@ -40,6 +54,7 @@ def make_model(family: str, tied: bool, seed: int, kv_heads: int = 2) -> torch.n
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": 1,
+        **EXPERTS.get(family, {}),
     }
     if family != "qwen2":  # Qwen2 has no such field: its head size is hidden / heads
         shape["head_dim"] = 16

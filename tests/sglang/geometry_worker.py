@@ -1,0 +1,93 @@
+"""One rank of SGLang, model classes only: loads checkpoints with SGLang's own loader and holds the rules against them.
+
+Usage: geometry_worker.py RANK TP_SIZE EP_SIZE PORT PADDED CHECKPOINT...
+
+For each checkpoint it prints a line of JSON: what was compared, or how it differs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout import sglang_cpu
+
+sglang_cpu.install()
+RANK, TP_SIZE, EP_SIZE, PORT, PADDED = (int(value) for value in sys.argv[1:6])
+os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(TP_SIZE))
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from sglang.srt.configs.device_config import DeviceConfig  # noqa: E402
+from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp  # noqa: E402
+from sglang.srt.distributed import bootstrap  # noqa: E402
+from sglang.srt.model_loader import get_model  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+
+from megarl.reshard.geometry import Geometry, check_plain, fragments, padded_for_cpu  # noqa: E402
+
+
+def arguments(checkpoint: str) -> ServerArgs:
+    args = ServerArgs(
+        model_path=checkpoint, device="cpu", dtype="float32", tp_size=TP_SIZE, ep_size=EP_SIZE, disable_cuda_graph=True
+    )
+    args.resolve_once()
+    return args
+
+
+def start(args: ServerArgs) -> None:
+    ranks = SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=RANK, pp_rank=0), gpu_id=RANK)
+    publish(args, role="scheduler", ranks=ranks)
+    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=PORT)
+
+
+def compare(checkpoint: str) -> dict[str, Any]:
+    """Differences between the rules and what SGLang's loader made of the checkpoint."""
+    model_config = ModelConfig.from_server_args(arguments(checkpoint))
+    if PADDED:
+        model_config = adjust_config_with_unaligned_cpu_tp(model_config, LoadConfig(), TP_SIZE)
+    model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
+    check_plain(model)
+    hf = AutoConfig.from_pretrained(checkpoint)
+    rules = Geometry.of(padded_for_cpu(hf, TP_SIZE) if PADDED else hf, RANK, TP_SIZE, EP_SIZE)
+    live = Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE)
+    whole: dict[str, torch.Tensor] = {}
+    for file in Path(checkpoint).glob("*.safetensors"):
+        whole |= load_file(file)
+    loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    held = list(fragments(model.named_parameters(), rules))
+    wrong = [str(f.box) for f in held if not torch.equal(f.view, f.box.of(whole[f.box.name]))]
+    for parameter in model.parameters():
+        parameter.detach().zero_()
+    for fragment in held:
+        fragment.view.copy_(fragment.box.of(whole[fragment.box.name]))
+    return {
+        "checkpoint": Path(checkpoint).name,
+        "model": type(model).__name__,
+        "geometry": "equal" if rules == live else f"{rules} by rule, {live} live",
+        "fragments": len(held),
+        "wrong": wrong,
+        "refilled": [n for n, p in model.named_parameters() if not torch.equal(p, loaded[n])],
+        "names": sorted({f.box.name for f in held}),
+        "elements": sum(p.numel() for p in loaded.values()),
+        "held": sum(f.view.numel() for f in held),
+    }
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    start(arguments(sys.argv[6]))
+    for checkpoint in sys.argv[6:]:
+        print(json.dumps(compare(checkpoint)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The rules of SGLang's layout, held against SGLang's own model classes and loaders."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests/sglang/geometry_worker.py"
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
+
+
+def ranks_of(
+    checkpoints: list[Path], tp_size: int, ep_size: int = 1, padded: bool = True
+) -> list[list[dict[str, Any]]]:
+    """What each rank reports of each checkpoint. `padded`: as SGLang does on CPU, else as on a GPU."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, WORKER, *map(str, (rank, tp_size, ep_size, port, int(padded), *checkpoints))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(tp_size)
+    ]
+    reports = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=150)
+            assert process.returncode == 0, err[-3000:]
+            reports.append([json.loads(line) for line in out.splitlines() if line.startswith('{"checkpoint"')])
+    finally:
+        for process in processes:
+            process.kill()
+    return reports
+
+
+def check(reports: list[list[dict[str, Any]]], expected: int) -> None:
+    for rank in reports:
+        assert len(rank) == expected
+        for report in rank:
+            assert report["geometry"] == "equal", report
+            assert report["wrong"] == [], report
+            assert report["refilled"] == [], report
+            assert report["fragments"] >= len(report["names"]) > 10
+
+
+def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp1(tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
+    checkpoints += [tiny_checkpoint(family) for family in ("qwen2", "qwen3", "llama", "mistral")]
+    reports = ranks_of(checkpoints, tp_size=1)
+    check(reports, len(checkpoints))
+
+
+def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_padded_heads(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
+    checkpoints += [tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen2", "qwen3_moe")]
+    reports = ranks_of(checkpoints, tp_size=2)
+    check(reports, len(checkpoints))
+    assert any(report["held"] < report["elements"] for report in reports[1]), "nothing was padded"
+
+
+def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_heads_and_experts_spread(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """Without the padding of the CPU, which is how SGLang builds models on a GPU."""
+    checkpoints = [tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen3_moe", "mixtral")]
+    reports = ranks_of(checkpoints, tp_size=2, ep_size=2, padded=False)
+    check(reports, len(checkpoints))
+    for first, second in zip(*reports, strict=True):
+        experts = [{n for n in report["names"] if ".experts." in n} for report in (first, second)]
+        assert not experts[0] & experts[1]
+        shared = set(first["names"]) & set(second["names"])
+        assert any("k_proj" in name for name in shared)
