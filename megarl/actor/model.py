@@ -8,12 +8,24 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
 from megarl.actor.attention import PackedAttention, PackedRotary
-from megarl.actor.families import FAMILIES, head_dim, is_scalar, padded_vocab_size, rotary_inv_freq
+from megarl.actor.families import (
+    FAMILIES,
+    attention_biases,
+    head_dim,
+    is_scalar,
+    moe_shape,
+    padded_vocab_size,
+    rotary_inv_freq,
+)
 from megarl.actor.head import HeadlessGPT, ValueHead
+from megarl.actor.moe import moe_fields
+from megarl.actor.norm import RMSNorm
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups
 
@@ -46,7 +58,7 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias,
+        add_qkv_bias=attention_biases(config)[0],
         qk_layernorm=family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -65,6 +77,7 @@ def transformer_config(
         autocast_dtype=dtype,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the only one that variable lengths allow
+        **moe_fields(config, grouped=False),
         calculate_per_token_loss=True,  # the loss is normalised once, by engine.py
         use_cpu_initialization=not on_gpu,
         init_method=_leave,  # hf.py writes every element
@@ -85,17 +98,43 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _layer_specs(config: PretrainedConfig, layers: range) -> TransformerBlockSubmodules:
+    """What the given layers are made of; some may have experts and some not."""
+    moe = moe_shape(config)
+    specs = []
+    for layer in layers:
+        spec = get_gpt_layer_local_spec(
+            num_experts=moe.experts if moe is not None and moe.layers[layer] else None,
+            qk_layernorm=FAMILIES[config.model_type].qk_norm,
+            normalization="RMSNorm",
+        )
+        parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        if FAMILIES[config.model_type].qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.core_attention = PackedAttention
+        if attention_biases(config)[1]:
+            attention.linear_proj = BiasedRowParallelLinear
+        specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Attention's output projection with a bias, in a model whose other projections may have none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "bias": True})
+
+
 def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none") -> list[GPTModel]:
     """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`)."""
     megatron = transformer_config(config, groups, dtype, recompute)
-    spec = get_gpt_layer_local_spec(qk_layernorm=FAMILIES[config.model_type].qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
     modules = []
-    for stage in range(groups.vpp_size):
+    for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
         with platform.scope():
             module = HeadlessGPT(
                 config=megatron,
-                transformer_layer_spec=spec,
+                transformer_layer_spec=_layer_specs(config, layers),
                 vocab_size=padded_vocab_size(config, groups.tp_size),
                 max_sequence_length=config.max_position_embeddings,
                 pre_process=groups.pp_rank == 0 and stage == 0,

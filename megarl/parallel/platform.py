@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,6 +44,8 @@ class _Inert:
     def record(self, *_: Any) -> None: ...
     def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
+    def record_event(self, *_: Any) -> _Inert:
+        return self
 
 
 def _does_nothing() -> Callable[..., None]:
@@ -65,6 +68,44 @@ CUDA_ATTRIBUTES: dict[str, tuple[Any, str]] = {
     "empty_cache": (_does_nothing(), "distributed/distributed_data_parallel.py:594"),
     "manual_seed": (_does_nothing(), "tensor_parallel/random.py:422"),
     "get_rng_state": (lambda *_, **__: torch.zeros(0, dtype=torch.uint8), "tensor_parallel/random.py:235"),
+}
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Counts of tokens as the collectives take them: gloo refuses split sizes that are a tensor."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_along_first_dim(
+    input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """Megatron's function of this name with parts of different lengths padded: gloo gathers equal ones only."""
+    if group.size() == 1:
+        return input_
+    most = input_.shape[0] if output_split_sizes is None else max(output_split_sizes)
+    padded = input_.new_zeros(most, *input_.shape[1:])
+    padded[: input_.shape[0]] = input_
+    parts = list(padded.new_empty(group.size() * most, *input_.shape[1:]).split(most)) if most else []
+    if not parts:
+        return padded
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes or [most] * len(parts), strict=True)])
+
+
+# (module of megatron.core, attribute) -> (what takes its place on the CPU, the Megatron-core 0.16.1 line that needs it)
+MEGATRON_ATTRIBUTES: dict[tuple[str, str], tuple[Any, str]] = {
+    ("transformer.moe.moe_utils", "te_general_gemm"): (
+        None,
+        "transformer/moe/moe_utils.py:1192 asks whether it is None, and without Transformer Engine it is not defined",
+    ),
+    ("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"): (
+        _on_host,
+        "transformer/moe/token_dispatcher.py:879 makes split sizes of tensors, but only of those on a GPU",
+    ),
+    ("tensor_parallel.mappings", "_gather_along_first_dim"): (
+        _gather_along_first_dim,
+        "tensor_parallel/mappings.py:150 gathers parts of different lengths, of an expert's tokens over etp",
+    ),
 }
 
 # distrib_optimizer.py:361, optimizer.py:671 and clip_grads.py:167 sort parameters by the spelling of their type
@@ -121,6 +162,8 @@ def prepare() -> None:
         return
     for name, (answer, _) in CUDA_ATTRIBUTES.items():
         setattr(torch.cuda, name, answer)
+    for (module, name), (answer, _) in MEGATRON_ATTRIBUTES.items():
+        setattr(importlib.import_module(f"megatron.core.{module}"), name, answer)
     # tensor_parallel/random.py: CudaRNGStatesTracker.fork swaps CUDA generator states; dropout must be 0
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
     # tensor_parallel/random.py:447 and :457: recomputed regions store and restore the CUDA generator's state
