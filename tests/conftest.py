@@ -11,12 +11,32 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+EXPERTS: dict[str, dict[str, Any]] = {  # what a mixture of experts has besides
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+}
 
 
 def random_model(family: str, *, tied: bool, vocab_size: int = 343, seed: int = 0, **fields: Any) -> torch.nn.Module:
@@ -31,6 +51,7 @@ def random_model(family: str, *, tied: bool, vocab_size: int = 343, seed: int = 
         "tie_word_embeddings": tied,
         "max_position_embeddings": 512,
         **({} if family == "qwen2" else {"head_dim": 16}),
+        **EXPERTS.get(family, {}),
         **fields,
     }
     torch.manual_seed(seed)

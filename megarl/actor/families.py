@@ -55,6 +55,8 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")),
 }
 
+ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # their attention_bias adds biases before and behind attention
+
 
 @dataclass(frozen=True)
 class MoeShape:
@@ -104,7 +106,7 @@ def read_config(path: str) -> PretrainedConfig:
     folder = local_folder(path)
     kind = json.loads((folder / "config.json").read_text()).get("model_type")
     if kind not in FAMILIES:
-        raise UserError(f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted(FAMILIES))} (dense)")
+        raise UserError(f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted(FAMILIES))}")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -115,10 +117,12 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def _check_fields(path: str, config: PretrainedConfig) -> None:
-    if getattr(config, "use_sliding_window", False):
-        raise UserError(f"actor.path={path} uses sliding-window attention; supported are full-attention models")
-    if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
-        raise UserError(f"actor.path={path} has attention_bias=true, which is not supported for {config.model_type}")
+    window, longest = getattr(config, "sliding_window", None), config.max_position_embeddings
+    if window is not None and window < longest:
+        raise UserError(
+            f"actor.path={path} has sliding_window={window}, below max_position_embeddings={longest}: sliding-window "
+            "attention is not supported; give a full-attention model"
+        )
     if getattr(config, "mlp_bias", False):
         raise UserError(f"actor.path={path} has mlp_bias=true, which is not supported; use a model without MLP biases")
     if config.hidden_act != "silu":
@@ -126,6 +130,30 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
     rope_type = _rope_parameters(config).get("rope_type", "default")
     if rope_type not in ("default", "linear", "llama3"):
         raise UserError(f"actor.path={path} has rope_type={rope_type}; supported are default, linear, llama3")
+    if (moe := moe_shape(config)) is not None:
+        _check_experts(path, config, moe)
+
+
+def _check_experts(path: str, config: PretrainedConfig, moe: MoeShape) -> None:
+    if not any(moe.layers) or moe.experts < 1:
+        raise UserError(
+            f"actor.path={path} is a '{config.model_type}' model with {moe.experts} experts in {sum(moe.layers)} "
+            "layers; give it at least one layer of experts, or use the dense family"
+        )
+    if not 1 <= moe.topk <= moe.experts:
+        raise UserError(
+            f"actor.path={path} has num_experts_per_tok={moe.topk}, not from 1 to its {moe.experts} experts"
+        )
+    if moe.topk == 1 and moe.normalized:
+        raise UserError(
+            f"actor.path={path} has num_experts_per_tok=1 and normalised weights: they are all 1 and its router "
+            "cannot be trained; use more experts a token"
+        )
+    if getattr(config, "router_jitter_noise", 0.0):
+        raise UserError(
+            f"actor.path={path} has router_jitter_noise={config.router_jitter_noise}: routing must repeat itself; set "
+            "it to 0 in config.json"
+        )
 
 
 def as_scalar(config: PretrainedConfig) -> PretrainedConfig:
@@ -172,7 +200,7 @@ def moe_shape(config: PretrainedConfig) -> MoeShape | None:
 
 def attention_biases(config: PretrainedConfig) -> tuple[bool, bool]:
     """Whether the projections into attention have a bias, and whether the one out of it has."""
-    everywhere = bool(getattr(config, "attention_bias", False)) and config.model_type not in ("qwen2", "mistral")
+    everywhere = bool(getattr(config, "attention_bias", False)) and config.model_type in ATTENTION_BIAS
     return FAMILIES[config.model_type].qkv_bias or everywhere, everywhere
 
 
@@ -195,11 +223,15 @@ def check_layout(config: PretrainedConfig, parallel: ParallelConfig) -> None:
 
     Raises:
         UserError: heads or an intermediate size that tp does not divide, KV heads that neither divide tp nor are
-            divided by it, layers that do not come out even over pipeline stages.
+            divided by it, layers that do not come out even over pipeline stages; experts that ep or etp does not
+            divide, sizes for experts where there are none, experts under tp without sequence parallelism.
     """
     parallel.check()
-    tp, kv_heads = parallel.tp_size, config.num_key_value_heads
-    for name in ("num_attention_heads", "intermediate_size"):
+    tp, kv_heads, moe = parallel.tp_size, config.num_key_value_heads, moe_shape(config)
+    divided = ["num_attention_heads"]
+    if moe is None or not all(moe.layers):
+        divided.append("intermediate_size")
+    for name in divided:
         value = getattr(config, name)
         if value % tp:
             raise UserError(
@@ -210,7 +242,40 @@ def check_layout(config: PretrainedConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp_size={tp} and the model's num_key_value_heads={kv_heads}: one must divide the other; choose "
             f"a tp_size that divides {kv_heads} or is a multiple of it"
         )
+    if 2 * kv_heads * head_dim(config) % tp:
+        raise UserError(
+            f"parallel.tp_size={tp} does not divide the model's {kv_heads} key and value heads of {head_dim(config)}; "
+            "choose a smaller tp_size"
+        )
+    if moe is None:
+        _check_no_experts(config, parallel)
+    else:
+        _check_expert_layout(moe, parallel)
     parallel.stage_layers(config.num_hidden_layers)
+
+
+def _check_no_experts(config: PretrainedConfig, parallel: ParallelConfig) -> None:
+    for name, value, default in (("ep_size", parallel.ep_size, 1), ("etp_size", parallel.etp_size, parallel.tp_size)):
+        if value not in (None, default):
+            raise UserError(
+                f"parallel.{name}={value} lays out experts, and this {config.model_type} model has none; leave it out"
+            )
+
+
+def _check_expert_layout(moe: MoeShape, parallel: ParallelConfig) -> None:
+    ep, etp = parallel.ep_size, parallel.expert_tp_size
+    if moe.experts % ep:
+        raise UserError(f"parallel.ep_size={ep} does not divide the model's {moe.experts} experts; choose a divisor")
+    if moe.width % etp:
+        raise UserError(
+            f"parallel.etp_size={etp} does not divide the {moe.width} rows of an expert; choose a divisor (when none "
+            "is given it is tp_size)"
+        )
+    if parallel.tp_size > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"parallel.tp_size={parallel.tp_size} with a mixture of experts needs parallel.sequence_parallel=true: "
+            "each tp rank routes tokens of its own"
+        )
 
 
 def padded_vocab_size(config: PretrainedConfig, tp_size: int) -> int:
