@@ -153,9 +153,16 @@ class MegatronEngine(TrainEngine):
     def _logprobs(
         self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        size, temperature = self.hf_config.vocab_size, self.config.temperature
-        hidden = self._hidden(output, mb)
-        found = head.logprobs(hidden, labels, self.modules[-1], self.groups, size, temperature, with_entropy)
+        found = head.logprobs(
+            self._hidden(output, mb),
+            labels,
+            self.modules[-1],
+            self.groups,
+            self.hf_config.vocab_size,
+            self.config.temperature,
+            with_entropy,
+            self.config.kept_logits_mb * 2**20,
+        )
         logprobs, entropy = (mb.whole(x, self.groups.cp) if x is not None else None for x in found)
         assert logprobs is not None
         return logprobs, entropy

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.actor.context_parallel import LocalTokens
-from megarl.ops.logprob import linear_logprobs
+from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
 from megarl.parallel.groups import Groups
 
 
@@ -60,10 +60,10 @@ def hidden_states(output: Tensor, module: GPTModel, groups: Groups, shared: Loca
 
 def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) -> Tensor:
     """`[tokens, vocabulary]`: gathered over tp, padding of the vocabulary cut off."""
-    if groups.tp_size == 1:
-        return (hidden @ weight_of(module).t())[:, :vocab_size]
-    local = copy_to_tensor_model_parallel_region(hidden, group=groups.tp) @ weight_of(module).t()
-    return gather_from_tensor_model_parallel_region(local, group=groups.tp)[:, :vocab_size]
+    local = _local_logits(hidden, weight_of(module), groups)
+    if groups.tp_size > 1:
+        local = gather_from_tensor_model_parallel_region(local, group=groups.tp)
+    return local[:, :vocab_size]
 
 
 def logprobs(
@@ -73,24 +73,52 @@ def logprobs(
     groups: Groups,
     vocab_size: int,
     temperature: float,
-    with_entropy: bool = True,
+    with_entropy: bool,
+    kept_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
 
-    The weight's gradient goes straight into the main gradient where the engine keeps one.
+    Only rows with a label are computed. Logits for backward are kept if they fit into `kept_bytes` (6 * rows * V * H
+    operations in all); if not, they are computed again in backward, a chunk at a time (8 * rows * V * H), and the
+    weight's gradient goes straight into the main gradient.
     """
-    weight = weight_of(module)
-    return linear_logprobs(
-        hidden,
-        weight,
-        labels,
+    weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
+    rows = (labels != -1).nonzero().squeeze(1)
+    fits = rows.numel() * weight.shape[0] * weight.element_size() <= kept_bytes
+    if not (torch.is_grad_enabled() and fits):
+        return linear_logprobs(
+            hidden,
+            weight,
+            labels,
+            vocab_valid=vocab_size,
+            vocab_start=groups.tp_rank * weight.shape[0],
+            temperature=temperature,
+            group=group,
+            with_entropy=with_entropy,
+            rows=rows,
+            main_grad=getattr(weight, "main_grad", None),
+        )
+    found = vocab_parallel_logprobs(
+        _local_logits(hidden.index_select(0, rows), weight, groups),
+        labels[rows],
         vocab_valid=vocab_size,
         vocab_start=groups.tp_rank * weight.shape[0],
         temperature=temperature,
-        group=groups.tp if groups.tp_size > 1 else None,
+        group=group,
         with_entropy=with_entropy,
-        main_grad=getattr(weight, "main_grad", None),
+        inplace_backward=True,
     )
+    zeros = found[0].new_zeros(labels.shape)
+    logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in found)
+    assert logprob is not None
+    return logprob, entropy
+
+
+def _local_logits(hidden: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """`[tokens, vocabulary / tp]`."""
+    if groups.tp_size > 1:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
+    return hidden @ weight.t()
 
 
 def values(hidden: Tensor, module: GPTModel) -> Tensor:
