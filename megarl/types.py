@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +72,10 @@ class ModelResponse:
     @property
     def output_len(self) -> int:
         return len(self.output_tokens)
+
+
+class RewardError(RuntimeError):
+    """A completion could not be scored. Its sample is masked and counted, and never taken for a reward of 0."""
 
 
 class PackedBatch:
@@ -234,3 +239,38 @@ class Episode:
 def cu_seqlens_of(lengths: Tensor) -> Tensor:
     """int32 `[num_seqs + 1]`: 0 and the running sum of the lengths."""
     return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0)).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class WeightUpdateMeta:
+    """How one version of the weights reaches the rollout servers.
+
+    `type` is the transport; `path` the folder of the files for `disk`, which the servers must see too; `model_version`
+    the version that they serve afterwards.
+    """
+
+    type: Literal["disk", "gloo", "nccl", "cuda_ipc", "shm"]
+    path: str | None = None
+    model_version: int = 0
+
+    def __post_init__(self) -> None:
+        types = ("disk", "gloo", "nccl", "cuda_ipc", "shm")
+        if self.type not in types:
+            raise UserError(f"WeightUpdateMeta(type={self.type!r}) is not one of {', '.join(types)}")
+        if (self.type == "disk") != (self.path is not None):
+            raise UserError(f"WeightUpdateMeta(type={self.type!r}, path={self.path!r}): disk has a path, others none")
+        if self.model_version < 1:
+            raise UserError(f"WeightUpdateMeta(model_version={self.model_version}) must be at least 1")
+
+
+class WeightUpdates(Protocol):
+    """What brings weights to the servers: the engine that asks for rollouts expects them, the one that trains uploads.
+
+    A `reshard.session.WeightSession` is one.
+    """
+
+    def expect(self, meta: WeightUpdateMeta) -> Future[Any]:
+        """A future that ends when the servers serve `meta.model_version`, or raises what went wrong."""
+
+    def upload(self, weights: Any, meta: WeightUpdateMeta) -> None:
+        """Brings the servers to the weights of a training engine. A collective of the trainer ranks."""

@@ -11,6 +11,7 @@ from megarl.knobs import UserError
 _NUMBER = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?![.,]?[0-9]|[\w/])"
 _MARKED = re.compile(r"####[ \t]*+\$?([-+−]?)\$?(" + _NUMBER + ")")
 _ANYWHERE = re.compile(r"(?<!\w)(?<![0-9][.,/])(?:(?<![\w)])([-+−]))?\$?(" + _NUMBER + ")")
+MAX_TEXT = 200_000  # characters from the end that are searched
 _BOXED = "\\boxed{"
 
 
@@ -50,6 +51,7 @@ def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = 
     """
     if method not in ("strict", "flexible"):
         raise UserError(f"extraction method {method!r} is unknown; use 'strict' or 'flexible'")
+    solution_str = solution_str[-MAX_TEXT:]
     number = _last(_MARKED.findall(solution_str))
     if number is not None or method == "strict":
         return number

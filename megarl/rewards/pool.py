@@ -1,0 +1,273 @@
+"""Reward functions in supervised processes: one that hangs, crashes or eats memory costs its own sample and no other.
+
+call --> an idle worker, or a new one where all are stuck --> value, or RewardError
+             |
+             +-- no answer within time_limit_s: killed, a new one takes its place
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from megarl.knobs import UserError, knob
+from megarl.rewards import worker
+from megarl.types import RewardError
+
+PATIENCE_S = 0.1  # a call waits this long for a worker before more are forked
+FORK_DEADLINE_S = 30.0
+START_DEADLINE_S = 120.0  # importing the reward functions
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How completions are scored."""
+
+    functions: list[str] = knob(
+        factory=lambda: ["gsm8k"], meaning="reward functions: names of megarl.rewards, or MODULE.FUNCTION of your own"
+    )
+    weights: list[float] = knob(factory=list, meaning="weight of each function in the reward; empty: 1 for all")
+    time_limit_s: float = knob(10.0, "seconds to score one completion; beyond, its sample is masked and counted")
+    memory_limit_mb: int = knob(4096, "address space of a process that scores, in MiB")
+    workers: int = knob(2, "processes that score while none of them hangs")
+    max_workers: int = knob(64, "most processes that score at once, where some hang or are slow")
+
+    def __post_init__(self) -> None:
+        if not self.functions:
+            raise UserError("rewards.functions is empty; name one at least, such as gsm8k")
+        if self.weights and len(self.weights) != len(self.functions):
+            raise UserError(
+                f"rewards.weights has {len(self.weights)} values and rewards.functions {len(self.functions)}; give one "
+                "weight a function, or none"
+            )
+        if not self.time_limit_s > 0:
+            raise UserError(f"rewards.time_limit_s={self.time_limit_s} must be above 0")
+        if self.memory_limit_mb < 64:
+            raise UserError(f"rewards.memory_limit_mb={self.memory_limit_mb} must be at least 64")
+        if not 1 <= self.workers <= self.max_workers:
+            raise UserError(
+                f"rewards.workers={self.workers} must lie between 1 and rewards.max_workers={self.max_workers}"
+            )
+
+
+class RewardPool:
+    """Scores completions with `functions` in processes of its own; itself a reward function, async.
+
+    `await pool(prompt, completions, prompt_ids, completion_ids, **data)` gives the weighted sum, `await
+    pool.score(...)` the functions' values. Both raise `RewardError` where a function failed. The functions are those of
+    `RLVRWorkflow`: `(prompt, completions, prompt_ids, completion_ids, **data) -> float`, sync or async. A context
+    manager; used from one asyncio loop.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], config: RewardConfig | None = None) -> None:
+        self.config = config or RewardConfig()
+        self.weights = self.config.weights or [1.0] * len(functions)
+        self.failures: collections.Counter[str] = collections.Counter()  # by cause
+        self._idle: collections.deque[_Worker] = collections.deque()
+        self._live: set[_Worker] = set()
+        self._waiting: collections.deque[asyncio.Future[_Worker]] = collections.deque()
+        self._forking = 0
+        self._freed = 0  # how often a worker became free
+        self._watch: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()  # of the control socket
+        self._start(functions)
+
+    def _start(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._control, theirs = socket.socketpair()
+        memory = str(self.config.memory_limit_mb * 2**20)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.rewards.worker", str(theirs.fileno()), memory],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        theirs.close()
+        try:
+            self._control.settimeout(START_DEADLINE_S)
+            worker.send(self._control, pickle.dumps((sys.path, cloudpickle.dumps(list(functions)))))
+            answer = self._answer()
+            if "error" in answer:
+                raise UserError(f"the reward functions cannot be loaded in a process of their own: {answer['error']}")
+            self._control.settimeout(FORK_DEADLINE_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for each in list(self._live):
+            each.kill()
+        self._live.clear()
+        self._idle.clear()
+        self._control.close()
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(FORK_DEADLINE_S)
+
+    async def __call__(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> float:
+        values = await self.score(prompt, completions, prompt_ids, completion_ids, **data)
+        return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+
+    async def score(
+        self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+    ) -> list[float]:
+        """The value of every function for one completion.
+
+        Raises:
+            RewardError: the call took too long, its process died, or a function raised or returned no finite number.
+        """
+        call = pickle.dumps({"args": (prompt, completions, prompt_ids, completion_ids), "data": data})
+        taken = await self._take()
+        cause, answer = "", {}
+        try:
+            answer = await asyncio.wait_for(taken.ask(call), self.config.time_limit_s)
+        except TimeoutError:
+            cause = f"no answer within rewards.time_limit_s={self.config.time_limit_s:g}"
+            self.failures["time"] += 1
+        except (ConnectionError, asyncio.IncompleteReadError):
+            cause = "its process died (exit, crash or memory limit)"
+            self.failures["died"] += 1
+        finally:
+            if answer:
+                self._hand_on(taken)
+            else:  # hung, dead or cancelled: another takes its place when a call needs it
+                self._end(taken)
+                if self._waiting and len(self._live) + self._forking < self.config.workers:
+                    self._grow(1)
+        if "error" in answer:
+            self.failures["raised"] += 1
+        if cause or "error" in answer:
+            raise RewardError(cause or answer["error"])
+        values: list[float] = answer["values"]
+        return values
+
+    async def _take(self) -> _Worker:
+        """An idle worker, or the first that becomes free."""
+        if self._idle:
+            return self._idle.pop()
+        turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        if len(self._live) + self._forking < self.config.workers:
+            self._grow(1)
+        elif self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._grow_while_stuck())
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was given a worker in the same moment
+                self._hand_on(turn.result())
+            raise
+
+    async def _grow_while_stuck(self) -> None:
+        """While calls wait and no worker has become free for a while, their number is doubled, up to the most."""
+        while self._waiting:
+            seen = self._freed
+            await asyncio.sleep(PATIENCE_S)
+            if self._freed == seen and self._forking == 0:
+                self._grow(max(len(self._live), 1))
+
+    def _grow(self, count: int) -> None:
+        room = self.config.max_workers - len(self._live) - self._forking
+        for _ in range(min(count, room, len(self._waiting))):
+            self._forking += 1
+            task = asyncio.create_task(self._fork())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _fork(self) -> None:
+        try:
+            made = await _Worker.made_by(self._forked)
+        except (OSError, RewardError) as error:
+            if self._waiting:
+                self._waiting.popleft().set_exception(RewardError(f"no process could be made to score it: {error}"))
+        else:
+            self._live.add(made)
+            self._hand_on(made)
+        finally:
+            self._forking -= 1
+
+    def _hand_on(self, free: _Worker) -> None:
+        """Gives a worker to the call that has waited longest; without one it idles, or ends as one too many."""
+        self._freed += 1
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # its caller may have been cancelled
+                turn.set_result(free)
+                return
+        if len(self._live) > self.config.workers:
+            self._end(free)
+        else:
+            self._idle.append(free)
+
+    def _end(self, worker_: _Worker) -> None:
+        worker_.kill()
+        self._live.discard(worker_)
+
+    def _forked(self, theirs: socket.socket) -> int:
+        """Has a worker forked on this end of a socket pair; its pid."""
+        with self._lock:
+            socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            return int(self._answer()["pid"])
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            message = worker.receive(self._control)
+        except TimeoutError:
+            message = None
+        if message is None:
+            raise RewardError("the process that holds the reward functions did not answer; see its lines above")
+        answer: dict[str, Any] = json.loads(message)
+        return answer
+
+
+class _Worker:
+    """A process that scores, and the streams to it."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid = pid
+        self.reader = reader
+        self.writer = writer
+        self.loop = asyncio.get_running_loop()
+
+    @staticmethod
+    async def made_by(fork: Callable[[socket.socket], int]) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = await asyncio.to_thread(fork, theirs)
+        ours.setblocking(False)
+        return _Worker(pid, *await asyncio.open_unix_connection(sock=ours))
+
+    async def ask(self, call: bytes) -> dict[str, Any]:
+        self.writer.write(worker.HEADER.pack(len(call)) + call)
+        await self.writer.drain()
+        (size,) = worker.HEADER.unpack(await self.reader.readexactly(worker.HEADER.size))
+        answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
+        return answer
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it may have died by itself
+            os.kill(self.pid, signal.SIGKILL)
+        if not self.loop.is_closed():
+            self.writer.transport.abort()

@@ -1,0 +1,71 @@
+r"""MATH-style answers: what is equal, what is not, and what is never computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.rewards.math import equal, extract_boxed, math_reward_fn
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\fbox{x^{2}}", "x^{2}"),
+        (r"\boxed {a\}b}", r"a\}b"),
+        (r"\boxed{never closed", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_box_with_balanced_braces_is_the_answer(text: str, answer: str | None) -> None:
+    assert extract_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("0.5", r"\frac{1}{2}"),
+        ("1,000", "1000"),
+        (r"\dfrac{3}{6}", "1/2"),
+        (r"-\frac{3}{4}", "-0.75"),
+        (r"\frac{-3}{4}", "-3/4"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        (r"x^2+2x+1", r"(x+1)^2"),
+        (r"\left(3, \frac{\pi}{2}\right)", r"(3,\frac{\pi}{2})"),
+        (r"[0, 1)", r"[0,1)"),
+        (r"\{1, 2, 3\}", r"\{3, 2, 1\}"),
+        (r"90^\circ", r"90^{\circ}"),
+        (r"$5$", "5"),
+        (r"5\text{ cm}", "5"),
+        (r"\text{(A)}", r"\text{(A)}"),
+    ],
+)
+def test_equal_answers_are_equal_either_way_round(a: str, b: str) -> None:
+    assert equal(a, b)
+    assert equal(b, a)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("0.5", "0.05"),
+        (r"\frac{1}{2}", r"\frac{1}{3}"),
+        (r"2\sqrt{3}", r"\sqrt{13}"),
+        ("x+1", "x-1"),
+        ("(0, 1)", "[0, 1]"),
+        ("", "0"),
+        ("1/0", "2/0"),
+        (r"\frac{1}{0}", "0"),
+        ("9^{9^{9}}", "9^{9^{8}}"),
+    ],
+)
+def test_unequal_answers_are_unequal_either_way_round(a: str, b: str) -> None:
+    assert not equal(a, b)
+    assert not equal(b, a)
+
+
+def test_the_reference_may_be_a_whole_solution_or_the_answer_alone() -> None:
+    for reference in (r"Thus \boxed{\frac12}.", r"\frac{1}{2}", "0.5"):
+        assert math_reward_fn("", r"I get \boxed{0.5}", [], [], answer=reference) == 1.0
+    assert math_reward_fn("", "I get 0.5", [], [], answer="0.5") == 0.0

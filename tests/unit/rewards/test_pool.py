@@ -1,0 +1,161 @@
+"""Reward functions in processes of their own: hangs, crashes and hostile completions cost one sample each."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.knobs import UserError
+from megarl.rewards import REWARDS, one_by_one, reward_fn_of
+from megarl.rewards.pool import RewardConfig, RewardPool
+from megarl.types import RewardError
+from tests.unit.rewards.functions import double, halve
+from tests.unit.rewards.hostile import HOSTILE
+
+
+def run(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(call())
+
+
+def children() -> set[int]:
+    return {
+        p.pid for p in psutil.Process().children(recursive=True) if "megarl.rewards.worker" in " ".join(p.cmdline())
+    }
+
+
+def test_a_thousand_rewards_of_which_many_fail_leave_the_others_exact() -> None:
+    kinds = ["hang"] * 50 + ["raise"] * 50 + ["exit"] * 20 + [""] * 880
+    random.Random(0).shuffle(kinds)
+
+    async def score_all() -> list[Any]:
+        calls = (pool("p" * 200, "c" * 200, [1], [2], i=i, what=kind) for i, kind in enumerate(kinds))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    with RewardPool([double], RewardConfig(time_limit_s=5.0)) as pool:
+        results = run(score_all)
+        assert dict(pool.failures) == {"time": 50, "raised": 50, "died": 20}
+    for i, (kind, result) in enumerate(zip(kinds, results, strict=True)):
+        if kind:
+            assert isinstance(result, RewardError)
+        else:
+            assert result == 2.0 * i
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("raise", "ValueError: no 7"),
+        ("sys.exit", "SystemExit"),
+        ("memory", "MemoryError"),
+        ("nan", "no finite number"),
+        ("text", "no finite number"),
+        ("none", "TypeError"),
+        ("exit", "died"),
+        ("hang", "rewards.time_limit_s=0.3"),
+    ],
+)
+def test_a_failure_has_a_name_and_the_pool_goes_on(what: str, says: str) -> None:
+    async def both() -> float:
+        with pytest.raises(RewardError, match=says):
+            await pool("", "", [], [], i=7, what=what)
+        return await pool("", "", [], [], i=7)
+
+    with RewardPool([double], RewardConfig(time_limit_s=0.3 if what == "hang" else 30.0)) as pool:
+        assert run(both) == 14.0
+
+
+def test_several_rewards_are_weighted_and_async_ones_awaited() -> None:
+    async def both() -> tuple[float, list[float]]:
+        return await pool("", "", [], [], i=8), await pool.score("", "", [], [], i=8)
+
+    with RewardPool([double, halve], RewardConfig(functions=["a", "b"], weights=[1.0, 0.5])) as pool:
+        assert run(both) == (18.0, [16.0, 4.0])
+
+
+def test_a_cancelled_call_ends_its_process_and_keeps_no_place() -> None:
+    async def cancel() -> float:
+        task = asyncio.create_task(pool("", "", [], [], i=1, what="hang"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return await pool("", "", [], [], i=1)
+
+    with RewardPool([double], RewardConfig(workers=1, max_workers=1)) as pool:
+        assert run(cancel) == 2.0
+
+
+def test_functions_of_the_calling_script_need_no_module() -> None:
+    factor = 3.0
+    with RewardPool([lambda prompt, completions, prompt_ids, completion_ids: factor * len(completions)]) as pool:
+        assert run(lambda: pool("", "four", [], [])) == 12.0
+
+
+def test_hostile_completions_are_judged_and_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(HOSTILE) >= 60
+    judges = [REWARDS["math"], REWARDS["gsm8k"], REWARDS["gsm8k_flexible"], REWARDS["think_format"]]
+
+    async def judge_all() -> None:
+        await pool.score("", r"\boxed{\sqrt{2}}", [], [], answer=r"\boxed{\sqrt{8}} #### 31337")  # imports are warm
+        for text in HOSTILE:
+            values = await pool.score("", text, [], [], answer=r"\boxed{\sqrt{7}} #### 31337")
+            assert values == [0.0, 0.0, 0.0, 0.0], text[:80]
+
+    with RewardPool(judges, RewardConfig(functions=["a"] * 4, workers=1, max_workers=1, time_limit_s=5.0)) as pool:
+        run(judge_all)
+        assert not pool.failures
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reward_that_cannot_be_loaded_is_refused_at_once() -> None:
+    class Stubborn:
+        def __reduce__(self) -> Any:
+            return (__import__, ("no_such_module_at_all",))
+
+    with pytest.raises(UserError, match="no_such_module_at_all"):
+        RewardPool([Stubborn()])  # type: ignore[list-item]
+    assert not children()
+
+
+def test_rewards_in_lists_are_called_with_lists_of_one() -> None:
+    def lengths(completions: list[str], answers: list[str], **_: Any) -> list[float]:
+        return [float(len(c) + len(a)) for c, a in zip(completions, answers, strict=True)]
+
+    assert one_by_one(lengths)("p", "four", [], [], answer="six") == 7.0
+
+
+def test_a_reward_of_ones_own_is_found_by_module_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards_here.py").write_text("def half(completions, **_): return [0.5 for _ in completions]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert reward_fn_of("my_rewards_here.half")("", "", [], []) == 0.5
+    for name, says in {
+        "gsm9k": "none of gsm8k",
+        "no_module_here.f": "cannot be imported",
+        "my_rewards_here.other": "cannot be imported",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            reward_fn_of(name)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"functions": []}, "functions is empty"),
+        ({"weights": [1.0, 2.0]}, "weights has 2 values and rewards.functions 1"),
+        ({"time_limit_s": 0.0}, "time_limit_s=0.0 must be above 0"),
+        ({"memory_limit_mb": 1}, "memory_limit_mb=1"),
+        ({"workers": 0}, "workers=0 must lie between 1"),
+        ({"workers": 9, "max_workers": 8}, "workers=9"),
+    ],
+)
+def test_knobs_that_cannot_work_are_refused(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        RewardConfig(**knobs)
