@@ -141,9 +141,7 @@ def _check_experts(path: str, config: PretrainedConfig, moe: MoeShape) -> None:
             "layers; give it at least one layer of experts, or use the dense family"
         )
     if not 1 <= moe.topk <= moe.experts:
-        raise UserError(
-            f"actor.path={path} has num_experts_per_tok={moe.topk}, not from 1 to its {moe.experts} experts"
-        )
+        raise UserError(f"actor.path={path} has num_experts_per_tok={moe.topk}; it must be from 1 to {moe.experts}")
     if moe.topk == 1 and moe.normalized:
         raise UserError(
             f"actor.path={path} has num_experts_per_tok=1 and normalised weights: they are all 1 and its router "

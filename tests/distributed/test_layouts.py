@@ -55,10 +55,10 @@ def make_batch(vocab_size: int) -> dict[str, Tensor]:
     }
 
 
-def reference_logprobs(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def reference_logprobs(model: Any, batch: dict[str, Tensor], lengths: Tensor = LENGTHS) -> tuple[Tensor, Tensor]:
     """Token-aligned log-probs and entropies by transformers, one sequence at a time."""
     logprobs, entropies = [], []
-    for ids in batch["input_ids"].split(LENGTHS.tolist()):
+    for ids in batch["input_ids"].split(lengths.tolist()):
         table = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
         first = torch.zeros(1)
         logprobs += [first, table.gather(1, ids[1:, None]).squeeze(1)]
