@@ -74,8 +74,9 @@ def refuse_calls() -> None:
     program = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), (ret, 0, 0, kill), (load, 0, 0, 0)]
     program += [(0x35, 0, 1, X32_BIT), (ret, 0, 0, deny)]  # calls of the x32 kind have other numbers
     for numbers in REFUSED.values():
-        if numbers[column] is not None:
-            program += [(equal, 0, 1, numbers[column]), (ret, 0, 0, deny)]
+        number = numbers[column]
+        if number is not None:
+            program += [(equal, 0, 1, number), (ret, 0, 0, deny)]
     program += [(equal, 0, 1, CLONE3), (ret, 0, 0, no_call)]  # its flags are behind a pointer: libc then uses clone
     program += [(equal, 0, 3, CLONE[column]), (load, 0, 0, 16), (0x45, 1, 0, CLONE_THREAD), (ret, 0, 0, deny)]
     program += [(ret, 0, 0, allow)]

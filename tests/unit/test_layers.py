@@ -12,8 +12,8 @@ MAX_FUNCTION_LINES = 80
 
 # From the bottom up. A module imports from lower rows only, never from another of its own row.
 LAYERS = (
-    {"knobs", "processes"},
-    {"types"},
+    {"knobs", "processes", "sandbox_child"},
+    {"types", "sandbox"},
     {"ops", "parallel", "observe"},
     {"data", "rollout", "rewards", "algorithms", "actor", "reshard", "launcher"},
     {"config"},
