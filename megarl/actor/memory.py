@@ -1,0 +1,202 @@
+"""How much memory a rank of a layout needs, by part, worked out from the configuration: no model, no process group.
+
+Weights, gradients and optimizer state are counted exactly (`shards.pieces`). Activations are what autograd keeps for
+backward in a layer as `model.py` builds it: on the CPU read off with `torch.autograd.graph.saved_tensors_hooks`, on a
+GPU worked out from the fused norms and attention. `tests/unit/actor/test_memory.py` holds the sum against what real
+training steps take.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from transformers import PretrainedConfig
+
+from megarl.actor.config import EngineConfig
+from megarl.actor.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
+from megarl.actor.shards import Piece, pieces
+from megarl.parallel.config import ParallelConfig
+from megarl.parallel.placement import Place
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRADIENT = 4  # a float32 main gradient of every parameter (DDP's grad_reduce_in_fp32)
+MOMENTS = 8  # Adam's two, float32
+MAIN = 4  # a float32 main parameter, where parameters are bfloat16
+BATCH_BYTES = 120  # a token of the packed batch, its shifted twin, labels and the rows of its attention block
+GPU_RUNTIME = 3 << 30  # CUDA context, NCCL's buffers, cuBLAS workspaces: assumed, not measured
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one data parallel rank works on between two optimizer steps."""
+
+    tokens: int  # in the largest microbatch
+    microbatches: int = 1
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens * self.microbatches
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of one trainer rank. Activations and head are held in forward and backward, `update` while the optimizer
+    steps: not at the same time."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    update: int
+    batch: int
+    runtime: int = 0
+
+    @property
+    def total(self) -> int:
+        """At the peak of a step."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        update = parts.pop("update")
+        return sum(parts.values()) + max(0, update - self.activations - self.head)
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes of one rank of a rollout server."""
+
+    weights: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache
+
+
+def elements(held: list[Piece]) -> int:
+    """How many elements the pieces have."""
+    return sum(math.prod(b - a for a, b in zip(p.start, p.stop, strict=True)) for p in held)
+
+
+def count_parameters(model: PretrainedConfig) -> int:
+    """Parameters of the model, tied embeddings counted once."""
+    return elements(pieces(model, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0)))
+
+
+def trainer_memory(
+    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, load: Load, pp_rank: int, on_gpu: bool
+) -> TrainerMemory:
+    """What the ranks of pipeline rank `pp_rank` need; tp, cp and dp ranks of one stage need the same."""
+    held = pieces(model, parallel, Place(0, 0, 0, pp_rank, 0, 0, 0))
+    experts = elements([piece for piece in held if ".experts." in piece.param])
+    dense = elements(held) - experts
+    item = ITEM_BYTES[engine.dtype]
+    per_stage = parallel.world_size() // parallel.pp_size
+    replicas = per_stage // parallel.tp_size  # dp x cp: the distributed optimizer's shards
+    expert_replicas = per_stage // (parallel.expert_tp_size * parallel.ep_size)
+    state = (MAIN if item < MAIN else 0) + (0 if engine.offload_optimizer else MOMENTS)
+    layer = LayerBytes.of(model, parallel, engine, on_gpu)
+    tokens = math.ceil(load.tokens / parallel.cp_size)
+    return TrainerMemory(
+        weights=(dense + experts) * item,
+        gradients=(dense + experts) * GRADIENT,
+        optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
+        activations=_activations(model, parallel, layer, Load(tokens, load.microbatches), pp_rank),
+        head=_head(model, parallel, engine, layer, tokens, item) if pp_rank == parallel.pp_size - 1 else 0,
+        update=0 if on_gpu else (dense + experts) * item,  # gloo gathers the parameters into a copy
+        batch=BATCH_BYTES * load.all_tokens,
+        runtime=GPU_RUNTIME if on_gpu else 0,
+    )
+
+
+def host_memory(
+    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, pp_rank: int, load: Load
+) -> int:
+    """Bytes on the host that an offloaded optimizer takes: a copy of the shard, its gradient and the moments."""
+    if not engine.offload_optimizer:
+        return 0
+    kept = trainer_memory(model, parallel, engine, load, pp_rank, on_gpu=True)
+    shards = kept.gradients // GRADIENT * parallel.tp_size * parallel.pp_size // parallel.world_size()
+    return shards * (4 + 4 + MOMENTS)
+
+
+def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int) -> ServerMemory:
+    """What each rank of a rollout server needs; key and value heads are repeated where tp exceeds their number."""
+    item = ITEM_BYTES[dtype]
+    heads = max(1, model.num_key_value_heads // tp_size)
+    weights = elements(pieces(model, ParallelConfig(tp_size=tp_size), Place(0, 0, 0, 0, 0, 0, 0))) * item
+    return ServerMemory(weights, 2 * cache_tokens * model.num_hidden_layers * heads * head_dim(model) * item)
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes a token of one layer on one rank."""
+
+    norm: float  # one norm over the hidden size
+    kept: float  # held from forward to backward, by the recompute mode
+    inside: float  # of one layer in full, while it is computed again
+    working: float  # gradients in flight
+    matrix: int  # bytes of the largest weight's gradient, once, before it is added to the main gradient
+    hidden: float  # the layer's input
+
+    @staticmethod
+    def of(model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, on_gpu: bool) -> LayerBytes:
+        """Of a layer that computes the most: one with experts where the model has such."""
+        item, tp = ITEM_BYTES[engine.dtype], parallel.tp_size
+        spread = tp if parallel.sequence_parallel else 1  # tokens of the parts that tp does not cut
+        hidden = model.hidden_size * item / spread
+        norm = 2 * hidden if on_gpu else (2 * 4 * model.hidden_size / spread + hidden)
+        dim = head_dim(model)
+        q = model.num_attention_heads * dim / tp
+        kv = max(1.0, model.num_key_value_heads / tp) * dim
+        core = (2 * q + 2 * kv * parallel.cp_size) * item + 4 * q / dim
+        queries = _qk_norm(q, kv, item, on_gpu) if FAMILIES[model.model_type].qk_norm else 0.0
+        view = 0 if queries and item == 4 and not on_gpu else q + 2 * kv  # value is a view of all three projections
+        inputs = (q + kv + view) * item  # which the norm of the keys may hold already
+        around = 2 * norm + queries + q * item + 4 * dim * item
+        mlp, matrix, width = _mlp(model, parallel, item)
+        inside = around + core + mlp
+        kept = {"none": inside, "selective": around + inputs, "full": hidden}[engine.recompute]
+        working = 4 * width * item + 3 * hidden * spread
+        return LayerBytes(norm, kept, inside, working, matrix, hidden)
+
+
+def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
+    if on_gpu:
+        return (2 * q + 3 * kv) * item
+    return (3 * q + 3 * kv) * 4 if item == 4 else (2 * q + 2 * kv) * 4
+
+
+def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int) -> tuple[float, int, float]:
+    """Of the MLP, or of all experts that a token visits: bytes kept inside, of the largest gradient, and its width."""
+    moe = moe_shape(model)
+    if moe is None:
+        width = model.intermediate_size / parallel.tp_size
+        return 5 * width * item, int(2 * width * model.hidden_size * item), width
+    width = moe.width / parallel.expert_tp_size
+    routed = moe.topk * (3 * model.hidden_size + 5 * width) * item + 3 * 4 * moe.experts
+    return routed, int(2 * width * model.hidden_size * item), moe.topk * width
+
+
+def _activations(model: PretrainedConfig, parallel: ParallelConfig, layer: LayerBytes, load: Load, pp_rank: int) -> int:
+    """What is kept at the fullest moment: all layers of the microbatches in flight, and one layer in backward."""
+    layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank])
+    in_flight = float(min(load.microbatches, parallel.pp_size - pp_rank))
+    if parallel.vpp_size > 1:  # chunks of layers / vpp each, schedules.py:773
+        warmup = 2 * (parallel.pp_size - pp_rank - 1) + (parallel.vpp_size - 1) * parallel.pp_size + 1
+        in_flight = min(load.microbatches * parallel.vpp_size, warmup) / parallel.vpp_size
+    again = layer.inside - layer.kept  # computed again in backward; nothing where all is kept
+    return math.ceil(load.tokens * (in_flight * layers * layer.kept + again + layer.working)) + layer.matrix
+
+
+def _head(
+    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, layer: LayerBytes, tokens: int, item: int
+) -> int:
+    """The final norm, the gradient of its output, and the logits: all, or a chunk (`head.logprobs`)."""
+    vocab = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size
+    if tokens * vocab * item <= engine.kept_logits_mb * 2**20:
+        chunk = tokens
+    else:
+        chunk = min(tokens, max(math.ceil(tokens / 16), 256), 1024)
+    row = vocab + 2 * model.hidden_size
+    return math.ceil(tokens * (layer.norm + model.hidden_size * item) + chunk * row * item)

@@ -1,0 +1,141 @@
+"""The memory estimate: exact where it counts, within 15% of what real training steps take where it estimates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from megarl.actor.config import EngineConfig
+from megarl.actor.families import read_config
+from megarl.actor.lm import MegatronLMEngine, trained_tokens
+from megarl.actor.memory import LayerBytes, Load, TrainerMemory, trainer_memory
+from megarl.launcher.local import run_ranks
+from megarl.parallel import groups
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch
+from tests.conftest import random_model
+from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch
+
+BIG = {
+    "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 10,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+TOLERANCE = 0.15
+# By layout: its sizes, and the engine's knobs of each case that its ranks run.
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
+    "tp1": ({}, {"none": {}, "full": {"recompute": "full"}}),
+    "tp2": ({"tp_size": 2}, {"none": {}, "bfloat16": {"dtype": "bfloat16"}}),
+    "pp2": ({"pp_size": 2}, {"none": {}}),
+    "dp2": ({"dp_size": 2}, {"none": {}}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A config of 26 million parameters, without weights, and a tiny one."""
+    big, tiny = tmp_path_factory.mktemp("big"), tmp_path_factory.mktemp("tiny")
+    Qwen3Config(**BIG, architectures=["Qwen3ForCausalLM"]).save_pretrained(big)
+    random_model("qwen3", tied=True).config.save_pretrained(tiny)
+    return big, tiny
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def measured(
+    request: pytest.FixtureRequest, folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[dict[str, tuple[int, int]]]]:
+    """By rank and case, the growth of the process and the number of its parameters."""
+    out = tmp_path_factory.mktemp(request.param)
+    layout, cases = LAYOUTS[request.param]
+    world = math.prod(layout.values())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        arguments = [*map(str, folders), str(out), json.dumps(layout), json.dumps(cases)]
+        code = run_ranks("tests.unit.actor.memory_worker", arguments, world, out)
+    assert code == 0, "\n".join(p.read_text()[-2000:] for p in out.glob("*.log"))
+    return request.param, [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(world)]
+
+
+def estimate(layout: str, case: str, rank: int) -> TrainerMemory:
+    sizes, cases = LAYOUTS[layout]
+    parallel = ParallelConfig(**sizes)
+    microbatches = SEQUENCES // PER_MICROBATCH // parallel.sizes()["dp_size"]
+    load = Load(PER_MICROBATCH * LENGTH, microbatches)
+    stage = rank if layout == "pp2" else 0
+    return trainer_memory(Qwen3Config(**BIG), parallel, EngineConfig(**cases[case]), load, stage, on_gpu=False)
+
+
+def test_the_estimate_is_within_15_percent_of_what_training_takes(
+    measured: tuple[str, list[dict[str, tuple[int, int]]]],
+) -> None:
+    layout, ranks = measured
+    for rank, cases in enumerate(ranks):
+        for case, (grown, parameters) in cases.items():
+            expected = estimate(layout, case, rank)
+            print(f"{layout} {case} rank {rank}: {grown / 2**20:.0f} MiB, estimated {expected.total / 2**20:.0f}")
+            assert abs(expected.total / grown - 1) < TOLERANCE, (layout, case, rank, grown, expected)
+            item = 2 if case == "bfloat16" else 4
+            assert expected.weights == item * parameters
+
+
+TOKENS = 96
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+def kept_in_forward(folder: Path, config: EngineConfig) -> int:
+    """Bytes of the distinct tensors that autograd holds when the loss is computed, weights aside."""
+    engine = MegatronLMEngine(config)
+    engine.initialize()
+    weights = {p.untyped_storage().data_ptr() for module in engine.modules for p in module.parameters()}
+    held: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not done and tensor.untyped_storage().data_ptr() not in weights:
+            held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, data: PackedBatch) -> torch.Tensor:
+        done.append(True)  # what is saved from here on is saved again, in backward
+        return logprobs.sum()
+
+    done: list[bool] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.train_batch(batch(343, 1, TOKENS), loss_fn, trained_tokens, sees="logprobs")
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    yield
+    groups.destroy()
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_what_a_layer_keeps_for_backward_is_what_autograd_holds(
+    family: str, recompute: str, dtype: str, checkpoints: Callable[..., Path]
+) -> None:
+    held = []
+    for layers in (1, 3):
+        folder = checkpoints(family, tied=True, **SHAPE, num_hidden_layers=layers)
+        config = EngineConfig(path=str(folder), dtype=dtype, recompute=recompute)
+        held.append(kept_in_forward(folder, config))
+    of_a_layer = (held[1] - held[0]) / 2 / TOKENS
+    assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
+        of_a_layer, rel=0.03
+    )
