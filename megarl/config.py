@@ -11,11 +11,11 @@ from typing import Any
 
 from megarl.actor.config import EngineConfig
 from megarl.algorithms import AlgorithmConfig, GRPOConfig, RLConfig, algorithm_of
-from megarl.data.config import DatasetConfig
+from megarl.data.config import DataConfig, DatasetConfig
 from megarl.knobs import UserError, knob
 from megarl.observe.logger import LoggerConfig
 from megarl.parallel.config import ParallelConfig
-from megarl.reshard.session import ReshardConfig
+from megarl.reshard.config import ReshardConfig
 from megarl.rollout.evaluate import EvaluatorConfig
 from megarl.rollout.sglang_client import RolloutConfig
 from megarl.rollout.sglang_server import SGLangServerConfig
@@ -37,6 +37,7 @@ class Config:
     parallel: ParallelConfig = knob(factory=ParallelConfig, meaning="its layout over trainer ranks")
     algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the algorithm, by its group: algorithm=dapo")
     gconfig: GenerationHyperparameters = knob(factory=GenerationHyperparameters, meaning="how completions are sampled")
+    data: DataConfig = knob(factory=DataConfig, meaning="how the rows of all data sets are prepared")
     train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts (rl) or examples (sft) to train on")
     valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out prompts or examples")
     rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers")

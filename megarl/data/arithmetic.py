@@ -16,8 +16,9 @@ import itertools
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.knobs import UserError
 
@@ -94,7 +95,9 @@ def generate(split: str, seed: int = 0) -> list[dict[str, str]]:
     return [{"question": question, "answer": answer} for question, answer in rows.items()]
 
 
-def write_arithmetic(folder: Path, seed: int = 0) -> Path:
+def write_arithmetic(
+    folder: Path, seed: int = 0, generate: Callable[[str, int], list[dict[str, Any]]] = generate
+) -> Path:
     """Writes `train.jsonl` and `test.jsonl` into `folder`; a file that already holds the same bytes is left alone."""
     for split in ("train", "test"):
         text = "".join(json.dumps(row) + "\n" for row in generate(split, seed))
@@ -114,6 +117,6 @@ def write_arithmetic(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def cache_folder() -> Path:
-    """Where the bundled data set is kept: `megarl/arithmetic` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "arithmetic"
+def cache_folder(name: str = "arithmetic") -> Path:
+    """Where `name` is kept: `megarl/NAME` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / name

@@ -87,7 +87,7 @@ class Batches:
             raise UserError(f"batch_size is {config.batch_size}, it must be at least 1")
         if config.batch_size > size:
             raise UserError(
-                f"batch_size {config.batch_size} exceeds the {size} rows of {config.path} ({config.split}); "
+                f"batch_size {config.batch_size} exceeds the {size} rows of {config.describe()}; "
                 "make batch_size smaller or give more data"
             )
         self._identity = {"rows": size, "batch_size": config.batch_size, "shuffle": config.shuffle, "seed": config.seed}

@@ -1,10 +1,39 @@
-"""The knobs of a data set, in a module that loads fast."""
+"""The knobs of data sets, in a module that loads fast."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from megarl.knobs import knob
+from megarl.knobs import UserError, knob
 
 BUNDLED = "arithmetic"
+BUNDLED_PAIRS, BUNDLED_JUDGED = "arithmetic_pairs", "arithmetic_judged"
+ON_BAD_ROW = ("error", "skip")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How rows are prepared, of every data set of a run."""
+
+    on_bad_row: str = knob("error", "a row that does not fit its format: error (list them all and stop) or skip")
+    chat_template: str = knob("", "chatml, llama3 or a Jinja file in place of the tokenizer's chat template")
+
+    def __post_init__(self) -> None:
+        if self.on_bad_row not in ON_BAD_ROW:
+            raise UserError(f"data.on_bad_row={self.on_bad_row} must be error or skip")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One of several data sets that are mixed, as in sources=[{path: a.jsonl, type: chatml.intel, weight: 2}]."""
+
+    path: str = knob("", "as in the data set that the sources are of, and so are the next four")
+    name: str = knob("", "configuration on the hub, subfolder on disk; empty: its only one")
+    split: str = knob("train", "which split, with a slice if wanted")
+    type: str = knob("gsm8k", "how rows are read")
+    options: dict[str, Any] = knob(factory=dict, meaning="field names and format strings that the type takes")
+    weight: float = knob(0.0, "share of an epoch's rows, against the other weights; 0 everywhere: every row once")
 
 
 @dataclass(frozen=True)
@@ -12,14 +41,36 @@ class DatasetConfig:
     """A data set and how it is cut into batches."""
 
     path: str = knob(BUNDLED, f"{BUNDLED} (bundled), a hub name such as openai/gsm8k, or a local folder or file")
-    name: str = knob("main", "the data set's configuration on the hub, its subfolder on disk")
+    name: str = knob("main", "the data set's configuration on the hub, its subfolder on disk; empty: its only one")
     split: str = knob("train", "which split, with a slice if wanted: train[:100]")
-    instruction: str = knob("", "appended to every question, such as an order to end with '#### N'")
+    type: str = knob("gsm8k", "how rows are read: gsm8k, messages, or a format of docs/data_formats.md")
+    options: dict[str, Any] = knob(factory=dict, meaning="field names and format strings that the type takes")
+    sources: list[SourceConfig] = knob(factory=list, meaning="several data sets that are mixed, in place of path")
+    instruction: str = knob("", "type=gsm8k: appended to every question, such as an order to end with '#### N'")
     max_length: int | None = knob(
-        None, "rows over this many tokens are skipped (RL: the prompt; SFT: prompt and answer)"
+        None, "rows over this many tokens are skipped (RL: the prompt; SFT, preferences: with the answer)"
     )
-    batch_size: int = knob(32, "rows a step, over all ranks")
+    batch_size: int = knob(32, "rows a step, over all ranks; a pair of completions is one row")
     shuffle: bool = knob(True, "a new order every epoch; false keeps the file's order")
     seed: int = knob(0, "the orders' seed")
     drop_last: bool = knob(True, "leave out an epoch's last batch where it is not full")
     num_workers: int = knob(0, "processes that load rows; 0 loads in the trainer")
+
+    def parts(self) -> list[SourceConfig]:
+        """The data sets that this one is made of.
+
+        Raises:
+            UserError: a source has no path, or some have a weight and others none.
+        """
+        if not self.sources:
+            return [SourceConfig(self.path, self.name, self.split, self.type, dict(self.options))]
+        if nameless := [i for i, source in enumerate(self.sources) if not source.path]:
+            raise UserError(f"sources[{nameless[0]}] has no path; give a hub name, a file or a folder")
+        weights = [source.weight for source in self.sources]
+        if min(weights) < 0 or len({weight > 0 for weight in weights}) > 1:
+            raise UserError(f"sources have the weights {weights}; give each a weight above 0, or none of them one")
+        return self.sources
+
+    def describe(self) -> str:
+        """The paths, for messages."""
+        return " + ".join(part.path for part in self.parts())

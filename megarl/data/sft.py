@@ -1,11 +1,54 @@
-"""GSM8K as token sequences with a loss mask, for supervised fine-tuning."""
+"""Token sequences with a loss mask, for supervised fine-tuning: GSM8K's questions and answers, and chats."""
+
+from __future__ import annotations
 
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 
-from megarl.data.prompts import keep_within, load_gsm8k, mapped, prompt_ids
+from megarl.data.config import DatasetConfig, SourceConfig
+from megarl.data.prepare import (
+    FIELDS,
+    ROLES,
+    Row,
+    cached_map,
+    convert_rows,
+    keep_within,
+    lengths_of,
+    mix,
+    parsed,
+    tokenizer_identity,
+)
+from megarl.data.prompts import load_gsm8k
+from megarl.data.sources import load_rows
+from megarl.data.templates import chat_ids, need_chat_template, prompt_ids, split_ids
 from megarl.knobs import UserError
+
+FEATURES = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))})
+
+
+def get_sft_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "error") -> Any:
+    """The examples of a data set, or of several mixed: rows of `input_ids` and `loss_mask`.
+
+    The type is `gsm8k`, or `messages`: chats of any number of turns, with loss on what the assistant says alone.
+
+    Raises:
+        UserError: data that cannot be read or used, or rows that do not fit.
+    """
+    sources = config.parts()
+    parts = []
+    for source in sources:
+        if source.type == "gsm8k":
+            parts.append(
+                get_gsm8k_sft_dataset(
+                    source.path, source.split, tokenizer, config.max_length, source.name, config.instruction
+                )
+            )
+        elif source.type == "messages":
+            parts.append(_chats(source, tokenizer, config.max_length, on_bad_row))
+        else:
+            raise UserError(f"type {source.type!r} of {source.path} is not one of method=sft: gsm8k, messages")
+    return mix(parts, sources)
 
 
 def get_gsm8k_sft_dataset(
@@ -14,19 +57,39 @@ def get_gsm8k_sft_dataset(
     """Rows of `input_ids` and `loss_mask` (0 on the prompt, 1 on the answer and its end-of-sequence token).
 
     The prompt is the one that a rollout sends (the tokenizer's chat template where it has one, else the question as
-    it stands). Prompt and answer are tokenised apart, so no token spans the two. Sequences of more than `max_length`
-    tokens are dropped with a warning that lists them.
+    it stands). No token spans prompt and answer. Sequences of more than `max_length` tokens are dropped with a warning
+    that lists them.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos token, so a model could not learn to stop; set tokenizer.eos_token")
     dataset = load_gsm8k(path, split, name)
-    dataset = mapped(
-        dataset, _to_tokens, {"tokenizer": tokenizer, "instruction": instruction}, remove=dataset.column_names
-    )
-    return keep_within(dataset, max_length, "sequences", lambda row: len(row["input_ids"]))
+
+    def to_tokens(row: dict[str, Any], index: int) -> dict[str, list[int]]:
+        return question_and_answer(tokenizer, row["question"] + instruction, row["answer"])
+
+    key = ["gsm8k sequences", instruction, tokenizer_identity(tokenizer)]
+    dataset = cached_map(dataset, to_tokens, FEATURES, key, "preparing data")
+    return keep_within(dataset, lengths_of(dataset), max_length, "sequences")
 
 
-def _to_tokens(row: dict[str, Any], tokenizer: Any, instruction: str) -> dict[str, list[int]]:
-    prompt = prompt_ids(tokenizer, [{"role": "user", "content": row["question"] + instruction}])
-    answer = [*tokenizer.encode(row["answer"], add_special_tokens=False), tokenizer.eos_token_id]
-    return {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+def question_and_answer(tokenizer: Any, question: str, answer: str) -> dict[str, list[int]]:
+    """`input_ids` of a prompt, its answer and the eos token, and their `loss_mask`."""
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": question}])
+    if tokenizer.chat_template:
+        said = tokenizer.encode(answer, add_special_tokens=False)
+    else:
+        said = split_ids(tokenizer, question, answer)[1]
+    said.append(tokenizer.eos_token_id)
+    return {"input_ids": prompt + said, "loss_mask": [0] * len(prompt) + [1] * len(said)}
+
+
+def _chats(source: SourceConfig, tokenizer: Any, max_length: int | None, on_bad_row: str) -> Dataset:
+    need_chat_template(tokenizer, source.type)
+
+    def to_tokens(index: int, values: dict[str, Any]) -> dict[str, list[int]]:
+        ids, mask = chat_ids(tokenizer, Row(parsed(values)).messages("messages", FIELDS, ROLES))
+        return {"input_ids": ids, "loss_mask": mask}
+
+    rows = load_rows(source.path, source.split, source.name)
+    dataset = convert_rows(rows, to_tokens, FEATURES, ["chats", tokenizer_identity(tokenizer)], source, on_bad_row)
+    return keep_within(dataset, lengths_of(dataset), max_length, "sequences")

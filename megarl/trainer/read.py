@@ -13,8 +13,9 @@ from megarl.actor.families import check_layout, local_folder, read_config
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
 from megarl.data.config import DatasetConfig
-from megarl.data.prompts import get_gsm8k_rl_dataset
-from megarl.data.sft import get_gsm8k_sft_dataset
+from megarl.data.prompts import get_rl_dataset
+from megarl.data.sft import get_sft_dataset
+from megarl.data.templates import set_chat_template
 from megarl.data.tokenizer import check_vocabulary
 from megarl.knobs import UserError
 from megarl.observe.run_folder import open_run
@@ -46,25 +47,24 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         check_resumable(open_run(config.resume).path, model, config.actor.dtype)
     check_layout(model, config.parallel)
     tokenizer = load_tokenizer(config.actor.path)
+    set_chat_template(tokenizer, config.data.chat_template)
     check_vocabulary(tokenizer, model.vocab_size, config.actor.path)
     if config.method == "sft":
-        train = Batches(_examples(config.train_dataset, tokenizer), config.train_dataset, pad_sequences_to_tensors)
-        return Inputs(model, tokenizer, train, _examples(config.valid_dataset, tokenizer))
+        examples, held_out = (
+            get_sft_dataset(data, tokenizer, config.data.on_bad_row)
+            for data in (config.train_dataset, config.valid_dataset)
+        )
+        train = Batches(examples, config.train_dataset, pad_sequences_to_tensors)
+        return Inputs(model, tokenizer, train, held_out)
     if rank != 0:
         return Inputs(model, tokenizer)
     _check_lengths("train_dataset", config.train_dataset, config, model)
     _check_lengths("valid_dataset", config.valid_dataset, config, model)
     check_server(config.server, local_folder(config.actor.path), config.sglang)
-    train = Batches(_prompts(config.train_dataset, tokenizer), config.train_dataset)
-    return Inputs(model, tokenizer, train, _prompts(config.valid_dataset, tokenizer))
-
-
-def _prompts(data: DatasetConfig, tokenizer: Any) -> Any:
-    return get_gsm8k_rl_dataset(data.path, data.split, tokenizer, data.max_length, data.name, data.instruction)
-
-
-def _examples(data: DatasetConfig, tokenizer: Any) -> Any:
-    return get_gsm8k_sft_dataset(data.path, data.split, tokenizer, data.max_length, data.name, data.instruction)
+    prompts, held_out = (
+        get_rl_dataset(data, tokenizer, config.data.on_bad_row) for data in (config.train_dataset, config.valid_dataset)
+    )
+    return Inputs(model, tokenizer, Batches(prompts, config.train_dataset), held_out)
 
 
 def load_tokenizer(path: str) -> Any:

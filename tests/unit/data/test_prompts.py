@@ -13,7 +13,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from megarl.data import prompts
+from megarl.data import prepare, sources
 from megarl.data.arithmetic import generate
 from megarl.data.prompts import DatasetConfig, get_gsm8k_rl_dataset, load_gsm8k, prompt_ids, split_dataset_by_node
 from megarl.knobs import UserError
@@ -212,7 +212,7 @@ def test_tiny_data_shows_no_progress_bar_and_the_setting_is_restored(
     get_gsm8k_rl_dataset(file, "train", tokenizer, max_length=100)
     assert capfd.readouterr().err == ""
     assert not datasets.are_progress_bars_disabled()
-    monkeypatch.setattr(prompts, "BAR_FROM_ROWS", 5)
+    monkeypatch.setattr(prepare, "BAR_FROM_ROWS", 5)
     get_gsm8k_rl_dataset(file, "train", tokenizer, max_length=100, instruction="!")
     assert "preparing data" in (shown := capfd.readouterr().err)
     assert "measuring prompts" in shown
@@ -231,7 +231,7 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.listen()
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
-        monkeypatch.setattr(prompts, "HUB_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(sources, "HUB_TIMEOUT_S", 0.5)
         yield endpoint
 
 

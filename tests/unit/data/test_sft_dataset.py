@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.data.prompts import load_gsm8k, prompt_ids
-from megarl.data.sft import _to_tokens, get_gsm8k_sft_dataset
+from megarl.data.sft import get_gsm8k_sft_dataset, question_and_answer
 from megarl.data.tokenizer import EOS
 from megarl.knobs import UserError
 
@@ -36,11 +36,10 @@ class Plain:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=st.text(max_size=20), answer=st.text(max_size=20))
 def test_no_token_spans_prompt_and_answer(question: str, answer: str, tokenizer: Any) -> None:
-    row = {"question": question, "answer": answer}
     for chosen in (tokenizer, Plain(tokenizer)):
-        tokens = _to_tokens(row, chosen, "")
+        tokens = question_and_answer(chosen, question, answer)
         start = tokens["loss_mask"].index(1)
-        assert tokens["input_ids"][start:] == [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        assert tokenizer.decode(tokens["input_ids"][start:]) == answer + EOS
         prompt = f"<|user|>{question}<|assistant|>" if chosen is tokenizer else question
         assert tokenizer.decode(tokens["input_ids"][:start]) == prompt
 

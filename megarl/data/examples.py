@@ -1,0 +1,167 @@
+"""Preferences as token ids, and as packed batches: what the offline methods train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from datasets import Features, List, Value
+
+from megarl.data.config import DatasetConfig
+from megarl.data.preference import COMPLETION, PAIR, Format, Options, format_of
+from megarl.data.prepare import BadRow, Row, convert_rows, keep_within, lengths_of, mix, parsed, tokenizer_identity
+from megarl.data.sources import load_rows
+from megarl.data.templates import (
+    Message,
+    Turns,
+    answer_text,
+    begins_with_bos,
+    need_chat_template,
+    rendered,
+    split_ids,
+    stop_ids,
+)
+from megarl.knobs import UserError
+from megarl.types import PackedBatch, cu_seqlens_of
+
+
+@dataclass(frozen=True)
+class PreferenceExample:
+    """A pair as token ids. `row_id` names its row across epochs and mixtures."""
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    row_id: int
+
+
+@dataclass(frozen=True)
+class KTOExample:
+    """A completion as token ids and whether it is desirable."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    kto_label: bool
+    row_id: int
+
+
+def get_preference_dataset(
+    config: DatasetConfig, tokenizer: Any, paired: bool = True, on_bad_row: str = "error"
+) -> Any:
+    """The examples of a data set, or of several mixed, as rows of `PreferenceExample` or `KTOExample`.
+
+    Rows of more than `max_length` tokens, the longer completion included, are skipped with a warning that lists them.
+
+    Raises:
+        UserError: a type or an option that there is not, data that cannot be read, or rows that do not fit.
+    """
+    sources = config.parts()
+    parts = []
+    for number, source in enumerate(sources):
+        format_, options = format_of(source, paired)
+        if format_.write is None:
+            need_chat_template(tokenizer, source.type)
+        write = Writer(tokenizer, format_, options)
+
+        def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
+            row = Row(parsed(values))
+            ids = [index + number * 2**40]  # noqa: B023  (used within this turn of the loop)
+            prompt, answers = write(*format_.read(row, options))  # noqa: B023
+            if paired:
+                return asdict(PreferenceExample(prompt, answers[0], answers[1], *ids))
+            return asdict(KTOExample(prompt, answers[0], _label(row, options.get("field_label", "label")), *ids))  # noqa: B023
+
+        rows = load_rows(source.path, source.split, source.name)
+        identity = ["preference", paired, number, tokenizer_identity(tokenizer)]
+        done = convert_rows(rows, convert, FEATURES[paired], identity, source, on_bad_row)
+        parts.append(keep_within(done, _lengths(done), config.max_length, "pairs" if paired else "completions"))
+    return mix(parts, sources)
+
+
+IDS = List(Value("int32"))
+FEATURES = {
+    True: Features({"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, "row_id": Value("int64")}),
+    False: Features({"prompt_ids": IDS, "completion_ids": IDS, "kto_label": Value("bool"), "row_id": Value("int64")}),
+}
+
+
+class Writer:
+    """Writes a draft as token ids: of the prompt, and of each answer."""
+
+    def __init__(self, tokenizer: Any, format_: Format, options: Options):
+        self.tokenizer, self.write, self.options = tokenizer, format_.write, options
+        self.stops = stop_ids(tokenizer)
+        # A template of the tokenizer's writes its bos itself; before other text the tokenizer's own habit decides.
+        self.bos = [tokenizer.bos_token_id] if self.write is not None and begins_with_bos(tokenizer) else []
+
+    def __call__(self, chat: list[Message], answers: list[str]) -> tuple[list[int], list[list[int]]]:
+        prompt, completions = self.texts(chat, answers)
+        split = [split_ids(self.tokenizer, prompt, completion) for completion in completions]
+        prompt_ids = split[0][0]
+        if prompt_ids[: len(self.bos)] != self.bos:
+            prompt_ids = self.bos + prompt_ids
+        if not prompt_ids:
+            raise BadRow("the prompt", "", "at least one token is wanted before a completion")
+        return prompt_ids, [self._ended(ids) for _, ids in split]
+
+    def texts(self, chat: list[Message], answers: list[str]) -> tuple[str, list[str]]:
+        """The prompt and the completions as text."""
+        if isinstance(self.write, Turns):
+            return self.write.prompt(chat), [answer + self.write.answer_end for answer in answers]
+        if self.write is None:
+            prompt = rendered(self.tokenizer, chat, cue=True)
+            return prompt, [answer_text(self.tokenizer, chat, prompt, answer) for answer in answers]
+        said = {message["role"]: message["content"] for message in chat}
+        names = PAIR if len(answers) == 2 else (COMPLETION,)
+        prompt = self.options["prompt_format"].format(prompt=said["user"], system=said.get("system", ""))
+        return prompt, [
+            self.options[f"{name}_format"].format(**{name: answer}) for name, answer in zip(names, answers, strict=True)
+        ]
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """A completion ends in a special token; where its text does not, the eos token is added."""
+        if ids and ids[-1] in self.stops:
+            return ids
+        if self.tokenizer.eos_token_id is None:
+            raise UserError("the tokenizer has no eos token, so no completion has an end; set tokenizer.eos_token")
+        return [*ids, self.tokenizer.eos_token_id]
+
+
+def _label(row: Row, field: str) -> bool:
+    """Whether a completion is desirable: true or false, 1 or 0, or these as text."""
+    value = row.values.get(field)
+    text = str(value).strip().lower()
+    if text not in ("true", "false", "1", "0", "1.0", "0.0"):
+        raise BadRow(field, value, "true or false is wanted")
+    return text in ("true", "1", "1.0")
+
+
+def _lengths(dataset: Any) -> list[int]:
+    """Tokens of each row's prompt and longest completion."""
+    prompts, *answers = (lengths_of(dataset, name) for name in dataset.column_names if name.endswith("_ids"))
+    return [prompt + max(lengths) for prompt, *lengths in zip(prompts, *answers, strict=True)]
+
+
+def pack_preferences(rows: Sequence[dict[str, Any]]) -> PackedBatch:
+    """Rows of `PreferenceExample` as chosen_0, rejected_0, chosen_1, ...; of `KTOExample` one sequence each.
+
+    Per token: `input_ids` int64 and `loss_mask` bool, set on the completion. Per sequence: `row_ids` int64, and of
+    pairs `pair_ids` int64 (0, 0, 1, 1, ...) and `is_chosen` bool, else `kto_label` bool. The `collate_fn` of `Batches`.
+    """
+    paired = "chosen_ids" in rows[0]
+    names = ("chosen_ids", "rejected_ids") if paired else ("completion_ids",)
+    parts = [(row["prompt_ids"], row[name]) for row in rows for name in names]
+    row_ids = torch.tensor([row["row_id"] for row in rows]).repeat_interleave(len(names))
+    sequences = {"row_ids": row_ids}
+    if paired:
+        sequences["pair_ids"] = torch.arange(len(rows)).repeat_interleave(2)
+        sequences["is_chosen"] = torch.tensor([True, False]).repeat(len(rows))
+    else:
+        sequences["kto_label"] = torch.tensor([bool(row["kto_label"]) for row in rows])
+    tokens = {
+        "input_ids": torch.tensor([token for prompt, answer in parts for token in (*prompt, *answer)]),
+        "loss_mask": torch.tensor([flag for p, a in parts for flag in [False] * len(p) + [True] * len(a)]),
+    }
+    return PackedBatch(cu_seqlens_of(torch.tensor([len(p) + len(a) for p, a in parts])), tokens, sequences)

@@ -1,0 +1,261 @@
+"""Formats of preferences: pairs of a chosen and a rejected completion, and completions judged one by one (KTO).
+
+`PAIRS` and `JUDGED` are the one table of formats, by the names that axolotl's `type:` takes. A format is how its rows
+are read and how the chat is written: by a fixed template, by the tokenizer's, or as the user says.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.data.config import SourceConfig
+from megarl.data.prepare import FIELDS, ROLES, BadRow, Row, message_of
+from megarl.data.templates import CHATML, LLAMA3, ZEPHYR, Message, Turns
+from megarl.knobs import UserError
+
+CHOSEN, REJECTED, COMPLETION = "chosen", "rejected", "completion"
+
+
+Draft = tuple[list[Message], list[str]]  # the chat before the answer, and the answers to it
+Options = dict[str, Any]
+Reader = Callable[[Row, Options], Draft]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows of a type are read, who writes the chat (None: the tokenizer's template), and the options' defaults."""
+
+    read: Reader
+    write: Turns | str | None = None  # "formats": the options' format strings
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def texts(prompt: str, *answers: str) -> Reader:
+    """{system?, prompt, answers...}, all text; of column names joined by `|` the first that the row has."""
+
+    def read(row: Row, options: Options) -> Draft:
+        def column(names: str) -> str:
+            return next((name for name in names.split("|") if row.has(name)), names.split("|")[0])
+
+        answered = [row.text(column(name)) for name in answers]
+        return [*_system(row), {"role": "user", "content": row.text(column(prompt))}], answered
+
+    return read
+
+
+def named_texts(*answers: str) -> Reader:
+    """{system?, prompt, answers...}, under the column names that the options give."""
+
+    def read(row: Row, options: Options) -> Draft:
+        chat = [*_system(row, options["field_system"]), {"role": "user", "content": row.text(options["field_prompt"])}]
+        return chat, [row.text(options[f"field_{name}"]) for name in answers]
+
+    return read
+
+
+def prompt_and_messages(*answers: str) -> Reader:
+    """{system?, prompt, answers[user, assistant]...}: the prompt is `prompt`, an answer the assistant's message."""
+
+    def read(row: Row, options: Options) -> Draft:
+        chats = [row.messages(name, FIELDS, ROLES) for name in answers]
+        for name, chat in zip(answers, chats, strict=True):
+            if [m["role"] for m in chat] != ["user", "assistant"]:
+                raise BadRow(
+                    name, [m["role"] for m in chat], "one message of the user, then one of the assistant, are wanted"
+                )
+        return [*_system(row), {"role": "user", "content": row.text("prompt")}], [chat[1]["content"] for chat in chats]
+
+    return read
+
+
+def conversations(*answers: str, before: str = "") -> Reader:
+    """{answers[messages]...}: what comes before the last message is the prompt, the same for all.
+
+    Messages in the column `before`, where the row has it, come first.
+    """
+
+    def read(row: Row, options: Options) -> Draft:
+        mapping, roles = _mapping(options)
+        names = [options.get(f"field_{name}", name) for name in answers]
+        earlier = row.messages(before, mapping, roles) if before and row.has(before) else []
+        chats = [earlier + row.messages(name, mapping, roles) for name in names]
+        for name, chat in zip(names, chats, strict=True):
+            _check_answer(name, chat)
+            if chat[:-1] != chats[0][:-1]:
+                raise BadRow(
+                    name, [m["content"] for m in chat[:-1]], f"up to the last message it must equal {names[0]}"
+                )
+        return chats[0][:-1], [chat[-1]["content"] for chat in chats]
+
+    return read
+
+
+def alternating(*answers: str) -> Reader:
+    """{system?, prompt?, answers[messages]...}: user and assistant in turn, equal up to the last message.
+
+    `prompt` takes the place of the user's message where there is one turn only.
+    """
+    whole = conversations(*answers)
+
+    def read(row: Row, options: Options) -> Draft:
+        chat, answered = whole(row, options)
+        roles = [m["role"] for m in chat]
+        if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
+            raise BadRow(answers[0], [*roles, "assistant"], "turns of user and assistant are wanted, an even number")
+        if len(chat) == 1 and row.has("prompt"):
+            chat = [{"role": "user", "content": row.text("prompt")}]
+        return [*_system(row), *chat], answered
+
+    return read
+
+
+def messages_and_answers(*answers: str) -> Reader:
+    """{messages[messages] or text, answers{role, content} or text or messages, of which the last counts}."""
+
+    def read(row: Row, options: Options) -> Draft:
+        mapping, roles = _mapping(options)
+        field = options["field_messages"]
+        if isinstance(row.values.get(field), str):
+            chat = [{"role": "user", "content": row.text(field)}]
+        else:
+            chat = row.messages(field, mapping, roles)
+        if chat[-1]["role"] == "assistant":
+            raise BadRow(f"{field}[{len(chat) - 1}].role", "assistant", "the message before the answer is another's")
+        return chat, [_answer(row, options[f"field_{name}"], mapping, roles) for name in answers]
+
+    return read
+
+
+def nectar(row: Row, options: Options) -> Draft:
+    """{prompt, answers[{answer, rank}]}: rank 1 is the best. The best is chosen, the worst rejected."""
+    answers = row.values.get("answers")
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise BadRow("answers", answers, "a list of at least two ranked answers is wanted")
+    for i, entry in enumerate(answers):
+        if not isinstance(entry, dict) or not isinstance(entry.get("answer"), str):
+            found = entry.get("answer") if isinstance(entry, dict) else entry
+            raise BadRow(f"answers[{i}].answer", found, "text is wanted")
+        if isinstance(rank := entry.get("rank"), bool) or not isinstance(rank, int | float):
+            raise BadRow(f"answers[{i}].rank", rank, "a number is wanted")
+    ranked = sorted(answers, key=lambda entry: entry["rank"])
+    if ranked[0]["rank"] == ranked[-1]["rank"]:
+        raise BadRow("answers", [entry["rank"] for entry in ranked], "ranks that differ are wanted")
+    chat = [{"role": "system", "content": ""}, {"role": "user", "content": row.text("prompt")}]
+    return chat, [ranked[0]["answer"], ranked[-1]["answer"]]
+
+
+def _system(row: Row, field: str = "system") -> list[Message]:
+    text = row.optional_text(field)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _mapping(options: Options) -> tuple[dict[str, str], dict[str, str]]:
+    roles = options.get("roles")
+    called = {source: role for role, sources in roles.items() for source in sources} if roles else ROLES
+    return {**FIELDS, **options.get("message_property_mappings", {})}, called
+
+
+def _check_answer(name: str, chat: list[Message]) -> None:
+    roles = [m["role"] for m in chat]
+    if roles[-1] != "assistant" or len(roles) < 2 or roles[-2] == "assistant":
+        raise BadRow(name, roles, "messages of which only the last is the assistant's answer are wanted")
+
+
+def _answer(row: Row, field: str, mapping: dict[str, str], roles: dict[str, str]) -> str:
+    value = row.values.get(field)
+    if isinstance(value, str):
+        return value
+    where = field
+    if isinstance(value, list) and value:
+        value, where = value[-1], f"{field}[{len(value) - 1}]"
+    message = message_of(value, where, mapping, roles)
+    if message["role"] != "assistant":
+        raise BadRow(f"{where}.role", message["role"], "the assistant's is wanted")
+    return message["content"]
+
+
+MESSAGES = (("message_property_mappings", FIELDS), ("roles", {role: [role] for role in ROLES}))
+NAMES = (("field_chosen", CHOSEN), ("field_rejected", REJECTED))
+USER = (("field_prompt", "prompt"), ("field_system", "system"), ("prompt_format", "{prompt}"))
+PAIR = (CHOSEN, REJECTED)
+
+PAIR_ROWS: dict[str, Reader] = {
+    "": texts("prompt|input|question|instruction", "chosen|chosen_response", "rejected|rejected_response"),
+    ".default": texts("prompt|input|question|instruction", "chosen|chosen_response", "rejected|rejected_response"),
+    ".argilla": texts("instruction", "chosen_response", "rejected_response"),
+    ".argilla_chat": conversations(*PAIR),
+    ".icr": texts("input", *PAIR),
+    ".intel": texts("question", *PAIR),
+    ".prompt_pairs": texts("prompt", *PAIR),
+    ".ultra": prompt_and_messages(*PAIR),
+}
+JUDGED_ROWS: dict[str, Reader] = {
+    ".argilla": texts("instruction", COMPLETION),
+    ".argilla_chat": conversations(COMPLETION, before=CHOSEN),
+    ".intel": texts("question", COMPLETION),
+    ".prompt_pairs": texts("prompt", COMPLETION),
+    ".ultra": texts("prompt", COMPLETION),
+}
+PAIRS: dict[str, Format] = {
+    **{f"chatml{name}": Format(read, CHATML) for name, read in PAIR_ROWS.items()},
+    **{f"llama3{name}": Format(read, LLAMA3) for name, read in PAIR_ROWS.items()},
+    "zephyr.nectar": Format(nectar, ZEPHYR),
+    "chat_template.argilla": Format(alternating(*PAIR)),
+    "chat_template.argilla_chat": Format(conversations(*PAIR), None, NAMES + MESSAGES),
+    "chat_template.default": Format(
+        messages_and_answers(*PAIR), None, (("field_messages", "messages"), *NAMES, *MESSAGES)
+    ),
+    "user_defined.default": Format(
+        named_texts(*PAIR), "formats", (*USER, *NAMES, ("chosen_format", "{chosen}"), ("rejected_format", "{rejected}"))
+    ),
+}
+JUDGED: dict[str, Format] = {
+    **{f"chatml{name}": Format(read, CHATML) for name, read in JUDGED_ROWS.items()},
+    **{f"llama3{name}": Format(read, LLAMA3) for name, read in JUDGED_ROWS.items()},
+    "user_defined.default": Format(
+        named_texts(COMPLETION),
+        "formats",
+        (*USER, ("field_completion", COMPLETION), ("field_label", "label"), ("completion_format", "{completion}")),
+    ),
+}
+
+
+def format_of(source: SourceConfig, paired: bool) -> tuple[Format, Options]:
+    """The format of a type and its options, defaults filled in.
+
+    Raises:
+        UserError: a type or an option that there is not, or a format string that would lose the text.
+    """
+    table = PAIRS if paired else JUDGED
+    if source.type not in table:
+        raise UserError(
+            f"type {source.type!r} of {source.path} is no format of {'pairs' if paired else 'KTO'}; there are "
+            f"{', '.join(table)}"
+        )
+    format_ = table[source.type]
+    defaults = dict(format_.options)
+    if unknown := [name for name in source.options if name not in defaults]:
+        known = f"; it takes {', '.join(defaults)}" if defaults else ", which takes none"
+        raise UserError(f"{unknown[0]} is not an option of type {source.type}{known}")
+    options = {**defaults, **{name: value for name, value in source.options.items() if value}}
+    for name, value in options.items():
+        if name.endswith("_format"):
+            _check_format(name, value)
+    return format_, options
+
+
+def _check_format(name: str, text: str) -> None:
+    main = name.removesuffix("_format")
+    allowed = {main, "system"} if main == "prompt" else {main}
+    try:
+        found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    except ValueError as error:
+        raise UserError(f"{name}={text!r} is no format string ({error}); write a brace as {{{{ or }}}}") from error
+    if main not in found or found - allowed:
+        raise UserError(
+            f"{name}={text!r} names {sorted(found)}; it must name {{{main}}}"
+            + (" and may name {system}" if main == "prompt" else " alone")
+        )

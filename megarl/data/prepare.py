@@ -1,0 +1,290 @@
+"""Turning rows into token ids: what does not fit is reported by row and field, what was done is kept by its content.
+
+The cache lies in `megarl/prepared` beside the bundled data. Its key is a hash of the rows, of the tokenizer, of the
+settings and of this package's source, so a second start only maps a file, and nothing stale is ever read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset, Features
+
+from megarl.data.arithmetic import cache_folder
+from megarl.data.config import SourceConfig
+from megarl.knobs import UserError
+
+logger = logging.getLogger("megarl.data")
+
+BAR_FROM_ROWS = 20_000  # fewer rows are done in a few seconds: no progress bar
+LISTED = 20  # bad rows that are listed one by one; a file lists the others
+PROBLEM = "problem"
+JSON = "json"  # the column of JSON text that json files are read as
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+FIELDS = {"role": "role", "content": "content"}  # where a message keeps what
+
+
+class BadRow(ValueError):
+    """A row that does not fit its format: the field, what was found there, and what was wanted."""
+
+    def __init__(self, field: str, found: Any, wanted: str):
+        shown = "missing or null" if found is None else repr(found)
+        super().__init__(f"{field} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {wanted}")
+
+
+def parsed(values: dict[str, Any]) -> Any:
+    """A row of `load_rows` as it was written. Raises `BadRow` where that is no JSON."""
+    if list(values) != [JSON]:
+        return values
+    try:
+        return json.loads(values[JSON])
+    except json.JSONDecodeError as error:
+        raise BadRow("the row", values[JSON], f"JSON is wanted ({error})") from error
+
+
+class Row:
+    """A row, read by field. Every reader raises `BadRow` for what is not as the format says."""
+
+    def __init__(self, values: Any):
+        if not isinstance(values, dict):
+            raise BadRow("the row", values, "an object is wanted")
+        self.values = values
+
+    def has(self, field: str) -> bool:
+        return self.values.get(field) is not None
+
+    def text(self, field: str) -> str:
+        """The text in a field."""
+        value = self.values.get(field)
+        if not isinstance(value, str):
+            raise BadRow(field, value, "text is wanted")
+        return value
+
+    def optional_text(self, field: str) -> str:
+        """The text in a field, empty where there is none."""
+        return self.text(field) if self.has(field) else ""
+
+    def messages(self, field: str, mapping: dict[str, str], roles: dict[str, str]) -> list[dict[str, str]]:
+        """The messages in a field, at least one, as `{"role", "content"}` with the template's role names.
+
+        `mapping` says under which key a message keeps its role and its content, `roles` what each role is called here.
+        """
+        value = self.values.get(field)
+        if not isinstance(value, list) or not value:
+            raise BadRow(field, value, "a list of messages is wanted")
+        return [message_of(message, f"{field}[{i}]", mapping, roles) for i, message in enumerate(value)]
+
+
+def message_of(value: Any, where: str, mapping: dict[str, str], roles: dict[str, str]) -> dict[str, str]:
+    """A message as `{"role", "content"}`. Raises `BadRow`."""
+    if not isinstance(value, dict):
+        raise BadRow(where, value, f"an object with {mapping['role']!r} and {mapping['content']!r} is wanted")
+    role, content = value.get(mapping["role"]), value.get(mapping["content"])
+    if not isinstance(role, str) or role not in roles:
+        raise BadRow(f"{where}.{mapping['role']}", role, f"one of {', '.join(roles)} is wanted")
+    if not isinstance(content, str):
+        raise BadRow(f"{where}.{mapping['content']}", content, "text is wanted")
+    return {"role": roles[role], "content": content}
+
+
+def convert_rows(
+    rows: Dataset,
+    convert: Callable[[int, dict[str, Any]], dict[str, Any]],
+    features: Features,
+    identity: Sequence[Any],
+    source: SourceConfig,
+    on_bad_row: str,
+) -> Dataset:
+    """`convert(index, row)` of every row, cached; rows that raise `BadRow` are reported and, with `skip`, left out.
+
+    `features` are those of what `convert` gives; `identity` is all that it depends on beside the row (JSON values).
+
+    Raises:
+        UserError: rows do not fit and `on_bad_row` is error, or none fits.
+    """
+
+    def attempt(row: dict[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return {**convert(index, row), PROBLEM: None}
+        except BadRow as error:
+            return {**dict.fromkeys(features), PROBLEM: str(error)}
+
+    key = [source.type, source.options, *identity]
+    done = cached_map(rows, attempt, Features({**features, PROBLEM: datasets.Value("string")}), key, "preparing data")
+    problems = done.data.column(PROBLEM)
+    bad = (
+        [i for i, flag in enumerate(problems.is_valid().to_pylist()) if flag] if problems.null_count < len(done) else []
+    )
+    if bad:
+        report([(i, problems[i].as_py()) for i in bad], len(done), source, on_bad_row)
+        kept = set(bad)
+        done = done.select([i for i in range(len(done)) if i not in kept])
+    return done.remove_columns(PROBLEM)
+
+
+def report(bad: list[tuple[int, str]], total: int, source: SourceConfig, on_bad_row: str) -> None:
+    """Lists bad rows (index and problem), in a file where they are many.
+
+    Raises:
+        UserError: `on_bad_row` is error, or no row is left.
+    """
+    listed = "; ".join(f"row {i}: {problem}" for i, problem in bad[:LISTED])
+    if len(bad) > LISTED:
+        text = "".join(f"row {i}: {problem}\n" for i, problem in bad)
+        file = cache_folder("bad_rows") / f"{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        listed += f"; all {len(bad)} are listed in {file}"
+    where = f"{len(bad)} of {total} rows of {source.path} ({source.split}) do not fit the type {source.type}"
+    if len(bad) == total:
+        raise UserError(f"{where}: {listed}")
+    if on_bad_row == "error":
+        raise UserError(f"{where}: {listed}; mend them, or leave them out with data.on_bad_row=skip")
+    logger.warning("%s and were skipped: %s", where, listed)
+
+
+def cached_map(
+    rows: Dataset, function: Callable[..., dict[str, Any]], features: Features, identity: Sequence[Any], what: str
+) -> Dataset:
+    """`function(row, index)` of every row, in the columns `features`, from the cache where it was done before."""
+    key = hashlib.blake2b(digest_size=16)
+    for part in (_source_hash(), content_hash(rows), json.dumps(list(identity), sort_keys=True), repr(features)):
+        key.update(part.encode() + b"\0")
+    folder = cache_folder("prepared")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with progress_bars(len(rows) >= BAR_FROM_ROWS):
+            return rows.map(
+                function, with_indices=True, remove_columns=rows.column_names, features=features, desc=what,
+                cache_file_name=str(folder / f"{key.hexdigest()}.arrow"), new_fingerprint=key.hexdigest(),
+                load_from_cache_file=True,
+            )  # fmt: skip
+    except OSError as error:
+        raise UserError(
+            f"prepared data cannot be written to {folder} ({error.strerror or error}); set XDG_CACHE_HOME to a folder "
+            "that you may write"
+        ) from error
+
+
+class _Hashing:
+    """A file that keeps only the hash of what is written to it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def content_hash(rows: Dataset) -> str:
+    """A hash of the values of a data set, whatever file they came from."""
+    sink = _Hashing()
+    for part in rows.with_format("arrow").iter(10_000):
+        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), part.schema) as writer:
+            writer.write_table(part)
+    return sink.hash.hexdigest()
+
+
+def tokenizer_identity(tokenizer: Any) -> str:
+    """A hash of all that decides how a tokenizer turns text and chats into ids."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
+    for state in ("truncation", "padding"):  # change with its last use
+        backend.pop(state, None)
+    parts = [
+        type(tokenizer).__name__,
+        backend,
+        tokenizer.chat_template,
+        {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _source_hash() -> str:
+    """A hash of this package's source: what other code prepared is prepared again."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.blake2b(b"\0".join(f.read_bytes() for f in files), digest_size=16).hexdigest()
+
+
+def keep_within(dataset: Any, lengths: list[int], max_length: int | None, what: str) -> Any:
+    """The rows of at most `max_length` tokens; the others are counted and listed (row and length) in a warning."""
+    if max_length is None:
+        return dataset
+    skipped = [(i, n) for i, n in enumerate(lengths) if n > max_length]
+    if not skipped:
+        return dataset
+    if len(skipped) == len(dataset):
+        raise UserError(
+            f"all {len(dataset)} {what} are over max_length {max_length} (the shortest has {min(lengths)} tokens); "
+            "raise max_length"
+        )
+    listed = ", ".join(f"row {i} ({n} tokens)" for i, n in skipped)
+    logger.warning(
+        "%d of %d %s over max_length %d were skipped: %s", len(skipped), len(dataset), what, max_length, listed
+    )
+    kept = [i for i, n in enumerate(lengths) if n <= max_length]
+    return [dataset[i] for i in kept] if isinstance(dataset, list) else dataset.select(kept)
+
+
+def lengths_of(dataset: Dataset, column: str = "input_ids") -> list[int]:
+    """The number of values that a column of lists holds in each row."""
+    batches = dataset.select_columns([column]).with_format("arrow").iter(10_000)
+    return [n for batch in batches for n in batch.column(column).combine_chunks().value_lengths().to_pylist()]
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Hides the bars of `datasets` inside the block where `shown` is false."""
+    if shown or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+class Mixture:
+    """Several data sets as one: in an epoch each has its weight's share of the rows.
+
+    The epoch is as long as it takes until every row of every data set was seen; a data set that is too short for its
+    share begins again. Without weights every row is there once. Rows of a data set stay in order; `Batches` shuffles.
+    """
+
+    def __init__(self, parts: Sequence[Any], weights: Sequence[float]):
+        self.parts = list(parts)
+        counts = [len(part) for part in parts]
+        if any(weights):
+            longest = max(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+            counts = [max(len(part), round(longest * w)) for part, w in zip(parts, weights, strict=True)]
+        self.starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = max(i for i, start in enumerate(self.starts[:-1]) if start <= index)
+        part = self.parts[number]
+        return part[(index - self.starts[number]) % len(part)]
+
+
+def mix(parts: Sequence[Any], sources: Sequence[SourceConfig]) -> Any:
+    """The one data set itself, or the mixture of several by the weights of their sources."""
+    return parts[0] if len(parts) == 1 else Mixture(parts, [source.weight for source in sources])
