@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.types import PackedBatch
+from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 
 LossFn = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 LossWeightFn = Callable[[PackedBatch], Tensor | float]
+WeightFormat = Literal["hf", "native"]
 Sees = Literal["logits", "logprobs", "values"]  # what a loss function is given
 
 
@@ -76,14 +77,14 @@ class TrainEngine(ABC):
     def forward(
         self,
         data: Any,
-        post_hook: Callable[[Tensor, PackedBatch], Tensor],
+        post_hook: Callable[[Tensor, PackedBatch], Tensor] | None = None,
         aggregate: Callable[[list[Tensor]], Tensor] = torch.cat,
     ) -> Tensor:
         """Runs the model without gradients.
 
         Args:
             post_hook: takes logits `[tokens, vocab]` and the microbatch, returns one value a token `[tokens, ...]` or
-                a sequence `[num_seqs, ...]`.
+                a sequence `[num_seqs, ...]`; None returns the logits.
             aggregate: joins the list of per-sequence results, given in the batch's order.
         """
 
@@ -97,8 +98,10 @@ class TrainEngine(ABC):
             loss_fn: the mean loss of one microbatch. With `sees="logits"` it is called as `loss_fn(logits, data)`:
                 logits `[tokens, vocab]` and the token-aligned microbatch. With `sees="logprobs"` (far less memory)
                 as `loss_fn(logprobs, entropy, data)`, where `logprobs[i]`, `entropy[i]` and every per-token tensor
-                of `data` belong to the same predicted token. It may return `(loss, metrics)`; metrics are averaged
-                with the same weights, names that end in `_max` take the maximum.
+                of `data` belong to the same predicted token; where the batch has a `loss_mask`, both are 0 outside it.
+                With `sees="values"` (see `critic.py`) as `loss_fn(values, data)`. Sequences are whole on every
+                layout. It may return `(loss, metrics)`; metrics are averaged with the same weights, names that end in
+                `_max` take the maximum.
             loss_weight_fn: the weight of a microbatch's mean, such as its number of trained tokens. The step's loss is
                 `sum(weight * loss) / sum(weight)` over all microbatches of all ranks.
 
@@ -122,8 +125,31 @@ class TrainEngine(ABC):
         """Advances the learning-rate schedule by one step."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Writes a HF checkpoint: sharded safetensors, config, tokenizer."""
+    def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
+        """Writes to the folder `path`: `hf` a checkpoint of weights, config and tokenizer, `native` everything that
+        training goes on from (`save_state`). A collective."""
+
+    @abstractmethod
+    def load(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
+        """Takes up what `save` wrote: `hf` the weights, optimizer moments and schedule staying as they are; `native` all
+        (`load_state`). A collective.
+
+        Raises:
+            UserError: the folder does not fit the model.
+        """
+
+    @abstractmethod
+    def connect(self, updates: WeightUpdates) -> None:
+        """Says what `upload_weights` hands the weights to."""
+
+    @abstractmethod
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Brings the rollout servers to the present weights, as `meta` says, through what `connect` named. Without it,
+        `type="disk"` writes a HF checkpoint to `meta.path`, for servers that load it themselves. A collective.
+
+        Raises:
+            UserError: another type, and nothing is connected.
+        """
 
     @abstractmethod
     def snapshot_state(self) -> StateSnapshot:

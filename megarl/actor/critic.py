@@ -36,9 +36,7 @@ class MegatronScalarEngine(MegatronEngine):
     `values[i]` is the head's output after reading token i and the per-token tensors of `data` are those of token i + 1,
     the one that is chosen there; at a sequence's last token, where nothing is chosen any more, they are 0."""
 
-    def __init__(
-        self, config: EngineConfig, parallel: ParallelConfig | None = None, *, trainable: bool = True
-    ) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None, *, trainable: bool = True) -> None:
         super().__init__(config, parallel, scalar=True, trainable=trainable)
 
     @torch.no_grad()
@@ -55,9 +53,7 @@ class MegatronScalarEngine(MegatronEngine):
 class MegatronPPOCritic(MegatronScalarEngine):
     """PPO's critic."""
 
-    def __init__(
-        self, config: EngineConfig, algorithm: ValueAlgorithm, parallel: ParallelConfig | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, algorithm: ValueAlgorithm, parallel: ParallelConfig | None = None) -> None:
         super().__init__(config, parallel)
         self.algorithm = algorithm
 

@@ -17,13 +17,13 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megarl.actor import head, hf, model, schedule
-from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, Sees, TrainEngine
+from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, Sees, TrainEngine, WeightFormat
+from megarl.actor.balance import SequenceCost
 from megarl.actor.checkpoint import EngineState, Snapshot
 from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.context_parallel import Cut
 from megarl.actor.families import as_scalar, check_layout, is_scalar, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
-from megarl.actor.balance import SequenceCost
 from megarl.actor.microbatch import Microbatch, build, plan, shift_right
 from megarl.actor.optimizer import build_optimizer, build_scheduler
 from megarl.knobs import UserError
@@ -31,7 +31,7 @@ from megarl.parallel import groups as process_groups
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
-from megarl.types import PackedBatch
+from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 
 
 class MegatronEngine(TrainEngine):
@@ -49,6 +49,7 @@ class MegatronEngine(TrainEngine):
         gradients nor an optimizer are made room for (see `reference.py`)."""
         self.config = config
         self.trainable = trainable
+        self._updates: WeightUpdates | None = None
         self.parallel = parallel or ParallelConfig()
         check_config(config)
         check_device(config, platform.has_gpu())
@@ -58,6 +59,11 @@ class MegatronEngine(TrainEngine):
         elif is_scalar(self.hf_config):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         check_layout(self.hf_config, self.parallel)
+        if config.shared_prefix and (self.parallel.cp_size > 1 or self.parallel.sequence_parallel):
+            raise UserError(
+                f"actor.shared_prefix=true takes whole sequences on every rank: set it to false, or parallel.cp_size="
+                f"{self.parallel.cp_size} to 1 and sequence_parallel={self.parallel.sequence_parallel} to false"
+            )
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -189,6 +195,8 @@ class MegatronEngine(TrainEngine):
     def train_batch(
         self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
     ) -> dict[str, float]:
+        if not self.trainable:
+            raise UserError("train_batch on a frozen engine: build it with trainable=True")
         microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
@@ -240,12 +248,14 @@ class MegatronEngine(TrainEngine):
     def forward(
         self,
         data: Any,
-        post_hook: Callable[[Tensor, PackedBatch], Tensor],
+        post_hook: Callable[[Tensor, PackedBatch], Tensor] | None = None,
         aggregate: Callable[[list[Tensor]], Tensor] = torch.cat,
     ) -> Tensor:
-        batch = PackedBatch.from_padded(data)
-        per_sequence = self._collect(batch, lambda out, mb: post_hook(self._logits(out, mb), mb.batch))
-        return aggregate(per_sequence)
+        def process(out: Tensor, mb: Microbatch) -> Tensor:
+            logits = self._logits(out, mb)
+            return logits if post_hook is None else post_hook(logits, mb.batch)
+
+        return aggregate(self._collect(PackedBatch.from_padded(data), process))
 
     @torch.no_grad()
     def logprobs(self, data: Any, trained_only: bool = False) -> Tensor:
@@ -283,12 +293,41 @@ class MegatronEngine(TrainEngine):
 
     # -- weights and state --------------------------------------------------------------------------------------
 
+    def shards(self) -> list[hf.Shard]:
+        """The boxes of the HF checkpoint that this rank holds, as views of its live parameters."""
+        return hf.shards(self.modules, self.hf_config, self.groups)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor whole, on rank 0's host, by name (see `hf.gather`); a collective."""
         return hf.gather(self.modules, self.hf_config, self.groups)
 
-    def save(self, folder: Path) -> None:
-        hf.save(self.modules, self.hf_config, self.groups, folder, self.config.path)
+    def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
+        if weight_format == "native":
+            self.save_state(Path(path))
+        else:
+            hf.save(self.modules, self.hf_config, self.groups, Path(path), self.config.path)
+
+    def load(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
+        if weight_format == "native":
+            self.load_state(Path(path))
+            return
+        hf.load(self.modules, self.hf_config, self.groups, str(path), self.config.value_head_std)
+        if self.trainable:
+            with platform.scope():
+                self.optimizer.reload_model_params()  # the float32 main parameters
+
+    def connect(self, updates: WeightUpdates) -> None:
+        self._updates = updates
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        if self._updates is not None:
+            self._updates.upload(self, meta)
+        elif meta.path is not None:
+            self.save(meta.path)
+        else:
+            raise UserError(
+                f"type={meta.type} needs a session with the servers: call connect(session) first, or use disk"
+            )
 
     def snapshot_state(self) -> Snapshot:
         return self._state.snapshot()

@@ -102,14 +102,14 @@ def _even(
 def plan(
     batch: PackedBatch, cost: SequenceCost, dp_size: int, max_tokens: int, multiple_of: int = 1, shared: bool = False
 ) -> list[list[list[int]]]:
-    """Sequence indices by `[dp rank][microbatch]`. With `shared`, sequences with a common prompt stay together."""
-    if not shared:
-        lengths = batch.lengths.tolist()
-        return partition(lengths, [cost(n) for n in lengths], dp_size, max_tokens, multiple_of)
-    members, sizes = units(batch, max_tokens)
-    costs = [cost.linear * size for size in sizes]
-    for unit, sequences in enumerate(members):
-        costs[unit] += sum(cost(n) - cost.linear * n for n in batch.lengths[sequences].tolist())
+    """Sequence indices by `[dp rank][microbatch]`. Sequences of one of the batch's `pair_ids` stay together, and with
+    `shared` those with a common prompt."""
+    members, sizes = units(batch, max_tokens, shared)
+    lengths = batch.lengths.tolist()
+    costs = [
+        cost.linear * size + sum(cost.quadratic * lengths[i] ** 2 for i in unit)
+        for unit, size in zip(members, sizes, strict=True)
+    ]
     by_unit = partition(sizes, costs, dp_size, max_tokens, multiple_of)
     return [[[i for unit in mb for i in members[unit]] for mb in rank] for rank in by_unit]
 

@@ -16,18 +16,19 @@ from megarl.types import PackedBatch
 
 
 def groups_of(batch: PackedBatch) -> list[list[int]]:
-    """The sequences of each group, in the order in which groups first appear.
+    """The sequences that share a prompt, by `pair_ids` or `group_ids`, in the order in which groups first appear.
 
     Raises:
         UserError: the batch says nothing of groups.
     """
-    if "group_ids" not in batch:
+    key = "pair_ids" if "pair_ids" in batch else "group_ids"
+    if key not in batch:
         raise UserError(
             "actor.shared_prefix=true needs the batch's group_ids [num_seqs], which says who shares a prompt; "
             "set it to false for this batch"
         )
     found: dict[int, list[int]] = {}
-    for index, group in enumerate(batch["group_ids"].tolist()):
+    for index, group in enumerate(batch[key].tolist()):
         found.setdefault(group, []).append(index)
     return list(found.values())
 
@@ -58,21 +59,23 @@ def share(batch: PackedBatch) -> LocalTokens:
     return LocalTokens(owned.nonzero().squeeze(1), place[source])
 
 
-def units(batch: PackedBatch, max_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """Groups as they go into microbatches, with the tokens that the model is given of each. One that `max_tokens` does
-    not hold is cut into several, each with the prompt."""
+def units(batch: PackedBatch, max_tokens: int, shared: bool) -> tuple[list[list[int]], list[int]]:
+    """What goes into microbatches whole, with the tokens that the model is given of each: the pairs of `pair_ids`, with
+    `shared` else groups, otherwise single sequences. A group that `max_tokens` does not hold is cut into several units,
+    each with the prompt; a pair never is."""
     lengths = batch.lengths.tolist()
+    paired = "pair_ids" in batch
+    if not (shared or paired):
+        return [[i] for i in range(batch.num_seqs)], lengths
     found: list[list[int]] = []
     sizes: list[int] = []
     for members in groups_of(batch):
-        common = common_length(batch, members)
-        size = max_tokens + 1  # the first sequence opens a unit
-        for member in members:
-            if size + lengths[member] - common > max_tokens:
+        common = common_length(batch, members) if shared else 0
+        for place, member in enumerate(members):
+            added = lengths[member] - common
+            if place == 0 or (not paired and sizes[-1] + added > max_tokens):
                 found.append([])
-                sizes.append(0)
-                size = common
+                sizes.append(common)
             found[-1].append(member)
-            size += lengths[member] - common
-            sizes[-1] = size
+            sizes[-1] += added
     return found, sizes
