@@ -74,6 +74,17 @@ class ModelResponse:
         return len(self.output_tokens)
 
 
+class Reward(float):
+    """The weighted sum of several rewards, with each of them in `parts`."""
+
+    parts: tuple[float, ...]
+
+    def __new__(cls, total: float, parts: Sequence[float]) -> Reward:
+        reward = super().__new__(cls, total)
+        reward.parts = tuple(parts)
+        return reward
+
+
 class RewardError(RuntimeError):
     """A completion could not be scored. Its sample is masked and counted, and never taken for a reward of 0."""
 

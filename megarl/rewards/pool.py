@@ -26,7 +26,7 @@ import cloudpickle
 
 from megarl.knobs import UserError, knob
 from megarl.rewards import worker
-from megarl.types import RewardError
+from megarl.types import Reward, RewardError
 
 PATIENCE_S = 0.1  # a call waits this long for a worker before more are forked
 FORK_DEADLINE_S = 30.0
@@ -67,10 +67,10 @@ class RewardConfig:
 class RewardPool:
     """Scores completions with `functions` in processes of its own; itself a reward function, async.
 
-    `await pool(prompt, completions, prompt_ids, completion_ids, **data)` gives the weighted sum, `await
-    pool.score(...)` the functions' values. Both raise `RewardError` where a function failed. The functions are those of
-    `RLVRWorkflow`: `(prompt, completions, prompt_ids, completion_ids, **data) -> float`, sync or async. A context
-    manager; used from one asyncio loop.
+    `await pool(prompt, completions, prompt_ids, completion_ids, **data)` gives the weighted sum, with the functions'
+    values in its `parts`; `await pool.score(...)` gives those alone. Both raise `RewardError` where a function failed.
+    The functions are those of `RLVRWorkflow`: `(prompt, completions, prompt_ids, completion_ids, **data) -> float`,
+    sync or async. A context manager, made in a thread that lives as long as it; used from one asyncio loop.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], config: RewardConfig | None = None) -> None:
@@ -126,9 +126,9 @@ class RewardPool:
 
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-    ) -> float:
+    ) -> Reward:
         values = await self.score(prompt, completions, prompt_ids, completion_ids, **data)
-        return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
+        return Reward(sum(weight * value for weight, value in zip(self.weights, values, strict=True)), values)
 
     async def score(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any

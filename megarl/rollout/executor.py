@@ -149,7 +149,10 @@ def assemble(episodes: Sequence[Episode]) -> PackedBatch:
     groups = [episode.group for episode in episodes if episode.group is not None]
     if not groups:
         raise WorkflowError(f"all {len(episodes)} episodes were rejected, the first because: {episodes[0].reason}")
-    return PackedBatch.concat(groups)
+    batch = PackedBatch.concat(groups)
+    if "reward_failed" in batch and bool(batch["reward_failed"].all()):
+        raise WorkflowError(f"none of {batch.num_seqs} completions could be scored; the log says why of each")
+    return batch
 
 
 def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, seconds: float) -> None:
@@ -163,6 +166,7 @@ def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, 
         completion_len=float(sampled.mean()),
         completion_len_max=float(sampled.max()),
         rejected=sum(episode.group is None for episode in episodes),
+        reward_failed=float(batch["reward_failed"].sum()) if "reward_failed" in batch else 0.0,
     )
     if "versions" in batch and bool(mask.any()):
         staleness = version - batch["versions"][mask].float()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow, pad_responses
+from megarl.rollout.judge import RewardFn, judge
 from megarl.types import GenerationHyperparameters, ModelRequest
-
-RewardFn = Callable[..., Any]  # -> float, or an awaitable of one
 
 
 class RLVRWorkflow(RolloutWorkflow):
@@ -20,8 +17,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float` may be sync or async. `prompt` is the
     chat as the model reads it, `completions` one completion's text without special tokens, the ids are lists of int.
-    A sync function runs in a thread, one call of the thread pool for a whole group: a slow one then delays neither the
-    other episodes nor their requests.
+    A completion that it cannot score is masked and counted (`rollout/judge.py`).
     """
 
     def __init__(
@@ -42,9 +38,8 @@ class RLVRWorkflow(RolloutWorkflow):
         responses = await asyncio.gather(*(engine.agenerate(request) for _ in range(self.gconfig.n_samples)))
         prompt = self.tokenizer.decode(input_ids)
         completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in responses]
-        rewards = await self._score(
-            [(prompt, text, input_ids, r.output_tokens) for text, r in zip(completions, responses, strict=True)], data
-        )
+        ids = [r.output_tokens for r in responses]
+        rewards = await judge(self.reward_fn, prompt, input_ids, completions, ids, data)
         return pad_responses(responses, rewards)
 
     def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
@@ -58,8 +53,3 @@ class RLVRWorkflow(RolloutWorkflow):
             enable_thinking=self.enable_thinking,
             return_dict=False,
         )
-
-    async def _score(self, samples: list[tuple[str, str, list[int], list[int]]], data: dict[str, Any]) -> list[float]:
-        if inspect.iscoroutinefunction(self.reward_fn):
-            return list(await asyncio.gather(*(self.reward_fn(*sample, **data) for sample in samples)))
-        return await asyncio.to_thread(lambda: [float(self.reward_fn(*sample, **data)) for sample in samples])

@@ -1,0 +1,72 @@
+"""How workflows call a reward function: any kind of it, with a failure that costs one sample and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.types import RewardError
+
+logger = logging.getLogger(__name__)
+
+RewardFn = Callable[
+    ..., Any
+]  # (prompt, completions, prompt_ids, completion_ids, **data) -> float, or an awaitable of one
+
+
+async def judge(
+    reward_fn: RewardFn,
+    prompt: str,
+    prompt_ids: list[int],
+    completions: Sequence[str],
+    completion_ids: Sequence[list[int]],
+    data: Mapping[str, Any],
+) -> list[float | RewardError]:
+    """The reward of every completion of a prompt; what could not be scored is a `RewardError`, never a 0.
+
+    A sync function runs in a thread, one call of the thread pool for all completions: a slow one then delays neither
+    the other episodes nor their requests. A time limit, and processes that survive a crash, are `RewardPool`'s.
+    """
+    samples = list(zip(completions, completion_ids, strict=True))
+    if is_async(reward_fn):
+
+        async def one(text: str, ids: list[int]) -> float | RewardError:
+            try:
+                return _number(await reward_fn(prompt, text, prompt_ids, ids, **data))
+            except Exception as error:  # the sample's, not the run's: masked and counted
+                return _failure(reward_fn, error)
+
+        return list(await asyncio.gather(*(one(text, ids) for text, ids in samples)))
+
+    def all_of_them() -> list[float | RewardError]:
+        rewards: list[float | RewardError] = []
+        for text, ids in samples:
+            try:
+                rewards.append(_number(reward_fn(prompt, text, prompt_ids, ids, **data)))
+            except Exception as error:  # the sample's, not the run's: masked and counted
+                rewards.append(_failure(reward_fn, error))
+        return rewards
+
+    return await asyncio.to_thread(all_of_them)
+
+
+def is_async(function: RewardFn) -> bool:
+    """Whether calling it gives an awaitable: a coroutine function, or an object whose `__call__` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str) or not math.isfinite(float(value)):
+        raise TypeError(f"the reward is {value!r}, which is no finite number")
+    return value if isinstance(value, float) else float(value)
+
+
+def _failure(reward_fn: RewardFn, error: Exception) -> RewardError:
+    failure = error if isinstance(error, RewardError) else RewardError(f"{type(error).__name__}: {error}")
+    name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
+    logger.warning("a sample is masked, as %s could not score it: %s", name, failure)
+    return failure
