@@ -131,8 +131,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
-        """Takes up what `save` wrote: `hf` the weights, optimizer moments and schedule staying as they are; `native` all
-        (`load_state`). A collective.
+        """Takes up what `save` wrote: `hf` the weights, optimizer moments and schedule staying as they are; `native`
+        all (`load_state`). A collective.
 
         Raises:
             UserError: the folder does not fit the model.

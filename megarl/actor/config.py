@@ -51,9 +51,7 @@ class EngineConfig:
     init_seed: int = knob(1, "seed of init=random")
     dtype: str = knob("float32", "float32 or bfloat16 parameters; main parameters and gradients are float32")
     max_tokens_per_mb: int = knob(16384, "most tokens in one packed microbatch; bounds activation memory")
-    kept_logits_mb: int = knob(
-        256, "MiB of logits kept for backward; a microbatch with more computes them twice, in parts"
-    )
+    kept_logits_mb: int = knob(256, "MiB of logits kept for backward; where there are more, they are computed twice")
     shared_prefix: bool = knob(False, "compute the prompt that a group shares once a microbatch; cp_size=1 only")
     value_head_std: float = knob(0.0, "standard deviation of a new critic's or reward model's head; 0 starts at zero")
     temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")

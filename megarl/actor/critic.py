@@ -1,7 +1,7 @@
 """Models with one number a token in place of the vocabulary: PPO's critic, and reward models.
 
-Both are HF's `ForSequenceClassification` with one label. A checkpoint of a language model serves as well: its LM head is
-left out, and a new value head starts as `actor.value_head_std` says.
+Both are HF's `ForSequenceClassification` with one label. A checkpoint of a language model serves as well: its LM head
+is left out, and a new value head starts as `actor.value_head_std` says.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class ValueAlgorithm(Protocol):
 
 
 class MegatronScalarEngine(MegatronEngine):
-    """The engine with a value head. Losses see it with `train_batch(..., sees="values")`: `loss_fn(values, data)`, where
-    `values[i]` is the head's output after reading token i and the per-token tensors of `data` are those of token i + 1,
-    the one that is chosen there; at a sequence's last token, where nothing is chosen any more, they are 0."""
+    """The engine with a value head. Losses see it with `train_batch(..., sees="values")`: `loss_fn(values, data)`.
+
+    `values[i]` is the head's output after reading token i, and the per-token tensors of `data` are those of token
+    i + 1, the one that is chosen there; at a sequence's last token, where nothing is chosen any more, they are 0.
+    """
 
     def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None, *, trainable: bool = True) -> None:
         super().__init__(config, parallel, scalar=True, trainable=trainable)
@@ -59,8 +61,8 @@ class MegatronPPOCritic(MegatronScalarEngine):
 
     @torch.no_grad()
     def compute_values(self, data: Any) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned, on the host: `values[i]` is the value of the state in which token i is
-        chosen, so of what stands before it; 0 at a sequence's first token."""
+        """float32 `[total_tokens]`, token-aligned, on the host: `values[i]` is the value of the state in which token i
+        is chosen, so of what stands before it; 0 at a sequence's first token."""
 
         def process(out: Tensor, mb: Microbatch) -> Tensor:
             return shift_right(self._values(out, mb), mb.batch.cu_seqlens)
