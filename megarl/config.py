@@ -6,6 +6,7 @@ holds differences from the defaults.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,16 @@ def check(config: Config) -> None:
     Raises:
         UserError: with both sides of the equation.
     """
+    for one in checks(config):
+        one(config)
+
+
+def checks(config: Config) -> tuple[Callable[[Config], None], ...]:
+    """The checks of this configuration, each for itself: `megarl.preflight` lists all that fail."""
+    return (_check_run, *(RL_CHECKS if config.method == "rl" else ()))
+
+
+def _check_run(config: Config) -> None:
     if config.method not in ("rl", "sft"):
         raise UserError(f"method={config.method} must be rl or sft")
     if config.total_train_steps < 1:
@@ -67,14 +78,21 @@ def check(config: Config) -> None:
             f"{config.total_train_steps}; lower one or raise the other"
         )
     config.actor.optimizer.check_length(config.total_train_steps)
-    if config.method == "rl":
-        _check_rl(config)
 
 
-def _check_rl(config: Config) -> None:
+def _check_algorithm(config: Config) -> None:
     if not isinstance(config.algorithm, RLConfig):
         raise UserError(f"method=rl: the algorithm {type(config.algorithm).__name__} is not one of rollouts")
     config.algorithm.check()
+    algorithm = algorithm_of(config.algorithm)
+    if config.gconfig.n_samples < algorithm.min_group:
+        raise UserError(
+            f"gconfig.n_samples={config.gconfig.n_samples}: {type(algorithm).__name__} compares the completions of a "
+            f"prompt and needs at least {algorithm.min_group}"
+        )
+
+
+def _check_sampling(config: Config) -> None:
     if config.actor.init != "checkpoint":
         raise UserError(f"actor.init={config.actor.init} is for method=sft: the rollout servers load actor.path")
     if config.gconfig.greedy:
@@ -84,7 +102,14 @@ def _check_rl(config: Config) -> None:
             f"actor.temperature={config.actor.temperature} must equal gconfig.temperature="
             f"{config.gconfig.temperature}: the trainer's log-probs are compared with the rollout's"
         )
+
+
+def _check_batch(config: Config) -> None:
+    if not isinstance(config.algorithm, RLConfig):
+        return
     prompts, samples, parts = config.train_dataset.batch_size, config.gconfig.n_samples, config.algorithm.n_minibatches
+    if parts < 1:
+        return  # the algorithm's own check says so
     if (prompts * samples) % parts:
         raise UserError(
             f"train_dataset.batch_size={prompts} x gconfig.n_samples={samples} = {prompts * samples} sequences do not "
@@ -96,22 +121,26 @@ def _check_rl(config: Config) -> None:
             f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "
             f"parallel.dp_size={replicas} does not divide; change batch_size, n_samples or dp_size"
         )
+
+
+def _check_deadlines(config: Config) -> None:
     if config.parallel.world_size() > 1 and config.parallel.timeout_s <= config.rollout.batch_timeout_s:
         raise UserError(
             f"parallel.timeout_s={config.parallel.timeout_s:g} must exceed rollout.batch_timeout_s="
             f"{config.rollout.batch_timeout_s:g}: the other ranks wait in a collective while rank 0 samples"
         )
-    algorithm = algorithm_of(config.algorithm)
-    if samples < algorithm.min_group:
+
+
+def _check_tokens(config: Config) -> None:
+    if config.train_dataset.max_length is None:
+        return
+    longest = config.train_dataset.max_length + config.gconfig.max_new_tokens
+    if longest > config.actor.max_tokens_per_mb:
         raise UserError(
-            f"gconfig.n_samples={samples}: {type(algorithm).__name__} compares the completions of a prompt and needs "
-            f"at least {algorithm.min_group}"
+            f"train_dataset.max_length={config.train_dataset.max_length} + gconfig.max_new_tokens="
+            f"{config.gconfig.max_new_tokens} = {longest} tokens do not fit into actor.max_tokens_per_mb="
+            f"{config.actor.max_tokens_per_mb}; raise it to at least {longest}"
         )
-    if config.train_dataset.max_length is not None:
-        longest = config.train_dataset.max_length + config.gconfig.max_new_tokens
-        if longest > config.actor.max_tokens_per_mb:
-            raise UserError(
-                f"train_dataset.max_length={config.train_dataset.max_length} + gconfig.max_new_tokens="
-                f"{config.gconfig.max_new_tokens} = {longest} tokens do not fit into actor.max_tokens_per_mb="
-                f"{config.actor.max_tokens_per_mb}; raise it to at least {longest}"
-            )
+
+
+RL_CHECKS = (_check_algorithm, _check_sampling, _check_batch, _check_deadlines, _check_tokens)
