@@ -8,17 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.actor.attention import PackedAttention, packed_sequences
-from megarl.actor.microbatch import build, partition, shift_left, shift_right
+from megarl.actor.balance import SequenceCost
+from megarl.actor.microbatch import build, partition, plan, shift_left, shift_right
+from megarl.actor.prefix import share
 from megarl.knobs import UserError
 from megarl.types import PackedBatch, cu_seqlens_of
 
 lengths_lists = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 
 
-@given(lengths_lists, st.integers(1, 4), st.integers(64, 200))
-def test_a_partition_holds_every_sequence_once_within_the_budget(lengths: list[int], dp: int, budget: int) -> None:
-    plan = partition(lengths, dp, budget)
-    assert len({len(rank) for rank in plan}) == 1, "ranks have different numbers of microbatches"
+@given(lengths_lists, st.integers(1, 4), st.integers(64, 200), st.integers(1, 3))
+def test_a_partition_holds_every_sequence_once_within_the_budget(
+    lengths: list[int], dp: int, budget: int, multiple: int
+) -> None:
+    plan = partition(lengths, [float(n) for n in lengths], dp, budget, multiple)
+    counts = {len(rank) for rank in plan}
+    assert len(plan) == dp
+    assert len(counts) == 1, "ranks have different numbers of microbatches"
+    assert counts.pop() % multiple == 0
     assert sorted(i for rank in plan for mb in rank for i in mb) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in mb) <= budget for rank in plan for mb in rank)
     loads = [sum(lengths[i] for mb in rank for i in mb) for rank in plan]
@@ -27,7 +34,79 @@ def test_a_partition_holds_every_sequence_once_within_the_budget(lengths: list[i
 
 def test_a_sequence_over_the_budget_is_refused_with_both_numbers() -> None:
     with pytest.raises(UserError, match=r"70 tokens .*max_tokens_per_mb=64"):
-        partition([3, 70], 1, 64)
+        partition([3, 70], [3.0, 70.0], 1, 64)
+
+
+def test_microbatches_of_a_rank_are_even() -> None:
+    lengths = [40, 40, 8, 8, 8, 8, 8]
+    (rank,) = partition(lengths, [float(n) for n in lengths], 1, 64)
+    assert [sum(lengths[i] for i in mb) for mb in rank] == [64, 56]
+
+
+def grouped(sizes: list[tuple[int, list[int]]], key: str = "group_ids", vocab: int = 50) -> PackedBatch:
+    """Groups of a prompt's length and its completions' lengths, the groups' sequences in turns."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for group, (prompt, completions) in enumerate(sizes):
+        start = torch.randint(0, vocab, (prompt,), generator=generator)
+        for place, length in enumerate(completions):
+            completion = torch.randint(0, vocab, (length,), generator=generator)
+            completion[:1] = place  # completions differ from their first token on
+            found.append((place, group, torch.cat([start, completion])))
+    found.sort(key=lambda entry: entry[:2])
+    lengths = torch.tensor([len(ids) for *_, ids in found])
+    groups = torch.tensor([group for _, group, _ in found])
+    return PackedBatch(cu_seqlens_of(lengths), {"input_ids": torch.cat([ids for *_, ids in found])}, {key: groups})
+
+
+COST = SequenceCost(linear=100.0, quadratic=1.0)
+
+
+def test_groups_stay_together_and_their_prompt_counts_once() -> None:
+    batch = grouped([(20, [5, 5, 5]), (10, [9, 9, 9]), (4, [2, 2])])
+    plan_ = plan(batch, COST, 1, 40, shared=True)
+    groups = [batch["group_ids"][mb].tolist() for rank in plan_ for mb in rank if mb]
+    assert sorted(g for mb in groups for g in set(mb)) == [0, 1, 2], "a group is in several microbatches"
+    for mb in plan_[0]:
+        given = share(batch.select(mb)).source.numel() if mb else 0
+        assert given <= 40
+
+
+def test_a_group_that_does_not_fit_is_cut_with_the_prompt_in_each_part() -> None:
+    batch = grouped([(20, [9, 9, 9])])
+    (rank,) = plan(batch, COST, 1, 40, shared=True)
+    assert sorted(len(mb) for mb in rank) == [1, 2]
+    with pytest.raises(UserError, match="29 tokens does not fit"):
+        plan(batch, COST, 1, 28, shared=True)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pairs_are_never_parted(shared: bool) -> None:
+    batch = grouped([(3, [9, 4]), (2, [7, 7]), (5, [2, 12]), (1, [3, 3])], key="pair_ids")
+    for dp in (1, 2, 3):
+        for rank in plan(batch, COST, dp, 30, shared=shared):
+            for mb in rank:
+                ids = batch["pair_ids"][mb].tolist()
+                assert all(ids.count(i) == 2 for i in ids)
+    with pytest.raises(UserError, match="does not fit"):
+        plan(batch, COST, 1, 16, shared=shared)
+
+
+def test_the_model_is_given_each_common_beginning_once() -> None:
+    batch = grouped([(6, [3, 1, 2]), (4, [2, 2, 2])])
+    shared = share(batch)
+    assert shared.source.numel() == 6 + 3 + 1 + 2 + 4 + 2 + 2 + 2
+    assert torch.equal(batch["input_ids"][shared.source][shared.rows], batch["input_ids"])
+    packed = packed_sequences(batch.cu_seqlens, torch.device("cpu"), shared=shared)
+    position = torch.cat([torch.arange(n) for n in batch.lengths.tolist()])
+    assert packed.positions is not None
+    assert torch.equal(packed.positions[shared.rows], position)
+
+
+def test_shared_prompts_need_to_know_the_groups() -> None:
+    batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
+    with pytest.raises(UserError, match=r"shared_prefix=true needs the batch's group_ids"):
+        plan(batch, COST, 1, 64, shared=True)
 
 
 @given(lengths_lists)
@@ -55,8 +134,8 @@ def test_an_empty_microbatch_has_a_sequence_and_no_weight() -> None:
 
 @given(lengths_lists)
 def test_blocks_hold_every_token_once_and_half_of_them_at_least_are_tokens(lengths: list[int]) -> None:
-    packed = packed_sequences(cu_seqlens_of(torch.tensor(lengths)))
-    held = torch.cat([block.gather[block.valid] for block in packed.blocks])
+    packed = packed_sequences(cu_seqlens_of(torch.tensor(lengths)), torch.device("cpu"))
+    held = torch.cat([block.queries[block.valid] for block in packed.blocks])
     assert sorted(held.tolist()) == list(range(sum(lengths)))
     assert torch.equal(held[packed.restore], torch.arange(sum(lengths)))
     slots = sum(block.num_seqs * block.length for block in packed.blocks)
@@ -68,12 +147,15 @@ def test_blocks_hold_every_token_once_and_half_of_them_at_least_are_tokens(lengt
 def test_packed_attention_is_attention_of_each_sequence_alone() -> None:
     class Config:
         kv_channels = 8
+        context_parallel_size = 1
 
     torch.manual_seed(0)
     lengths = torch.tensor([5, 1, 17, 16, 3])
     total = int(lengths.sum())
     query, key, value = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
-    out = PackedAttention(Config())(query, key, value, None, packed_seq_params=packed_sequences(cu_seqlens_of(lengths)))
+    out = PackedAttention(Config())(
+        query, key, value, None, packed_seq_params=packed_sequences(cu_seqlens_of(lengths), torch.device("cpu"))
+    )
     expected = []
     for q, k, v in zip(*(x.split(lengths.tolist()) for x in (query, key, value)), strict=True):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)

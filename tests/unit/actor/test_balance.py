@@ -1,0 +1,69 @@
+"""Work shared out evenly: differencing, the FLOPs it goes by, and what that gives on long-tailed lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config
+
+from megarl.actor.balance import SequenceCost, imbalance, karmarkar_karp
+from megarl.actor.microbatch import partition
+from tests.conftest import random_model
+
+costs_lists = st.lists(st.floats(0, 1e6), max_size=60)
+
+
+@given(costs_lists, st.integers(1, 9))
+def test_every_index_is_in_one_part_and_sums_differ_by_at_most_the_largest_cost(costs: list[float], parts: int) -> None:
+    groups = karmarkar_karp(costs, parts)
+    assert len(groups) == parts
+    assert sorted(i for group in groups for i in group) == list(range(len(costs)))
+    sums = [sum(costs[i] for i in group) for group in groups]
+    assert max(sums) - min(sums) <= max(costs, default=0.0) * (1 + 1e-9) + 1e-6
+
+
+def test_differencing_beats_largest_first() -> None:
+    """The textbook's case: 8, 7, 6, 5, 4 in two parts, largest first onto the lighter part."""
+    costs = [8.0, 7.0, 6.0, 5.0, 4.0]
+    largest_first = [0.0, 0.0]
+    for cost in costs:
+        largest_first[largest_first.index(min(largest_first))] += cost
+    assert sorted(largest_first) == [13, 17]
+    assert sorted(sum(costs[i] for i in group) for group in karmarkar_karp(costs, 2)) == [14, 16]
+
+
+def test_the_cost_of_a_sequence_is_what_a_flop_counter_counts() -> None:
+    """Of attention the counter sees all pairs of tokens, the causal half is needed."""
+    model = random_model("qwen3", tied=False, vocab_size=352)
+    model.set_attn_implementation("eager")
+    cost = SequenceCost.of(model.config)
+    for tokens in (8, 64):
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, tokens, dtype=torch.long))
+        counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+        attention = counts.pop("aten.bmm")  # and the rotary angles
+        assert sum(counts.values()) == cost.linear * tokens
+        assert attention == pytest.approx(2 * cost.quadratic * tokens**2, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_most_loaded_rank_has_at_most_five_percent_more_work_on_long_tailed_lengths(ranks: int, seed: int) -> None:
+    """512 completions whose lengths a log-normal draws, cut at 8k tokens, on a model in which attention counts."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (600 * torch.randn(512, generator=generator).exp()).clamp(32, 8192).long().tolist()
+    cost = SequenceCost.of(Qwen3Config(hidden_size=1024, num_hidden_layers=28, intermediate_size=3072))
+    costs = [cost(n) for n in lengths]
+    plan = partition(lengths, costs, ranks, 16384)
+    loads = [sum(costs[i] for mb in rank for i in mb) for rank in plan]
+    assert imbalance(loads) <= 0.05
+    in_order = [sum(costs[r * 512 // ranks : (r + 1) * 512 // ranks]) for r in range(ranks)]
+    assert imbalance(loads) < imbalance(in_order)
+
+
+def test_imbalance_is_the_excess_over_the_mean() -> None:
+    assert imbalance([1.0, 3.0]) == 0.5
+    assert imbalance([0.0, 0.0]) == 0.0
