@@ -17,6 +17,8 @@ from megarl.reshard.layout import Holdings, Ints, Topology, itemsize
 from megarl.reshard.plan import Buckets, Ops, Plan
 from megarl.reshard.senders import SLACK_BUCKETS, Sets, choose, fill
 
+OPS_A_BUCKET = 8  # larger copies are cut, so that buckets come out at least 7/8 full
+
 
 class PlanError(ValueError):
     """The two sides do not fit together. `tensor` names the first checkpoint tensor at fault."""
@@ -61,7 +63,7 @@ def plan(
     _check_covered(sources, wanted, sum_by(row, np.prod(stop - start, axis=1), len(wanted)))
     left = _check_used(sources, blocks, destinations, wanted, topology, frozenset(waived))
 
-    part, start, stop = split(start, stop, sizes[row], bucket_bytes)
+    part, start, stop = split(start, stop, sizes[row], max(bucket_bytes // OPS_A_BUCKET, 1))
     block, row = block[part], row[part]
     nbytes = np.prod(stop - start, axis=1) * sizes[row]
     bucket, holder, candidates = fill(destinations.holder[row], replicas[block], nbytes, replica_sets, bucket_bytes)
