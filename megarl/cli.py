@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+import os
 import re
 import sys
 import warnings
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig
+from megarl.axolotl.read import read_axolotl
 from megarl.config import Config, check
 from megarl.knobs import UserError
 
@@ -56,6 +58,17 @@ def load(overrides: list[str]) -> Config:
     Raises:
         UserError: one line for anything that is wrong with it.
     """
+    config = composed(overrides)
+    check(config)
+    return config
+
+
+def composed(overrides: list[str]) -> Config:
+    """The configuration of the command line; keys and types are checked, what spans stages is not.
+
+    Raises:
+        UserError: one line for anything that is wrong with it.
+    """
     _check_keys(overrides)
     OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
     store = ConfigStore.instance()
@@ -64,16 +77,19 @@ def load(overrides: list[str]) -> Config:
         store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = compose("config", overrides)
-        config: Config = OmegaConf.to_object(composed)  # type: ignore[assignment]
+            config: Config = OmegaConf.to_object(compose("config", overrides))  # type: ignore[assignment]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
-    check(config)
     return config
 
 
 def run_command(command: Callable[[Config], int]) -> None:
-    """Runs a command on the configuration of sys.argv; a UserError is one line and exit code 2."""
+    """Runs a command on the configuration of sys.argv; see `exit_with`."""
+    exit_with(lambda arguments: command(load(arguments)))
+
+
+def exit_with(command: Callable[[list[str]], int]) -> None:
+    """Runs a command on sys.argv and ends with its exit code; a UserError is one line and exit code 2."""
     arguments = sys.argv[1:]
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
         warnings.filterwarnings("ignore", module=module)  # of Apex and TE not being there, and of names to come
@@ -82,13 +98,29 @@ def run_command(command: Callable[[Config], int]) -> None:
         print(_help())
         sys.exit(0)
     try:
-        sys.exit(command(load(arguments)))
+        sys.exit(command(arguments))
     except UserError as error:
         print(f"megarl: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def from_axolotl(arguments: list[str]) -> list[str]:
+    """The arguments with `--from-axolotl FILE` turned into overrides, and said what became of each key of the file."""
+    if "--from-axolotl" not in arguments:
+        return arguments
+    at = arguments.index("--from-axolotl")
+    if at + 1 == len(arguments):
+        raise UserError("--from-axolotl needs the path of a YAML file")
+    rest = arguments[:at] + arguments[at + 2 :]
+    given = [a.partition("=")[2] for a in rest if a.startswith("parallel.dp_size=") and a.partition("=")[2].isdecimal()]
+    replicas = int(given[-1]) if given else None
+    overrides, table = read_axolotl(arguments[at + 1], replicas, int(os.environ.get("WORLD_SIZE", "1")))
+    if "RANK" not in os.environ:
+        print(table, flush=True)
+    return overrides + rest
 
 
 def _help() -> str:
@@ -98,7 +130,8 @@ def _help() -> str:
         f"  experiments  {experiments}\n"
         f"  groups       {', '.join(sorted(groups() - {'experiment'}))}\n"
         "  knobs        docs/configuration.md, such as total_train_steps=20 actor.path=DIR parallel.tp_size=2\n"
-        "  resume       resume=runs/EXPERIMENT/latest"
+        "  resume       resume=runs/EXPERIMENT/latest\n"
+        "python -m megarl.preflight takes the same, and show=memory|layout|reshard, and says what would stop the run"
     )
 
 

@@ -14,6 +14,7 @@ from megarl.actor.config import EngineConfig
 from megarl.algorithms import AlgorithmConfig, GRPOConfig, RLConfig, algorithm_of
 from megarl.data.config import DataConfig, DatasetConfig
 from megarl.knobs import UserError, knob
+from megarl.launcher.config import ClusterConfig
 from megarl.observe.logger import LoggerConfig
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
@@ -50,6 +51,7 @@ class Config:
     saver: SaverConfig = knob(factory=SaverConfig, meaning="checkpoints of the run")
     evaluator: EvaluatorConfig = knob(factory=EvaluatorConfig, meaning="held-out evaluation during the run")
     logger: LoggerConfig = knob(factory=LoggerConfig, meaning="where metrics go")
+    cluster: ClusterConfig = knob(factory=ClusterConfig, meaning="the machines that the run is planned for")
 
 
 def check(config: Config) -> None:

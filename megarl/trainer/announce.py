@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from megarl import __version__
-from megarl.actor.families import head_dim
+from megarl.actor.memory import count_parameters
 from megarl.config import Config
 from megarl.data.prompts import BUNDLED
 from megarl.observe.run_folder import RunFolder
@@ -72,12 +72,3 @@ def _batch(config: Config) -> str:
         f"{prompts} prompts x {samples} completions = {prompts * samples} sequences a step, "
         f"{parts} optimizer step{'s' * (parts > 1)} of {prompts * samples // parts}, {most}"
     )
-
-
-def count_parameters(model: PretrainedConfig) -> int:
-    """Parameters of a dense decoder with this config, tied embeddings counted once."""
-    heads, hidden, dim = model.num_attention_heads + 2 * model.num_key_value_heads, model.hidden_size, head_dim(model)
-    attention = hidden * heads * dim + model.num_attention_heads * dim * hidden
-    mlp = 3 * hidden * model.intermediate_size
-    embeddings = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
-    return embeddings + model.num_hidden_layers * (attention + mlp + 2 * hidden) + hidden
