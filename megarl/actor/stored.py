@@ -25,6 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megarl.actor.families import is_scalar
 from megarl.knobs import UserError
 
 FORMAT = 2
@@ -173,7 +174,8 @@ def read_facts(folder: Path) -> dict[str, Any]:
 def shape_of(config: PretrainedConfig) -> dict[str, Any]:
     """What of a HF config a state must agree with."""
     values = config.to_dict()
-    return {"model_type": config.model_type, **{k: values[k] for k in SHAPE_FIELDS if values.get(k) is not None}}
+    fields = {k: values[k] for k in SHAPE_FIELDS if values.get(k) is not None}
+    return {"model_type": config.model_type, "scalar": is_scalar(config), **fields}
 
 
 def check_facts(folder: Path, config: PretrainedConfig, dtype: str) -> None:
