@@ -1,148 +1,190 @@
-"""Rank 0's end of the connection to one server: its endpoints, and the group with its ranks."""
+"""Rank 0's connection to one server: its endpoints, its part of the store, and how it stands."""
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import Store
 
+from megarl.reshard.job import Member, group_store, key
 from megarl.reshard.layout import Box
+from megarl.reshard.receive import Order
 from megarl.reshard.reference import ABANDONED, dtype_of, header_key
-from megarl.reshard.sglang import (
-    PROTOCOL,
-    WEIGHT_LOADER,
-    Order,
-    PendingCall,
-    ServerControl,
-    ServerControlError,
-    store_prefix,
-)
-from megarl.reshard.transports.gloo import SENDER, Deadline, GlooGroup, read, write
+from megarl.reshard.sglang import PendingCall, ServerControl, ServerControlError, order_body
+from megarl.reshard.store import POLL_S, Deadline, read, read_bulk, write
+from megarl.reshard.transports.gloo import SENDER, GlooTransport
+from megarl.reshard.world import boxes_of
 
 EXPLAIN_S = 2.0  # how long a server may take to say why it broke a transfer
 
 
+class RankFailure(ServerControlError):
+    """What one rank of a server reported. `peer` is whom it waited for, "" where the fault is its own."""
+
+    def __init__(self, rank: int, told: dict[str, Any]):
+        super().__init__(f"rank {rank} of the server: {told['error']}")
+        self.rank = rank
+        self.peer = str(told.get("peer", ""))
+        self.tensor = str(told.get("tensor", ""))
+
+
 class ServerLink:
-    """Rank 0's connection to one server: its endpoints, and the group with its ranks."""
+    """Rank 0's connection to one server."""
 
     def __init__(self, index: int, address: str, api_key: str):
         self.index = index
         self.address = address
+        self.tp_size = 1  # asked of the server before the first sync
         self.control = ServerControl(address, api_key)
+        self.dirty = False  # what it holds is not known, or not current
+        self.checked = False  # whether the version that it serves has been looked at
         self.epoch = 0
-        self.tp_size = 1
-        self.held: list[dict[Box, torch.dtype]] = []  # per rank of the server
+        self.carrier = ""  # that the group was joined for; "": not joined
+        self.layout: list[dict[str, Any]] = []  # what each rank published
         self.pending: PendingCall | None = None
-        self._group: GlooGroup | None = None
-        self._store: PrefixStore | None = None
+        self._answered: bool | Exception | None = None
         self.sequence = 0
+        self._store: Store | None = None
+        self._private: Store | None = None
+        self._broadcasts: GlooTransport | None = None
         self._announced = 0
 
     @property
-    def joined(self) -> bool:
-        return self._group is not None
+    def group(self) -> GlooTransport:
+        """For broadcasts, on the full path."""
+        assert self._broadcasts is not None, "joined for the full path only"
+        return self._broadcasts
 
     @property
-    def group(self) -> GlooGroup:
-        assert self._group is not None, "join first"
-        return self._group
+    def private(self) -> Store:
+        assert self._private is not None, "open first"
+        return self._private
 
     @property
-    def store(self) -> PrefixStore:
-        assert self._store is not None, "open first"
-        return self._store
+    def member(self) -> Member:
+        return Member(self.index, self.epoch, self.tp_size)
 
-    def open(self, store: TCPStore, host: str, session: int, sequence: int, deadline_s: float, verify: bool) -> None:
+    def open(
+        self, store: Store, host: str, port: int, session: int, sequence: int, carrier: str, wait_s: float
+    ) -> None:
         """Sends the request that makes the server's ranks call `receive`; its answer comes when they are done."""
+        if self.carrier not in ("", carrier):
+            self.leave()
         self.sequence = sequence
         self._announced = 0
-        self._store = PrefixStore(store_prefix(self.index, self.epoch), store)
-        deadline = Deadline(deadline_s)
-        order = Order(
-            protocol=PROTOCOL,
-            host=int(ipaddress.IPv4Address(host)),
-            port=store.port,
+        self._answered = None
+        self._store = store
+        self._private = group_store(store, self.index, self.epoch)
+        order = Order.of(
+            host,
+            port=port,
             server=self.index,
             session=session,
             epoch=self.epoch,
-            join=int(not self.joined),
+            join=int(not self.carrier),
             sequence=sequence,
-            deadline_ms=int(deadline_s * 1000),
-            verify=int(verify),
+            deadline_ms=int(wait_s * 1000),
         )
-        body = {
-            "serialized_named_tensors": [order.payload()] * self.tp_size,
-            "load_format": WEIGHT_LOADER,
-            "flush_cache": False,
-        }
-        self.pending = self.control.send("/update_weights_from_tensor", body, deadline)
+        body = order_body(order, self.tp_size)
+        self.pending = self.control.send("/update_weights_from_tensor", body, Deadline(wait_s))
 
-    def join(self, host: str, deadline: Deadline) -> None:
-        """Reads what each rank holds, and makes the group with them."""
-        held = []
-        for rank in range(self.tp_size):
-            layout = read(self.store, f"layout/{rank}", deadline, self.watch)
-            boxes = {Box(n, tuple(a), tuple(b)): dtype_of(dtype) for n, a, b, dtype in layout["boxes"]}
-            held.append(boxes)
-        self.held = held
-        self._group = GlooGroup(self.store, host, SENDER, self.tp_size + 1, deadline.left())
+    def join(self, carrier: str, deadline: Deadline) -> None:
+        """Reads what each rank holds, unless it is known; the group itself is joined by the trainer ranks."""
+        if self.carrier:
+            return
+        self.layout = [read(self.private, f"layout/{rank}", deadline, self.watch) for rank in range(self.tp_size)]
+        if (found := {rank["size"] for rank in self.layout}) != {self.tp_size}:
+            raise ServerControlError(f"the server has tp_size {sorted(found)}, and the trainer expects {self.tp_size}")
+        self.carrier = carrier
+
+    def join_broadcasts(self, host: str, deadline: Deadline) -> None:
+        """Makes the group of rank 0 and the server's ranks, for the full path."""
+        if self._broadcasts is None:
+            self._broadcasts = GlooTransport(self.private, host, SENDER, self.tp_size + 1, deadline.left())
+
+    def held(self, deadline: Deadline) -> list[list[tuple[Box, torch.dtype]]]:
+        """What each rank holds, in its own order."""
+        assert self._store is not None, "open first"
+        published = [read_bulk(self._store, rank["holdings"], deadline) for rank in self.layout]
+        return [[(box, dtype_of(dtype)) for box, dtype in boxes_of(rank)] for rank in published]
 
     def announce(self, header: Any) -> None:
-        """Puts the next header of the push into the store, for every rank of the server."""
-        write(self.store, header_key(self.sequence, self._announced), header)
+        """Puts the next header of a full push into the store, for every rank of the server."""
+        write(self.private, header_key(self.sequence, self._announced), header)
         self._announced += 1
+
+    def _answer(self, deadline: Deadline) -> None:
+        """Waits until every rank has answered the order. Raises what went wrong; may be asked again."""
+        if self._answered is None:
+            assert self.pending is not None, "open first"
+            try:
+                self.pending.result(deadline)
+                self._answered = True
+            except (ServerControlError, OSError) as error:
+                self._answered = error
+        if isinstance(self._answered, Exception):
+            raise self._answered
+        for rank in range(self.tp_size):
+            name = key(self.sequence, "result", rank)
+            if self.private.check([name]) and "error" in (told := read(self.private, name, deadline)):
+                raise RankFailure(rank, told)
+
+    def verdict(self, deadline: Deadline | None) -> Exception | None:
+        """How the order went, as the server tells it before the deadline: None where all ranks carried it out.
+
+        Without a deadline, what has gone wrong so far.
+        """
+        assert self.pending is not None, "open first"
+        while not self.pending.answered():
+            if deadline is None:
+                return None
+            try:
+                deadline.left()
+            except TimeoutError:
+                return ServerControlError(f"it did not answer within {deadline.seconds:g} s")
+            time.sleep(POLL_S)
+        try:
+            self._answer(Deadline(EXPLAIN_S))
+        except (RuntimeError, OSError) as error:
+            return error
+        return None
 
     def watch(self) -> None:
         """Raises if the server has answered already: it has failed, as it answers last."""
         if self.pending is not None and self.pending.answered():
-            self.pending.result(Deadline(5))
-            for rank in range(self.tp_size):
-                key = f"{self.sequence}/result/{rank}"
-                if self.store.check([key]):
-                    self.raise_failure(rank, read(self.store, key, Deadline(5)))
+            self._answer(Deadline(EXPLAIN_S))
             raise ServerControlError("the server ended the transfer before all weights were sent")
 
     def explain(self, error: Exception) -> Exception:
         """The server's own reason for a broken transfer: its answer comes a moment after the connections end."""
-        deadline = time.monotonic() + EXPLAIN_S
-        while time.monotonic() < deadline and not isinstance(error, TimeoutError):
-            try:
-                self.watch()
-            except (RuntimeError, OSError) as told:
-                return told
-            time.sleep(0.01)
-        return error
+        if isinstance(error, TimeoutError):
+            return error
+        told = self.verdict(Deadline(EXPLAIN_S))
+        return error if told is None or "did not answer" in str(told) else told
 
-    def raise_failure(self, rank: int, result: dict[str, Any]) -> None:
-        """Raises what a rank of the server reported, if it reported a failure."""
-        if "error" in result:
-            raise ServerControlError(f"rank {rank} of the server: {result['error']}")
-
-    def finish(self, deadline: Deadline) -> list[dict[Box, str]]:
-        """Waits until every rank has applied the weights. Returns the digests of what each holds."""
-        assert self.pending is not None
-        self.pending.result(deadline)
+    def finish(self, deadline: Deadline) -> list[dict[str, Any]]:
+        """Waits until every rank has applied the weights. Returns what each reports."""
+        self._answer(deadline)
         self.pending = None
-        held = []
+        results = []
         for rank in range(self.tp_size):
-            result = read(self.store, f"{self.sequence}/result/{rank}", deadline)
-            self.raise_failure(rank, result)
-            held.append({Box(n, tuple(a), tuple(b)): value for n, a, b, value in result["held"]})
-            self.store.delete_key(f"{self.sequence}/result/{rank}")
+            name = key(self.sequence, "result", rank)
+            results.append(read(self.private, name, deadline))
+            self.private.delete_key(name)
         for index in range(self._announced):
-            self.store.delete_key(header_key(self.sequence, index))
-        return held
+            self.private.delete_key(header_key(self.sequence, index))
+        return results
 
-    def abandon(self) -> None:
-        """Gives up a failed sync: the connections end, and the next one joins anew."""
+    def leave(self) -> None:
+        """Gives up the group and whatever is under way: the next sync joins anew."""
         if self.pending is not None:
             self.announce(ABANDONED)
             self.pending.cancel()
             self.pending = None
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
+        if self._broadcasts is not None:
+            self._broadcasts.abort()
+            self._broadcasts = None
+        self.carrier = ""
         self.epoch += 1

@@ -1,15 +1,16 @@
-"""The plain path: the trainer gathers each whole tensor and broadcasts it to every rank of every server.
+"""The plain path: the trainer gathers each whole tensor and hands it to every rank of every server.
 
-Simple enough to trust, it is the oracle that exact shard-to-shard plans are compared with, and the way out when a
-server must be brought back to a known state. Tensors travel in buckets of bounded size; a header in the store says
-what a bucket holds. A tensor larger than a bucket makes a bucket of its own.
+Simple enough to trust, it is the oracle that exact shard-to-shard plans are compared with, and the fallback. Tensors
+travel in buckets of bounded size, broadcast over gloo or as safetensors files (`transports/disk.py`); a header in the
+store says what a bucket holds. A tensor larger than a bucket makes a bucket of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megarl.reshard.layout import Box
-from megarl.reshard.transports.gloo import Deadline, GlooGroup, read, wait
+from megarl.reshard.store import Deadline, read
+from megarl.reshard.transports import disk
+from megarl.reshard.transports.gloo import GlooTransport, wait
 from megarl.reshard.verify import VerificationError, digest
 
 ALIGNMENT = 16  # bytes: any dtype may be viewed at a tensor's place in a bucket
@@ -32,7 +35,7 @@ class Receiver(Protocol):
     def address(self) -> str: ...
 
     @property
-    def group(self) -> GlooGroup: ...
+    def group(self) -> GlooTransport: ...
 
     def announce(self, header: Any) -> None:
         """Puts the next header into the store."""
@@ -71,7 +74,8 @@ class FullSender:
     """Sends whole tensors to all `receivers` at once. `add` each tensor, then `finish`.
 
     `boxes` names what the servers hold of each tensor: a digest of every box is taken before the tensor is copied
-    into a bucket, so that whatever happens to it on the way is seen. `dtypes` is what the servers store.
+    into a bucket, so that whatever happens to it on the way is seen. `dtypes` is what the servers store. With a
+    `folder` buckets become files there, otherwise they are broadcast.
     """
 
     receivers: Collection[Receiver]
@@ -79,11 +83,13 @@ class FullSender:
     deadline: Deadline
     dtypes: Mapping[str, torch.dtype]
     boxes: Mapping[str, Collection[Box]]
+    folder: Path | None = None
     bytes: int = 0
     digests: dict[Box, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     _header: list[tuple[str, str, list[int]]] = field(default_factory=list)
     _filled: int = 0
+    _files: int = 0
 
     def __post_init__(self) -> None:
         self._bucket = torch.empty(self.bucket_bytes, dtype=torch.uint8)
@@ -117,6 +123,13 @@ class FullSender:
         self._filled = 0
 
     def _send(self, payload: Tensor) -> None:
+        if self.folder is not None:
+            path = disk.write(self.folder, self._files, dict(unpacked(payload, self._header)))
+            self._tell({"bytes": payload.numel(), "file": str(path)})
+            self.bytes += payload.numel()
+            self._files += 1
+            self._header = []
+            return
         self._tell({"bytes": payload.numel(), "tensors": self._header})
         works = []
         for receiver in self.receivers:
@@ -135,25 +148,39 @@ class FullSender:
 
 def receive_full(
     store: Store,
-    group: GlooGroup,
+    group: GlooTransport | None,
     sequence: int,
     deadline: Deadline,
     load: Callable[[list[tuple[str, Tensor]]], Any],
-) -> None:
-    """The other end of `FullSender`: calls `load` with the named tensors of each bucket. They are views of it."""
+) -> int:
+    """The other end of `FullSender`: calls `load` with the named tensors of each bucket. They are views of it.
+
+    Returns the bytes received. `group` is None where files carry the weights.
+    """
+    received = 0
     for index, header in enumerate(_headers(store, sequence, deadline)):
+        received += header["bytes"]
+        if "file" in header:
+            load(disk.read(header["file"]))
+            continue
+        assert group is not None, "a bucket came by broadcast to a server that was to read files"
         bucket = torch.empty(header["bytes"], dtype=torch.uint8)
         try:
             wait(group.broadcast(bucket, deadline), deadline)
         except RuntimeError as error:
             raise RuntimeError(f"bucket {index} of {header['bytes']} bytes did not arrive: {error}") from error
-        named, at = [], 0
-        for name, dtype_name, shape in header["tensors"]:
-            dtype = dtype_of(dtype_name)
-            size = torch.Size(shape).numel() * dtype.itemsize
-            named.append((name, bucket[at : at + size].view(dtype).view(shape)))
-            at += aligned(size)
-        load(named)
+        load(list(unpacked(bucket, header["tensors"])))
+    return received
+
+
+def unpacked(bucket: Tensor, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors (name, dtype, shape) that lie in a bucket, as views of it."""
+    at = 0
+    for name, dtype_name, shape in tensors:
+        dtype = dtype_of(dtype_name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        yield name, bucket[at : at + size].view(dtype).view(tuple(shape))
+        at += aligned(size)
 
 
 def _headers(store: Store, sequence: int, deadline: Deadline) -> Iterator[dict[str, Any]]:

@@ -1,68 +1,45 @@
 """A sync of the servers with the trainer's weights: pause, begin, transfer, end, verify, flush, version, continue.
 
-All trainer ranks call `push` together, because the weights they hand in are gathered collectively; rank 0 alone
-talks to the servers, and how it went is told to all. A failure leaves the servers paused: none of them serves a mix of
-versions. The next push, which sends everything, mends them.
+All trainer ranks call `push` together. Rank 0 alone talks to the servers; ranks agree through a store, every wait of
+which has a deadline. A failure leaves the servers that took part paused: none of them serves a mix of versions. The
+next push brings them everything. With reshard.on_failure=drop_server a push goes on without servers that fail.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megarl.knobs import UserError, knob
-from megarl.reshard.layout import Box
-from megarl.reshard.link import ServerLink
-from megarl.reshard.reference import FullSender
-from megarl.reshard.sglang import ServerControlError
-from megarl.reshard.transports.gloo import Deadline, open_store
-from megarl.reshard.verify import check_digests, check_names
-
-PAUSE_MODES = ("retract", "in_place", "abort")
-VERIFY_MODES = ("always", "off")
-
-
-@dataclass(frozen=True)
-class ReshardConfig:
-    """How weights reach the servers."""
-
-    bucket_bytes: int = knob(64 * 2**20, "most bytes of weights in flight to a server; a larger tensor travels alone")
-    pause_mode: str = knob("retract", "retract (exact: recomputes caches), in_place (keeps stale caches) or abort")
-    verify: str = knob("always", "always: what each server holds is read back and compared on every sync; or off")
-    host: str = knob("127.0.0.1", "IPv4 address of the trainer that the servers connect to for weights")
-    connect_deadline_s: float = knob(60.0, "seconds for a server to join the trainer's group, once per server")
-    control_deadline_s: float = knob(30.0, "seconds for each of pause, begin, end, flush, version and continue")
-    transfer_deadline_s: float = knob(300.0, "seconds for all weights to be sent, applied and read back")
-
-    def __post_init__(self) -> None:
-        if self.pause_mode not in PAUSE_MODES:
-            raise UserError(f"pause_mode={self.pause_mode!r} is not one of {', '.join(PAUSE_MODES)}")
-        if self.verify not in VERIFY_MODES:
-            raise UserError(f"verify={self.verify!r} is not one of {', '.join(VERIFY_MODES)}")
-        if self.bucket_bytes < 1:
-            raise UserError(f"bucket_bytes={self.bucket_bytes} must be at least 1")
-        for name in ("connect_deadline_s", "control_deadline_s", "transfer_deadline_s"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name}={getattr(self, name)} must be above 0")
+from megarl.parallel.broadcast import broadcast_json
+from megarl.reshard import exact, full
+from megarl.reshard.config import ReshardConfig
+from megarl.reshard.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
+from megarl.reshard.exact import Attempt, Moved
+from megarl.reshard.job import Job, key, read_job, remove_attempt, write_job
+from megarl.reshard.send import Shard, TrainerMember
+from megarl.reshard.store import Deadline, join_store, open_store, read, write, write_bulk
+from megarl.reshard.verify import Sample
+from megarl.reshard.world import local_address
+from megarl.types import WeightUpdateMeta
 
 
-class WeightSyncError(RuntimeError):
-    """A sync failed. The servers stay paused until a whole push succeeds, or until they are restarted."""
+class Weights(Protocol):
+    """What is pushed: one trainer rank's side of a model. The actor's engines are such."""
 
-    def __init__(self, message: str, *, server: str = "", phase: str = "", tensor: str = ""):
-        super().__init__(message)
-        self.server = server
-        self.phase = phase
-        self.tensor = tensor
+    def shards(self) -> Sequence[Shard]:
+        """The boxes of the checkpoint that this rank holds, as views of its live parameters."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every checkpoint tensor whole, on rank 0's host; a collective, iterated to its end by all ranks."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +48,9 @@ class SyncReport:
 
     version: int
     bytes: int = 0  # sent, over all servers
-    tensors: int = 0  # sent
+    dense_bytes: int = 0  # what that would have been without delta
     verified: int = 0  # pieces of tensors proven equal, over all ranks of all servers
+    servers: tuple[str, ...] = ()  # that serve the version now
     seconds: dict[str, float] = field(default_factory=dict)  # per phase, in order
 
     @property
@@ -83,233 +61,250 @@ class SyncReport:
 class WeightSession:
     """Keeps the servers at `addresses` (`host:port`) at the trainer's weights, version by version.
 
-    `group` is the process group of the trainer ranks that call `push` (None: the default group, or a single process).
+    Made by all ranks of the default process group together (or by a single process); `addresses` and `api_key` are
+    read on rank 0.
     """
 
-    def __init__(
-        self,
-        config: ReshardConfig,
-        addresses: Sequence[str],
-        api_key: str,
-        *,
-        tp_size: int = 1,
-        group: ProcessGroup | None = None,
-    ):
+    def __init__(self, config: ReshardConfig, addresses: Sequence[str], api_key: str):
         self.config = config
-        self.group = group
-        self._id = secrets.randbits(62)
         self.version = 0
-        self.sequence = 0
+        self.sequence = 0  # of attempts
         distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if distributed else 0
-        self.world_size = dist.get_world_size(group) if distributed else 1
-        self.links = [ServerLink(i, address, api_key) for i, address in enumerate(addresses)] if self.rank == 0 else []
-        for link in self.links:
-            link.tp_size = tp_size
-        self._store = open_store(config.host, config.connect_deadline_s) if self.rank == 0 else None
-        self._phase = ("", 0.0)
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        self._id = secrets.randbits(62)
+        self._chief: Coordinator | None = None
+        if self.rank == 0:
+            self._chief = Coordinator(config, addresses, api_key)
+            self._store = open_store(config.host, config.connect_deadline_s)
+        port = broadcast_json(self._store.port if self.rank == 0 else None)
+        if self.rank != 0:
+            self._store = join_store(config.host, port, config.connect_deadline_s)
+        self._port = int(port)
+        self._member = TrainerMember(self._store, local_address(config.host, self._port), self.rank)
+        self._planned = ""  # rank 0: the world of the last attempt
+        self._since_anchor = 0
+        self._futures: dict[int, Future[SyncReport]] = {}
 
-    def push(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> SyncReport:
-        """Brings every server to `named_weights`, served as `version`. Collective over the trainer ranks.
+    # --- servers ---
 
-        `named_weights` yields the whole checkpoint, (HF name, whole tensor) each. All ranks iterate it to its end,
-        as it may gather; only rank 0's tensors are read. Raises WeightSyncError on every rank when a server fails.
+    @property
+    def healthy(self) -> list[str]:
+        """Addresses of the servers that serve the current version. On rank 0; others get none."""
+        return [link.address for link in self._chief.links if not link.dirty] if self._chief else []
+
+    @property
+    def dirty(self) -> list[str]:
+        """Addresses of the servers that must not be asked: what they hold is not known, or not current."""
+        return [link.address for link in self._chief.links if link.dirty] if self._chief else []
+
+    def admit(self, address: str) -> None:
+        """On rank 0: counts in a server that joins late or was restarted. Keep requests from it until it is healthy:
+        the next `push`, or `resync`, brings it all weights first."""
+        assert self._chief is not None, "rank 0 knows the servers"
+        self._chief.admit(address)
+
+    def remove(self, address: str) -> None:
+        """On rank 0: forgets a server that will not come back."""
+        assert self._chief is not None, "rank 0 knows the servers"
+        self._chief.remove(address)
+
+    def served_version(self) -> int:
+        """The highest version that any server serves, on every rank: a trainer that resumes must go above it."""
+        return int(broadcast_json(self._chief.served_version() if self._chief else None))
+
+    # --- the public order of calls: future = rollout.update_weights(meta); actor.upload_weights(meta); future.result()
+
+    def expect(self, meta: WeightUpdateMeta) -> Future[SyncReport]:
+        """On rank 0: a future that ends when `upload` has brought the servers to `meta.model_version`."""
+        return self._futures.setdefault(meta.model_version, Future())
+
+    def upload(self, weights: Weights, meta: WeightUpdateMeta) -> None:
+        """Pushes by the transport that `meta` names. A collective; a failure is raised here and in the future."""
+        future = self._futures.pop(meta.model_version, None) or Future()
+        try:
+            folder = Path(meta.path) if meta.path else None
+            future.set_result(self.push(weights, meta.model_version, transport=meta.type, folder=folder))
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    # --- a sync ---
+
+    def push(
+        self, weights: Weights, version: int, *, transport: str | None = None, folder: Path | None = None
+    ) -> SyncReport:
+        """Brings every server to `weights`, served as `version`. Collective over the trainer ranks.
+
+        `transport` and `folder` stand in for those of the config. Raises WeightSyncError on every rank when a server
+        fails, by reshard.on_failure only if none is left.
         """
         if version <= self.version:
             raise ValueError(f"version {version} must be above {self.version}: versions only grow")
-        self.sequence += 1
-        seconds: dict[str, float] = {}
-        error = self._on_rank_0(lambda: self._prepare(version, seconds))
-        self._agree(error)
-        sender: list[FullSender] = []
-        error = self._on_rank_0(lambda: self._transfer(named_weights, seconds, sender))
-        for _ in named_weights:  # the other ranks, and rank 0 after a failure
-            pass
-        verified: list[int] = []
-        if error is None:
-            error = self._on_rank_0(lambda: self._commit(sender[0], version, seconds, verified))
-        self._agree(error)
+        report = self._until_done(weights, version, transport or self.config.transport, folder)
         self.version = version
-        if self.rank != 0:
-            return SyncReport(version)
-        return SyncReport(version, sender[0].bytes, len(sender[0].names), sum(verified), seconds)
+        return report
+
+    def resync(self, weights: Weights) -> SyncReport:
+        """Brings servers that are dirty to the version that the others serve; `weights` must be those of it.
+
+        Collective. For servers admitted between two pushes; the others are paused and verified alike.
+        """
+        return self._until_done(weights, self.version, self.config.transport, None)
 
     def close(self) -> None:
         """Leaves the groups. The servers go on serving what they have."""
-        for link in self.links:
-            if link.joined:
-                link.abandon()
-        self._store = None
+        if self._chief is not None:
+            for link in self._chief.links:
+                link.leave()
+        self._member.leave()
+
+    def _until_done(self, weights: Weights, version: int, transport: str, folder: Path | None) -> SyncReport:
+        carrier = "disk" if transport == "disk" else "full" if self.config.path == "full" else transport
+        if carrier == "disk" and folder is None:
+            folder = Path(self.config.folder)
+        while True:
+            self.sequence += 1
+            report, again = self._attempt(weights, version, carrier, folder)
+            if not again:
+                return report
+
+    def _attempt(self, weights: Weights, version: int, carrier: str, folder: Path | None) -> tuple[SyncReport, bool]:
+        """One attempt. Returns whether another one must follow, as servers were dropped."""
+        whole = carrier in ("full", "disk")
+        failure: Exception | None = None
+        moved: Moved | None = None
+        job: Job | None = None
+        if not whole:
+            self._member.publish(weights.shards())
+        if self._chief is not None:
+            failure, job = _guarded(lambda: self._prepare(version, carrier))
+            write_job(self._store, self.sequence, job)
+        else:
+            failure, job = _guarded(lambda: read_job(self._store, self.sequence, Deadline(self._patience())))
+        if whole:
+            named = weights.named_weights()
+            if self._chief is not None and job is not None:
+                failure, moved = _guarded(lambda: self._whole(named, carrier, folder))
+            for _ in named:  # the other ranks, and rank 0 after a failure
+                pass
+        elif job is not None:
+            attempt = Attempt(
+                self._store,
+                self.sequence,
+                job,
+                self._member,
+                self.config.connect_deadline_s,
+                self.config.transfer_deadline_s,
+            )
+            failure, moved = _guarded(lambda: exact.run(attempt, self._chief))
+        report = SyncReport(version)
+        if self._chief is not None and failure is None and moved is not None:
+            failure, _ = _guarded(lambda: self._commit(version))
+            served = tuple(link.address for link in self._chief.active)
+            report = SyncReport(
+                version, moved.nbytes, moved.dense_nbytes, moved.verified, served, dict(self._chief.seconds)
+            )
+        again = self._conclude(failure)
+        return report, again
 
     # --- rank 0 ---
 
-    def _prepare(self, version: int, seconds: dict[str, float]) -> None:
-        if self.sequence == 1:
-            with self._timed("check", seconds):
-                for link, info in self._call_all("/model_info", None):
-                    served = str(info.get("weight_version"))
-                    if served.isdigit() and int(served) >= version:
-                        raise self._failure(link, ValueError(f"it serves version {served} already: versions only grow"))
-        with self._timed("pause", seconds):
-            self._call_all("/pause_generation", {"mode": self.config.pause_mode})
-        with self._timed("begin", seconds):
-            self._begin()
-        with self._timed("connect", seconds, self.config.connect_deadline_s):
-            assert self._store is not None, "the session was closed"
-            deadline = Deadline(self.config.connect_deadline_s)
-            for link in self.links:
-                with self._blame(link):
-                    link.open(
-                        self._store,
-                        self.config.host,
-                        self._id,
-                        self.sequence,
-                        self.config.transfer_deadline_s,
-                        self.config.verify != "off",
-                    )
-            for link in self.links:
-                if not link.joined:
-                    with self._blame(link):
-                        link.join(self.config.host, deadline)
-
-    def _transfer(
-        self, named_weights: Iterator[tuple[str, Tensor]], seconds: dict[str, float], out: list[FullSender]
-    ) -> None:
-        with self._timed("transfer", seconds, self.config.transfer_deadline_s):
-            boxes: dict[str, set[Box]] = {}
-            dtypes: dict[str, torch.dtype] = {}
-            for link in self.links:
-                for box, dtype in (item for rank in link.held for item in rank.items()):
-                    boxes.setdefault(box.name, set()).add(box)
-                    if dtypes.setdefault(box.name, dtype) != dtype:
-                        raise self._failure(
-                            link, ValueError(f"it holds {box.name} as {dtype}, another as {dtypes[box.name]}")
-                        )
-            sender = FullSender(
-                receivers=self.links,
-                bucket_bytes=self.config.bucket_bytes,
-                deadline=Deadline(self.config.transfer_deadline_s),
-                dtypes=dtypes,
-                boxes=boxes if self.config.verify != "off" else {},
+    def _prepare(self, version: int, carrier: str) -> Job:
+        """Pauses the servers, sends them the order and learns what they hold. Returns what is to be done."""
+        chief, config = self._chief, self.config
+        assert chief is not None, "rank 0 prepares"
+        chief.begin(version, again=version == self.version)
+        wait_s = config.connect_deadline_s + config.transfer_deadline_s
+        stayed = all(link.carrier == carrier and not link.dirty for link in chief.active)
+        with chief.timed("connect", config.connect_deadline_s):
+            deadline = Deadline(config.connect_deadline_s)
+            chief.each(
+                lambda link: link.open(self._store, config.host, self._port, self._id, self.sequence, carrier, wait_s)
             )
-            out.append(sender)
-            for name, tensor in named_weights:
-                sender.add(name, tensor)
-            check_names(sender.names, boxes)
-            sender.finish()
-
-    def _commit(self, sender: FullSender, version: int, seconds: dict[str, float], verified: list[int]) -> None:
-        held: list[tuple[ServerLink, int, dict[Box, str]]] = []
-        with self._timed("apply", seconds, self.config.transfer_deadline_s):
-            for link in self.links:
-                with self._blame(link):
-                    held += [(link, rank, digests) for rank, digests in enumerate(link.finish(sender.deadline))]
-        with self._timed("end", seconds):
-            self._call_all("/end_weight_update", {})
-        with self._timed("verify", seconds):
-            for link, rank, digests in held:
-                if self.config.verify != "off":
-                    with self._blame(link):
-                        check_names({box.name for box in digests}, {box.name for box in link.held[rank]})
-                        verified.append(check_digests(sender.digests, digests, f"rank {rank}"))
-        if self.config.pause_mode != "in_place":  # there running requests keep their caches, and a flush is refused
-            with self._timed("flush", seconds):
-                self._call_all("/flush_cache", {})
-        with self._timed("version", seconds):
-            self._call_all("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        with self._timed("continue", seconds):
-            self._call_all("/continue_generation", {})
-
-    def _call_all(self, path: str, body: dict[str, Any] | None) -> list[tuple[ServerLink, dict[str, Any]]]:
-        """One request to every server at once. Returns their answers."""
-        deadline = Deadline(self.config.control_deadline_s)
-        calls, answers = [], []
-        for link in self.links:
-            with self._blame(link):
-                calls.append((link, link.control.send(path, body, deadline)))
-        for link, call in calls:
-            with self._blame(link):
-                answers.append((link, call.result(deadline)))
-        return answers
-
-    def _begin(self) -> None:
-        """Opens an update session on every server, in place of one that a failed push may have left open."""
-        deadline = Deadline(self.config.control_deadline_s)
-        calls = []
-        for link in self.links:
-            with self._blame(link):
-                calls.append((link, link.control.send("/begin_weight_update", {}, deadline)))
-        for link, call in calls:
-            with self._blame(link):
-                try:
-                    call.result(deadline)
-                except ServerControlError as error:
-                    if "already open" not in str(error):
-                        raise
-                    link.control.call("/end_weight_update", {}, deadline)
-                    link.control.call("/begin_weight_update", {}, deadline)
-
-    # --- failures ---
-
-    @contextmanager
-    def _timed(self, phase: str, seconds: dict[str, float], deadline_s: float | None = None) -> Iterator[None]:
-        self._phase = (phase, deadline_s or self.config.control_deadline_s)
-        start = time.perf_counter()
-        yield
-        seconds[phase] = time.perf_counter() - start
-
-    @contextmanager
-    def _blame(self, link: ServerLink) -> Iterator[None]:
-        """Names the server in whatever fails inside."""
-        try:
-            yield
-        except WeightSyncError:
-            raise
-        except (RuntimeError, OSError, ValueError) as error:
-            raise self._failure(link, error) from error
-
-    def _failure(self, link: ServerLink | None, error: Exception) -> WeightSyncError:
-        if isinstance(error, WeightSyncError):
-            return error
-        phase, deadline_s = self._phase
-        where = link.address if link else getattr(error, "server", ", ".join(link.address for link in self.links))
-        tensor = getattr(error, "tensor", "")
-        return WeightSyncError(
-            f"weight sync failed at {where} in phase {phase} (deadline {deadline_s:g} s): {error}; "
-            "the servers stay paused until a push succeeds",
-            server=where,
-            phase=phase,
-            tensor=tensor,
+            chief.each(lambda link: link.join(carrier, deadline))
+            world = "" if carrier in ("full", "disk") else self._describe(chief, deadline)
+        self._since_anchor += 1
+        delta = config.delta and stayed and world == self._planned and self._since_anchor < config.anchor_every
+        if not delta:
+            self._since_anchor = 0
+        self._planned = world
+        sample = Sample.of(config.verify, self.sequence)
+        return Job(
+            carrier=carrier,
+            senders=self.world_size,
+            bucket_bytes=config.bucket_bytes,
+            plan=world,
+            delta=delta,
+            keep=config.delta,
+            modulus=sample.modulus,
+            remainder=sample.remainder,
+            servers=tuple(link.member for link in chief.active),
         )
 
-    def _on_rank_0(self, step: Callable[[], None]) -> WeightSyncError | None:
-        """Runs a step on rank 0. Returns its failure, with the servers abandoned."""
-        if self.rank != 0:
-            return None
-        try:
-            step()
-        except (RuntimeError, OSError, ValueError) as error:
-            failure = self._failure(None, error)
-            failure.__cause__ = error if failure is not error else error.__cause__
-            for link in self.links:
-                link.abandon()
-            return failure
-        return None
+    def _describe(self, chief: Coordinator, deadline: Deadline) -> str:
+        """Writes who holds what into the store, where it is not known yet. Returns its name there."""
+        world = {
+            "sources": [read(self._store, f"source/{rank}", deadline) for rank in range(self.world_size)],
+            "servers": [link.layout for link in chief.active],
+            "bucket_bytes": self.config.bucket_bytes,
+        }
+        nodes = {rank["node"] for side in [world["sources"], *world["servers"]] for rank in side}
+        if self.config.transport in ("shm", "cuda_ipc") and len(nodes) > 1:
+            raise ValueError(f"reshard.transport={self.config.transport} stays on one machine; found {sorted(nodes)}")
+        name = hashlib.sha256(json.dumps([world, [str(link.member) for link in chief.active]]).encode()).hexdigest()
+        write_bulk(self._store, f"world/{name}", world)
+        return name
 
-    def _agree(self, error: WeightSyncError | None) -> None:
-        """Tells all ranks how rank 0 fared; raises on each of them if it failed."""
-        if self.world_size > 1:
-            device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-            source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-            text = str(error).encode() if error is not None else b""
-            length = torch.tensor([len(text)], device=device)
-            dist.broadcast(length, source, group=self.group)
-            if length.item():
-                message = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-                if self.rank == 0:
-                    message.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-                dist.broadcast(message, source, group=self.group)
-                if error is None:
-                    error = WeightSyncError(bytes(message.tolist()).decode())
-        if error is not None:
-            raise error
+    def _whole(self, named: Iterator[tuple[str, Tensor]], carrier: str, folder: Path | None) -> Moved:
+        assert self._chief is not None, "rank 0 sends whole tensors"
+        return full.run(
+            self._chief, named, folder if carrier == "disk" else None, self._member.address, verify=self.config.verify
+        )
+
+    def _commit(self, version: int) -> None:
+        assert self._chief is not None, "rank 0 commits"
+        self._chief.commit(version)
+
+    # --- verdicts ---
+
+    def _conclude(self, failure: Exception | None) -> bool:
+        """Tells all ranks how rank 0 fared. Returns whether to try again; raises on each of them if it failed."""
+        told: Any = {}
+        if self._chief is not None:
+            if failure is not None:
+                told = self._chief.give_up(failure)
+            write(self._store, key(self.sequence, "verdict"), told)
+        else:
+            try:
+                told = read(self._store, key(self.sequence, "verdict"), Deadline(self._patience()))
+            except FAILURES as error:
+                told = {"message": f"trainer rank 0 did not tell how the weight sync went: {error}", "rank": "0"}
+        self._forget()
+        if not told:
+            return False
+        self._member.leave()
+        if told.pop("retry", False):
+            return True
+        raise WeightSyncError(**told) from failure
+
+    def _patience(self) -> float:
+        """Seconds within which rank 0 must have told the others how a phase went."""
+        config = self.config
+        return 12 * config.control_deadline_s + config.connect_deadline_s + 2 * config.transfer_deadline_s
+
+    def _forget(self) -> None:
+        """Removes from the store what attempts before the last one wrote: every rank has read it."""
+        if self.rank == 0 and self.sequence > 1:
+            remove_attempt(self._store, self.sequence - 1, self.world_size)
+
+
+T = TypeVar("T")
+
+
+def _guarded(step: Callable[[], T]) -> tuple[Exception | None, T | None]:
+    """What a step returns, or the failure that all ranks must hear of."""
+    try:
+        return None, step()
+    except (*FAILURES, Retry) as error:
+        return error, None

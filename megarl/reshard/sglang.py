@@ -7,29 +7,21 @@ The trainer's HTTP request carries a few integers; tensors and the report on the
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
-import logging
 import pickle
 import select
 from base64 import b64encode
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore
 
+from megarl.reshard import receive as receiver
 from megarl.reshard.geometry import Geometry, check_plain, fragments
-from megarl.reshard.reference import receive_full
-from megarl.reshard.transports.gloo import Deadline, GlooGroup, join_store, write
-from megarl.reshard.verify import digest
-
-log = logging.getLogger(__name__)
+from megarl.reshard.layout import Fragment
+from megarl.reshard.store import Deadline
 
 WEIGHT_LOADER = "megarl.reshard.sglang.receive"  # for SGLang's --custom-weight-loader
-PROTOCOL = 1
 
 # --- The endpoints ---------------------------------------------------------------------------------------------------
 
@@ -100,129 +92,41 @@ class ServerControl:
     def model_info(self, deadline: Deadline) -> dict[str, Any]:
         return self.call("/model_info", None, deadline)
 
+    def tp_size(self, deadline: Deadline) -> int:
+        """Tensor-parallel ranks of the server. Raises ServerControlError for layouts that cannot be updated live."""
+        info = self.call("/server_info", None, deadline)
+        for name in ("pp_size", "dp_size"):
+            if info[name] != 1:
+                raise ServerControlError(f"its {name} is {info[name]}: SGLang updates live weights only where it is 1")
+        return int(info["tp_size"])
+
     def checksums(self, deadline: Deadline) -> list[dict[str, str]]:
         """SGLang's own checksum of each live parameter, one mapping a rank: on CPU the first 8 bytes of SHA-256."""
         return [r["checksums"] for r in self.call("/weights_checker", {"action": "checksum"}, deadline)["ranks"]]
 
 
-# --- The receiver ----------------------------------------------------------------------------------------------------
+# --- The loader ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the integers in the trainer's request say."""
+def order_body(order: receiver.Order, tp_size: int) -> dict[str, Any]:
+    """The body of the request that makes every rank of a server call `receive` with an order.
 
-    protocol: int
-    host: int  # IPv4 address of the store
-    port: int
-    server: int  # index of this server in the trainer's list
-    session: int  # a random number: a later trainer may be given the same port
-    epoch: int  # of the group; a new one is joined anew
-    join: int  # whether the trainer waits for this server to join the group
-    sequence: int  # of the push within the session
-    deadline_ms: int
-    verify: int
-
-    def payload(self) -> str:
-        """As SGLang's `serialized_named_tensors` wants it: a pickle in base64, read there against an allow-list."""
-        return b64encode(pickle.dumps([("megarl.order", torch.tensor(astuple(self), dtype=torch.int64))])).decode()
-
-    @staticmethod
-    def parse(named_tensors: Iterable[tuple[str, Tensor]]) -> Order:
-        values = dict(named_tensors)["megarl.order"].tolist()
-        if values[0] != PROTOCOL:
-            raise ValueError(
-                f"the trainer speaks weight protocol {values[0]}, this server {PROTOCOL}: update one of them"
-            )
-        return Order(*values)
-
-
-def store_prefix(server: int, epoch: int) -> str:
-    """Where in the store the trainer and one server meet."""
-    return f"server/{server}/{epoch}"
-
-
-class Membership:
-    """This rank's place in the group with the trainer. Kept between syncs."""
-
-    @staticmethod
-    def key_of(order: Order) -> tuple[int, ...]:
-        """What must stay the same for the group to be used again."""
-        return order.host, order.port, order.session, order.epoch
-
-    def __init__(self, order: Order, model: nn.Module, tp_rank: int, tp_size: int, ep_size: int):
-        deadline = order.deadline_ms / 1000
-        host = str(ipaddress.IPv4Address(order.host))
-        self.key = self.key_of(order)
-        self.rank = tp_rank
-        self.store = PrefixStore(
-            store_prefix(order.server, order.epoch), join_store(host, order.port, timeout_s=deadline)
-        )
-        self.geometry = Geometry.of(model.config, tp_rank, tp_size, ep_size)
-        check_plain(model)
-        write(
-            self.store,
-            f"layout/{tp_rank}",
-            {
-                "tp_size": tp_size,
-                "boxes": [
-                    (f.box.name, f.box.start, f.box.stop, str(f.view.dtype).removeprefix("torch."))
-                    for f in fragments(model.named_parameters(), self.geometry)
-                ],
-            },
-        )
-        self.group = GlooGroup(self.store, host, rank=tp_rank + 1, size=tp_size + 1, timeout_s=deadline)
-
-    def leave(self) -> None:
-        self.group.abort()
-
-
-_membership: Membership | None = None
+    SGLang wants a pickle in base64 for each rank, and reads it there against an allow-list.
+    """
+    payload = b64encode(pickle.dumps([(receiver.ORDER, order.tensor())])).decode()
+    return {"serialized_named_tensors": [payload] * tp_size, "load_format": WEIGHT_LOADER, "flush_cache": False}
 
 
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Receives one push and loads it. SGLang calls this in each rank; what it returns is ignored.
-
-    A failure is reported to the trainer through the store and logged, not raised: an exception would end the
-    server, while a failed push must leave it paused.
-    """
+    """Carries out the trainer's order in one rank. SGLang calls this; what it returns is ignored."""
     from sglang.srt.runtime_context import get_parallel
 
-    global _membership
-    order = Order.parse(named_tensors)
-    deadline = Deadline(order.deadline_ms / 1000)
-    rank = get_parallel().tp_rank
-    host = str(ipaddress.IPv4Address(order.host))
-    try:
-        if _membership is not None and _membership.key != Membership.key_of(order):
-            _membership.leave()
-            _membership = None
-        if _membership is None and not order.join:
-            raise RuntimeError(
-                "it is not in the trainer's group: it was restarted, or another trainer pushed to it since"
-            )
-        if _membership is None:
-            parallel = get_parallel()
-            _membership = Membership(order, model, rank, parallel.tp_size, parallel.moe_ep_size)
-        receive_full(_membership.store, _membership.group, order.sequence, deadline, model.load_weights)  # type: ignore[arg-type]
-        result: dict[str, Any] = {"held": held_digests(model, _membership.geometry) if order.verify else []}
-    except Exception as error:
-        log.exception("push %d failed in rank %d", order.sequence, rank)
-        if _membership is not None:
-            _membership.leave()
-            _membership = None
-        result = {"error": f"{type(error).__name__}: {error}"}
-        try:  # over a connection of its own: the one of the group may be what broke
-            store = PrefixStore(store_prefix(order.server, order.epoch), join_store(host, order.port, timeout_s=5))
-            write(store, f"{order.sequence}/result/{rank}", result)
-        except RuntimeError:
-            log.exception("push %d: the trainer cannot be told; its deadline will end it", order.sequence)
-        return
-    write(_membership.store, f"{order.sequence}/result/{rank}", result)
+    parallel = get_parallel()
 
+    def live() -> Sequence[Fragment]:
+        check_plain(model)
+        geometry = Geometry.of(model.config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size)
+        return list(fragments(model.named_parameters(), geometry))
 
-def held_digests(model: nn.Module, geometry: Geometry) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
-    """`(name, start, stop, digest)` of everything this rank holds, read back from the live parameters."""
-    return [
-        (f.box.name, f.box.start, f.box.stop, digest(f.view)) for f in fragments(model.named_parameters(), geometry)
-    ]
+    order = receiver.Order.parse(named_tensors)
+    receiver.receive(order, live, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]

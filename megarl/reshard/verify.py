@@ -7,13 +7,34 @@ could forge a digest here could write the weights as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from megarl.reshard.layout import Box
+from megarl.reshard.plan import Plan
+
+SAMPLED = 8  # one bucket in so many is read back with verify=sampled, others at each sync
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Which buckets are read back and compared: those whose index leaves `remainder` by `modulus`; 0: none."""
+
+    modulus: int
+    remainder: int = 0
+
+    @staticmethod
+    def of(verify: str, sequence: int) -> Sample:
+        """By the knob `verify` and the number of the sync: `sampled` has read back everything after SAMPLED syncs."""
+        return {"always": Sample(1), "sampled": Sample(SAMPLED, sequence % SAMPLED), "off": Sample(0)}[verify]
+
+    def takes(self, bucket: int) -> bool:
+        return self.modulus > 0 and bucket % self.modulus == self.remainder
 
 
 class VerificationError(RuntimeError):
@@ -45,6 +66,37 @@ def check_digests(sent: Mapping[Box, str], held: Mapping[Box, str], where: str) 
     if wrong := sorted({box.name for box, value in held.items() if sent.get(box) != value}):
         raise VerificationError(f"{where} does not hold what was sent of {_listing(wrong)}", wrong[0])
     return len(held)
+
+
+def check_messages(
+    plan: Plan,
+    sample: Sample,
+    sent: Sequence[Mapping[int, Sequence[str]]],
+    destination: int,
+    held: Mapping[int, Sequence[str]],
+    where: str,
+) -> int:
+    """Compares what a destination rank holds with what was sent to it, for every sampled message of the plan.
+
+    `sent` has the digests of each source rank's buckets, `held` those of the destination's messages. Returns how many
+    pieces of tensors were compared. Raises VerificationError naming the tensors that differ.
+    """
+    compared, wrong = 0, set()
+    for index in np.flatnonzero(plan.messages.destination == destination).tolist():
+        bucket, source = int(plan.messages.bucket[index]), int(plan.messages.source[index])
+        if not sample.takes(bucket):
+            continue
+        rows = plan.ops.row[plan.buckets.first[bucket] : plan.buckets.first[bucket + 1]]
+        names = [plan.destinations.names[i] for i in plan.destinations.tensor[rows]]
+        given, found = sent[source].get(bucket, ()), held.get(index, ())
+        if len(given) != len(names) or len(found) != len(names):
+            wrong.update(names)
+            continue
+        wrong.update(name for name, a, b in zip(names, given, found, strict=True) if a != b)
+        compared += len(names)
+    if wrong:
+        raise VerificationError(f"{where} does not hold what was sent of {_listing(sorted(wrong))}", min(wrong))
+    return compared
 
 
 def _listing(names: list[str]) -> str:

@@ -72,7 +72,7 @@ class Rollouts:
                 tokenizer,
                 self.folder.path / "evaluations",
             )
-        self._weights = WeightSession(self.config.reshard, addresses, key, tp_size=self.config.server.tp_size)
+        self._weights = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(self._weights.close)
 
     def next_batch(self) -> PackedBatch:
@@ -87,14 +87,16 @@ class Rollouts:
     def push(self, actor: Any, version: int) -> None:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
         with self._blaming_dead_servers():
-            report = self._weights.push(actor.named_weights(), version)
+            report = self._weights.push(actor, version)
         if self.chief:
             self._engine.set_version(version)
             with stats_tracker.scope("sync"):
                 stats_tracker.scalar(
-                    verified=float(self.config.reshard.verify != "off" and report.verified > 0),
+                    verified=float(report.verified > 0),
+                    pieces=report.verified,
                     mbytes=report.bytes / 1e6,
-                    tensors=report.tensors,
+                    delta_saving=1 - report.bytes / report.dense_bytes,
+                    servers=len(report.servers),
                 )
 
     def evaluate(self, step: int) -> dict[str, Any]:

@@ -1,1 +1,28 @@
-"""How bytes travel from the trainer to the ranks of a server."""
+"""Ways for bytes to get from a trainer rank to a server rank, one file each."""
+
+from __future__ import annotations
+
+from megarl.reshard.transports.base import Transport
+
+MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc")
+
+
+def transport_named(name: str) -> type[Transport]:
+    """The class of a message transport; imported here, so that a run loads only the one it uses."""
+    if name == "gloo":
+        from megarl.reshard.transports.gloo import GlooTransport
+
+        return GlooTransport
+    if name == "shm":
+        from megarl.reshard.transports.shm import ShmTransport
+
+        return ShmTransport
+    if name == "nccl":
+        from megarl.reshard.transports.nccl import NcclTransport
+
+        return NcclTransport
+    if name == "cuda_ipc":
+        from megarl.reshard.transports.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport
+    raise ValueError(f"transport {name!r} is not one of {', '.join(MESSAGE_TRANSPORTS)}")

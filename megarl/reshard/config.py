@@ -1,0 +1,60 @@
+"""The knobs of weight syncs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.knobs import UserError, knob
+
+CHOICES = {
+    "path": ("exact", "full"),
+    "transport": ("gloo", "shm", "nccl", "cuda_ipc", "disk"),
+    "pause_mode": ("retract", "in_place", "abort"),
+    "verify": ("always", "sampled", "off"),
+    "on_failure": ("stop", "drop_server"),
+}
+
+
+@dataclass(frozen=True)
+class ReshardConfig:
+    """How weights reach the servers."""
+
+    path: str = knob("exact", "exact (each server rank gets just its shards, planned) or full (gather and broadcast)")
+    transport: str = knob("gloo", "gloo, shm (same machine), nccl, cuda_ipc (same GPU) or disk (whole tensors, files)")
+    folder: str = knob("", "folder for transport=disk, which the servers must see too; emptied after each sync")
+    bucket_bytes: int = knob(64 * 2**20, "bytes of a staging buffer; each rank has two, and holds no more in transit")
+    pause_mode: str = knob("retract", "retract (exact: recomputes caches), in_place (keeps stale caches) or abort")
+    verify: str = knob(
+        "always", "always: what servers hold is read back and compared; sampled: an eighth of it; or off"
+    )
+    delta: bool = knob(False, "send only elements that changed since the last sync; keeps a copy of what was sent")
+    anchor_every: int = knob(20, "with delta: everything is sent again in every so many syncs")
+    on_failure: str = knob("stop", "stop, or drop_server: go on with the servers that are left")
+    max_logprob_diff: float = knob(
+        0.1, "most mean |trainer - rollout log-prob| of the first tokens sampled after a sync, in nats; 0 = not checked"
+    )
+    host: str = knob("127.0.0.1", "IPv4 address of the trainer that the servers connect to for weights")
+    connect_deadline_s: float = knob(60.0, "seconds for a server to join the trainer's group, once per server")
+    control_deadline_s: float = knob(30.0, "seconds for each of pause, begin, end, flush, version and continue")
+    transfer_deadline_s: float = knob(300.0, "seconds for all weights to be sent, applied and read back")
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"reshard.{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
+        for name in ("bucket_bytes", "anchor_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"reshard.{name}={getattr(self, name)} must be at least 1")
+        for name in ("connect_deadline_s", "control_deadline_s", "transfer_deadline_s"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"reshard.{name}={getattr(self, name)} must be above 0")
+        if self.max_logprob_diff < 0:
+            raise UserError(f"reshard.max_logprob_diff={self.max_logprob_diff} must not be negative")
+        if self.bucket_bytes % 16:
+            raise UserError(f"reshard.bucket_bytes={self.bucket_bytes} must be a multiple of 16")
+        if self.path == "full" and self.transport not in ("gloo", "disk"):
+            raise UserError(f"reshard.transport={self.transport} moves shards; with reshard.path=full use gloo or disk")
+        if self.delta and (self.path == "full" or self.transport == "disk"):
+            raise UserError("reshard.delta=true needs reshard.path=exact and a transport other than disk")
+        if self.transport == "disk" and not self.folder:
+            raise UserError("reshard.transport=disk needs reshard.folder, a folder that the servers see too")

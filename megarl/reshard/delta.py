@@ -1,0 +1,60 @@
+"""Only what changed: elements whose bits differ from those last sent, with their place in the destination's box.
+
+A bucket is sent so where it makes it smaller, else densely. For each op, in order: int32 indices into the op's part,
+flattened in row-major order, then the new values. Receivers overwrite. Both parts are padded to 8 bytes, so that any
+dtype may be viewed at their place. How many elements of each op changed (the counts) travels ahead of the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INDEX = torch.int32
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def encoded_bytes(counts: Sequence[int], itemsizes: Sequence[int]) -> int:
+    """Size of a bucket of which `counts[i]` elements of op `i` are sent."""
+    return sum(_padded(n * INDEX.itemsize) + _padded(n * size) for n, size in zip(counts, itemsizes, strict=True))
+
+
+def changed(new: Tensor, old: Tensor) -> Tensor:
+    """int64 indices of the elements whose bits differ; both contiguous, of one dtype. NaN equals the same NaN."""
+    bits = BITS[new.dtype.itemsize]
+    return (new.reshape(-1).view(bits) != old.reshape(-1).view(bits)).nonzero().flatten()
+
+
+def encode(pieces: Sequence[Tensor], old: Sequence[Tensor], out: Tensor) -> None:
+    """Writes what changed into `out`, uint8, which may be the memory of `pieces`: all is read before it is written."""
+    parts = []
+    for new, before in zip(pieces, old, strict=True):
+        index = changed(new, before)
+        parts += [index.to(INDEX), new.reshape(-1)[index]]
+    at = 0
+    for part in parts:
+        raw = part.view(torch.uint8)
+        out[at : at + raw.numel()] = raw
+        at += _padded(raw.numel())
+
+
+def apply(payload: Tensor, counts: Sequence[int], targets: Sequence[Tensor]) -> None:
+    """Overwrites the changed elements of `targets`, strided views of the destination's parameters."""
+    at = 0
+    for count, target in zip(counts, targets, strict=True):
+        index = payload[at : at + count * INDEX.itemsize].view(INDEX).long()
+        at += _padded(count * INDEX.itemsize)
+        values = payload[at : at + count * target.dtype.itemsize].view(target.dtype)
+        at += _padded(count * target.dtype.itemsize)
+        if count and (int(index.min()) < 0 or int(index.max()) >= target.numel()):
+            raise ValueError(f"an index of the delta lies outside a part of {target.numel()} elements")
+        if target.is_contiguous():
+            target.view(-1)[index] = values
+        else:
+            target[torch.unravel_index(index, target.shape)] = values

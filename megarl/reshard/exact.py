@@ -1,0 +1,202 @@
+"""The exact path of one attempt: all ranks make the same plan, compare its hash, and run their parts of it.
+
+Ranks agree through the store; `Attempt` is what they share. Rank 0 hands in the coordinator, the others None.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import Store
+
+from megarl.reshard.coordinator import FAILURES, Coordinator
+from megarl.reshard.execute import TransferError
+from megarl.reshard.job import Job, key
+from megarl.reshard.link import EXPLAIN_S
+from megarl.reshard.planner import PlanError
+from megarl.reshard.send import TrainerMember
+from megarl.reshard.store import POLL_S, Deadline, read, read_bulk, write, write_bulk
+from megarl.reshard.verify import Sample, VerificationError, check_messages
+
+
+class CalledOff(RuntimeError):
+    """Rank 0 ended the attempt; its verdict says why."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a sync, as one trainer rank sees it."""
+
+    store: Store
+    sequence: int
+    job: Job
+    member: TrainerMember
+    connect_s: float
+    transfer_s: float
+
+    def key(self, *parts: object) -> str:
+        return key(self.sequence, *parts)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What an attempt moved: bytes sent, bytes without delta, pieces of tensors proven equal."""
+
+    nbytes: int = 0
+    dense_nbytes: int = 0
+    verified: int = 0
+
+
+def run(attempt: Attempt, chief: Coordinator | None) -> Moved:
+    """Carries an attempt out until the servers hold the weights, proven. What rank 0 returns counts.
+
+    Raises:
+        WeightSyncError, Retry: on rank 0, see `Coordinator.blame`. CalledOff, or this rank's own failure: on others,
+            where the verdict of rank 0 says what to raise.
+    """
+    if chief is None:
+        _prepare(attempt)
+        _await_go(attempt)
+        _send(attempt)
+        return Moved()
+    with chief.timed("plan", attempt.connect_s):
+        _agree_on_plan(attempt, chief)
+    with chief.timed("transfer", attempt.transfer_s):
+        deadline = Deadline(attempt.transfer_s + EXPLAIN_S)
+        try:
+            _send(attempt)
+        except TransferError:
+            attempt.member.leave()  # wakes whoever waits for this rank; its outcome is written
+        outcomes = _collect(attempt, chief, deadline)
+        if any(outcome is None or "error" in outcome for outcome in outcomes):
+            attempt.member.leave()
+            chief.blame(outcomes)
+    return _prove(attempt, chief, [outcome for outcome in outcomes if outcome is not None])
+
+
+def _prepare(attempt: Attempt) -> str:
+    """Joins and plans. Tells the plan's hash, or why there is none."""
+    mine = attempt.key("hash", "trainer", attempt.member.rank)
+    try:
+        found = attempt.member.prepare(attempt.job, Deadline(attempt.connect_s))
+    except FAILURES as error:
+        write(attempt.store, mine, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    write(attempt.store, mine, {"hash": found})
+    return found
+
+
+def _agree_on_plan(attempt: Attempt, chief: Coordinator) -> None:
+    """Rank 0: reads the hash of every rank's plan, and lets the transfer begin if all are equal."""
+    deadline = Deadline(attempt.connect_s)
+    reports: list[dict[str, Any]] = []
+
+    def watch() -> None:
+        for link in chief.active:
+            link.watch()
+
+    try:
+        mine = _prepare(attempt)
+        for rank in range(1, attempt.job.senders):
+            reports.append(read(attempt.store, attempt.key("hash", "trainer", rank), deadline, watch))
+            _check_hash(mine, reports[-1], f"trainer rank {rank}")
+        for number, server, rank in attempt.job.places():
+            told = read(attempt.store, attempt.key("hash", "server", number), deadline, watch)
+            _check_hash(mine, told, f"rank {rank} of server {server.index}")
+    except (PlanError, VerificationError):
+        raise
+    except FAILURES as error:
+        attempt.member.leave()
+        chief.blame([{"error": str(error)}, *(report for report in reports if "error" in report)])
+    write(attempt.store, attempt.key("go"), True)
+
+
+def _check_hash(mine: str, told: dict[str, Any], who: str) -> None:
+    if "error" in told:
+        raise RuntimeError(f"{who} could not prepare: {told['error']}")
+    if told["hash"] != mine:
+        raise VerificationError(f"{who} made the plan {told['hash'][:12]} and trainer rank 0 {mine[:12]}", "")
+
+
+def _await_go(attempt: Attempt) -> None:
+    def watch() -> None:
+        if attempt.store.check([attempt.key("verdict")]):
+            raise CalledOff("rank 0 called the attempt off")
+
+    read(attempt.store, attempt.key("go"), Deadline(2 * attempt.connect_s), watch)
+
+
+def _send(attempt: Attempt) -> None:
+    """Sends this rank's part. Tells how it went."""
+    mine = attempt.key("outcome", attempt.member.rank)
+    try:
+        sent = attempt.member.transfer(attempt.sequence, attempt.job, Deadline(attempt.transfer_s))
+    except FAILURES as error:
+        told = {"error": str(error)}
+        if isinstance(error, TransferError):
+            told |= {"peer": error.peer, "tensor": error.tensor}
+        write(attempt.store, mine, told)
+        raise
+    write_bulk(attempt.store, mine + "/sent", sent)
+    write(attempt.store, mine, {})
+
+
+def _collect(attempt: Attempt, chief: Coordinator, deadline: Deadline) -> list[dict[str, Any] | None]:
+    """Every trainer rank's outcome. Once one has failed, or a server has, the others get a moment to tell theirs."""
+    outcomes: list[dict[str, Any] | None] = [None] * attempt.job.senders
+    while None in outcomes:
+        for rank in [rank for rank, outcome in enumerate(outcomes) if outcome is None]:
+            name = attempt.key("outcome", rank)
+            if attempt.store.check([name]):
+                outcomes[rank] = read(attempt.store, name, deadline)
+                if outcomes[rank] == {}:
+                    outcomes[rank] = read_bulk(attempt.store, name + "/sent", deadline)
+        failed = any(outcome is not None and "error" in outcome for outcome in outcomes)
+        if failed or any(link.verdict(None) for link in chief.active):
+            attempt.member.leave()
+            deadline = deadline if deadline.seconds == EXPLAIN_S else Deadline(EXPLAIN_S)
+        try:
+            deadline.left()
+        except TimeoutError:
+            break
+        time.sleep(POLL_S)
+    return outcomes
+
+
+def _prove(attempt: Attempt, chief: Coordinator, outcomes: list[dict[str, Any]]) -> Moved:
+    """Waits until the servers have applied the weights, ends their update sessions and compares the digests."""
+    plan = attempt.member.plan
+    assert plan is not None, "made before the transfer"
+    results: dict[int, dict[str, Any]] = {}
+    verified = 0
+    with chief.timed("apply", attempt.transfer_s):
+        deadline = Deadline(attempt.transfer_s)
+        if any(link.verdict(deadline) for link in chief.active):
+            attempt.member.leave()
+            chief.blame(outcomes)
+        for link in chief.active:
+            told = link.finish(deadline)
+            for number, server, rank in attempt.job.places():
+                if server.index == link.index:
+                    results[number] = told[rank]
+    with chief.timed("end"):
+        chief.call_all("/end_weight_update", {})
+    with chief.timed("verify", attempt.transfer_s):
+        sample = Sample(attempt.job.modulus, attempt.job.remainder)
+        sent = [{int(bucket): digests for bucket, digests in outcome["digests"]} for outcome in outcomes]
+        of = {server.index: [n for n, s, _ in attempt.job.places() if s == server] for server in attempt.job.servers}
+
+        def check(link: Any) -> None:
+            nonlocal verified
+            for rank, number in enumerate(of[link.index]):
+                if not attempt.job.delta and results[number]["bytes"] != plan.bytes_in[number]:
+                    raise VerificationError(
+                        f"rank {rank} received {results[number]['bytes']} of {plan.bytes_in[number]} bytes", ""
+                    )
+                held = {int(index): digests for index, digests in results[number]["held"]}
+                verified += check_messages(plan, sample, sent, number, held, f"rank {rank}")
+
+        chief.each(check)
+    return Moved(sum(o["bytes"] for o in outcomes), sum(o["dense_bytes"] for o in outcomes), verified)
