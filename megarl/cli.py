@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig
-from megarl.axolotl.read import read_axolotl
 from megarl.config import Config, check
 from megarl.knobs import UserError
 
@@ -114,6 +113,8 @@ def from_axolotl(arguments: list[str]) -> list[str]:
     at = arguments.index("--from-axolotl")
     if at + 1 == len(arguments):
         raise UserError("--from-axolotl needs the path of a YAML file")
+    from megarl.axolotl.read import read_axolotl  # loads `datasets`
+
     rest = arguments[:at] + arguments[at + 2 :]
     given = [a.partition("=")[2] for a in rest if a.startswith("parallel.dp_size=") and a.partition("=")[2].isdecimal()]
     replicas = int(given[-1]) if given else None

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 from megarl import __version__
 from megarl.actor.memory import count_parameters
 from megarl.config import Config
-from megarl.data.prompts import BUNDLED
+from megarl.data.config import BUNDLED
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
 from megarl.rollout.sglang_server import uses_gpu
@@ -22,17 +22,18 @@ REAL = {
 def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
     """Prints model, data, layout, batch algebra, devices, run folder; on rank 0."""
     tiny = config.actor.path.rstrip("/").endswith("assets/tiny")
+    bundled = config.train_dataset.describe() == BUNDLED
     weights = "random weights" if config.actor.init == "random" else "its weights"
     lines = {
         "run": f"megarl {__version__}, {config.experiment_name}: {config.method}, {_length(config)}",
         "model": f"{config.actor.path}: {inputs.model.model_type}, {count_parameters(inputs.model) / 1e6:.3g}M "
         f"parameters, {config.actor.dtype}, from {weights}" + (" (the bundled tiny one)" if tiny else ""),
-        "data": f"{_data(config, inputs)}" + (" (the bundled task)" if config.train_dataset.path == BUNDLED else ""),
+        "data": f"{_data(config, inputs)}" + (" (the bundled task)" if bundled else ""),
         "layout": _layout(config),
         "batch": _batch(config),
         "folder": str(folder.path),
     }
-    if tiny or config.train_dataset.path == BUNDLED:
+    if tiny or bundled:
         lines["for real"] = f"python -m megarl.train +experiment={config.experiment_name} {REAL[config.method]}"
     for name, text in lines.items():
         print(f"{name:<9} {text}", flush=True)
@@ -44,7 +45,7 @@ def _length(config: Config) -> str:
 
 def _data(config: Config, inputs: Inputs) -> str:
     size = inputs.train.rows if inputs.train else 0
-    return f"{config.train_dataset.path}, {size} rows to train on, {len(inputs.valid)} held out"
+    return f"{config.train_dataset.describe()}, {size} rows to train on, {len(inputs.valid)} held out"
 
 
 def _layout(config: Config) -> str:

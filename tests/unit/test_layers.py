@@ -17,7 +17,7 @@ LAYERS = (
     {"ops", "parallel", "observe"},
     {"data", "rollout", "rewards", "algorithms", "actor", "reshard", "launcher"},
     {"config"},
-    {"trainer"},
+    {"trainer", "axolotl"},
     {"cli"},
     {"train", "evaluate", "preflight", "export", "report"},
 )

@@ -1,0 +1,1 @@
+"""axolotl's YAML of its RLHF methods, read into our configuration."""

@@ -1,0 +1,142 @@
+"""The tables: what each key of an axolotl YAML becomes, or why it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# A key whose value a knob takes as it is.
+KNOBS = {
+    "base_model": "actor.path",
+    "seed": "seed",
+    "output_dir": "run_root",
+    "wandb_name": "experiment_name",
+    "wandb_project": "logger.wandb_project",
+    "use_wandb": "logger.wandb",
+    "use_tensorboard": "logger.tensorboard",
+    "learning_rate": "actor.optimizer.lr",
+    "weight_decay": "actor.optimizer.weight_decay",
+    "adam_beta1": "actor.optimizer.adam_beta1",
+    "adam_beta2": "actor.optimizer.adam_beta2",
+    "adam_epsilon": "actor.optimizer.adam_eps",
+    "max_grad_norm": "actor.optimizer.clip_grad",
+    "cosine_min_lr_ratio": "actor.optimizer.min_lr_ratio",
+    "context_parallel_size": "parallel.cp_size",
+    "sequence_parallel_degree": "parallel.cp_size",
+    "tensor_parallel_size": "parallel.tp_size",
+    "save_total_limit": "saver.keep",
+    "shuffle_merged_datasets": "train_dataset.shuffle",
+    "dataloader_num_workers": "train_dataset.num_workers",
+    "dataloader_drop_last": "train_dataset.drop_last",
+    "trl.num_generations": "gconfig.n_samples",
+    "trl.top_p": "gconfig.top_p",
+    "trl.top_k": "gconfig.top_k",
+    "trl.reward_funcs": "rewards.functions",
+    "vllm.port": "server.port",
+    "vllm.tensor_parallel_size": "server.tp_size",
+    "vllm.data_parallel_size": "server.n_servers",
+    "vllm.gpu_memory_utilization": "sglang.mem_fraction_static",
+    "vllm.max_model_len": "sglang.context_length",
+    "vllm.enforce_eager": "sglang.disable_cuda_graph",
+    "vllm.reasoning_parser": "sglang.reasoning_parser",
+    "trl.vllm_server_timeout": "server.ready_timeout_s",
+}
+# A key of which some values become a knob's; None needs no change. Other values are refused.
+CHOICES: dict[str, dict[Any, tuple[str, Any] | None]] = {
+    "gradient_checkpointing": {True: ("actor.recompute", "full"), False: ("actor.recompute", "none")},
+    "optimizer": dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")),
+    "lr_scheduler": {
+        "cosine": ("actor.optimizer.lr_decay_style", "cosine"),
+        "linear": ("actor.optimizer.lr_decay_style", "linear"),
+        "constant": ("actor.optimizer.lr_decay_style", "constant"),
+        "constant_with_warmup": ("actor.optimizer.lr_decay_style", "constant"),
+        "inverse_sqrt": ("actor.optimizer.lr_decay_style", "inverse-square-root"),
+    },
+    "vllm.enable_prefix_caching": {
+        True: ("sglang.disable_radix_cache", False),
+        False: ("sglang.disable_radix_cache", True),
+    },
+    "vllm.dtype": {
+        "auto": None,
+        "half": ("server.dtype", "float16"),
+        **{name: ("server.dtype", name) for name in ("float16", "bfloat16", "float32")},
+    },
+    "vllm.host": {
+        "0.0.0.0": ("server.host", "127.0.0.1"),
+        "127.0.0.1": ("server.host", "127.0.0.1"),
+        "localhost": None,
+    },
+    "trl.vllm_server_host": dict.fromkeys(("0.0.0.0", "127.0.0.1", "localhost")),
+    "trl.vllm_mode": {"server": None},
+    "trl.num_iterations": {1: None},
+    "trl.scale_rewards": {True: None},
+    "trl.importance_sampling_level": {"token": None},
+    "trl.multi_objective_aggregation": {"sum_then_normalize": None},
+    "save_strategy": {"steps": None, "no": ("saver.every_steps", 0), False: ("saver.every_steps", 0)},
+    "eval_strategy": {"steps": None, "no": ("evaluator.every_steps", 0), False: ("evaluator.every_steps", 0)},
+}
+# Methods by the value of `rl`: ours, and what each key becomes with axolotl's default where it is not given.
+ALGORITHMS: dict[str, tuple[str, str, dict[str, tuple[str, Any]]]] = {
+    "dpo": (
+        "preference", "dpo",
+        {"rl_beta": ("algorithm.beta", 0.1), "dpo_label_smoothing": ("algorithm.label_smoothing", 0.0)},
+    ),
+    "ipo": ("preference", "ipo", {"rl_beta": ("algorithm.beta", 0.1)}),
+    "kto": (
+        "preference", "kto",
+        {
+            "rl_beta": ("algorithm.beta", 0.1),
+            "kto_desirable_weight": ("algorithm.desirable_weight", 1.0),
+            "kto_undesirable_weight": ("algorithm.undesirable_weight", 1.0),
+        },
+    ),
+    "orpo": ("preference", "orpo", {"orpo_alpha": ("algorithm.alpha", 0.1)}),
+    "simpo": (
+        "preference", "simpo",
+        {
+            "rl_beta": ("algorithm.beta", 0.1),
+            "cpo_alpha": ("algorithm.cpo_alpha", 1.0),
+            "simpo_gamma": ("algorithm.gamma", 0.5),
+        },
+    ),
+    "grpo": ("rl", "grpo", {"trl.beta": ("algorithm.kl_coef", 0.0), "trl.epsilon": ("algorithm.eps_clip", 0.2)}),
+    "gdpo": ("rl", "gdpo", {"trl.beta": ("algorithm.kl_coef", 0.0), "trl.epsilon": ("algorithm.eps_clip", 0.2)}),
+}  # fmt: skip
+# Keys that change nothing here, whatever they say, by the reason.
+_REASONS = {
+    "always packed": ("sample_packing", "eval_sample_packing", "pad_to_sequence_len", "group_by_length"),
+    "the engine has its own attention over packed sequences": (
+        "flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "attn_implementation",
+    ),
+    "keys and values are gathered over context-parallel ranks": ("ring_attn_func", "heads_k_stride"),
+    "read from the checkpoint": ("model_type", "tokenizer_type", "is_llama_derived_model", "is_qwen_derived_model"),
+    "prepared once, cached by content": ("dataset_prepared_path", "dataset_processes", "dataset_num_proc"),
+    "the run starts SGLang servers itself": ("trl.use_vllm", "trl.vllm_server_port"),
+    "evaluations keep every sample": ("trl.log_completions", "trl.num_completions_to_print"),
+    "Megatron's recompute has one form": ("gradient_checkpointing_kwargs",),
+    "a format reads its own columns": ("remove_unused_columns",),
+    "the loss is fused with the head anyway": ("trl.use_liger_loss",),
+    "a matter of speed alone": ("precompute_ref_log_probs",),
+    "every step is logged": ("logging_steps",),
+    "checkpoints are safetensors": ("save_safetensors",),
+    "unknown keys are refused": ("strict",),
+}  # fmt: skip
+NEEDLESS = {key: reason for reason, keys in _REASONS.items() for key in keys}
+WHY_NOT = {
+    "trl.rollout_func": "it calls the training model to generate; write a workflow (docs/adding_a_workflow.md)",
+    "rl_adapter_ref_model": "there are no adapters: all weights are trained",
+    "adapter": "there are no adapters: all weights are trained",
+    "deepspeed": "Megatron shards the model; use parallel.* knobs",
+    "fsdp": "Megatron shards the model; use parallel.* knobs",
+    "fsdp_config": "Megatron shards the model; use parallel.* knobs",
+    "max_prompt_len": "prompts are never cut; rows over sequence_len are skipped",
+    "trust_remote_code": "a model's own code is never run",
+    "trl.scale_rewards": "true is what GRPO does; for advantages that are not scaled take trl.loss_type: dr_grpo",
+    "trl.num_iterations": "each sampled batch is trained on once",
+}
+DATASET_OPTIONS = ("field_messages", "field_chosen", "field_rejected", "message_property_mappings", "roles")
+LOSS_TYPES = {
+    "grpo": ("grpo", "sequence"),
+    "bnpo": ("grpo", "token"),
+    "dapo": ("grpo", "token"),
+    None: ("grpo", "token"),
+}
