@@ -121,7 +121,8 @@ class EngineState:
         """`source` is the HF checkpoint whose tokenizer goes with the state."""
         self.modules, self.config, self.groups, self.source = modules, config, groups, source
         self.optimizer, self.scheduler = optimizer, scheduler
-        self.dtype = next(hf.parameters(modules)).dtype
+        self.dtype: torch.dtype = modules[0].config.params_dtype
+        assert {param.dtype for param in hf.parameters(modules)} == {self.dtype}, "a model has one dtype"
 
     # -- what lies where -----------------------------------------------------------------------------------------
 

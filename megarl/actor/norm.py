@@ -13,5 +13,5 @@ class RMSNorm(torch.nn.RMSNorm):
     of weights marked `sequence_parallel` over tp."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
