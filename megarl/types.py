@@ -54,6 +54,11 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
 
+    def __post_init__(self) -> None:
+        given: Any = self.input_ids
+        if isinstance(given, Mapping):  # what a tokenizer's apply_chat_template returns unless asked otherwise
+            object.__setattr__(self, "input_ids", list(given["input_ids"]))
+
 
 @dataclass(frozen=True)
 class ModelResponse:

@@ -15,7 +15,8 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout.api import RolloutWorkflow, pad_responses
+from megarl.rollout.api import RolloutWorkflow
+from megarl.rollout.transcript import pad_responses
 from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.rollout.api import InferenceEngine, RolloutWorkflow, pad_responses
+from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.judge import RewardFn, judge
+from megarl.rollout.transcript import pad_responses, prompt_ids
 from megarl.types import GenerationHyperparameters, ModelRequest
 
 
@@ -33,7 +34,7 @@ class RLVRWorkflow(RolloutWorkflow):
         self.enable_thinking = enable_thinking
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        input_ids = self._prompt_ids(data["messages"])
+        input_ids = prompt_ids(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
         request = ModelRequest(input_ids=input_ids, gconfig=self.gconfig)
         responses = await asyncio.gather(*(engine.agenerate(request) for _ in range(self.gconfig.n_samples)))
         prompt = self.tokenizer.decode(input_ids)
@@ -41,15 +42,3 @@ class RLVRWorkflow(RolloutWorkflow):
         ids = [r.output_tokens for r in responses]
         rewards = await judge(self.reward_fn, prompt, input_ids, completions, ids, data)
         return pad_responses(responses, rewards)
-
-    def _prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """The chat template's token ids, or the text's own where the tokenizer (a base model's) has no template."""
-        if not self.tokenizer.chat_template:
-            return self.tokenizer.encode("".join(message["content"] for message in messages))
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tokenize=True,
-            add_generation_prompt=True,
-            enable_thinking=self.enable_thinking,
-            return_dict=False,
-        )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.rollout.api import pad_responses
+from megarl.rollout.transcript import pad_responses
 from megarl.types import ModelResponse, PackedBatch
 
 

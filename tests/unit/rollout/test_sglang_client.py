@@ -11,7 +11,7 @@ from fault_server import answer, tokens_of
 
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout.api import RolloutWorkflow, pad_responses
+from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.sglang_client import (
     GenerationError,
@@ -20,6 +20,7 @@ from megarl.rollout.sglang_client import (
     parse_answer,
     sampling_params,
 )
+from megarl.rollout.transcript import pad_responses
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 

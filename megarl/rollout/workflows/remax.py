@@ -1,0 +1,37 @@
+"""ReMax: a group of sampled completions, whose rewards are taken against that of the greedy one (arXiv 2310.10505)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from torch import Tensor
+
+from megarl.rollout.api import InferenceEngine
+from megarl.rollout.judge import judge
+from megarl.rollout.transcript import pad_responses, prompt_ids
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.types import ModelRequest, RewardError
+
+
+class ReMaxRLVRWorkflow(RLVRWorkflow):
+    """`RLVRWorkflow` with `reward - reward of the greedy completion`; the greedy one is not trained on.
+
+    Where the greedy completion cannot be scored, the whole group is masked: there is nothing to compare with.
+    """
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
+        input_ids = prompt_ids(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
+        sampled = ModelRequest(input_ids=input_ids, gconfig=self.gconfig)
+        greedy = ModelRequest(input_ids=input_ids, gconfig=self.gconfig.new(greedy=True, n_samples=1))
+        *responses, base = await asyncio.gather(
+            *(engine.agenerate(sampled) for _ in range(self.gconfig.n_samples)), engine.agenerate(greedy)
+        )
+        prompt = self.tokenizer.decode(input_ids)
+        everyone = [*responses, base]
+        completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in everyone]
+        ids = [r.output_tokens for r in everyone]
+        *rewards, baseline = await judge(self.reward_fn, prompt, input_ids, completions, ids, data)
+        if isinstance(baseline, RewardError):
+            return pad_responses(responses, [baseline] * len(responses))
+        return pad_responses(responses, [r if isinstance(r, RewardError) else r - baseline for r in rewards])

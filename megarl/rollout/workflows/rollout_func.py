@@ -1,0 +1,93 @@
+"""`rollout_func(model, processing_class, prompts, generation_config) -> list[str]`, as TRL and axolotl have it.
+
+The function drives a model by `model.generate(input_ids=..., max_new_tokens=...)` and returns the completions' texts.
+What it returns may be pieced together from many calls, so each text is tokenised as one completion; its behaviour
+log-probs are not known, and the trainer takes its own before the update in their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.knobs import UserError
+from megarl.rollout.api import InferenceEngine, RolloutWorkflow
+from megarl.rollout.judge import RewardFn, judge
+from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids
+from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
+
+RolloutFunc = Callable[..., list[str]]
+
+
+class GeneratingModel:
+    """What the function takes for the model: `generate` by the rollout servers, `device`."""
+
+    def __init__(self, engine: InferenceEngine, gconfig: GenerationHyperparameters, loop: asyncio.AbstractEventLoop):
+        self.device = torch.device("cpu")
+        self._engine = engine
+        self._gconfig = gconfig
+        self._loop = loop
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int | None = None,
+        generation_config: Any = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """int64 `[batch, longest]`: prompt and completion of each row, padded on the right with 0."""
+        if unknown:
+            raise UserError(f"model.generate: {sorted(unknown)} cannot be passed on; use max_new_tokens, and gconfig.*")
+        limit = max_new_tokens or getattr(generation_config, "max_new_tokens", None) or self._gconfig.max_new_tokens
+        gconfig = self._gconfig.new(n_samples=1, max_new_tokens=limit)
+        keep = attention_mask.bool() if attention_mask is not None else torch.ones_like(input_ids, dtype=torch.bool)
+        requests = [
+            ModelRequest(input_ids=row[k].tolist(), gconfig=gconfig) for row, k in zip(input_ids, keep, strict=True)
+        ]
+
+        async def ask() -> list[ModelResponse]:
+            return list(await asyncio.gather(*(self._engine.agenerate(request) for request in requests)))
+
+        responses = asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
+        rows = [
+            torch.cat([row, torch.tensor(r.output_tokens, dtype=row.dtype)])
+            for row, r in zip(input_ids, responses, strict=True)
+        ]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class RolloutFuncWorkflow(RolloutWorkflow):
+    """Calls `rollout_func` for `gconfig.n_samples` completions of `data["messages"]` and scores them."""
+
+    def __init__(
+        self, rollout_func: RolloutFunc, reward_fn: RewardFn, gconfig: GenerationHyperparameters, tokenizer: Any
+    ):
+        self.rollout_func = rollout_func
+        self.reward_fn = reward_fn
+        self.gconfig = gconfig
+        self.tokenizer = tokenizer
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
+        model = GeneratingModel(engine, self.gconfig, asyncio.get_running_loop())
+        prompts = [{"messages": data["messages"]} for _ in range(self.gconfig.n_samples)]
+        texts = await asyncio.to_thread(self.rollout_func, model, self.tokenizer, prompts, None)
+        if len(texts) != len(prompts) or not all(isinstance(text, str) for text in texts):
+            raise UserError(f"rollout_func must return {len(prompts)} strings, one a prompt; it returned {len(texts)}")
+        asked = prompt_ids(self.tokenizer, data["messages"])
+        ids = [[*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id] for text in texts]
+        rewards = await judge(self.reward_fn, self.tokenizer.decode(asked), asked, texts, ids, data)
+        version = engine.get_version()
+        transcripts = []
+        for tokens in ids:
+            transcript = Transcript()
+            transcript.give(asked)
+            transcript.sample(ModelResponse(asked, tokens, [0.0] * len(tokens), [version] * len(tokens)))
+            transcripts.append(transcript)
+        padded = pad_transcripts(transcripts, rewards)
+        del padded["rollout_logprobs"]  # nobody knows them
+        return padded
