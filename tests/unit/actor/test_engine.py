@@ -154,6 +154,118 @@ def test_a_user_loss_sees_packed_logits(folder: Path) -> None:
     assert stats["loss"] == pytest.approx(float(reinforce_loss(logits, packed)), rel=1e-5)
 
 
+def test_gradients_do_not_depend_on_how_often_they_are_accumulated(folder: Path) -> None:
+    """A user's loss and weights, over 1, 2 and 7 microbatches."""
+
+    def loss_fn(logits: Tensor, data: PackedBatch) -> Tensor:
+        logprobs = gather_logprobs(logits, torch.roll(data["input_ids"], -1))
+        inside = data["loss_mask"].index_fill(0, data.cu_seqlens[1:].long() - 1, False)  # a last token predicts none
+        return -(logprobs * data["advantages"])[inside].mean()
+
+    def weigh(data: PackedBatch) -> Tensor:
+        return data["loss_mask"].sum() - data.num_seqs
+
+    lengths = torch.tensor([12, 14, 11, 21, 13, 16, 15])
+    generator = torch.Generator().manual_seed(0)
+    total = int(lengths.sum())
+    batch = PackedBatch(
+        cu_seqlens_of(lengths),
+        {
+            "input_ids": torch.randint(0, 343, (total,), generator=generator),
+            "loss_mask": torch.cat([torch.arange(n) >= 4 for n in lengths]),
+            "advantages": torch.randn(total, generator=generator),
+        },
+    )
+    seen: dict[int, tuple[dict[str, float], dict[str, Tensor]]] = {}
+    for budget in (1000, 60, 21):
+        engine = MegatronEngine(config_of(folder, max_tokens_per_mb=budget))
+        engine.initialize()
+        calls: list[int] = []
+
+        def counted(logits: Tensor, data: PackedBatch, calls: list[int] = calls) -> Tensor:
+            calls.append(data.num_seqs)
+            return loss_fn(logits, data)
+
+        stats = engine.train_batch(batch, counted, weigh)
+        seen[len(calls)] = stats, gradients(engine)
+    assert sorted(seen) == [1, 2, 7]
+    for stats, found in seen.values():
+        assert stats == pytest.approx(seen[1][0], rel=1e-5)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, seen[1][1][name], atol=1e-7, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_kept_or_computed_twice_give_the_same_step(checkpoints: Callable[..., Path], tied: bool) -> None:
+    path = checkpoints("qwen3", tied=tied, vocab_size=343)
+    seen = []
+    for megabytes in (0, 256):
+        engine = MegatronLMEngine(config_of(path, kept_logits_mb=megabytes))
+        engine.initialize()
+        batch = rollout()
+        everything = engine.logprobs(batch)
+        trained = engine.logprobs(batch, trained_only=True)
+        torch.testing.assert_close(trained, everything.masked_fill(~batch["loss_mask"], 0.0), atol=1e-6, rtol=0)
+        seen.append((engine.train_lm(batch), gradients(engine)))
+    (chunks, chunk_gradients), (kept, kept_gradients) = seen
+    assert chunks == pytest.approx(kept, rel=1e-6)
+    for name, gradient in chunk_gradients.items():
+        torch.testing.assert_close(gradient, kept_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
+
+
+def shared_rollout() -> PackedBatch:
+    """Two groups of four that share their prompts, of 9 and 20 tokens; completions of one group in turns with the
+    other's, one of them empty and two alike."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 343, (n,), generator=generator) for n in (9, 20)]
+    parts, masks, groups_ = [], [], []
+    for length in (7, 3, 0, 12):
+        for group, prompt in enumerate(prompts):
+            completion = torch.arange(length) if length == 3 else torch.randint(0, 343, (length,), generator=generator)
+            parts.append(torch.cat([prompt, completion]))
+            masks.append(torch.arange(len(parts[-1])) >= len(prompt))
+            groups_.append(group)
+    ids = torch.cat(parts)
+    return PackedBatch(
+        cu_seqlens_of(torch.tensor([len(p) for p in parts])),
+        {
+            "input_ids": ids,
+            "loss_mask": torch.cat(masks),
+            "rollout_logprobs": torch.randn(ids.numel(), generator=generator),
+        },
+        {"rewards": torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 1]), "group_ids": torch.tensor(groups_)},
+    )
+
+
+@pytest.mark.parametrize("budget", [1000, 60, 32])
+def test_a_shared_prompt_computed_once_gives_equal_log_probs_and_gradients(folder: Path, budget: int) -> None:
+    seen = []
+    for shared in (False, True):
+        config = config_of(folder, max_tokens_per_mb=budget, shared_prefix=shared)
+        actor = MegatronPPOActor(config, GRPO(GRPOConfig(eps_clip=0.2)))
+        actor.initialize()
+        batch = shared_rollout()
+        whole = actor.eval().logprobs(batch)
+        batch["prox_logp"] = actor.compute_logp(batch) + 0.1
+        actor.compute_advantages(batch)
+        given = sum(mb.input_ids.numel() for mb in actor._microbatches(batch))
+        seen.append((whole, actor.ppo_update(batch), gradients(actor), given))
+    (plain, stats, found, tokens), (shared_logp, shared_stats, shared_found, shared_tokens) = seen
+    torch.testing.assert_close(shared_logp, plain, atol=1e-6, rtol=1e-6)
+    assert shared_stats == pytest.approx(stats, rel=1e-5)
+    for name, gradient in shared_found.items():
+        torch.testing.assert_close(gradient, found[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert tokens == batch.total_tokens == 4 * 29 + 44
+    if budget == 1000:
+        assert shared_tokens == 29 + 44
+
+
+def test_a_shared_prompt_is_refused_where_sequences_are_cut(folder: Path) -> None:
+    for layout in ({"cp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
+        with pytest.raises(UserError, match=r"shared_prefix=true takes whole sequences"):
+            MegatronEngine(config_of(folder, shared_prefix=True), ParallelConfig(**layout))
+
+
 def test_forward_gives_results_in_the_order_of_the_batch(folder: Path) -> None:
     engine = MegatronEngine(config_of(folder, max_tokens_per_mb=24))
     engine.initialize()
