@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
 from megarl import __version__
 from megarl.actor.memory import count_parameters
 from megarl.config import Config
@@ -11,6 +9,7 @@ from megarl.data.config import BUNDLED
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
 from megarl.rollout.sglang_server import uses_gpu
+from megarl.trainer.findings import sequences_of_step
 from megarl.trainer.read import Inputs
 
 REAL = {
@@ -64,12 +63,11 @@ def _layout(config: Config) -> str:
 
 
 def _batch(config: Config) -> str:
-    prompts = config.train_dataset.batch_size
+    prompts, (sequences, parts) = config.train_dataset.batch_size, sequences_of_step(config)
     most = f"microbatches of at most {config.actor.max_tokens_per_mb} tokens"
     if config.method == "sft":
         return f"{prompts} sequences a step, {most}"
-    samples, parts = config.gconfig.n_samples, config.algorithm.n_minibatches
     return (
-        f"{prompts} prompts x {samples} completions = {prompts * samples} sequences a step, "
-        f"{parts} optimizer step{'s' * (parts > 1)} of {prompts * samples // parts}, {most}"
+        f"{prompts} prompts x {config.gconfig.n_samples} completions = {sequences} sequences a step, "
+        f"{parts} optimizer step{'s' * (parts > 1)} of {sequences // parts}, {most}"
     )
