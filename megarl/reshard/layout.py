@@ -130,13 +130,16 @@ class Topology:
     server: Ints
 
     @staticmethod
-    def of_sizes(sources: int, server_sizes: Sequence[int], ranks_per_node: int, *, shared_nodes: bool) -> Topology:
-        """Ranks and servers laid out in order, `ranks_per_node` each; `shared_nodes` puts both on the same ones."""
-        destinations = sum(server_sizes)
-        first = 0 if shared_nodes else -(-sources // ranks_per_node)
+    def of_sizes(sources: int, server_sizes: Sequence[int], ranks_per_node: int, first: int | None = None) -> Topology:
+        """Ranks laid out in order, `ranks_per_node` each: trainers, then servers from place `first` on.
+
+        Without `first` servers have nodes of their own; 0 puts both sides onto the same devices.
+        """
+        if first is None:
+            first = -(-sources // ranks_per_node) * ranks_per_node
         return Topology(
             source_node=np.arange(sources) // ranks_per_node,
-            node=np.arange(destinations) // ranks_per_node + first,
+            node=(first + np.arange(sum(server_sizes))) // ranks_per_node,
             server=np.repeat(np.arange(len(server_sizes)), server_sizes),
         )
 

@@ -347,7 +347,7 @@ def test_a_plan_between_real_layouts_delivers_everything_once_and_bit_equal(worl
     except UserError:
         assume(False)
     tp_size, n_servers = worlds.servers["tp_size"], worlds.servers["n_servers"]
-    topology = Topology.of_sizes(ranks, [tp_size] * n_servers, 4, shared_nodes=False)
+    topology = Topology.of_sizes(ranks, [tp_size] * n_servers, 4)
     made = plan(sources, destinations, topology, worlds.bucket_bytes)
     assert made.waived == ()
     check_delivery(made, checkpoint_of(tensor_shapes(config)))

@@ -43,8 +43,9 @@ def test_a_dtype_that_torch_does_not_know_is_refused() -> None:
 
 
 def test_servers_take_nodes_of_their_own_or_share_those_of_the_trainer() -> None:
-    apart = Topology.of_sizes(6, [2, 4], ranks_per_node=4, shared_nodes=False)
+    apart = Topology.of_sizes(6, [2, 4], ranks_per_node=4)
     assert apart.source_node.tolist() == [0, 0, 0, 0, 1, 1]
     assert apart.node.tolist() == [2, 2, 2, 2, 3, 3]
     assert apart.server.tolist() == [0, 0, 1, 1, 1, 1]
-    assert Topology.of_sizes(6, [2, 4], 4, shared_nodes=True).node.tolist() == [0, 0, 0, 0, 1, 1]
+    assert Topology.of_sizes(6, [2, 4], 4, first=0).node.tolist() == [0, 0, 0, 0, 1, 1]
+    assert Topology.of_sizes(6, [2, 4], 4, first=6).node.tolist() == [1, 1, 2, 2, 2, 2]

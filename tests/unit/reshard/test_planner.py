@@ -28,12 +28,10 @@ class World:
     server_sizes: list[int]
     bucket_bytes: int
     ranks_per_node: int
-    shared_nodes: bool
+    first: int | None
 
     def topology(self) -> Topology:
-        return Topology.of_sizes(
-            len(self.sources), self.server_sizes, self.ranks_per_node, shared_nodes=self.shared_nodes
-        )
+        return Topology.of_sizes(len(self.sources), self.server_sizes, self.ranks_per_node, self.first)
 
     def plan(self, waived: tuple[str, ...] = ()) -> Plan:
         return plan(
@@ -85,7 +83,7 @@ def worlds(draw: st.DrawFn) -> World:
         server_sizes=server_sizes,
         bucket_bytes=draw(st.integers(8, 400)),
         ranks_per_node=draw(st.integers(1, 4)),
-        shared_nodes=draw(st.booleans()),
+        first=draw(st.one_of(st.none(), st.integers(0, 6))),
     )
 
 
@@ -144,7 +142,7 @@ def replicated(ranks: int, servers: int, rows: int = 64, bucket_bytes: int = 64)
     box = Box("w", (0, 0), (rows, 8))
     return World(
         {"w": (rows, 8)}, [[(box, "float32")]] * ranks, [[(box, "float32")]] * servers, [1] * servers, bucket_bytes, 1,
-        shared_nodes=False,
+        first=None,
     )  # fmt: skip
 
 
@@ -167,13 +165,13 @@ def test_small_tensors_that_all_ranks_hold_ride_with_the_matrices_of_some() -> N
         [(Box("w", (4 * i, 0), (4 * i + 4, 8)), "float32") for i in (0, 1)],
     )
     whole = [(Box("w", (0, 0), (8, 8)), "float32"), norm]
-    world = World({}, [[halves[0], norm], [halves[1], norm]], [whole], [1], 10_000, 1, shared_nodes=False)
+    world = World({}, [[halves[0], norm], [halves[1], norm]], [whole], [1], 10_000, 1, first=None)
     assert sorted(t.nbytes for t in world.plan().receives(0)) == [128, 160]
 
 
 def test_a_box_larger_than_a_bucket_is_cut_and_no_bucket_exceeds_its_bound() -> None:
     box = Box("w", (0, 0), (3, 100))
-    world = World({"w": (3, 100)}, [[(box, "float32")]], [[(box, "float32")]], [1], 120, 1, shared_nodes=False)
+    world = World({"w": (3, 100)}, [[(box, "float32")]], [[(box, "float32")]], [1], 120, 1, first=None)
     sizes = [t.nbytes for t in world.plan().receives(0)]
     assert sum(sizes) == 1200
     assert max(sizes) <= 120
