@@ -45,6 +45,21 @@ class VerificationError(RuntimeError):
         self.tensor = tensor
 
 
+class LogprobMismatchError(RuntimeError):
+    """What the servers sample does not follow from the weights that they were sent."""
+
+
+def check_first_logprobs(difference: float, bound: float, version: int, servers: Sequence[str]) -> None:
+    """Raises LogprobMismatchError where `difference`, the mean |trainer - rollout log-prob| of the first tokens sampled
+    under `version`, exceeds `bound` or is not a number."""
+    if not difference <= bound:
+        raise LogprobMismatchError(
+            f"the first tokens of version {version} from {', '.join(servers) or 'the servers'} have log-probs that "
+            f"differ from the trainer's by {difference:.3g} on average, above reshard.max_logprob_diff={bound:g}: the "
+            "servers do not compute what the trainer does; compare dtypes and SGLang's arguments, or raise the bound"
+        )
+
+
 def digest(tensor: Tensor) -> str:
     """Hex XXH3-128 of a tensor's dtype, shape and bytes in row-major order."""
     state = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,15 @@ from megarl.knobs import UserError, knob
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.executor import LoopThread, rollout_batch
-from megarl.types import Episode, GenerationHyperparameters, ModelRequest, ModelResponse, PackedBatch
+from megarl.types import (
+    Episode,
+    GenerationHyperparameters,
+    ModelRequest,
+    ModelResponse,
+    PackedBatch,
+    WeightUpdateMeta,
+    WeightUpdates,
+)
 
 ADDRESSES_VARIABLE = "MEGARL_LLM_SERVER_ADDRS"
 KEY_VARIABLE = "MEGARL_LLM_SERVER_API_KEY"
@@ -75,6 +84,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self.addresses: list[str] = []
         self.episodes: list[Episode] = []  # of the last batch, in the order of its prompts
         self._version = 0
+        self._updates: WeightUpdates | None = None
         self._thread: LoopThread | None = None
         self._session: aiohttp.ClientSession | None = None
         self._under_way: dict[str, int] = {}  # completions asked of each server
@@ -134,6 +144,19 @@ class RemoteSGLangEngine(InferenceEngine):
             raise UserError("the rollout engine is not initialized; call initialize() first")
         batch, self.episodes = rollout_batch(self, self._thread, data, workflow, self.config.batch_timeout_s)
         return batch
+
+    def connect(self, updates: WeightUpdates) -> None:
+        """Says what brings weights to the servers (a `reshard.session.WeightSession`): `update_weights` needs it."""
+        self._updates = updates
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[Any]:
+        """A future that ends when the servers serve `meta.model_version`; on rank 0, before `actor.upload_weights`.
+
+        Its `result()` raises what went wrong. Then `set_version` says so to this engine.
+        """
+        if self._updates is None:
+            raise UserError("update_weights: connect(session) first; a weight session brings the weights")
+        return self._updates.expect(meta)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """One completion, of one piece unless a weight update aborted it: then it goes on after the tokens so far.

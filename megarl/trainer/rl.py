@@ -42,6 +42,7 @@ def loop(run: Run, rollouts: Rollouts, actor: MegatronPPOActor) -> None:
             batch = rollouts.next_batch()
         with stage("logprobs"):
             batch["prox_logp"] = actor.compute_logp(batch)
+            rollouts.check_logprobs(batch)
         with stage("advantages"):
             actor.compute_advantages(batch)
         with stage("update"):

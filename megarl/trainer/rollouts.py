@@ -16,6 +16,7 @@ from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_batch, broadcast_json
 from megarl.reshard.session import WeightSession, WeightSyncError
 from megarl.reshard.sglang import WEIGHT_LOADER
+from megarl.reshard.verify import check_first_logprobs
 from megarl.rewards.gsm8k import gsm8k_reward_fn
 from megarl.rollout.evaluate import Evaluator
 from megarl.rollout.executor import WorkflowError
@@ -62,7 +63,6 @@ class Rollouts:
             self._engine = RemoteSGLangEngine(self.config.rollout)
             self._engine.initialize(addresses, api_key=key)
             self._open.callback(self._engine.destroy)
-            self._engine.set_version(version)
             tokenizer, gconfig = self.inputs.tokenizer, self.config.gconfig
             self._workflow = RLVRWorkflow(gsm8k_reward_fn, gconfig, tokenizer)
             self._evaluator = Evaluator(
@@ -74,6 +74,11 @@ class Rollouts:
             )
         self._weights = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(self._weights.close)
+        # Servers that outlived a trainer may serve a version above its checkpoint's: versions go on above theirs.
+        self._ahead = max(0, self._weights.served_version() + 1 - max(version, 1))
+        self._unchecked: int | None = version + self._ahead
+        if self.chief:
+            self._engine.set_version(version + self._ahead)
 
     def next_batch(self) -> PackedBatch:
         """The packed completions of the next prompts, the same on every rank."""
@@ -87,9 +92,11 @@ class Rollouts:
     def push(self, actor: Any, version: int) -> None:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
         with self._blaming_dead_servers():
-            report = self._weights.push(actor, version)
+            report = self._weights.push(actor, version + self._ahead)
+        self._unchecked = report.version
         if self.chief:
-            self._engine.set_version(version)
+            self._engine.set_version(report.version)
+            self._engine.addresses = self._weights.healthy  # no requests to a server that was dropped
             with stats_tracker.scope("sync"):
                 stats_tracker.scalar(
                     verified=float(report.verified > 0),
@@ -98,6 +105,21 @@ class Rollouts:
                     delta_saving=1 - report.bytes / report.dense_bytes,
                     servers=len(report.servers),
                 )
+
+    def check_logprobs(self, batch: PackedBatch) -> None:
+        """Holds the first tokens sampled after a sync to the trainer's `prox_logp` of them: a last, independent proof.
+
+        Raises:
+            LogprobMismatchError: they differ by more than reshard.max_logprob_diff on average.
+        """
+        bound = self.config.reshard.max_logprob_diff
+        if self._unchecked is None or not bound:
+            return
+        chosen = batch["loss_mask"].bool() & (batch["versions"] == self._unchecked)
+        if chosen.any():
+            difference = float((batch["prox_logp"] - batch["rollout_logprobs"])[chosen].abs().double().mean())
+            check_first_logprobs(difference, bound, self._unchecked, self._weights.healthy)
+            self._unchecked = None
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Held-out accuracy when it is due after `step`, else nothing. Rank 0 measures, the others wait for it."""

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 from megarl import cli
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder, new_run
-from megarl.reshard.reference import FullSender
-from megarl.reshard.session import WeightSyncError
+from megarl.reshard.coordinator import WeightSyncError
+from megarl.reshard.transports.gloo import GlooTransport
 from megarl.trainer import rl
 from megarl.trainer.read import read_inputs
 from tests.conftest import random_model
@@ -152,16 +152,17 @@ def test_a_tensor_corrupted_on_its_way_stops_the_run_with_its_name(
     config = cli.load(
         ["+experiment=gsm8k_grpo", "train_dataset.batch_size=4", "evaluator.at_start=false", "total_train_steps=5"]
     )
-    send: Any = FullSender._send
+    send: Any = GlooTransport.send
     sent: list[int] = []
 
-    def corrupting(self: FullSender, payload: torch.Tensor) -> None:
-        sent.append(payload.numel())
+    def corrupting(self: GlooTransport, slot: int, nbytes: int, peer: int, tag: int) -> Any:
+        sent.append(nbytes)
         if len(sent) == 2:
-            payload[len(payload) // 2] ^= 1
-        send(self, payload)
+            assert self.staging is not None
+            self.staging.slots[slot][nbytes // 2] ^= 1
+        return send(self, slot, nbytes, peer, tag)
 
-    monkeypatch.setattr(FullSender, "_send", corrupting)
+    monkeypatch.setattr(GlooTransport, "send", corrupting)
     run = new_run(tmp_path, "corrupted")
     with pytest.raises(WeightSyncError) as error:
         rl.train(config, run, read_inputs(config, rank=0), started=time.monotonic())

@@ -17,8 +17,9 @@ from torch.distributed import PrefixStore, TCPStore
 from megarl.knobs import UserError
 from megarl.reshard.layout import Box
 from megarl.reshard.reference import ABANDONED, DeliveryError, FullSender, header_key, receive_full
-from megarl.reshard.session import ReshardConfig
-from megarl.reshard.transports.gloo import Deadline, GlooGroup, join_store, open_store, read, write
+from megarl.reshard.config import ReshardConfig
+from megarl.reshard.store import Deadline, join_store, open_store, read, write
+from megarl.reshard.transports.gloo import GlooTransport
 from megarl.reshard.verify import VerificationError, check_digests, check_names, digest
 
 HOST = "127.0.0.1"
@@ -32,10 +33,10 @@ class Link:
     def __init__(self, store: TCPStore):
         self.store = PrefixStore("pair", store)
         self.far_store = PrefixStore("pair", join_store(HOST, store.port, 5))
-        far: list[GlooGroup] = []
-        thread = threading.Thread(target=lambda: far.append(GlooGroup(self.far_store, HOST, 1, 2, 5)))
+        far: list[GlooTransport] = []
+        thread = threading.Thread(target=lambda: far.append(GlooTransport(self.far_store, HOST, 1, 2, 5)))
         thread.start()
-        self.group = GlooGroup(self.store, HOST, 0, 2, 5)
+        self.group = GlooTransport(self.store, HOST, 0, 2, 5)
         thread.join(10)
         self.far_group = far[0]
         self.headers: list[Any] = []
@@ -191,10 +192,19 @@ def test_a_digest_that_differs_or_was_never_sent_names_its_tensor() -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"pause_mode": "stop"}, "is not one of retract, in_place, abort"),
-        ({"verify": "sometimes"}, "is not one of always, off"),
+        ({"pause_mode": "stop"}, r"reshard\.pause_mode='stop' is not one of retract, in_place, abort"),
+        ({"verify": "sometimes"}, "is not one of always, sampled, off"),
+        ({"path": "some"}, "is not one of exact, full"),
+        ({"transport": "tcp"}, "is not one of gloo, shm, nccl, cuda_ipc, disk"),
+        ({"on_failure": "hope"}, "is not one of stop, drop_server"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
+        ({"bucket_bytes": 100}, "bucket_bytes=100 must be a multiple of 16"),
+        ({"anchor_every": 0}, "anchor_every=0 must be at least 1"),
         ({"transfer_deadline_s": 0.0}, r"transfer_deadline_s=0\.0 must be above 0"),
+        ({"max_logprob_diff": -1.0}, "must not be negative"),
+        ({"path": "full", "transport": "shm"}, r"with reshard\.path=full use gloo or disk"),
+        ({"path": "full", "delta": True}, r"delta=true needs reshard\.path=exact"),
+        ({"transport": "disk"}, r"needs reshard\.folder"),
     ],
 )
 def test_a_wrong_knob_is_refused(knobs: dict[str, Any], message: str) -> None:

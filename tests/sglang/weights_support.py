@@ -1,0 +1,109 @@
+"""What tests of weight syncs share: a trainer of one rank that holds a whole model, and a server with its session."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from megarl.reshard.config import ReshardConfig
+from megarl.reshard.session import SyncReport, WeightSession
+from megarl.reshard.sglang import ServerControl
+from megarl.reshard.store import Deadline
+from megarl.rollout.sglang_server import SGLangServers
+
+TOLERANCE = 1e-5
+PROMPT = list(range(7, 40))
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A checkpoint tensor that one trainer rank holds all of."""
+
+    name: str
+    view: Tensor
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        return (0,) * self.view.dim()
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(self.view.shape)
+
+
+class Whole:
+    """The weights of a trainer that has one rank."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.tensors = dict(tensors)
+
+    def shards(self) -> list[WholeTensor]:
+        return [WholeTensor(name, tensor) for name, tensor in self.tensors.items()]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors.items())
+
+
+def weights_of(model: nn.Module) -> Whole:
+    """The checkpoint of a model. A tied head appears once."""
+    return Whole({name: parameter.detach() for name, parameter in model.named_parameters()})
+
+
+def logprobs(model: nn.Module, tokens: list[int]) -> Tensor:
+    """Log-prob of every token but the first, by transformers, `[len(tokens) - 1]`."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+class Served:
+    """A server under test and the session that pushes to it."""
+
+    def __init__(self, servers: SGLangServers, **knobs: Any):
+        self.servers = servers
+        self.config = ReshardConfig(**({"control_deadline_s": 10, "transfer_deadline_s": 20} | knobs))
+        self.session = WeightSession(self.config, servers.addresses, servers.api_key)
+        self.version = 0
+
+    def push(self, weights: Whole) -> SyncReport:
+        self.version += 1
+        return self.session.push(weights, self.version)
+
+    def restart_session(self, **knobs: Any) -> WeightSession:
+        """Another trainer on the same servers."""
+        self.session.close()
+        self.session = WeightSession(replace(self.config, **knobs), self.servers.addresses, self.servers.api_key)
+        return self.session
+
+    def generate(self, new_tokens: int, prompt: list[int] = PROMPT) -> dict[str, Any]:
+        sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.servers.api_key}"}
+        request = urllib.request.Request(
+            f"http://{self.servers.addresses[0]}/generate", json.dumps(body).encode(), headers
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def difference(self, model: nn.Module) -> float:
+        """Largest log-prob difference to `model`, over a prompt and what is sampled after it."""
+        answer = self.generate(16)
+        tokens = PROMPT + answer["output_ids"]
+        meta = answer["meta_info"]
+        served = [v for v, _, _ in meta["input_token_logprobs"][1:]] + [v for v, _, _ in meta["output_token_logprobs"]]
+        return float((torch.tensor(served) - logprobs(model, tokens)).abs().max())
+
+    def served_version(self) -> str:
+        return ServerControl(self.servers.addresses[0], self.servers.api_key).model_info(Deadline(10))["weight_version"]
+
+    def scheduler(self) -> psutil.Process:
+        process = self.servers.servers[0].process
+        assert process is not None
+        return next(p for p in psutil.Process(process.pid).children() if "scheduler" in p.name())
