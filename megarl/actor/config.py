@@ -56,7 +56,7 @@ class EngineConfig:
     value_head_std: float = knob(0.0, "standard deviation of a new critic's or reward model's head; 0 starts at zero")
     temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
     recompute: str = knob("none", "activations computed again in backward: none, selective (attention, MLP), full")
-    offload_optimizer: bool = knob(False, "keep main parameters and Adam's moments on the host; needs a GPU")
+    offload_optimizer: bool = knob(False, "run Adam on the host, where its moments are kept; needs a GPU")
     max_skipped_steps: int = knob(3, "steps in a row that may be skipped for a loss or gradient that is not finite")
     optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")
 

@@ -49,7 +49,7 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row > self.most:
             raise NonFiniteError(
-                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite (the last: loss {loss}, "
+                f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} in a row had a loss or gradient that is not finite (the last: loss {loss}, "
                 f"gradient norm {grad_norm}), actor.max_skipped_steps={self.most} allows {self.most}; parameters are "
                 "as they were before them: lower actor.optimizer.lr, or go on from an earlier checkpoint"
             )
