@@ -48,8 +48,9 @@ class SkippedSteps:
         """
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row > self.most:
+            steps = f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} in a row"
             raise NonFiniteError(
-                f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} in a row had a loss or gradient that is not finite (the last: loss {loss}, "
-                f"gradient norm {grad_norm}), actor.max_skipped_steps={self.most} allows {self.most}; parameters are "
-                "as they were before them: lower actor.optimizer.lr, or go on from an earlier checkpoint"
+                f"{steps} had a loss or gradient that is not finite (last: loss {loss}, gradient norm {grad_norm}), "
+                f"actor.max_skipped_steps={self.most} allows {self.most}; parameters are as they were before: lower "
+                "actor.optimizer.lr, or go on from an earlier checkpoint"
             )
