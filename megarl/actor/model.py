@@ -24,7 +24,7 @@ from megarl.actor.families import (
     rotary_inv_freq,
 )
 from megarl.actor.head import HeadlessGPT, ValueHead
-from megarl.actor.moe import moe_fields
+from megarl.actor.moe import mark_experts, moe_fields
 from megarl.actor.norm import RMSNorm
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups
@@ -145,6 +145,7 @@ def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recomput
                 pg_collection=groups.collection,
                 vp_stage=stage if groups.vpp_size > 1 else None,
             )
+        mark_experts(module)
         if module.post_process and is_scalar(config):
             module.output_layer = ValueHead(megatron)
         module.rotary_pos_emb = PackedRotary(rotary_inv_freq(config))

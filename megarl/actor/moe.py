@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from megarl.actor.families import moe_shape
@@ -31,3 +32,14 @@ def moe_fields(config: PretrainedConfig, *, grouped: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": grouped,
     }
+
+
+def mark_experts(module: torch.nn.Module) -> None:
+    """Marks the parameters of experts, whose gradients are summed over the replicas of the experts.
+
+    Megatron marks them under expert parallelism only (tensor_parallel/layers.py:886), and takes them for dense ones,
+    with the replicas of these, where etp alone lays experts out in another way.
+    """
+    for name, param in module.named_parameters():
+        if ".mlp.experts." in name:
+            param.allreduce = False

@@ -1,0 +1,181 @@
+"""The table of what each rank holds: whole, without overlap, the same on replicas, for every family and layout."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PretrainedConfig, Qwen3MoeConfig
+
+from megarl.actor.families import as_scalar, check_layout, moe_shape, padded_vocab_size
+from megarl.actor.shards import Piece, pieces, tensor_shapes, world_table
+from megarl.parallel.config import ParallelConfig
+from megarl.parallel.placement import places
+from tests.conftest import FAMILY_CONFIGS, random_model
+
+QWEN3_235B = Qwen3MoeConfig(
+    hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4, head_dim=128,
+    intermediate_size=12288, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+)  # fmt: skip
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tp_size": 2, "sequence_parallel": True},
+    {"tp_size": 4, "sequence_parallel": True},  # more ranks than key heads
+    {"pp_size": 2, "vpp_size": 2, "dp_size": 2},
+    {"pp_size": 3, "first_stage_layers": 1, "last_stage_layers": 1, "cp_size": 2},
+    {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "cp_size": 2, "dp_size": 2},
+]
+EXPERT_LAYOUTS: list[dict[str, Any]] = [
+    {"dp_size": 4, "ep_size": 4},
+    {"dp_size": 4, "ep_size": 2, "etp_size": 2},
+    {"tp_size": 2, "sequence_parallel": True, "dp_size": 2, "ep_size": 4, "etp_size": 1},
+    {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "vpp_size": 2, "cp_size": 2, "ep_size": 2},
+]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "tied": True, "attention_bias": True},
+    "mistral": {"family": "mistral", "tied": False},
+    "mixtral": {"family": "mixtral", "tied": False},
+    "qwen2": {"family": "qwen2", "tied": False},
+    "qwen3": {"family": "qwen3", "tied": True},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": True, "mlp_only_layers": [1]},
+}
+CASES = [
+    (name, layout) for name in MODELS for layout in LAYOUTS + (EXPERT_LAYOUTS if "mix" in name or "moe" in name else [])
+]
+
+
+def model_of(name: str) -> torch.nn.Module:
+    return random_model(**{**MODELS[name], "num_hidden_layers": 4})
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`tensors(name)`: the model's config and its tensors as on disk."""
+    from safetensors.torch import load_file
+
+    done: dict[str, tuple[PretrainedConfig, dict[str, torch.Tensor]]] = {}
+
+    def get(name: str) -> tuple[PretrainedConfig, dict[str, torch.Tensor]]:
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            model = model_of(name)
+            model.save_pretrained(folder)
+            done[name] = (model.config, load_file(folder / "model.safetensors"))
+        return done[name]
+
+    return get
+
+
+def natives(found: list[Piece], tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
+    """The parameters of a rank, filled from its pieces; what no piece fills is NaN."""
+    extents: dict[tuple[int, str], list[int]] = {}
+    for piece in found:
+        ends = [p + b - a for p, a, b in zip(piece.at, piece.start, piece.stop, strict=True)]
+        old = extents.setdefault((piece.stage, piece.param), ends)
+        extents[piece.stage, piece.param] = [max(pair) for pair in zip(old, ends, strict=True)]
+    params = {key: torch.full(shape, math.nan) for key, shape in extents.items()}
+    for piece in found:
+        view = params[piece.stage, piece.param][piece.index]
+        assert view.isnan().all(), f"{piece} overlaps another"
+        view.copy_(tensors[piece.name][tuple(map(slice, piece.start, piece.stop))])
+    return params
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_every_element_lies_once_in_every_replica(name: str, layout: dict[str, Any], tensors: Any) -> None:
+    config, stored = tensors(name)
+    parallel = ParallelConfig(**layout)
+    check_layout(config, parallel)
+    held: dict[str, dict[tuple[Any, ...], int]] = {}
+    for place in places(parallel):
+        found = pieces(config, parallel, place)
+        assert all(not param.isnan().any() for param in natives(found, stored).values())
+        if place.cp == place.dp == 0:  # a replica of the dense weights
+            for piece in found:
+                held.setdefault(piece.name, {})[piece.start, piece.stop] = math.prod(
+                    b - a for a, b in zip(piece.start, piece.stop, strict=True)
+                )
+    shapes = tensor_shapes(config)
+    assert {n: tuple(t.shape) for n, t in stored.items()} == shapes
+    table = world_table(config, parallel)
+    assert sorted(table.names) == sorted(shapes)
+    distinct = {
+        (table.names[t], *s, *e): math.prod(b - a for a, b in zip(s, e, strict=True))
+        for t, s, e in zip(table.tensor, table.start.tolist(), table.stop.tolist(), strict=True)
+    }
+    for tensor, shape in shapes.items():
+        assert sum(n for key, n in distinct.items() if key[0] == tensor) == math.prod(shape), tensor
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_the_arrays_of_a_world_are_the_pieces_of_its_ranks(name: str, layout: dict[str, Any], tensors: Any) -> None:
+    config, _ = tensors(name)
+    parallel = ParallelConfig(**layout)
+    table = world_table(config, parallel)
+    for rank, place in enumerate(places(parallel)):
+        sets = [i for i, ranks in enumerate(table.holders) if rank in ranks]
+        rows = np.flatnonzero(np.isin(table.holder, sets))
+        expected = [
+            (p.name, (*p.shape, 1)[:2], (*p.start, 0)[:2], (*p.stop, 1)[:2]) for p in pieces(config, parallel, place)
+        ]
+        assert [
+            (table.names[table.tensor[row]], *(tuple(a[i].tolist()) for a, i in columns))
+            for row in rows
+            for columns in [((table.shape, table.tensor[row]), (table.start, row), (table.stop, row))]
+        ] == expected
+
+
+def test_a_query_group_that_tp_cuts_is_held_in_parts() -> None:
+    config = FAMILY_CONFIGS["llama"](
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=1
+    )
+    parallel = ParallelConfig(tp_size=4)
+    names = [
+        [(p.name.split(".")[4], p.start[0], p.stop[0], p.at[0]) for p in pieces(config, parallel, place) if "_proj" in p.name
+         and p.name.split(".")[4] in ("q_proj", "k_proj", "v_proj")]
+        for place in places(parallel)
+    ]  # fmt: skip
+    assert names == [
+        [("q_proj", 0, 32, 0)],
+        [("k_proj", 0, 16, 0), ("v_proj", 0, 16, 16)],
+        [("q_proj", 32, 64, 0)],
+        [("k_proj", 16, 32, 0), ("v_proj", 16, 32, 16)],
+    ]
+
+
+def test_a_value_head_takes_the_place_of_the_vocabulary() -> None:
+    config = as_scalar(FAMILY_CONFIGS["qwen3"](num_hidden_layers=2, tie_word_embeddings=True))
+    shapes = tensor_shapes(config)
+    assert shapes["score.weight"] == (1, config.hidden_size)
+    assert "lm_head.weight" not in shapes
+
+
+def test_a_rank_with_nothing_but_padding_of_the_vocabulary_holds_none_of_it() -> None:
+    config = FAMILY_CONFIGS["llama"](
+        vocab_size=9, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1
+    )
+    parallel = ParallelConfig(tp_size=4)
+    assert padded_vocab_size(config, 4) == 32
+    counts = [sum(p.name == "lm_head.weight" for p in pieces(config, parallel, place)) for place in places(parallel)]
+    assert counts == [1, 1, 0, 0]
+
+
+def test_a_thousand_ranks_of_a_235b_mixture_are_described_from_the_config_alone() -> None:
+    parallel = ParallelConfig(
+        tp_size=4, pp_size=8, cp_size=2, dp_size=16, ep_size=16, etp_size=1, sequence_parallel=True,
+        first_stage_layers=11, last_stage_layers=11,
+    )  # fmt: skip
+    check_layout(QWEN3_235B, parallel)
+    begin = time.process_time()
+    table = world_table(QWEN3_235B, parallel)
+    print(f"{len(table.tensor)} rows in {time.process_time() - begin:.2f} s of CPU time")
+    assert sum(math.prod(shape) for shape in tensor_shapes(QWEN3_235B).values()) == 235_093_634_560
+    assert {rank for ranks in table.holders for rank in ranks} == set(range(1024))
+    moe = moe_shape(QWEN3_235B)
+    assert moe is not None
+    experts = ["experts" in table.names[t] for t in table.tensor]
+    assert sum(experts) == moe.experts * sum(moe.layers) * 3  # each part of each expert once: etp cuts none
