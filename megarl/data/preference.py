@@ -37,11 +37,14 @@ def texts(prompt: str, *answers: str) -> Reader:
     """{system?, prompt, answers...}, all text; of column names joined by `|` the first that the row has."""
 
     def read(row: Row, options: Options) -> Draft:
-        def column(names: str) -> str:
-            return next((name for name in names.split("|") if row.has(name)), names.split("|")[0])
+        def text(names: str) -> str:
+            found = next((name for name in names.split("|") if row.has(name)), None)
+            if found is None:
+                raise BadRow(names.replace("|", " or "), None, "text is wanted")
+            return row.text(found)
 
-        answered = [row.text(column(name)) for name in answers]
-        return [*_system(row), {"role": "user", "content": row.text(column(prompt))}], answered
+        answered = [text(names) for names in answers]
+        return [*_system(row), {"role": "user", "content": text(prompt)}], answered
 
     return read
 

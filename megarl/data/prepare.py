@@ -113,7 +113,7 @@ def convert_rows(
 
     def attempt(row: dict[str, Any], index: int) -> dict[str, Any]:
         try:
-            return {**convert(index, row), PROBLEM: None}
+            return {**convert(index, dict(row)), PROBLEM: None}
         except BadRow as error:
             return {**dict.fromkeys(features), PROBLEM: str(error)}
 
