@@ -330,12 +330,12 @@ def worlds(draw: st.DrawFn) -> Worlds:
             "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
             "cpu": draw(st.booleans()),
         },
-        bucket_bytes=draw(st.integers(64, 20_000)),
+        bucket_bytes=draw(st.sampled_from([1000, 7000, 60_000])),
     )
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_plan_between_real_layouts_delivers_everything_once_and_bit_equal(worlds: Worlds) -> None:
     config, parallel = worlds.config, worlds.parallel
     try:

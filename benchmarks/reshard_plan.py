@@ -1,0 +1,120 @@
+"""Plans weight syncs from configs alone, no weights: time and peak memory of planning, and what plans save.
+
+    OMP_NUM_THREADS=1 python benchmarks/reshard_plan.py
+
+First the largest case, in a process of its own: 1,024 trainer ranks of Qwen3-235B-A22B to 64 servers of TP 8. Then, for
+three models, the bytes that a server rank receives by the plan and by the usual way, which gathers whole tensors and
+broadcasts them to every server rank. Everything is simulated: nothing is sent. The times are floors at --gb-s a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from timing import machine
+from transformers import AutoConfig
+
+from megarl.actor.shards import world_table
+from megarl.parallel.config import ParallelConfig
+from megarl.reshard.geometry import server_holdings
+from megarl.reshard.layout import Topology
+from megarl.reshard.megatron import source_holdings
+from megarl.reshard.plan import Plan
+from megarl.reshard.planner import plan
+from megarl.reshard.report import duration, size, summarise
+
+CONFIGS = Path(__file__).parents[1] / "assets/configs"
+BUCKET_BYTES = 64 * 2**20
+GPUS = 8  # of a node
+LARGEST = "Qwen/Qwen3-235B-A22B"
+# 94 layers on 8 stages: 11 on the first and the last, 12 on the others
+OF_235B = ParallelConfig(
+    tp_size=4, pp_size=8, dp_size=32, ep_size=32, etp_size=1, first_stage_layers=11, last_stage_layers=11
+)
+CASES = (  # model, trainer's layout, SGLang's tp and ep, servers
+    ("Qwen/Qwen3-8B", ParallelConfig(tp_size=2, dp_size=8), 1, 1, 16),
+    ("Qwen/Qwen3-8B", ParallelConfig(tp_size=2, dp_size=8), 2, 1, 8),
+    ("meta-llama/Llama-3.3-70B-Instruct", ParallelConfig(tp_size=8, pp_size=4, dp_size=2), 8, 1, 8),
+    (LARGEST, OF_235B, 8, 1, 64),
+    (LARGEST, OF_235B, 8, 8, 64),
+    (LARGEST, OF_235B, 16, 16, 32),
+    (LARGEST, OF_235B, 32, 32, 16),
+)
+
+
+def planned(model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_servers: int) -> Plan:
+    config = AutoConfig.from_pretrained(CONFIGS / model)
+    return plan(
+        source_holdings(world_table(config, parallel)),
+        server_holdings(config, tp_size=tp_size, ep_size=ep_size, n_servers=n_servers),
+        Topology.of_sizes(parallel.world_size(), [tp_size] * n_servers, GPUS),
+        BUCKET_BYTES,
+    )
+
+
+def measure() -> None:
+    """Prints, as JSON, the seconds and the peak memory of the largest case: configs read, tables, plan, proofs, hash;
+    and the seconds in which a rank takes its own part out of the plan."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    start = time.perf_counter()
+    made = planned(LARGEST, OF_235B, 8, 1, 64)
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    parts = len(list(made.sends(0))) + len(list(made.receives(0)))
+    own = (time.perf_counter() - start) / 2
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "own": own, "before": before, "peak": peak, "parts": parts}))
+
+
+def largest() -> None:
+    out = subprocess.run([sys.executable, __file__, "--measure"], capture_output=True, text=True, check=True)
+    found = json.loads(out.stdout.splitlines()[-1])
+    print(f"{LARGEST}, 1,024 trainer ranks to 64 servers of TP 8, one core:")
+    print(f"  plan, proofs and hash   {found['seconds']:.1f} s     ({found['seconds'] / 10:.0%} of the 10 s allowed)")
+    print(f"  peak memory             {size(found['peak'])}  ({found['peak'] / 4e9:.0%} of the 4 GB allowed)")
+    print(f"  of which libraries      {size(found['before'])}")
+    print(f"  one rank's own part     {found['own'] * 1e3:.0f} ms")
+
+
+def table(bandwidth: float) -> None:
+    columns = ("model", "trainer ranks", "servers", "a rank holds", "plan", "broadcast", "ratio", "busiest", "time")
+    print(" | ".join(columns))
+    for model, parallel, tp_size, ep_size, n_servers in CASES:
+        summary = summarise(planned(model, parallel, tp_size, ep_size, n_servers))
+        layout = f"TP {tp_size}" + (f" EP {ep_size}" if ep_size > 1 else "")
+        cells = (
+            model.partition("/")[2],
+            str(parallel.world_size()),
+            f"{n_servers} of {layout}",
+            size(int(summary.needed.max())),
+            f"{summary.ratio:.2f}",
+            size(summary.full_bytes),
+            f"{summary.saving:.1f}",
+            f"{summary.sent.imbalance:.2f}",
+            f"{duration(summary.seconds(bandwidth))}, {duration(summary.full_bytes / bandwidth)}",
+        )
+        print(" | ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb-s", type=float, default=50.0, help="GB/s of a rank, each way; 50: one 400 Gbit/s port")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        measure()
+        return
+    print(machine("cpu"))
+    largest()
+    print()
+    table(args.gb_s * 1e9)
+
+
+if __name__ == "__main__":
+    main()
