@@ -55,7 +55,7 @@ class MegatronPPOActor(MegatronEngine):
         """Updates the policy on the batch: one optimizer step for each of the algorithm's minibatches.
 
         Minibatch j of n takes sequences j, j + n, j + 2n, ..., so from all over the batch. Returns the mean of the
-        steps' figures (maxima of those named `*_max`).
+        figures of the steps taken (maxima of those named `*_max`) and the number of `skipped_steps`.
         """
         algorithm = self.algorithm
         return update_in_minibatches(
@@ -74,7 +74,9 @@ def update_in_minibatches(
     for first in range(count):
         part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
         steps.append(engine.train_batch(part, loss, loss_weight, sees=sees))
-    return {key: (max if key.endswith("_max") else _mean)([step[key] for step in steps]) for key in steps[0]}
+    taken = [step for step in steps if not step["skipped_steps"]] or steps
+    figures = {key: (max if key.endswith("_max") else _mean)([step[key] for step in taken]) for key in taken[0]}
+    return {**figures, "skipped_steps": sum(step["skipped_steps"] for step in steps)}
 
 
 def _mean(values: list[float]) -> float:
