@@ -166,7 +166,7 @@ def reshard_tables(config: Config, model: PretrainedConfig) -> RenderableType:
                 ep_size=int(config.sglang.get("ep_size", 1)),
                 n_servers=server.n_servers,
                 dtype=dtype,
-                cpu=server.device == "cpu",
+                cpu=not config.cluster.gpus_per_node,
             ),
             topology,
             config.reshard.bucket_bytes,
