@@ -250,6 +250,7 @@ class Episode:
     prompt_id: str
     group: PackedBatch | None
     reason: str = ""
+    dropped: dict[str, int] = field(default_factory=dict)  # samples left out of the group, by reason
 
 
 def cu_seqlens_of(lengths: Tensor) -> Tensor:

@@ -9,8 +9,22 @@ from typing import Any
 from megarl.types import ModelRequest, ModelResponse, PackedBatch
 
 
+class GenerationError(RuntimeError):
+    """No completion could be had. Names the server and what it said. `fatal`: there is no server left to ask."""
+
+    def __init__(self, message: str, fatal: bool = False) -> None:
+        super().__init__(message)
+        self.fatal = fatal
+
+
+class RequestRefused(GenerationError):
+    """A server answered 4xx: the request itself is at fault, and asking again would not help."""
+
+
 class InferenceEngine(abc.ABC):
     """Something that generates completions and knows which version of the policy weights it serves."""
+
+    vocab_size: int | None = None  # of the policy; a sample with a token outside is left out
 
     @abc.abstractmethod
     async def agenerate(self, req: ModelRequest) -> ModelResponse:

@@ -98,22 +98,27 @@ async def run_episodes(
 
 
 async def run_episode(
-    engine: InferenceEngine, index: int, item: Mapping[str, Any], workflow: RolloutWorkflow
+    engine: InferenceEngine, index: int, item: Mapping[str, Any], workflow: RolloutWorkflow, group_size: int = 1
 ) -> Episode:
-    """The episode of the prompt at `index` of a batch. A prompt's id is its `prompt_id` field, else the index."""
+    """The episode of one prompt, `group_size` runs of the workflow joined. Its `group_ids` are all `index`; a prompt's
+    id is its `prompt_id` field, else the index. Samples that cannot be trained on are left out and counted."""
     prompt_id = str(item.get("prompt_id", index))
     name = type(workflow).__name__
     try:
-        result = await workflow.arun_episode(engine, dict(item))
-        if result is None:
+        runs = (workflow.arun_episode(engine, dict(item)) for _ in range(group_size))
+        results = [result for result in await asyncio.gather(*runs) if result is not None]
+        if not results:
             return Episode(prompt_id, None, f"rejected by {name}")
-        group = pack(result, name)
+        group, dropped = quarantine(PackedBatch.concat([pack(result, name) for result in results]), engine.vocab_size)
     except Exception as error:
         kind = UserError if isinstance(error, UserError) else WorkflowError
         cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise kind(f"{name} failed on prompt {prompt_id} {_excerpt(item)}: {cause}") from error
+    if group is None:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
+        return Episode(prompt_id, None, f"no sample can be trained on: {reasons}", dropped)
     group.set_sequences("group_ids", torch.full((group.num_seqs,), index, dtype=torch.int64))
-    return Episode(prompt_id, group)
+    return Episode(prompt_id, group, dropped=dropped)
 
 
 def pack(result: Any, workflow: str) -> PackedBatch:
@@ -133,15 +138,44 @@ def pack(result: Any, workflow: str) -> PackedBatch:
         if key in TOKEN_KEYS and value.shape != padded["input_ids"].shape:
             shape, expected = tuple(value.shape), tuple(padded["input_ids"].shape)
             raise UserError(f"{workflow} returned {key} of shape {shape}; it must be that of input_ids, {expected}")
-        if value.is_floating_point() and not value.isfinite().all():
-            raise UserError(f"{workflow} returned {key} with a value that is NaN or infinite; it cannot be trained on")
     try:
         batch = PackedBatch.from_padded(padded)
     except UserError as error:
         raise UserError(f"{workflow} returned a group that cannot be packed: {error}") from error
-    if batch.num_seqs == 0 or int(batch.lengths.min()) == 0:
-        raise UserError(f"{workflow} returned sequences of {batch.lengths.tolist()} tokens; each needs one at least")
+    if batch.num_seqs == 0:
+        raise UserError(f"{workflow} returned a group without a sample; return None to reject the prompt")
     return batch
+
+
+def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch | None, dict[str, int]]:
+    """The samples of a group that can be trained on (None without any), and how many were left out, by reason."""
+    bad = torch.zeros(group.num_seqs, dtype=torch.bool)
+    dropped: dict[str, int] = {}
+
+    def leave_out(reason: str, found: Tensor) -> None:
+        nonlocal bad
+        if count := int((found & ~bad).sum()):
+            dropped[reason] = count
+        bad = bad | found
+
+    def any_token(flags: Tensor) -> Tensor:
+        return torch.stack([part.any() for part in flags.split(group.lengths.tolist())])
+
+    if "reward_failed" in group:
+        leave_out("reward failed", group["reward_failed"].bool())
+    leave_out("no token to train on", ~any_token(group["loss_mask"].bool()))
+    for key, value in {**group.tokens, **group.sequences}.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            wrong = ~value.isfinite()
+            per_sequence = (
+                any_token(wrong) if key in group.tokens else wrong.flatten(1).any(1) if value.ndim > 1 else wrong
+            )
+            leave_out(f"{key} not finite", per_sequence)
+    ids = group["input_ids"]
+    if vocab_size is not None and bool(((ids < 0) | (ids >= vocab_size)).any()):
+        leave_out("token outside the vocabulary", any_token((ids < 0) | (ids >= vocab_size)))
+    kept = (~bad).nonzero().squeeze(1).tolist()
+    return (group.select(kept) if kept else None), dropped
 
 
 def assemble(episodes: Sequence[Episode]) -> PackedBatch:
@@ -149,10 +183,7 @@ def assemble(episodes: Sequence[Episode]) -> PackedBatch:
     groups = [episode.group for episode in episodes if episode.group is not None]
     if not groups:
         raise WorkflowError(f"all {len(episodes)} episodes were rejected, the first because: {episodes[0].reason}")
-    batch = PackedBatch.concat(groups)
-    if "reward_failed" in batch and bool(batch["reward_failed"].all()):
-        raise WorkflowError(f"none of {batch.num_seqs} completions could be scored; the log says why of each")
-    return batch
+    return PackedBatch.concat(groups)
 
 
 def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, seconds: float) -> None:
@@ -166,7 +197,7 @@ def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, 
         completion_len=float(sampled.mean()),
         completion_len_max=float(sampled.max()),
         rejected=sum(episode.group is None for episode in episodes),
-        reward_failed=float(batch["reward_failed"].sum()) if "reward_failed" in batch else 0.0,
+        dropped_samples=sum(sum(episode.dropped.values()) for episode in episodes),
     )
     if "versions" in batch and bool(mask.any()):
         staleness = version - batch["versions"][mask].float()

@@ -68,5 +68,5 @@ def _number(value: Any) -> float:
 def _failure(reward_fn: RewardFn, error: Exception) -> RewardError:
     failure = error if isinstance(error, RewardError) else RewardError(f"{type(error).__name__}: {error}")
     name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
-    logger.warning("a sample is masked, as %s could not score it: %s", name, failure)
+    logger.warning("a sample is left out, as %s could not score it: %s", name, failure)
     return failure

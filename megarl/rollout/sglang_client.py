@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ import aiohttp
 
 from megarl.knobs import UserError, knob
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout.api import InferenceEngine, RolloutWorkflow
-from megarl.rollout.executor import LoopThread, rollout_batch
+from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
+from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
+from megarl.rollout.stream import RolloutStream, ShouldAccept, StreamLimits
 from megarl.types import (
     Episode,
     GenerationHyperparameters,
@@ -34,14 +36,6 @@ CLOSE_TIMEOUT_S = 10.0
 EXCERPT = 500
 
 
-class GenerationError(RuntimeError):
-    """No completion could be had. Names the server and what it said."""
-
-
-class RequestRefused(GenerationError):
-    """A server answered 4xx: the request itself is at fault, and asking again would not help."""
-
-
 @dataclass(frozen=True)
 class RolloutConfig:
     """How the trainer speaks to the rollout servers."""
@@ -52,12 +46,25 @@ class RolloutConfig:
     batch_timeout_s: float = knob(1800.0, "seconds until all episodes of a batch must have ended")
     max_retries: int = knob(3, "times a request is sent again after a lost connection or a 5xx answer")
     retry_delay_s: float = knob(0.5, "seconds before the first retry; doubled for each further one")
+    max_head_offpolicyness: int = knob(
+        0, "versions that a trained token may be old; 0: rollouts and training alternate"
+    )
+    episode_timeout_s: float = knob(600.0, "seconds until an episode must have ended; later it is rejected")
+    max_requeues: int = knob(8, "times a prompt is begun again after its servers failed")
+    max_failures: int = knob(16, "episodes that may fail in a row, each rejected, before the run stops")
 
     def __post_init__(self) -> None:
-        for name in ("max_connections", "connect_timeout_s", "request_timeout_s", "batch_timeout_s"):
+        above_zero = (
+            "max_connections",
+            "connect_timeout_s",
+            "request_timeout_s",
+            "batch_timeout_s",
+            "episode_timeout_s",
+        )
+        for name in above_zero:
             if not getattr(self, name) > 0:
                 raise UserError(f"rollout.{name}={getattr(self, name)} must be more than 0")
-        for name in ("max_retries", "retry_delay_s"):
+        for name in ("max_retries", "retry_delay_s", "max_head_offpolicyness", "max_requeues", "max_failures"):
             if getattr(self, name) < 0:
                 raise UserError(f"rollout.{name}={getattr(self, name)} must not be negative")
 
@@ -85,6 +92,8 @@ class RemoteSGLangEngine(InferenceEngine):
         self.episodes: list[Episode] = []  # of the last batch, in the order of its prompts
         self._version = 0
         self._updates: WeightUpdates | None = None
+        self._stream: RolloutStream | None = None
+        self._saved: dict[str, Any] | None = None  # a stream's state, until there is one
         self._thread: LoopThread | None = None
         self._session: aiohttp.ClientSession | None = None
         self._under_way: dict[str, int] = {}  # completions asked of each server
@@ -119,7 +128,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def destroy(self) -> None:
         """Cancels requests under way, closes connections and ends the thread. May be called twice."""
         thread, session = self._thread, self._session
-        self._thread = self._session = None
+        self._thread = self._session = self._stream = None
         if thread is None:
             return
         try:
@@ -130,6 +139,8 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def set_version(self, version: int) -> None:
         self._version = version
+        if self._stream is not None:
+            self._stream.set_version(version)
 
     def get_version(self) -> int:
         return self._version
@@ -144,6 +155,75 @@ class RemoteSGLangEngine(InferenceEngine):
             raise UserError("the rollout engine is not initialized; call initialize() first")
         batch, self.episodes = rollout_batch(self, self._thread, data, workflow, self.config.batch_timeout_s)
         return batch
+
+    def prepare_batch(
+        self,
+        dataloader: Any,
+        workflow: RolloutWorkflow | Callable[..., RolloutWorkflow],
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        should_accept_fn: ShouldAccept | None = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
+    ) -> PackedBatch:
+        """The next batch of `dataloader`, sampled while the trainer trains (see `rollout/stream.py`).
+
+        Args:
+            dataloader: yields lists of prompts, has `batch_size`, and best a `state_dict`; the same at every call.
+            workflow: one, or what makes one of `workflow_kwargs`.
+            should_accept_fn: sees a prompt's packed group; where it says no, another prompt is sampled in its place.
+            group_size: runs of the workflow for each prompt, joined to one group.
+            dynamic_bs: rejected prompts are not replaced; a batch then has fewer.
+
+        Adds `group_ids`, the prompts' numbers in the order of the loader; `episodes` says which prompts were rejected
+        and why. Raises WorkflowError, GenerationError, or TimeoutError after `batch_timeout_s`.
+        """
+        stream = self._stream_of(dataloader, workflow, workflow_kwargs or {}, should_accept_fn, group_size, dynamic_bs)
+        start = time.perf_counter()
+        with stats_tracker.scope("rollout"):
+            self.episodes = stream.next_batch(self.config.batch_timeout_s)
+            batch = assemble(self.episodes)
+            record_stats(self.episodes, batch, self._version, time.perf_counter() - start)
+        return batch
+
+    def _stream_of(
+        self,
+        dataloader: Any,
+        workflow: RolloutWorkflow | Callable[..., RolloutWorkflow],
+        workflow_kwargs: Mapping[str, Any],
+        should_accept_fn: ShouldAccept | None,
+        group_size: int,
+        dynamic_bs: bool,
+    ) -> RolloutStream:
+        if self._thread is None:
+            raise UserError("the rollout engine is not initialized; call initialize() first")
+        if self._stream is None:
+            config = self.config
+            self._stream = RolloutStream(
+                self,
+                self._thread,
+                dataloader,
+                workflow if isinstance(workflow, RolloutWorkflow) else workflow(**workflow_kwargs),
+                StreamLimits(
+                    config.max_head_offpolicyness, config.episode_timeout_s, config.max_requeues, config.max_failures
+                ),
+                batch_size=dataloader.batch_size,
+                should_accept=should_accept_fn,
+                group_size=group_size,
+                dynamic_bs=dynamic_bs,
+            )
+            if self._saved is not None:
+                self._stream.load_state_dict(self._saved)
+        elif self._stream.loader is not dataloader:
+            raise UserError("prepare_batch: another dataloader than at the first call; an engine streams from one")
+        return self._stream
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts between the loader and the trainer, and where the loader stands, for a checkpoint."""
+        return self._stream.state_dict() if self._stream is not None else dict(self._saved or {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken, from the first `prepare_batch` on."""
+        self._saved = dict(state) or None
 
     def connect(self, updates: WeightUpdates) -> None:
         """Says what brings weights to the servers (a `reshard.session.WeightSession`): `update_weights` needs it."""

@@ -109,10 +109,8 @@ def test_a_batch_of_rejected_prompts_is_an_error(engine):
         (group(1, attention_mask=None), r"without \['attention_mask'\]"),
         (group(1, loss_mask=torch.zeros(2, 4)), r"loss_mask of shape \(2, 4\); it must be that of input_ids, \(2, 3\)"),
         (group(1, rewards=torch.zeros(3)), r"rewards has shape \(3,\)"),
-        (group(1, rewards=torch.tensor([0.0, float("nan")])), "rewards with a value that is NaN"),
-        (group(1, rollout_logprobs=torch.full((2, 3), float("-inf"))), "rollout_logprobs with a value that is NaN"),
         (group(1) | {"answer": "8"}, "answer as a str; every value must be a tensor"),
-        (group(1, attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]])), r"sequences of \[3, 0\] tokens"),
+        ({key: value[:0] for key, value in group(1).items()}, "a group without a sample"),
         ([1, 2], "returned a list; return a dict of tensors, or None"),
     ],
 )
@@ -121,6 +119,38 @@ def test_what_a_workflow_returns_wrong_is_named_with_workflow_key_and_prompt(eng
         engine.rollout_batch(prompts(1), Returns(lambda d: made))
     assert "Returns failed on prompt 0 'question 0'" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+POISONS = {
+    "rollout_logprobs not finite": group(1, rollout_logprobs=torch.tensor([[0, -1.0, -1.0], [0, float("nan"), -1.0]])),
+    "rewards not finite": group(1, rewards=torch.tensor([0.5, float("inf")])),
+    "token outside the vocabulary": group(1, input_ids=torch.tensor([[1, 2, 3], [1, 2, 10]])),
+    "no token to train on": group(1, loss_mask=torch.tensor([[0, 1, 1], [0, 0, 0]])),
+    "reward failed": group(1) | {"reward_failed": torch.tensor([False, True])},
+}
+
+
+@pytest.mark.parametrize("reason", POISONS)
+def test_a_poisoned_sample_is_left_out_and_counted(engine, reason):
+    engine.vocab_size = 10
+    batch = engine.rollout_batch(prompts(2), Returns(lambda d: POISONS[reason]))
+    assert batch.num_seqs == 2
+    assert batch["group_ids"].tolist() == [0, 1]
+    assert [episode.dropped for episode in engine.episodes] == [{reason: 1}] * 2
+    assert stats_tracker.export()["rollout/dropped_samples"] == 2
+
+
+def test_an_empty_completion_is_left_out(engine):
+    made = group(1, attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), loss_mask=torch.tensor([[0, 1, 1], [0, 0, 0]]))
+    batch = engine.rollout_batch(prompts(1), Returns(lambda d: made))
+    assert batch.lengths.tolist() == [3]
+
+
+def test_a_group_of_poisoned_samples_is_rejected_with_the_reason(engine):
+    made = group(1, rewards=torch.full((2,), float("nan")))
+    batch = engine.rollout_batch(prompts(2), Returns(lambda d: made if d["i"] else group(1)))
+    assert batch["group_ids"].tolist() == [0, 0]
+    assert engine.episodes[1].reason == "no sample can be trained on: rewards not finite (2)"
 
 
 def test_workflows_must_return_the_same_keys_for_every_prompt(engine):

@@ -77,17 +77,15 @@ def test_a_slow_reward_function_does_not_hold_up_other_episodes(engine, tokenize
     assert time.monotonic() - start < 4 * 2 * 0.1
 
 
-def test_a_sample_whose_reward_fails_is_masked_and_counted(engine, tokenizer, caplog):
+def test_a_sample_whose_reward_fails_is_left_out_and_counted(engine, tokenizer, caplog):
     def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
         if completions == "1":
             raise KeyError("solution")
         return 0.5
 
     batch = engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
-    assert batch["reward_failed"].tolist() == [False, True, False]
-    assert batch["rewards"].tolist() == [0.5, 0.0, 0.5]
-    trained = [part.sum() for part in batch["loss_mask"].split(batch.lengths.tolist())]
-    assert [int(count) for count in trained] == [2, 0, 2]
+    assert batch["rewards"].tolist() == [0.5, 0.5]
+    assert engine.episodes[0].dropped == {"reward failed": 1}
     assert "reward_fn could not score it: KeyError: 'solution'" in caplog.text
 
 
@@ -95,7 +93,7 @@ def test_a_reward_function_that_always_fails_stops_the_run(engine, tokenizer, ca
     def reward_fn(prompt, completions, prompt_ids, completion_ids, solution, **data):
         return 0.0
 
-    with pytest.raises(WorkflowError, match="none of 3 completions could be scored"):
+    with pytest.raises(WorkflowError, match=r"no sample can be trained on: reward failed \(3\)"):
         engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
     assert "missing 1 required positional argument: 'solution'" in caplog.text
 

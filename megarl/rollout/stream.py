@@ -1,0 +1,260 @@
+"""Rollouts that go on while the trainer trains, never older than allowed, with none lost and none twice.
+
+    loader --prompts--> under way --episodes--> finished --the oldest first--> a batch
+               |            |                       |
+           as capacity   requeued where        rejected, with the reason:
+             allows      servers failed        no signal, failed, timed out, ...
+
+The trainer's version rises by one a step, and a batch is taken at each. With `max_head_offpolicyness` h and batches of
+B prompts, at most (h + 1) B prompts are between loader and trainer, less those already handed out at this version. A
+batch takes the oldest finished prompts, and waits where one that must not grow older is still under way: after a batch
+is taken at version t, at most (u + h - t) B prompts that were started at version u or before are left, and at t = u + h
+none. So no token that is trained on is more than h versions old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.knobs import UserError
+from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
+from megarl.rollout.executor import LoopThread, WorkflowError, run_episode
+from megarl.types import Episode, PackedBatch
+
+ShouldAccept = Callable[[PackedBatch], bool]
+CALL_DEADLINE_S = 60.0  # for what the loop does at once
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """What bounds a stream; see `RolloutConfig` for the knobs behind it."""
+
+    max_head_offpolicyness: int
+    episode_timeout_s: float
+    max_requeues: int
+    max_failures: int
+
+
+@dataclass
+class Ticket:
+    """A prompt between loader and trainer."""
+
+    number: int  # in the order of the loader, over the whole run
+    item: dict[str, Any]
+    version: int = 0  # of the trainer when it was started
+    requeued: int = 0
+
+
+class RolloutStream:
+    """Episodes of the prompts of `loader`, `group_size` for each, under `workflow`.
+
+    All state belongs to the loop of `thread`. `should_accept` sees a prompt's packed group; refused ones are listed as
+    rejected and, unless `dynamic_bs`, others sampled in their place.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        thread: LoopThread,
+        loader: Any,
+        workflow: RolloutWorkflow,
+        limits: StreamLimits,
+        *,
+        batch_size: int,
+        should_accept: ShouldAccept | None = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.loader = loader
+        self.workflow = workflow
+        self.limits = limits
+        self.batch_size = batch_size
+        self.should_accept = should_accept
+        self.group_size = group_size
+        self.dynamic_bs = dynamic_bs
+        self._thread = thread
+        self._source: Iterator[Any] | None = None
+        self._queue: collections.deque[Ticket] = collections.deque()  # read from the loader, or to be done again
+        self._under_way: dict[int, tuple[Ticket, asyncio.Task[None]]] = {}
+        self._finished: dict[int, tuple[Ticket, Episode]] = {}
+        self._rejected: list[Episode] = []  # since the last batch
+        self._read = 0  # prompts read from the loader
+        self._handed = 0  # prompts handed out at this version
+        self._version = engine.get_version()
+        self._failures = 0  # in a row
+        self._error: BaseException | None = None
+        self._changed = asyncio.Condition()
+
+    # -- the trainer's side -------------------------------------------------------------------------------------
+
+    def next_batch(self, timeout_s: float) -> list[Episode]:
+        """The next batch's episodes in the order of their prompts, those rejected since the last one at the end.
+
+        Raises:
+            WorkflowError: many episodes in a row failed, each with its cause.
+            GenerationError: no server is left.
+            TimeoutError: the batch was not complete after `timeout_s`.
+        """
+        what = f"a batch of {self.batch_size} prompts under {type(self.workflow).__name__}"
+        return self._thread.run(self._next_batch(), timeout_s, what)
+
+    def set_version(self, version: int) -> None:
+        """The trainer took a step: as many prompts more may be under way as a batch has."""
+
+        async def advance() -> None:
+            self._version, self._handed = version, 0
+            self._feed()
+
+        self._thread.run(advance(), CALL_DEADLINE_S, "starting episodes")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every prompt between loader and trainer, and where the loader stands. What is under way is begun again."""
+
+        async def collect() -> dict[str, Any]:
+            open_tickets = [t for t, _ in self._under_way.values()] + list(self._queue)
+            waiting = sorted([*open_tickets, *(t for t, _ in self._finished.values())], key=lambda t: t.number)
+            state = {
+                "read": self._read,
+                "waiting": [{"number": t.number, "item": t.item} for t in waiting],
+                "rejected": [{"prompt_id": e.prompt_id, "reason": e.reason} for e in self._rejected],
+            }
+            if hasattr(self.loader, "state_dict"):
+                state["loader"] = self.loader.state_dict()
+            return state
+
+        return self._thread.run(collect(), CALL_DEADLINE_S, "saving the state of the rollouts")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken; to be called before the first batch."""
+
+        async def restore() -> None:
+            if hasattr(self.loader, "load_state_dict"):
+                self.loader.load_state_dict(state["loader"])
+            self._read = state["read"]
+            self._queue.extend(Ticket(entry["number"], dict(entry["item"])) for entry in state["waiting"])
+            self._rejected += [Episode(entry["prompt_id"], None, entry["reason"]) for entry in state["rejected"]]
+
+        self._thread.run(restore(), CALL_DEADLINE_S, "restoring the state of the rollouts")
+
+    def close(self) -> None:
+        """Cancels what is under way."""
+
+        async def cancel() -> None:
+            tasks = [task for _, task in self._under_way.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._thread.run(cancel(), CALL_DEADLINE_S, "cancelling the rollouts")
+
+    # -- on the loop --------------------------------------------------------------------------------------------
+
+    async def _next_batch(self) -> list[Episode]:
+        self._version = self.engine.get_version()
+        self._feed()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error is not None or self._complete())
+        if self._error is not None:
+            raise self._error
+        oldest = sorted(self._finished.values(), key=lambda pair: (pair[0].version, pair[0].number))
+        taken = sorted(oldest[: self.batch_size], key=lambda pair: pair[0].number)
+        for ticket, _ in taken:
+            del self._finished[ticket.number]
+        self._handed += self.batch_size
+        rejected, self._rejected = self._rejected, []
+        return [episode for _, episode in taken] + rejected
+
+    def _complete(self) -> bool:
+        """Whether enough has finished, and all of what must not grow older."""
+        if len(self._finished) < self.batch_size:
+            return False
+        waiting = [ticket.version for ticket, _ in self._under_way.values()]
+        done = [ticket.version for ticket, _ in self._finished.values()]
+        for version in {*waiting, *done} if waiting else ():
+            left = (version + self.limits.max_head_offpolicyness - self._version) * self.batch_size
+            finished = sum(v <= version for v in done)
+            awaited = sum(v <= version for v in waiting)
+            if awaited and finished + awaited - max(left, 0) > min(finished, self.batch_size):
+                return False
+        return True
+
+    def _feed(self) -> None:
+        """Starts as many episodes as the bound allows."""
+        room = (self.limits.max_head_offpolicyness + 1) * self.batch_size - self._handed
+        while len(self._under_way) + len(self._finished) < room and self._error is None:
+            ticket = self._queue.popleft() if self._queue else self._read_one()
+            ticket.version = self._version
+            task = asyncio.get_running_loop().create_task(self._run(ticket))
+            self._under_way[ticket.number] = (ticket, task)
+
+    def _read_one(self) -> Ticket:
+        """The next prompt of the loader; behind the last comes the first again."""
+        for _ in range(2):
+            if self._source is None:
+                self._source = iter(self.loader)
+            for items in self._source:
+                for item in items:
+                    self._queue.append(Ticket(self._read, dict(item)))
+                    self._read += 1
+                return self._queue.popleft()
+            self._source = None
+        raise UserError("the loader has no prompts; give it at least one")
+
+    async def _run(self, ticket: Ticket) -> None:
+        """One prompt to its end. Whatever happens to it is accounted for here, once."""
+        limit = self.limits.episode_timeout_s
+        item = {"prompt_id": str(ticket.number), **ticket.item}
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(limit):
+                episode = await run_episode(self.engine, ticket.number, item, self.workflow, self.group_size)
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            took = time.monotonic() - started
+            self._end(ticket, Episode(item["prompt_id"], None, f"timed out after {took:.0f} s"), failed=True)
+        except UserError as error:
+            self._stop(error)
+        except Exception as error:
+            self._failed(ticket, item["prompt_id"], error)
+        else:
+            if episode.group is not None and self.should_accept is not None and not self.should_accept(episode.group):
+                episode = Episode(episode.prompt_id, None, "refused by should_accept_fn", episode.dropped)
+            self._end(ticket, episode)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _failed(self, ticket: Ticket, prompt_id: str, error: Exception) -> None:
+        cause = error.__cause__ if isinstance(error, WorkflowError) else error
+        if isinstance(cause, GenerationError) and not isinstance(cause, RequestRefused):
+            if cause.fatal:
+                self._stop(cause)
+                return
+            if ticket.requeued < self.limits.max_requeues:  # the servers' fault: the prompt is as good as before
+                ticket.requeued += 1
+                del self._under_way[ticket.number]
+                self._queue.appendleft(ticket)
+                self._feed()
+                return
+        self._end(ticket, Episode(prompt_id, None, str(error)), failed=True)
+        if self._failures > self.limits.max_failures:
+            self._stop(WorkflowError(f"{self._failures} episodes failed in a row, the last: {error}"))
+
+    def _end(self, ticket: Ticket, episode: Episode, failed: bool = False) -> None:
+        del self._under_way[ticket.number]
+        self._failures = self._failures + 1 if failed else 0
+        if episode.group is None and not self.dynamic_bs:
+            self._rejected.append(episode)
+            self._feed()
+        else:
+            self._finished[ticket.number] = (ticket, episode)
+
+    def _stop(self, error: BaseException) -> None:
+        """The run cannot go on: the trainer gets `error` at its next batch, or now if it waits."""
+        self._error = self._error or error

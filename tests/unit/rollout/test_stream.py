@@ -1,0 +1,266 @@
+"""The stream of rollouts under a clock of the test's own: nothing lost, nothing twice, nothing older than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.knobs import UserError
+from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
+from megarl.rollout.executor import LoopThread, WorkflowError
+from megarl.rollout.stream import RolloutStream, StreamLimits
+from megarl.types import Episode, ModelRequest, ModelResponse
+
+
+class Loader:
+    """Lists of `batch_size` numbered prompts, `size` in an epoch, with a state."""
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        self.size, self.batch_size, self.at = size, batch_size, 0
+
+    def __iter__(self) -> Iterator[list[dict[str, int]]]:
+        while self.at < self.size:
+            start, self.at = self.at, min(self.at + self.batch_size, self.size)
+            yield [{"row": row} for row in range(start, self.at)]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Engine(InferenceEngine):
+    """Knows a version and nothing else."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        raise NotImplementedError
+
+    def set_version(self, version: int) -> None:
+        self.version = version
+
+    def get_version(self) -> int:
+        return self.version
+
+    def rollout_batch(self, data: Any, workflow: Any) -> Any:
+        raise NotImplementedError
+
+
+class Clocked(RolloutWorkflow):
+    """Every episode waits until the test lets it end, in a way that the test chooses."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.open: dict[int, asyncio.Future[Any]] = {}
+        self.begun: list[int] = []
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        number = int(data["prompt_id"])
+        version = self.engine.version
+        self.begun.append(number)
+        self.open[number] = asyncio.get_running_loop().create_future()
+        try:
+            outcome = await self.open[number]
+        finally:
+            del self.open[number]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        if outcome is None:
+            return None
+        return {
+            "input_ids": torch.tensor([[1, data["row"]]]),
+            "attention_mask": torch.ones(1, 2),
+            "loss_mask": torch.tensor([[0, 1]]),
+            "versions": torch.tensor([[-1, version]]),
+            "rewards": torch.tensor([float(outcome)]),
+        }
+
+
+LIMITS = StreamLimits(max_head_offpolicyness=1, episode_timeout_s=60.0, max_requeues=2, max_failures=3)
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    made = LoopThread("test-stream")
+    yield made
+    made.stop()
+
+
+def begin(
+    thread: LoopThread, engine: Engine, staleness: int, batch_size: int, state: Any = None, **options: Any
+) -> tuple[RolloutStream, Clocked]:
+    workflow = Clocked(engine)
+    limits = StreamLimits(staleness, options.pop("timeout_s", 60.0), 2, options.pop("max_failures", 1000))
+    loader = Loader(options.pop("size", 10_000), batch_size)
+    stream = RolloutStream(engine, thread, loader, workflow, limits, batch_size=batch_size, **options)
+    if state is not None:
+        stream.load_state_dict(state)
+    return stream, workflow
+
+
+def step(
+    thread: LoopThread, stream: RolloutStream, workflow: Clocked, rng: random.Random, odds: tuple[float, ...]
+) -> list[Episode]:
+    """One batch, while episodes end in a random order: well, rejected, with a failed server, or with an error."""
+
+    async def drive() -> list[Episode]:
+        batch = asyncio.ensure_future(stream._next_batch())
+        while not batch.done():
+            await asyncio.sleep(0)
+            if workflow.open and not batch.done():
+                number = rng.choice(sorted(workflow.open))
+                outcome = rng.choices([1.0, None, GenerationError("lost"), ValueError("odd")], odds)[0]
+                if not workflow.open[number].done():
+                    workflow.open[number].set_result(outcome)
+                await asyncio.sleep(0)
+        return await batch
+
+    return thread.run(drive(), 60.0, "a step")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32),
+    staleness=st.integers(0, 3),
+    batch_size=st.integers(1, 5),
+    rejects=st.sampled_from([0.0, 0.3]),
+    faults=st.sampled_from([0.0, 0.3]),
+)
+def test_every_prompt_is_trained_on_or_rejected_once_and_none_is_too_old(
+    thread: LoopThread, seed: int, staleness: int, batch_size: int, rejects: float, faults: float
+) -> None:
+    rng = random.Random(seed)
+    engine = Engine()
+    stream, workflow = begin(thread, engine, staleness, batch_size)
+    trained: list[int] = []
+    rejected: list[int] = []
+    restarts_at = set(rng.sample(range(1, 15), 3))
+    for version in range(1, 16):
+        episodes = step(thread, stream, workflow, rng, (1.0, rejects, faults, faults / 3))
+        for episode in episodes:
+            if episode.group is None:
+                assert episode.reason
+                rejected.append(int(episode.prompt_id))
+                continue
+            trained.append(int(episode.prompt_id))
+            assert episode.group["input_ids"][1] == int(episode.prompt_id)  # the prompt's own row
+            assert engine.version - int(episode.group["versions"][1]) <= staleness
+        assert sum(episode.group is not None for episode in episodes) == batch_size
+        engine.version = version
+        stream.set_version(version)
+        assert len(workflow.open) <= (staleness + 1) * batch_size
+        if version in restarts_at:  # the run is killed; what it saved goes on elsewhere
+            state = stream.state_dict()
+            stream.close()
+            stream, workflow = begin(thread, engine, staleness, batch_size, state)
+    state = stream.state_dict()
+    waiting = [entry["number"] for entry in state["waiting"]]
+    since = [int(e.prompt_id) for e in stream._rejected]
+    assert sorted([*trained, *rejected, *waiting, *since]) == list(range(state["read"]))
+    stream.close()
+
+
+def test_without_staleness_a_batch_is_the_next_prompts_in_order(thread: LoopThread) -> None:
+    engine = Engine()
+    stream, workflow = begin(thread, engine, 0, 4, size=6)
+    numbers = []
+    for version in (1, 2, 3):
+        numbers.append([int(e.prompt_id) for e in step(thread, stream, workflow, random.Random(version), (1, 0, 0, 0))])
+        engine.version = version
+        stream.set_version(version)
+    assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]  # behind the last row comes the first again
+    stream.close()
+
+
+def test_episodes_go_on_while_the_trainer_trains(thread: LoopThread) -> None:
+    engine = Engine()
+    stream, workflow = begin(thread, engine, 1, 2)
+    first = step(thread, stream, workflow, random.Random(0), (1, 0, 0, 0))
+    assert len(first) == 2
+    assert len(workflow.begun) == 4  # two more are under way, for the next batch
+    stream.close()
+
+
+def test_refused_groups_are_replaced_or_leave_the_batch_smaller(thread: LoopThread) -> None:
+    for dynamic in (False, True):
+        engine = Engine()
+        stream, workflow = begin(
+            thread, engine, 0, 4, should_accept=lambda g: int(g["input_ids"][1]) % 2 == 0, dynamic_bs=dynamic
+        )
+        episodes = step(thread, stream, workflow, random.Random(0), (1, 0, 0, 0))
+        accepted = [int(e.prompt_id) for e in episodes if e.group is not None]
+        refused = [(int(e.prompt_id), e.reason) for e in episodes if e.group is None]
+        assert accepted == ([0, 2] if dynamic else [0, 2, 4, 6])
+        assert all(number % 2 and reason == "refused by should_accept_fn" for number, reason in refused)
+        stream.close()
+
+
+def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) -> None:
+    engine = Engine()
+    stream, workflow = begin(thread, engine, 0, 1, timeout_s=0.05)
+
+    async def let_the_second_end() -> None:
+        while 1 not in workflow.open:
+            await asyncio.sleep(0.01)
+        workflow.open[1].set_result(1.0)
+
+    ending = thread.submit(let_the_second_end())
+    episodes = stream.next_batch(30.0)
+    ending.result(10)
+    assert [(e.prompt_id, e.reason) for e in episodes if e.group is None] == [("0", "timed out after 0 s")]
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [
+        (GenerationError("all gone", fatal=True), GenerationError, "all gone"),
+        (UserError("the workflow returned a list"), UserError, "the workflow returned a list"),
+        (RequestRefused("answered 400"), WorkflowError, "4 episodes failed in a row, the last: .*answered 400"),
+        (ValueError("always"), WorkflowError, "4 episodes failed in a row, the last: .*always"),
+        (GenerationError("lost"), WorkflowError, "4 episodes failed in a row, the last: .*lost"),
+    ],
+)
+def test_what_cannot_go_on_stops_the_run_with_its_cause(
+    thread: LoopThread, error: Exception, raised: type[Exception], says: str
+) -> None:
+    engine = Engine()
+    stream, workflow = begin(thread, engine, 0, 2, max_failures=3)
+
+    async def drive() -> None:
+        batch = asyncio.ensure_future(stream._next_batch())
+        while not batch.done():
+            await asyncio.sleep(0)
+            for future in list(workflow.open.values()):
+                if not future.done():
+                    future.set_result(error)
+        await batch
+
+    with pytest.raises(raised, match=says):
+        thread.run(drive(), 30.0, "a failing batch")
+    stream.close()
+
+
+def test_a_batch_that_does_not_come_has_a_deadline(thread: LoopThread) -> None:
+    stream, _ = begin(thread, Engine(), 0, 2)
+    with pytest.raises(TimeoutError, match="a batch of 2 prompts under Clocked did not end within"):
+        stream.next_batch(0.2)
+    stream.close()
+
+
+def test_a_loader_without_prompts_is_refused(thread: LoopThread) -> None:
+    stream, _ = begin(thread, Engine(), 0, 2, size=0)
+    with pytest.raises(UserError, match="no prompts"):
+        stream.next_batch(5.0)
+    stream.close()
