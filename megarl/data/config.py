@@ -17,7 +17,7 @@ class DataConfig:
     """How rows are prepared, of every data set of a run."""
 
     on_bad_row: str = knob("error", "a row that does not fit its format: error (list them all and stop) or skip")
-    chat_template: str = knob("", "chatml, llama3 or a Jinja file in place of the tokenizer's chat template")
+    chat_template: str = knob("", "chatml, llama3, a file or Jinja text, in place of the tokenizer's chat template")
 
     def __post_init__(self) -> None:
         if self.on_bad_row not in ON_BAD_ROW:

@@ -157,7 +157,7 @@ def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
 def _transform_of(source: SourceConfig, config: DatasetConfig) -> tuple[Callable[..., Any], list[str]]:
     """The function that makes a row, and the columns that it does away with."""
     if source.type == "messages":
-        return dict, []
+        return lambda example: example, []
     module, _, name = source.type.rpartition(".")
     if not module:
         raise UserError(f"type {source.type!r} of {source.path} is not gsm8k, messages or FILE.FUNCTION of your own")

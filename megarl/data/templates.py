@@ -54,18 +54,22 @@ NAMED = {"chatml": CHATML, "llama3": LLAMA3}
 
 
 def set_chat_template(tokenizer: Any, choice: str) -> None:
-    """Gives the tokenizer the template `chatml`, `llama3` or that of a Jinja file; an empty choice leaves its own.
+    """Gives the tokenizer the template `chatml` or `llama3`, that of a file, or Jinja text; empty leaves its own.
 
     Raises:
-        UserError: there is no such file.
+        UserError: it is none of these.
     """
     if choice in NAMED:
         tokenizer.chat_template = NAMED[choice].jinja()
+    elif "{{" in choice or "{%" in choice:
+        tokenizer.chat_template = choice
     elif choice:
         try:
             tokenizer.chat_template = Path(choice).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template={choice} is not {', '.join(NAMED)} or a readable file") from error
+            raise UserError(
+                f"data.chat_template={choice} is not {', '.join(NAMED)}, a readable file or Jinja text"
+            ) from error
 
 
 def prompt_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
