@@ -1,0 +1,139 @@
+"""The export command: what `engine.save` writes, from any checkpoint, in one process and without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl import export
+from megarl.actor import hf_files
+from megarl.actor.config import EngineConfig
+from megarl.actor.engine import MegatronEngine
+from megarl.parallel import groups
+from megarl.trainer.recover import ACTOR, Saver, SaverConfig
+
+
+@pytest.fixture(scope="module")
+def saved(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run with checkpoints of steps 1 and 2 of an actor and a critic, and what `engine.save` made of them."""
+    work = tmp_path_factory.mktemp("saved")
+    (work / "run" / "checkpoints").mkdir(parents=True)
+    path = str(checkpoints("qwen3", tied=True, vocab_size=341))
+    engines = {
+        ACTOR: MegatronEngine(EngineConfig(path=path, dtype="bfloat16")),
+        "critic": MegatronEngine(EngineConfig(path=path, value_head_std=0.2), scalar=True),
+    }
+    saver = Saver(SaverConfig(asynchronous=False), work / "run" / "checkpoints", print)
+    for engine in engines.values():
+        engine.initialize()
+    for step in (1, 2):
+        for name, engine in engines.items():
+            with torch.no_grad():
+                for param in engine.modules[0].parameters():
+                    param.mul_(1.5)
+            engine.save(work / f"{name}-{step}")
+        saver.save(engines, step, {})
+    yield work
+    groups.destroy()
+
+
+def exported(saved: Path, output: Path, checkpoint: str = "run", **knobs: str) -> int:
+    given = {"checkpoint": str(saved / checkpoint), "output": str(output), **knobs}
+    return export.main([f"{name}={value}" for name, value in given.items()])
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    names = sorted(p.name for p in one.iterdir())
+    assert sorted(p.name for p in other.iterdir()) == names
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("engine", ["actor", "critic"])
+@pytest.mark.parametrize(("checkpoint", "step"), [("run", 2), ("run/checkpoints/step_000001", 1)])
+def test_an_export_is_byte_for_byte_what_the_engine_saves(
+    engine: str, checkpoint: str, step: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported(saved, tmp_path / "out", checkpoint, engine=engine) == 0
+    assert_same_files(saved / f"{engine}-{step}", tmp_path / "out")
+    assert f"export of step {step}" in capsys.readouterr().out
+
+
+def test_an_export_may_convert_and_transformers_loads_it(saved: Path, tmp_path: Path) -> None:
+    assert exported(saved, tmp_path / "out", dtype="float32") == 0
+    before = load_file(saved / "actor-2" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert {t.dtype for t in before.values()} == {torch.bfloat16}
+    assert all(torch.equal(before[name].float(), after[name]) for name in before)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    assert torch.equal(model.state_dict()["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_an_export_in_several_files_holds_one_of_them_at_a_time(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    write = hf_files.save_file
+
+    def counted(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        held.append(sum(t.nbytes for t in tensors.values()))
+        write(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(hf_files, "save_file", counted)
+    monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 60_000)
+    assert exported(saved, tmp_path / "out") == 0
+    assert len(held) > 3
+    assert max(held) <= 60_000
+    model, whole = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (tmp_path / "out", saved / "actor-2"))
+    assert all(torch.equal(model[name], whole[name]) for name in whole)
+
+
+def test_a_damaged_checkpoint_is_not_exported_and_the_one_before_serves(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved / "run" / "checkpoints" / "step_000002" / ACTOR / "rank_00000.safetensors"
+    content = path.read_bytes()
+    try:
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert exported(saved, tmp_path / "one", "run/checkpoints/step_000002") == 2
+        assert "is damaged or no checkpoint: actor/rank_00000.safetensors is not what" in capsys.readouterr().err
+        assert exported(saved, tmp_path / "out") == 0
+        assert "step_000002 is damaged" in capsys.readouterr().out
+        assert_same_files(saved / "actor-1", tmp_path / "out")
+    finally:
+        path.write_bytes(content)
+    assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpont=x"], "unknown knob checkpont; did you mean checkpoint?"),
+        (["checkpoint=x"], "checkpoint and output must be given"),
+        (["checkpoint"], "usage:"),
+        (
+            ["checkpoint={saved}/run", "output={tmp}/out", "dtype=float8"],
+            "dtype=float8 must be one of float32, bfloat16",
+        ),
+        (["checkpoint={saved}/absent", "output={tmp}/out"], "absent is not a folder"),
+        (["checkpoint={saved}/actor-1", "output={tmp}/out"], "damaged or no checkpoint: manifest.json is missing"),
+        (["checkpoint={saved}/run", "output={tmp}/out", "engine=reward"], "has no engine=reward; it has actor, critic"),
+        (["checkpoint={saved}/run", "output={saved}"], "is there and not empty"),
+        (["checkpoint={saved}/run", "output={saved}/actor-1/config.json/out"], "cannot be written"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(
+    arguments: list[str], message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export.main([a.format(saved=saved, tmp=tmp_path) for a in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
