@@ -130,12 +130,13 @@ def _filled(plan: Plan) -> float:
 
 
 def _sides(summary: Summary) -> list[Table]:
-    table = _table("Load", "", "least", "mean", "most", "most / mean", "peers", "messages")
+    table = _table("Load", "", "least", "mean", "most", "busiest", "most / mean", "peers", "messages")
     for name, load in (("trainer rank sends", summary.sent), ("server rank receives", summary.received)):
         least, mean, most = load.nbytes.min(), load.nbytes.mean(), load.nbytes.max()
         table.add_row(
             name,
             *(size(int(n)) for n in (least, mean, most)),
+            "all alike" if least == most else f"rank {load.nbytes.argmax()}",
             f"{load.imbalance:.2f}",
             _range(load.peers),
             _range(load.messages),
