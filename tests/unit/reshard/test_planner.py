@@ -88,7 +88,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_plan_of_random_worlds_delivers_every_element_once_and_bit_equal_to_the_whole_tensors(world: World) -> None:
     checkpoint = checkpoint_of(world.shapes)
     made = world.plan()
