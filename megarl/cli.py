@@ -97,7 +97,7 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
         print(_help())
         sys.exit(0)
     try:
-        sys.exit(command(arguments))
+        sys.exit(command(from_axolotl(arguments)))
     except UserError as error:
         print(f"megarl: {error}", file=sys.stderr)
         sys.exit(2)

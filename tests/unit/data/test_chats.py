@@ -50,8 +50,9 @@ def test_a_marked_template_and_the_prefix_method_give_the_same_mask(tokenizers: 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
-        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for m in messages %}<{{ m['role'] }}>"
+        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
+        "{{ m['content'] ~ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     with pytest.raises(UserError, match="writes an assistant's turn otherwise once others follow"):
         chat_ids(tokenizer, CHAT)

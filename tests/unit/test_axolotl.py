@@ -1,0 +1,252 @@
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from megarl import cli
+from megarl.axolotl import keys
+from megarl.axolotl.read import read_axolotl
+from megarl.knobs import UserError
+
+BASE = {"base_model": "some/model", "learning_rate": "1e-5", "micro_batch_size": 2, "max_steps": 50}
+PAIRS = [{"path": "Intel/orca_dpo_pairs", "split": "train", "type": "chatml.intel"}]
+GSM8K = [{"path": "openai/gsm8k", "name": "main", "type": "rewards.to_prompt"}]
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def read(values: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], str]:
+    """The overrides, parsed by Hydra, and the table."""
+    Path("run.yaml").write_text(yaml.safe_dump(values))
+    overrides, table = read_axolotl("run.yaml", **sizes)
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return {override.key_or_group: override.value() for override in parsed}, table
+
+
+def refusals(values: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        read(values)
+    return str(caught.value)
+
+
+def targets() -> set[str]:
+    """Every knob that the tables name."""
+    chosen = {choice[0] for options in keys.CHOICES.values() for choice in options.values() if choice}
+    of_methods = {knob for _, _, table in keys.ALGORITHMS.values() for knob, _ in table.values()}
+    return {*keys.KNOBS.values(), *chosen, *of_methods}
+
+
+def test_every_target_is_a_knob() -> None:
+    known = cli.knob_paths()
+    assert {target for target in targets() if target not in known and not target.startswith("sglang.")} == set()
+
+
+def test_no_key_is_in_two_tables() -> None:
+    tables = [keys.KNOBS, keys.CHOICES, keys.NEEDLESS]
+    assert sum(map(len, tables)) == len({key for table in tables for key in table})
+
+
+@pytest.mark.parametrize(
+    ("rl", "given", "knobs"),
+    [
+        ("dpo", {"rl_beta": 0.3}, {"algorithm.beta": 0.3, "algorithm.label_smoothing": 0.0}),
+        ("dpo", {"trl": {"beta": 0.2}, "rl_beta": 0.3}, {"algorithm.beta": 0.2}),
+        ("ipo", {}, {"algorithm.beta": 0.1}),
+        ("orpo", {"orpo_alpha": 0.2}, {"algorithm.alpha": 0.2}),
+        ("simpo", {"rl_beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 1.4},
+         {"algorithm.beta": 2.0, "algorithm.cpo_alpha": 0.0, "algorithm.gamma": 1.4}),
+        ("simpo", {}, {"algorithm.beta": 0.1, "algorithm.cpo_alpha": 1.0, "algorithm.gamma": 0.5}),
+    ],
+)  # fmt: skip
+def test_offline_methods_take_their_knobs_and_axolotls_defaults(
+    rl: str, given: dict[str, Any], knobs: dict[str, Any]
+) -> None:
+    overrides, table = read({**BASE, "rl": rl, "datasets": PAIRS, **given})
+    assert (overrides["method"], overrides["algorithm"]) == ("preference", rl)
+    assert {knob: overrides[knob] for knob in knobs} == knobs
+    assert f"algorithm={rl}" in table
+    if not given:
+        assert "(its default)" in table
+
+
+def test_kto_with_fields_and_formats_of_its_own() -> None:
+    kind = {"field_prompt": "q", "prompt_format": 'Q: it\'s {prompt}\n"A":', "completion_format": " {completion}"}
+    overrides, _ = read(
+        {
+            **BASE, "rl": "kto", "kto_desirable_weight": 1.5, "kto_undesirable_weight": 0.5,
+            "datasets": [{"ds_type": "json", "data_files": ["a.jsonl", "b.jsonl"], "split": "train", "type": kind}],
+        }
+    )  # fmt: skip
+    assert overrides["algorithm.desirable_weight"] == 1.5
+    assert overrides["algorithm.undesirable_weight"] == 0.5
+    source = {"split": "train", "type": "user_defined.default", "options": kind}
+    assert overrides["train_dataset.sources"] == [{"path": "a.jsonl", **source}, {"path": "b.jsonl", **source}]
+    assert overrides["evaluator.at_end"] is False
+
+
+def test_grpo_with_a_server_rewards_and_a_transform() -> None:
+    overrides, table = read(
+        {
+            **BASE, "rl": "grpo", "gradient_accumulation_steps": 4, "context_parallel_size": 2, "datasets": GSM8K,
+            "gradient_checkpointing": True, "bf16": True, "max_prompt_len": 128,
+            "vllm": {"host": "0.0.0.0", "port": 8000, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.85,
+                     "dtype": "auto", "max_model_len": 2048},
+            "trl": {"beta": 0.001, "max_completion_length": 256, "use_vllm": True, "num_generations": 4,
+                    "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_timeout": 300,
+                    "reward_funcs": ["rewards.right", "rewards.short"], "reward_weights": [1.0, 2.0]},
+        },
+        world=8,
+    )  # fmt: skip
+    expected = {
+        "method": "rl", "algorithm": "grpo", "algorithm.kl_coef": 0.001, "algorithm.aggregate": "token",
+        "gconfig.max_new_tokens": 256, "gconfig.n_samples": 4, "rewards.functions": ["rewards.right", "rewards.short"],
+        "rewards.weights": [1.0, 2.0], "server.host": "127.0.0.1", "server.port": 8000, "server.tp_size": 2,
+        "server.dtype": "bfloat16", "server.ready_timeout_s": 300, "sglang.mem_fraction_static": 0.85,
+        "sglang.context_length": 2048, "parallel.cp_size": 2, "actor.recompute": "full", "actor.dtype": "bfloat16",
+        "actor.path": "some/model", "actor.optimizer.lr": 1e-5, "actor.optimizer.lr_decay_style": "cosine",
+        "train_dataset.max_length": 128, "actor.max_tokens_per_mb": 2 * (128 + 256),
+        "train_dataset.batch_size": 2 * 4 * (8 // 2) // 4, "total_train_steps": 50, "actor.optimizer.warmup_steps": 1,
+        "train_dataset.sources": [{**GSM8K[0], "split": "train"}],
+    }  # fmt: skip
+    assert {knob: overrides[knob] for knob in expected} == expected
+    for key in ("trl.use_vllm", "vllm.port", "context_parallel_size", "max_steps", "datasets[0]", "lr_scheduler"):
+        assert any(line.strip().startswith(key) for line in table.splitlines()), key
+
+
+@pytest.mark.parametrize(
+    ("rl", "trl", "algorithm", "knobs"),
+    [
+        ("grpo", {"loss_type": "grpo"}, "grpo", {"algorithm.aggregate": "sequence", "algorithm.eps_clip": 0.2}),
+        ("grpo", {"loss_type": "dr_grpo"}, "dr_grpo", {"algorithm.aggregate_tokens": 256}),
+        ("grpo", {"epsilon": 0.1, "epsilon_high": 0.3}, "dapo",
+         {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3, "algorithm.dynamic_sampling": False}),
+        ("grpo", {"importance_sampling_level": "sequence", "epsilon": 3e-4}, "gspo",
+         {"algorithm.clip_low": 3e-4, "algorithm.clip_high": 3e-4}),
+        ("grpo", {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 2.0]}, "gdpo",
+         {"algorithm.reward_weights": [1.0, 2.0]}),
+        ("gdpo", {"beta": 0.01, "temperature": 0.7}, "gdpo",
+         {"algorithm.kl_coef": 0.01, "gconfig.temperature": 0.7, "actor.temperature": 0.7}),
+    ],
+)  # fmt: skip
+def test_variants_of_grpo_become_the_algorithm_that_they_are(
+    rl: str, trl: dict[str, Any], algorithm: str, knobs: dict[str, Any]
+) -> None:
+    overrides, _ = read({**BASE, "rl": rl, "datasets": GSM8K, "trl": {"num_generations": 2, **trl}})
+    assert overrides["algorithm"] == algorithm
+    assert {knob: overrides.get(knob) for knob in knobs} == knobs
+    known = cli.knob_paths()
+    assert {k for k in overrides if k.startswith("algorithm.")} <= set(known)
+
+
+def test_epochs_are_counted_from_the_data_and_a_part_is_held_out() -> None:
+    data = [{"path": "arithmetic_pairs", "type": "chat_template"}]
+    overrides, table = read(
+        {
+            "base_model": "m", "rl": "dpo", "datasets": data, "learning_rate": 1e-4, "micro_batch_size": 4,
+            "num_epochs": 2, "val_set_size": 0.25, "warmup_ratio": 0.1, "saves_per_epoch": 2, "eval_steps": 0.5,
+            "dp_shard_size": 2, "sequence_len": 64, "save_total_limit": 3, "lr_scheduler": "linear",
+        }
+    )  # fmt: skip
+    per_epoch = 2048 * 3 // 4 // 8
+    source = {"path": "arithmetic_pairs", "type": "chat_template.default"}
+    expected = {
+        "total_train_steps": 2 * per_epoch, "actor.optimizer.warmup_steps": int(0.1 * 2 * per_epoch),
+        "saver.every_steps": per_epoch // 2, "evaluator.every_steps": per_epoch, "parallel.dp_size": 2,
+        "train_dataset.batch_size": 8, "train_dataset.max_length": 64, "actor.max_tokens_per_mb": 2 * 4 * 64,
+        "train_dataset.sources": [{**source, "split": "train[:75%]"}],
+        "valid_dataset.sources": [{**source, "split": "train[75%:]"}],
+    }  # fmt: skip
+    assert {knob: overrides[knob] for knob in expected} == expected
+    assert "evaluator.at_end" not in overrides
+    assert f"2 epochs of {per_epoch} batches" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "template"),
+    [
+        ({"chat_template": "chatml"}, "chatml"),
+        ({"chat_template": "jinja", "chat_template_jinja": "{{ messages[0].role }}"}, "{{ messages[0].role }}"),
+        ({"chat_template": "tokenizer_default"}, None),
+        ({"datasets": [{**PAIRS[0], "chat_template": "llama3"}]}, "llama3"),
+    ],
+)  # fmt: skip
+def test_a_chat_template_is_taken_over(given: dict[str, Any], template: str | None) -> None:
+    overrides, _ = read({**BASE, "rl": "orpo", "datasets": PAIRS, **given})
+    assert overrides.get("data.chat_template") == template
+
+
+def test_everything_that_cannot_be_honoured_is_named_at_once_a_line_each() -> None:
+    message = refusals(
+        {
+            **BASE, "rl": "grpo", "adapter": "lora", "load_in_4bit": True, "load_in_8bit": False, "deepspeed": "z3",
+            "lr_schedular": "cosine", "optimizer": "adamw_8bit", "lr_scheduler": "one_cycle",
+            "chat_template": "gemma", "micro_batch_size": 0, "rl_adapter_ref_model": True,
+            "gradient_checkpointing": "offload",
+            "trl": {"rollout_func": "env.solve", "num_generations": 5, "num_iterations": 2, "vllm_mode": "colocate"},
+            "vllm": {"host": "10.0.0.1"},
+            "datasets": [{**GSM8K[0], "shards": 4}, {"path": "a", "type": "chatml"}],
+        }
+    )  # fmt: skip
+    lines = [line.split(":")[0].strip() for line in message.splitlines()[1:]]
+    assert sorted(lines) == sorted(
+        [
+            "adapter", "load_in_4bit", "deepspeed", "lr_schedular", "optimizer", "lr_scheduler",
+            "chat_template", "micro_batch_size", "micro_batch_size", "rl_adapter_ref_model", "gradient_checkpointing",
+            "trl.rollout_func", "trl.num_iterations", "trl.vllm_mode", "vllm.host", "datasets[0].shards",
+            "datasets[1].type",
+        ]
+    )  # fmt: skip
+    assert "lr_schedular: cosine  is not read here; did you mean lr_scheduler?" in message
+    assert "adamw_torch" in message
+    assert "write a workflow" in message
+    assert "5" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rl": "dpo", "datasets": [{"path": "a", "type": "chatml.intl"}]}, "is no format of pairs; there are chatml"),
+        ({"rl": "kto", "datasets": [{"path": "a", "type": "zephyr.nectar"}]}, "is no format of KTO; there are"),
+        ({"rl": "dpo", "datasets": [{"path": "a", "type": {"field_prompts": "q"}}]}, "field_prompts is not an option"),
+        ({"rl": "dpo"}, "datasets: null  no data set is given"),
+        ({"rl": "dpo", "datasets": PAIRS, "val_set_size": 1.5}, "val_set_size: 1.5  must be a share below 1"),
+        ({"rl": "dpo", "datasets": PAIRS, "max_prompt_len": 5}, "max_prompt_len: 5  prompts are never cut"),
+        ({"rl": "ebft", "datasets": PAIRS}, "rl: ebft is not one of dpo, ipo, kto, orpo, simpo, grpo, gdpo"),
+        ({"datasets": PAIRS}, "rl: null is not one of"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_key(values: dict[str, Any], said: str) -> None:
+    assert said in refusals({**BASE, **values})
+
+
+def test_a_file_that_cannot_be_read_is_named() -> None:
+    Path("list.yaml").write_text("- 1")
+    Path("broken.yaml").write_text("a: [1")
+    for name, said in (("no.yaml", "No such file"), ("list.yaml", "is a mapping"), ("broken.yaml", "cannot be read")):
+        with pytest.raises(UserError, match=f"{name} .*{said}"):
+            read_axolotl(name)
+
+
+def test_the_command_prints_the_table_and_later_arguments_win(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("run.yaml").write_text(yaml.safe_dump({**BASE, "rl": "dpo", "datasets": PAIRS}))
+    arguments = cli.from_axolotl(["--from-axolotl", "run.yaml", "total_train_steps=7", "parallel.dp_size=4"])
+    assert arguments[-2:] == ["total_train_steps=7", "parallel.dp_size=4"]
+    assert "train_dataset.batch_size=8" in arguments
+    assert "run.yaml, as megarl reads it:" in capsys.readouterr().out
+    assert cli.from_axolotl(["+experiment=x"]) == ["+experiment=x"]
+    monkeypatch.setattr(sys, "argv", ["megarl.train", "--from-axolotl"])
+    with pytest.raises(SystemExit) as end:
+        cli.run_command(lambda config: 0)
+    assert end.value.code == 2
+    assert "needs the path" in capsys.readouterr().err
