@@ -24,7 +24,7 @@ from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.context_parallel import Cut
 from megarl.actor.families import as_scalar, check_layout, is_scalar, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
-from megarl.actor.microbatch import Microbatch, build, plan, shift_right
+from megarl.actor.microbatch import Microbatch, build, check_batch, plan, shift_right
 from megarl.actor.optimizer import build_optimizer, build_scheduler
 from megarl.knobs import UserError
 from megarl.parallel import groups as process_groups
@@ -124,6 +124,7 @@ class MegatronEngine(TrainEngine):
 
     def _microbatches(self, batch: PackedBatch, weigh: LossWeightFn | None = None) -> list[Microbatch]:
         """This rank's microbatches; their weights sum to 1 over all microbatches of all ranks."""
+        check_batch(batch, self.hf_config.vocab_size)
         groups, shared = self.groups, self.config.shared_prefix
         multiple = groups.pp_size if groups.vpp_size > 1 else 1
         cost = SequenceCost.of(self.hf_config)

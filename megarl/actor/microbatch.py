@@ -43,6 +43,25 @@ class Microbatch:
         return values if self.local is None else self.local.restore(values, cp)
 
 
+def check_batch(batch: PackedBatch, vocab_size: int) -> None:
+    """Refuses a batch that no model of `vocab_size` tokens can run.
+
+    Raises:
+        UserError: no tokens, bounds that do not fit them, or a token that the model does not know.
+    """
+    ids, bounds = batch["input_ids"], batch.cu_seqlens
+    if not ids.numel():
+        raise UserError(f"the batch holds {batch.num_seqs} sequences and no token; leave empty batches out")
+    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
+        raise UserError(f"cu_seqlens is {bounds.tolist()[:8]}...; it must rise from 0 to the number of tokens")
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"input_ids holds token {low if low < 0 else high}, the model knows 0 to {vocab_size - 1}; use the model's "
+            "own tokenizer"
+        )
+
+
 def partition(
     sizes: list[int], costs: Sequence[float], dp_size: int, max_tokens: int, multiple_of: int = 1
 ) -> list[list[list[int]]]:
