@@ -88,7 +88,7 @@ class Snapshot:
     facts: dict[str, Any]
     index: dict[str, Any]
     config: PretrainedConfig
-    source: str
+    source: Path
 
     def write(self, folder: Path) -> list[Path]:
         """Writes this rank's files to `folder` and returns them; no collective."""
@@ -101,7 +101,7 @@ class Snapshot:
                 (folder / name).write_text(json.dumps(document, indent=1 if name == FACTS else None))
                 written.append(folder / name)
             (folder / HF).mkdir(exist_ok=True)
-            hf_files.write_small_files(folder / HF, self.config, local_folder(self.source))
+            hf_files.write_small_files(folder / HF, self.config, self.source)
             written += sorted((folder / HF).iterdir())
         return written
 
@@ -119,7 +119,7 @@ class EngineState:
         source: str,
     ) -> None:
         """`source` is the HF checkpoint whose tokenizer goes with the state."""
-        self.modules, self.config, self.groups, self.source = modules, config, groups, source
+        self.modules, self.config, self.groups, self.source = modules, config, groups, local_folder(source)
         self.optimizer, self.scheduler = optimizer, scheduler
         self.dtype: torch.dtype = modules[0].config.params_dtype
         assert {param.dtype for param in hf.parameters(modules)} == {self.dtype}, "a model has one dtype"
