@@ -104,7 +104,7 @@ MEGATRON_ATTRIBUTES: dict[tuple[str, str], tuple[Any, str]] = {
     ),
     ("tensor_parallel.mappings", "_gather_along_first_dim"): (
         _gather_along_first_dim,
-        "tensor_parallel/mappings.py:150 gathers parts of different lengths, of an expert's tokens over etp",
+        "tensor_parallel/mappings.py:114 gathers parts of different lengths: experts' tokens over etp",
     ),
 }
 
@@ -152,11 +152,43 @@ def scope() -> Iterator[None]:
         yield
 
 
+def _exchange_shapes(
+    self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
+) -> tuple[list[int], list[int]]:
+    """Tells the neighbouring stages the shapes of what follows, in the order in which they receive it."""
+    from megatron.core.pipeline_parallel.p2p_communication import _p2p_ops
+
+    def shape_of(tensor: Any) -> Any:
+        return None if tensor is None else torch.tensor(tensor.shape, dtype=torch.int64, device=device())
+
+    prev, following = (torch.zeros(3, dtype=torch.int64, device=device()) for _ in range(2))
+    requests = _p2p_ops(
+        tensor_send_prev=shape_of(send_prev),
+        tensor_recv_prev=prev if recv_prev else None,
+        tensor_send_next=shape_of(send_next),
+        tensor_recv_next=following if recv_next else None,
+        group=self.pp_group,
+        prev_pipeline_rank=self.prev_rank,
+        next_pipeline_rank=self.next_rank,
+    )
+    # A neighbour may take a send only in its next exchange, after the tensor that it waits for: sends are kept, not
+    # waited for. They are over when the tensors that they announce have been sent.
+    self.sent_shapes = [*getattr(self, "sent_shapes", []), *requests.values()]
+    for name in ("recv_prev", "recv_next"):
+        if name in requests:
+            requests[name].wait()
+    return prev.tolist(), following.tolist()
+
+
 @functools.cache
 def prepare() -> None:
     """Makes Megatron-core usable on this machine. Call before building a model; idempotent."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel import random as megatron_random
 
+    # p2p_communication.py:165 sends shapes to the previous stage first, but receives from it first too: where two stages
+    # are each other's previous and next, one direction's shapes are taken for the other's.
+    P2PCommunicator._communicate_shapes = _exchange_shapes
     if has_gpu():
         torch.cuda.set_device(device())
         return
