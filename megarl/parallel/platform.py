@@ -186,8 +186,8 @@ def prepare() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # p2p_communication.py:165 sends shapes to the previous stage first, but receives from it first too: where two stages
-    # are each other's previous and next, one direction's shapes are taken for the other's.
+    # p2p_communication.py:165 sends shapes to the previous stage first, but receives from it first too: where two
+    # stages are each other's previous and next, one direction's shapes are taken for the other's.
     P2PCommunicator._communicate_shapes = _exchange_shapes
     if has_gpu():
         torch.cuda.set_device(device())
