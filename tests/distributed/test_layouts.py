@@ -35,6 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": {
         "family": "llama", "tied": False, "vocab_size": 347, "rope_parameters": LLAMA3_ROPE
     },
+    "llama_biased": {"family": "llama", "tied": False, "vocab_size": 339, "attention_bias": True},
+    "mistral": {"family": "mistral", "tied": False, "vocab_size": 338, "sliding_window": None},
     "llama_tied_mha": {"family": "llama", "tied": True, "vocab_size": 345, "num_key_value_heads": 4},
 }  # fmt: skip
 LENGTHS = torch.tensor([5, 33, 2, 20, 17, 40, 12, 1])

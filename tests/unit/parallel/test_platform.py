@@ -23,6 +23,22 @@ def test_megatron_still_asks_for_the_attribute_on_the_line_named(name: str) -> N
     assert re.search(rf"torch\.cuda\.{name}\b", text), f"{file}:{line} reads {text.strip()!r}: is the entry needed?"
 
 
+@pytest.mark.parametrize(("module", "name"), platform.MEGATRON_ATTRIBUTES)
+def test_megatron_still_has_what_is_replaced_on_the_line_named(module: str, name: str) -> None:
+    _, reason = platform.MEGATRON_ATTRIBUTES[module, name]
+    file, line = re.match(r"(\S+\.py):(\d+)", reason).groups()
+    assert file == module.replace(".", "/") + ".py"
+    text = (MEGATRON / file).read_text().splitlines()[int(line) - 1]
+    assert name in text, f"{file}:{line} reads {text.strip()!r}: is the entry needed?"
+
+
+def test_megatron_still_posts_the_shapes_of_two_stages_crosswise() -> None:
+    text = (MEGATRON / "pipeline_parallel/p2p_communication.py").read_text()
+    body = text[text.index("def _communicate_shapes(") : text.index("def _communicate(")]
+    order = re.findall(r"ops\.append\((\w+)_op\)", body)
+    assert order == ["send_prev", "recv_prev", "send_next", "recv_next"], "is _exchange_shapes still needed?"
+
+
 @on_cpu
 def test_cuda_means_cpu_inside_the_scope_only() -> None:
     platform.prepare()
