@@ -59,25 +59,28 @@ def planned(model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_
 
 
 def measure() -> None:
-    """Prints, as JSON, the seconds and the peak memory of the largest case: configs read, tables, plan, proofs, hash;
-    and the seconds in which a rank takes its own part out of the plan."""
+    """Prints, as JSON, the CPU seconds, wall time and peak memory of the largest case: configs read, tables, plan,
+    proofs, hash; and the CPU seconds in which a rank takes its own part out of the plan."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    start = time.perf_counter()
+    start, wall = time.process_time(), time.perf_counter()
     made = planned(LARGEST, OF_235B, 8, 1, 64)
-    seconds = time.perf_counter() - start
-    start = time.perf_counter()
+    seconds, wall = time.process_time() - start, time.perf_counter() - wall
+    start = time.process_time()
     parts = len(list(made.sends(0))) + len(list(made.receives(0)))
-    own = (time.perf_counter() - start) / 2
+    own = (time.process_time() - start) / 2
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "own": own, "before": before, "peak": peak, "parts": parts}))
+    found = {"seconds": seconds, "wall": wall, "own": own, "before": before, "peak": peak, "parts": parts}
+    print(json.dumps(found))
 
 
 def largest() -> None:
     out = subprocess.run([sys.executable, __file__, "--measure"], capture_output=True, text=True, check=True)
     found = json.loads(out.stdout.splitlines()[-1])
     print(f"{LARGEST}, 1,024 trainer ranks to 64 servers of TP 8, one core:")
-    print(f"  plan, proofs and hash   {found['seconds']:.1f} s     ({found['seconds'] / 10:.0%} of the 10 s allowed)")
-    print(f"  peak memory             {size(found['peak'])}  ({found['peak'] / 4e9:.0%} of the 4 GB allowed)")
+    seconds, wall = found["seconds"], found["wall"]
+    print(f"  plan, proofs and hash   {seconds:.1f} CPU seconds ({seconds / 10:.0%} of the 10 s allowed)")
+    print(f"  wall time               {wall:.1f} s")
+    print(f"  peak memory             {size(found['peak'])} ({found['peak'] / 4e9:.0%} of the 4 GB allowed)")
     print(f"  of which libraries      {size(found['before'])}")
     print(f"  one rank's own part     {found['own'] * 1e3:.0f} ms")
 

@@ -91,10 +91,10 @@ def _by_node(replicas: tuple[int, ...], receivers: tuple[int, ...], topology: To
 
 
 def _stay_even(loads: Ints, senders: Ints, candidates: Ints, size: int, slack: int) -> bool:
-    """Whether the loads stay within `slack` of each other if `senders` send `size` bytes more each."""
-    ranks, times = np.unique(senders, return_counts=True)
-    least = min(int(loads[candidates].min()) + size, int((loads[ranks] + times * size).min()))
-    return int((loads[ranks] + times * size).max()) - least <= slack
+    """Whether no sender is more than `slack` above any candidate once `senders` send `size` bytes more each."""
+    times = np.bincount(np.searchsorted(candidates, senders), minlength=len(candidates))
+    after = loads[candidates] + times * size
+    return bool(after[times > 0].max() - after.min() <= slack)
 
 
 def _least_loaded(loads: Ints, candidates: Ints, count: int, size: int) -> Ints:
