@@ -42,11 +42,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Moved:
-    """What an attempt moved: bytes sent, bytes without delta, pieces of tensors proven equal."""
+    """What an attempt moved: bytes sent, bytes without delta, pieces of tensors proven equal, and the bytes that each
+    server rank received."""
 
     nbytes: int = 0
     dense_nbytes: int = 0
     verified: int = 0
+    received: tuple[int, ...] = ()
 
 
 def run(attempt: Attempt, chief: Coordinator | None) -> Moved:
@@ -199,4 +201,5 @@ def _prove(attempt: Attempt, chief: Coordinator, outcomes: list[dict[str, Any]])
                 verified += check_messages(plan, sample, sent, number, held, f"rank {rank}")
 
         chief.each(check)
-    return Moved(sum(o["bytes"] for o in outcomes), sum(o["dense_bytes"] for o in outcomes), verified)
+    received = tuple(results[number]["bytes"] for number in sorted(results))
+    return Moved(sum(o["bytes"] for o in outcomes), sum(o["dense_bytes"] for o in outcomes), verified, received)

@@ -124,6 +124,7 @@ class Sender:
         self.keep = keep
         self.transfers = list(plan.sends(rank))
         self.buckets = plan.messages.bucket[[t.index for t in self.transfers]].tolist()
+        self.last = {bucket: number for number, bucket in enumerate(self.buckets)}  # a bucket may be packed again
         self.parts = {b: Parts(t, fragments) for b, t in zip(self.buckets, self.transfers, strict=True)}
         self._kept: dict[int, Tensor] = {}
 
@@ -148,15 +149,16 @@ class Sender:
         slots = self.staging.slots
         in_flight: list[list[tuple[Pending, Route, Parts]]] = [[] for _ in slots]
         slot, packed, nbytes = 0, -1, 0
-        for transfer, bucket in zip(self.transfers, self.buckets, strict=True):
+        for number, (transfer, bucket) in enumerate(zip(self.transfers, self.buckets, strict=True)):
             parts, route = self.parts[bucket], self.routes[transfer.peer]
             if bucket != packed:
                 slot, packed = (slot + 1) % len(slots), bucket
                 _settle(in_flight[slot], deadline)
                 pieces = parts.pack(slots[slot])
-                if sample.takes(bucket):
+                if sample.takes(bucket) and bucket not in sent.digests:
                     sent.digests[bucket] = [digest(piece) for piece in pieces]
-                nbytes = self._encode(bucket, transfer.nbytes, slots[slot], pieces, counts.get(bucket))
+                last = all(b == bucket for b in self.buckets[number : self.last[bucket] + 1])
+                nbytes = self._encode(bucket, transfer.nbytes, slots[slot], pieces, counts.get(bucket), last)
             sent.dense_nbytes += transfer.nbytes
             sent.nbytes += nbytes
             if nbytes:
@@ -167,10 +169,15 @@ class Sender:
             _settle(messages, deadline)
         return sent
 
-    def _encode(self, bucket: int, nbytes: int, slot: Tensor, pieces: list[Tensor], counts: list[int] | None) -> int:
-        """Makes a delta of the packed bucket where `counts` says so. Returns the bytes to send."""
+    def _encode(
+        self, bucket: int, nbytes: int, slot: Tensor, pieces: list[Tensor], counts: list[int] | None, last: bool
+    ) -> int:
+        """Makes a delta of the packed bucket where `counts` says so. Returns the bytes to send.
+
+        What was sent is kept when the bucket is packed for the `last` time in this sync: others are deltas to the same.
+        """
         before = self._kept.get(bucket)
-        if self.keep:
+        if self.keep and last:
             self._kept[bucket] = slot[:nbytes].clone()
         if counts is None:
             return nbytes

@@ -65,7 +65,8 @@ def run(
             chief.each(check)
     if folder is not None:
         disk.remove(folder)
-    return Moved(sender.bytes, sender.bytes, verified)
+    received = tuple(rank["bytes"] for link in chief.active for rank in results[link])
+    return Moved(sender.bytes, sender.bytes, verified, received)
 
 
 def _sender(

@@ -50,6 +50,7 @@ class SyncReport:
     bytes: int = 0  # sent, over all servers
     dense_bytes: int = 0  # what that would have been without delta
     verified: int = 0  # pieces of tensors proven equal, over all ranks of all servers
+    received: tuple[int, ...] = ()  # bytes, by each rank of each server
     servers: tuple[str, ...] = ()  # that serve the version now
     seconds: dict[str, float] = field(default_factory=dict)  # per phase, in order
 
@@ -202,8 +203,9 @@ class WeightSession:
         if self._chief is not None and failure is None and moved is not None:
             failure, _ = _guarded(lambda: self._commit(version))
             served = tuple(link.address for link in self._chief.active)
+            seconds = dict(self._chief.seconds)
             report = SyncReport(
-                version, moved.nbytes, moved.dense_nbytes, moved.verified, served, dict(self._chief.seconds)
+                version, moved.nbytes, moved.dense_nbytes, moved.verified, moved.received, served, seconds
             )
         again = self._conclude(failure)
         return report, again

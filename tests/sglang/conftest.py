@@ -119,6 +119,26 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SG
 
 
 @pytest.fixture(scope="session")
+def fleet(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServers]:
+    """Three servers of the tied tiny Qwen3 with one key, for pushes of weights: two of one rank, then one of two."""
+    checkpoint = tiny_checkpoint("qwen3")
+    groups = []
+    for knobs in ({"n_servers": 2}, {"tp_size": 2}):
+        config = SGLangServerConfig(device="cpu", max_total_tokens=16384, **knobs)
+        groups.append(SGLangServers(config, checkpoint, tmp_path_factory.mktemp("logs"), WEIGHT_LOADER))
+    all_of_them, wide = groups
+    for server in wide.servers:
+        server.args["api_key"] = all_of_them.api_key
+    all_of_them.servers += wide.servers
+    try:
+        all_of_them.start()
+        all_of_them.wait_ready()
+        yield all_of_them
+    finally:
+        all_of_them.stop()
+
+
+@pytest.fixture(scope="session")
 def server(serve: Callable[..., SGLangServers], tiny_checkpoint: Callable[..., Path]) -> SGLangServers:
     """One server of the tied tiny Qwen3. Its weights never change: tests that push weights start their own."""
     return serve(tiny_checkpoint("qwen3"))

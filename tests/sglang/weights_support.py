@@ -66,11 +66,13 @@ def logprobs(model: nn.Module, tokens: list[int]) -> Tensor:
 class Served:
     """A server under test and the session that pushes to it."""
 
-    def __init__(self, servers: SGLangServers, **knobs: Any):
+    def __init__(self, servers: SGLangServers, count: int = 1, **knobs: Any):
+        """`count` servers of `servers` take part, from the first on."""
         self.servers = servers
+        self.addresses = servers.addresses[:count]
         self.config = ReshardConfig(**({"control_deadline_s": 10, "transfer_deadline_s": 20} | knobs))
-        self.session = WeightSession(self.config, servers.addresses, servers.api_key)
-        self.version = 0
+        self.session = WeightSession(self.config, self.addresses, servers.api_key)
+        self.version = self.session.served_version()
 
     def push(self, weights: Whole) -> SyncReport:
         self.version += 1
@@ -79,29 +81,32 @@ class Served:
     def restart_session(self, **knobs: Any) -> WeightSession:
         """Another trainer on the same servers."""
         self.session.close()
-        self.session = WeightSession(replace(self.config, **knobs), self.servers.addresses, self.servers.api_key)
+        self.session = WeightSession(replace(self.config, **knobs), self.addresses, self.servers.api_key)
         return self.session
 
-    def generate(self, new_tokens: int, prompt: list[int] = PROMPT) -> dict[str, Any]:
+    def control(self, server: int = 0) -> ServerControl:
+        return ServerControl(self.servers.addresses[server], self.servers.api_key)
+
+    def generate(self, new_tokens: int, prompt: list[int] = PROMPT, server: int = 0) -> dict[str, Any]:
         sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.servers.api_key}"}
         request = urllib.request.Request(
-            f"http://{self.servers.addresses[0]}/generate", json.dumps(body).encode(), headers
+            f"http://{self.servers.addresses[server]}/generate", json.dumps(body).encode(), headers
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
-    def difference(self, model: nn.Module) -> float:
+    def difference(self, model: nn.Module, server: int = 0) -> float:
         """Largest log-prob difference to `model`, over a prompt and what is sampled after it."""
-        answer = self.generate(16)
+        answer = self.generate(16, server=server)
         tokens = PROMPT + answer["output_ids"]
         meta = answer["meta_info"]
         served = [v for v, _, _ in meta["input_token_logprobs"][1:]] + [v for v, _, _ in meta["output_token_logprobs"]]
         return float((torch.tensor(served) - logprobs(model, tokens)).abs().max())
 
     def served_version(self) -> str:
-        return ServerControl(self.servers.addresses[0], self.servers.api_key).model_info(Deadline(10))["weight_version"]
+        return str(self.control().model_info(Deadline(10))["weight_version"])
 
     def scheduler(self) -> psutil.Process:
         process = self.servers.servers[0].process

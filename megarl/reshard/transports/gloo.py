@@ -41,7 +41,13 @@ class GlooTransport(Transport):
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
         self.staging = staging
-        self.group = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+        self._group: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
+
+    @property
+    def group(self) -> ProcessGroupGloo:
+        if self._group is None:
+            raise RuntimeError("this rank has left the group")
+        return self._group
 
     def send(self, slot: int, nbytes: int, peer: int, tag: int) -> GlooMessage:
         assert self.staging is not None, "made without staging: broadcasts only"
@@ -65,7 +71,10 @@ class GlooTransport(Transport):
         return self.group.broadcast([tensor], options)  # type: ignore[attr-defined]
 
     def abort(self) -> None:
-        self.group.abort()
+        """Wakes this rank's own waits; the connections end with the group itself."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
 
 
 def wait(work: Work, deadline: Deadline, watch: Callable[[], None] | None = None) -> None:

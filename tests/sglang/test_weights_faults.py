@@ -1,0 +1,272 @@
+"""Syncs that break: each ends by its deadline with the cause named, no server serves a mix, and the policy decides."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_model
+from fault_proxy import FaultProxy
+from test_weights_layouts import Trainer
+from weights_support import TOLERANCE, Served, weights_of
+
+from megarl.reshard.config import ReshardConfig
+from megarl.reshard.coordinator import WeightSyncError
+from megarl.reshard.session import WeightSession
+from megarl.reshard.sglang import PendingCall, ServerControl
+from megarl.reshard.store import Deadline
+from megarl.reshard.transports.gloo import GlooTransport
+from megarl.rollout.sglang_server import SGLangServer, SGLangServers, free_ports
+
+VICTIM = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def served(fleet: SGLangServers) -> Iterator[Served]:
+    """All three servers, at known weights; whatever the test does to them, a sync of a new trainer mends them."""
+    served = Served(fleet, 3, bucket_bytes=65536, on_failure="drop_server")
+    served.push(weights_of(make_model("qwen3", True, seed=100)))
+    yield served
+    served.session.close()
+    after = Served(fleet, 3, bucket_bytes=65536)
+    model = make_model("qwen3", True, seed=101)
+    after.push(weights_of(model))
+    assert [after.difference(model, server) < TOLERANCE for server in range(3)] == [True] * 3
+    after.session.close()
+
+
+def kill(server: SGLangServer) -> None:
+    assert server.process is not None
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait(10)
+
+
+def restart(server: SGLangServer, *, elsewhere: bool) -> str:
+    """Starts a server anew, on another port where asked for. Returns its address."""
+    server.stop()
+    if elsewhere:
+        server.port = free_ports(server.config.host, 1)[0]
+        server.args["port"] = server.port
+    server.start()
+    server.wait_ready()
+    return server.address
+
+
+def keeps_silent(served: Served, server: int) -> bool:
+    """Whether a request gets no answer, as a paused server gives none."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(served.generate(4, server=server))
+        except OSError:
+            return  # it is stopped, or mended too late for this request
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(1)
+    return answers == []
+
+
+def before_send(monkeypatch: pytest.MonkeyPatch, message: int, act: Callable[[GlooTransport, int, int], None]) -> None:
+    """Acts before the message of that number is sent: `act(transport, slot, peer)`."""
+    send, sent = GlooTransport.send, []
+
+    def acting(self: GlooTransport, slot: int, nbytes: int, peer: int, tag: int) -> Any:
+        sent.append(tag)
+        if len(sent) == message:
+            act(self, slot, peer)
+        return send(self, slot, nbytes, peer, tag)
+
+    monkeypatch.setattr(GlooTransport, "send", acting)
+
+
+def test_a_server_killed_in_the_middle_is_dropped_and_served_again_where_it_comes_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, address = served.servers.servers[1], served.addresses[1]
+    with monkeypatch.context() as patch:
+        before_send(patch, 5, lambda *_: kill(lost))
+        model = make_model("qwen3", True, seed=40)
+        report = served.push(weights_of(model))
+    others = (served.addresses[0], served.addresses[2])
+    assert report.servers == others
+    assert (served.session.healthy, served.session.dirty) == (list(others), [address])
+    assert [served.difference(model, server) < TOLERANCE for server in (0, 2)] == [True] * 2
+
+    assert served.push(weights_of(make_model("qwen3", True, seed=41))).servers == others  # it is dead before pause
+    strict = WeightSession(ReshardConfig(control_deadline_s=10), served.addresses, served.servers.api_key)
+    with pytest.raises(WeightSyncError, match="Connection refused") as error:
+        strict.push(weights_of(make_model("qwen3", True, seed=42)), served.version + 1)
+    assert (error.value.server, error.value.phase) == (address, "check")
+    strict.close()
+
+    served.session.remove(address)
+    served.session.admit(restart(lost, elsewhere=True))
+    assert lost.address != address
+    assert served.session.dirty == [lost.address]
+    model = make_model("qwen3", True, seed=43)
+    served.push(weights_of(model))
+    assert set(served.session.healthy) == set(served.servers.addresses)
+    assert served.difference(model, 1) < TOLERANCE
+    served.addresses = served.servers.addresses
+
+
+def test_a_server_killed_before_it_was_told_its_version_is_resynced_before_its_first_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = served.servers.servers[1]
+    send = ServerControl.send
+
+    def killing(self: ServerControl, path: str, body: Any, deadline: Deadline) -> PendingCall:
+        if (self.address, path) == (lost.address, "/update_weight_version"):
+            kill(lost)
+        return send(self, path, body, deadline)
+
+    model = make_model("qwen3", True, seed=50)
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerControl, "send", killing)
+        served.push(weights_of(model))
+    assert served.session.dirty == [lost.address]
+    assert served.difference(model, 0) < TOLERANCE
+    served.session.admit(restart(lost, elsewhere=False))
+    assert served.session.dirty == [lost.address]
+    report = served.session.resync(weights_of(model))
+    assert report.version == served.version
+    assert served.session.dirty == []
+    assert [served.control(i).model_info(Deadline(10))["weight_version"] for i in range(3)] == [str(served.version)] * 3
+    assert served.difference(model, 1) < TOLERANCE
+
+
+def test_a_flipped_byte_is_noticed_and_named_and_its_server_answers_nothing_until_mended(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = served.version
+    flipped: list[int] = []
+
+    def flip(transport: GlooTransport, slot: int, peer: int) -> None:
+        flipped.append(peer)
+        assert transport.staging is not None
+        transport.staging.slots[slot][9] ^= 1
+
+    with monkeypatch.context() as patch:
+        before_send(patch, 2, flip)
+        report = served.push(weights_of(make_model("qwen3", True, seed=4)))
+    (bad,) = served.session.dirty
+    index = served.addresses.index(bad)
+    assert bad not in report.servers
+    assert served.control(index).model_info(Deadline(10))["weight_version"] == str(before)
+    assert keeps_silent(served, index)
+    model = make_model("qwen3", True, seed=5)
+    served.push(weights_of(model))
+    assert served.session.dirty == []
+    assert served.difference(model, index) < TOLERANCE
+
+
+def test_a_flipped_byte_stops_the_run_where_the_policy_says_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = served.restart_session(on_failure="stop")
+
+    def flip(transport: GlooTransport, slot: int, peer: int) -> None:
+        assert transport.staging is not None
+        transport.staging.slots[slot][9] ^= 1
+
+    with monkeypatch.context() as patch:
+        before_send(patch, 2, flip)
+        with pytest.raises(WeightSyncError, match=r"rank \d does not hold what was sent of model\.") as error:
+            served.push(weights_of(make_model("qwen3", True, seed=4)))
+    assert error.value.phase == "verify"
+    assert error.value.tensor.startswith("model.")
+    assert error.value.server in served.addresses
+    assert session.healthy == []
+    assert [keeps_silent(served, server) for server in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "phase"),
+    [
+        ("/pause_generation", "refuse", "pause"),
+        ("/begin_weight_update", "silence", "begin"),
+        ("/update_weights_from_tensor", "silence", "connect"),
+        ("/end_weight_update", "silence", "end"),
+        ("/flush_cache", "refuse", "flush"),
+        ("/update_weight_version", "refuse", "version"),
+    ],
+)
+def test_a_server_that_refuses_or_never_answers_is_dropped_within_the_deadline(
+    path: str, fault: str, phase: str, served: Served
+) -> None:
+    proxy = FaultProxy(served.addresses[1])
+    addresses = [served.addresses[0], proxy.address]
+    config = ReshardConfig(control_deadline_s=2, connect_deadline_s=2, transfer_deadline_s=8, on_failure="drop_server")
+    session = WeightSession(config, addresses, served.servers.api_key)
+    strict = WeightSession(ReshardConfig(control_deadline_s=2, connect_deadline_s=2), addresses, served.servers.api_key)
+    proxy.faults[path] = fault
+    try:
+        start = time.monotonic()
+        model = make_model("qwen3", True, seed=60)
+        served.version += 1
+        report = session.push(weights_of(model), served.version)
+        assert time.monotonic() - start < 20
+        assert report.servers == (addresses[0],)
+        assert session.dirty == [proxy.address]
+        assert served.difference(model) < TOLERANCE
+        assert keeps_silent(served, 1) or phase == "pause"
+        served.version += 1
+        with pytest.raises(WeightSyncError) as error:
+            strict.push(weights_of(model), served.version)
+        assert (error.value.server, error.value.phase) == (proxy.address, phase)
+    finally:
+        session.close()
+        strict.close()
+        proxy.stop()
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
+    moment: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = served.scheduler()
+    served.restart_session(control_deadline_s=1.5, transfer_deadline_s=2.0, connect_deadline_s=5.0)
+    served.push(weights_of(make_model("qwen3", True, seed=4)))
+    start = time.monotonic()
+    try:
+        if moment == "before":
+            scheduler.suspend()
+        else:
+            before_send(monkeypatch, 4, lambda *_: scheduler.suspend())
+        report = served.push(weights_of(make_model("qwen3", True, seed=5)))
+    finally:
+        scheduler.resume()
+    assert time.monotonic() - start < 20
+    assert report.servers == tuple(served.addresses[1:])
+    assert served.session.dirty == served.addresses[:1]
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_rank_killed_in_the_middle_ends_the_others_and_leaves_no_mix(
+    served: Served, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    version = served.version + 1
+    trainer = Trainer(
+        tmp_path,
+        2,
+        checkpoint=str(tiny_checkpoint("qwen3")),
+        layout={"tp_size": 2},
+        addresses=served.addresses,
+        api_key=served.servers.api_key,
+        versions=[version, version + 1],
+        victim=1,
+        reshard={"bucket_bytes": 65536, "transfer_deadline_s": 20, "connect_deadline_s": 30},
+    )
+    first, (_, failure) = trainer.lines()[1], trainer.lines()[0]
+    assert [line[0] for line in first] == [version]
+    assert failure["rank"] == "trainer rank 1"
+    assert "trainer rank 1 did not report that it has sent its part" in failure["failed"]
+    assert failure["phase"] == "transfer"
+    assert [keeps_silent(served, server) for server in range(3)] == [True] * 3
+    served.version = version + 1
