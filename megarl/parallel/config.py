@@ -24,7 +24,7 @@ class ParallelConfig:
     sequence_parallel: bool = knob(False, "split tokens over tp ranks where a layer's matrices are not split")
     first_stage_layers: int = knob(0, "layers of the first pipeline rank; 0: as many as the others")
     last_stage_layers: int = knob(0, "layers of the last pipeline rank; 0: as many as the others")
-    timeout_s: float = knob(3600.0, "seconds after which a collective that not every rank has joined is an error")
+    timeout_s: float = knob(3600.0, "seconds without a stage or collective of a rank after which the run is ended")
 
     @property
     def expert_tp_size(self) -> int:
