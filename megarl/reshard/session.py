@@ -246,7 +246,7 @@ class WeightSession:
 
     def _describe(self, chief: Coordinator, deadline: Deadline) -> str:
         """Writes who holds what into the store, where it is not known yet. Returns its name there."""
-        world = {
+        world: dict[str, Any] = {
             "sources": [read(self._store, f"source/{rank}", deadline) for rank in range(self.world_size)],
             "servers": [link.layout for link in chief.active],
             "bucket_bytes": self.config.bucket_bytes,
