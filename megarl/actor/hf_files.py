@@ -1,4 +1,4 @@
-"""The files of a HF checkpoint: read box by box, written as sharded safetensors with config and tokenizer. No Megatron."""
+"""The files of a HF checkpoint: read box by box, written as sharded safetensors with config and tokenizer."""
 
 from __future__ import annotations
 

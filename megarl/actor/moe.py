@@ -42,4 +42,4 @@ def mark_experts(module: torch.nn.Module) -> None:
     """
     for name, param in module.named_parameters():
         if ".mlp.experts." in name:
-            param.allreduce = False
+            param.allreduce = False  # type: ignore[attr-defined]

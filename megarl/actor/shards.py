@@ -175,7 +175,8 @@ class _Stage:
 
 def _dense_pieces(config: PretrainedConfig, parallel: ParallelConfig, pp: int, tp: int) -> list[Piece]:
     """What tensor parallel rank `tp` of pipeline rank `pp` holds, experts aside."""
-    hidden, result = config.hidden_size, []
+    hidden = config.hidden_size
+    result: list[Piece] = []
     stages = parallel.stage_layers(config.num_hidden_layers)[pp]
     for number, layers in enumerate(stages):
         stage = _Stage(number, tp, parallel.tp_size)
@@ -227,7 +228,8 @@ def _expert_pieces(config: PretrainedConfig, parallel: ParallelConfig, pp: int, 
     called, moe = FAMILIES[config.model_type].experts, moe_shape(config)
     if called is None or moe is None:
         return []
-    result, count = [], moe.experts // parallel.ep_size
+    result: list[Piece] = []
+    count = moe.experts // parallel.ep_size
     for number, layers in enumerate(parallel.stage_layers(config.num_hidden_layers)[pp]):
         stage = _Stage(number, etp, parallel.expert_tp_size)
         for local, layer in enumerate(layers):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from megarl.actor.families import as_scalar, check_layout, moe_shape, padded_vocab_size
