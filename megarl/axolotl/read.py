@@ -267,7 +267,7 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
         "max_prompt_len" if rl in ("grpo", "gdpo") else "sequence_len", length, f"train_dataset.max_length={length}"
     )
     both = 2 if ALGORITHMS[rl][0] == "preference" and rl != "kto" else 1
-    note = f"{rows} a step over {world} ranks" + (f" / {samples} samples" if samples > 1 else "")
+    note = f"{rows} a step with dp {world}" + (f" / {samples} samples" if samples > 1 else "")
     reading.set(
         "micro_batch_size x gradient_accumulation_steps",
         [micro, accumulated],
@@ -289,7 +289,7 @@ def _steps(reading: Reading, batch: int, train: list[SourceConfig]) -> None:
         size = sum(len(load_rows(source.path, source.split, source.name)) for source in train)
         per_epoch = max(size // batch, 1)
     total = most if most > 0 else max(int(epochs * per_epoch), 1)
-    note = "" if most > 0 else f"{epochs:g} epochs of {per_epoch} batches"
+    note = "" if most > 0 else f"{epochs:g} x {per_epoch} batches"
     reading.set(
         "max_steps" if most > 0 else "num_epochs", most if most > 0 else epochs, "total_train_steps", total, note
     )

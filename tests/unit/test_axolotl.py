@@ -167,7 +167,7 @@ def test_epochs_are_counted_from_the_data_and_a_part_is_held_out() -> None:
     }  # fmt: skip
     assert {knob: overrides[knob] for knob in expected} == expected
     assert "evaluator.at_end" not in overrides
-    assert f"2 epochs of {per_epoch} batches" in table
+    assert f"2 x {per_epoch} batches" in table
 
 
 @pytest.mark.parametrize(
