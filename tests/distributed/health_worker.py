@@ -43,6 +43,8 @@ def engine_of(model: str, layout: dict[str, int], timeout_s: float = 600.0) -> M
 def broken(how: str, model: str, timeout_s: float) -> None:
     """Rank 1 is killed, stopped, or sleeps, inside the loss function of its second step."""
     engine = engine_of(model, LAYOUTS["dp2"], timeout_s)
+    if "MEGARL_TEST_WATCH" in os.environ:  # no launcher watches
+        watchdog.start(Path(os.environ["MEGARL_TEST_WATCH"]), RANK, 2, timeout_s, guard=True)
     steps = 0
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> Any:

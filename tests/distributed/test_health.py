@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from megarl.launcher.local import run_ranks
+from megarl.parallel.watchdog import EXIT_STUCK
 from tests.distributed.health_worker import LAYOUTS, MOST
 
 TIMEOUT_S = 12  # parallel.timeout_s of the broken runs
@@ -105,3 +107,31 @@ def test_too_many_skipped_steps_in_a_row_stop_every_rank(layout: str, poisoned: 
         assert taken == MOST
         assert f"{MOST + 1} steps in a row" in message
         assert f"actor.max_skipped_steps={MOST}" in message
+
+
+def test_without_a_launcher_a_rank_tells_that_another_hangs(model: Path, tmp_path: Path) -> None:
+    """As under torchrun or srun: rank 0 watches rank 1, which sleeps, and ends itself with one line."""
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+            "MEGARL_RENDEZVOUS": str(tmp_path / "rendezvous"), "MEGARL_TEST_WATCH": str(tmp_path / "watch"),
+        }  # fmt: skip
+        arguments = ["sleep", str(model), str(tmp_path), str(TIMEOUT_S)]
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.distributed.health_worker", *arguments],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=Path(__file__).parents[2],
+            )
+        )
+    try:
+        _, err = ranks[0].communicate(timeout=END_S)
+        assert ranks[0].returncode == EXIT_STUCK, err
+        assert re.search(r"megarl: rank 1 makes no progress .*; rank 1 in stage update, past collective \d+", err), err
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
