@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.actor.config import EngineConfig
+from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.algorithms import AlgorithmConfig, GRPOConfig, RLConfig, algorithm_of
 from megarl.data.config import DataConfig, DatasetConfig
 from megarl.knobs import UserError, knob
@@ -18,6 +18,7 @@ from megarl.launcher.config import ClusterConfig
 from megarl.observe.logger import LoggerConfig
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
+from megarl.rewards.pool import RewardConfig
 from megarl.rollout.evaluate import EvaluatorConfig
 from megarl.rollout.sglang_client import RolloutConfig
 from megarl.rollout.sglang_server import SGLangServerConfig
@@ -38,11 +39,13 @@ class Config:
     actor: EngineConfig = knob(factory=EngineConfig, meaning="the model that is trained")
     parallel: ParallelConfig = knob(factory=ParallelConfig, meaning="its layout over trainer ranks")
     algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the algorithm, by its group: algorithm=dapo")
+    critic_optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam of PPO's critic")
     gconfig: GenerationHyperparameters = knob(factory=GenerationHyperparameters, meaning="how completions are sampled")
     data: DataConfig = knob(factory=DataConfig, meaning="how the rows of all data sets are prepared")
     train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts (rl) or examples (sft) to train on")
     valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out prompts or examples")
     rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers")
+    rewards: RewardConfig = knob(factory=RewardConfig, meaning="how completions are scored")
     server: SGLangServerConfig = knob(factory=SGLangServerConfig, meaning="the rollout servers of a run")
     sglang: dict[str, Any] = knob(
         factory=dict, meaning="SGLang's own server arguments, passed through: +sglang.NAME=VALUE"

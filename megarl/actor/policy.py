@@ -67,8 +67,8 @@ def update_in_minibatches(
     engine: MegatronEngine, batch: PackedBatch, count: int, loss: LossFn, loss_weight: LossWeightFn, sees: Sees
 ) -> dict[str, float]:
     """One optimizer step for each of the `count` minibatches; what `ppo_update` is for actor and critic."""
-    if batch.num_seqs % count:
-        raise ValueError(f"{batch.num_seqs} sequences do not divide into algorithm.n_minibatches={count}")
+    if batch.num_seqs < count:  # it may be short of some: samples that cannot be trained on are left out
+        raise ValueError(f"{batch.num_seqs} sequences are too few for algorithm.n_minibatches={count}")
     engine.train()
     steps = []
     for first in range(count):

@@ -107,6 +107,11 @@ class Batches:
         return len(self.loader)
 
     @property
+    def batch_size(self) -> int:
+        """Rows of a batch."""
+        return int(self._identity["batch_size"])
+
+    @property
     def rows(self) -> int:
         """Rows of the data set."""
         return int(self._identity["rows"])

@@ -5,8 +5,14 @@ prompts -> rollouts -> log-probs -> advantages -> update -> weights to the serve
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
 from megarl.actor.api import FinetuneSpec
+from megarl.actor.critic import MegatronPPOCritic
+from megarl.actor.engine import MegatronEngine
 from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
+from megarl.actor.reference import MegatronReference
 from megarl.algorithms import algorithm_of
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
@@ -15,24 +21,78 @@ from megarl.trainer.read import Inputs
 from megarl.trainer.recover import ACTOR
 from megarl.trainer.rollouts import Rollouts
 from megarl.trainer.run import Run, stage
+from megarl.types import PackedBatch
+
+
+@dataclass
+class Models:
+    """The policy, and what an algorithm may keep beside it."""
+
+    actor: MegatronPPOActor
+    reference: MegatronReference | None = None  # frozen at the start
+    critic: MegatronPPOCritic | None = None
+
+    @staticmethod
+    def build(config: Config, algorithm: object) -> Models:
+        spec = FinetuneSpec(1, config.total_train_steps, 1)
+        models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel))  # type: ignore[arg-type]
+        models.actor.initialize(ft_spec=spec)
+        if algorithm.needs_reference:  # type: ignore[attr-defined]
+            models.reference = MegatronReference(config.actor, config.parallel)
+            models.reference.initialize()
+            models.reference.offload()
+        if algorithm.needs_critic:  # type: ignore[attr-defined]
+            critic = dataclasses.replace(config.actor, optimizer=config.critic_optimizer)
+            models.critic = MegatronPPOCritic(critic, algorithm, config.parallel)  # type: ignore[arg-type]
+            models.critic.initialize(ft_spec=spec)
+        return models
+
+    @property
+    def saved(self) -> dict[str, MegatronEngine]:
+        """What checkpoints hold, by name. The reference is read from the start again."""
+        return {ACTOR: self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+    def score(self, batch: PackedBatch) -> None:
+        """Sets `prox_logp`, `ref_logp` and `values` of the batch, as far as the algorithm reads them."""
+        batch["prox_logp"] = self.actor.compute_logp(batch)
+        if "rollout_logprobs" not in batch:  # the workflow could not know them
+            batch["rollout_logprobs"] = batch["prox_logp"].clone()
+        if self.reference is not None:
+            batch["ref_logp"] = self.reference.compute_logp(batch)
+            self.reference.offload()
+        if self.critic is not None:
+            batch["values"] = self.critic.compute_values(batch)
+
+    def update(self, batch: PackedBatch) -> dict[str, float]:
+        """The step's figures; those of the critic begin with `critic_`."""
+        stats = self.actor.ppo_update(batch)
+        self.actor.step_lr_scheduler()
+        if self.critic is not None:
+            stats |= {f"critic_{name}": value for name, value in self.critic.ppo_update(batch).items()}
+            self.critic.step_lr_scheduler()
+        return stats
+
+    def destroy(self) -> None:
+        for model in (self.reference, self.critic, self.actor):
+            if model is not None:
+                model.destroy()
 
 
 def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
     """Trains the actor on its own completions."""
     algorithm = algorithm_of(config.algorithm)
-    with Rollouts(config, folder, inputs) as rollouts:
-        actor = MegatronPPOActor(config.actor, algorithm, config.parallel)
-        actor.initialize(ft_spec=FinetuneSpec(1, config.total_train_steps, 1))
-        with Run(config, folder, {ACTOR: actor}, {"batches": inputs.train}, started) as run:
+    with Rollouts(config, folder, inputs, algorithm) as rollouts:
+        models = Models.build(config, algorithm)
+        with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
             rollouts.connect(run.done)
             if run.done:
-                rollouts.push(actor, run.done)  # the servers loaded the checkpoint that the run began with
-            loop(run, rollouts, actor)
+                rollouts.push(models.actor, run.done)  # the servers loaded the checkpoint that the run began with
+            loop(run, rollouts, models)
             run.finish()
-        actor.destroy()
+        models.destroy()
 
 
-def loop(run: Run, rollouts: Rollouts, actor: MegatronPPOActor) -> None:
+def loop(run: Run, rollouts: Rollouts, models: Models) -> None:
     """All steps that are left."""
     if "accuracy_before" not in run.facts and run.done == 0 and (found := rollouts.evaluate(0)):
         run.facts.update(accuracy_before=found["accuracy"], accuracy_problems=found["problems"])
@@ -41,15 +101,14 @@ def loop(run: Run, rollouts: Rollouts, actor: MegatronPPOActor) -> None:
         with stage("rollout"):
             batch = rollouts.next_batch()
         with stage("logprobs"):
-            batch["prox_logp"] = actor.compute_logp(batch)
+            models.score(batch)
             rollouts.check_logprobs(batch)
         with stage("advantages"):
-            actor.compute_advantages(batch)
+            models.actor.compute_advantages(batch)
         with stage("update"):
-            stats = actor.ppo_update(batch)
-            actor.step_lr_scheduler()
+            stats = models.update(batch)
         with stage("weights"):
-            rollouts.push(actor, version=step)
+            rollouts.push(models.actor, version=step)
         with stats_tracker.scope("train"):
             stats_tracker.scalar(**stats, **rollout_mismatch(batch), tokens=batch.total_tokens)
         if found := rollouts.evaluate(step):

@@ -6,10 +6,12 @@ Every rank has a `Rollouts` and calls the same methods; what rank 0 samples reac
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.actor.families import local_folder
+from megarl.algorithms import Algorithm
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
@@ -17,21 +19,28 @@ from megarl.parallel.broadcast import broadcast_batch, broadcast_json
 from megarl.reshard.session import WeightSession, WeightSyncError
 from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.reshard.verify import check_first_logprobs
-from megarl.rewards.gsm8k import gsm8k_reward_fn
+from megarl.rewards import reward_fn_of
+from megarl.rewards.pool import RewardPool
+from megarl.rollout.api import GenerationError
 from megarl.rollout.evaluate import Evaluator
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.sglang_client import RemoteSGLangEngine
 from megarl.rollout.sglang_server import SGLangServers
+from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.trainer.read import Inputs
-from megarl.types import PackedBatch
+from megarl.types import Episode, PackedBatch
+
+WORKFLOWS: dict[str, Any] = {"rlvr": RLVRWorkflow, "remax": ReMaxRLVRWorkflow}  # by `Algorithm.workflow`
 
 
 class Rollouts:
     """Rank 0 starts the servers when this is entered, so that they load while the actor is built."""
 
-    def __init__(self, config: Config, folder: RunFolder, inputs: Inputs) -> None:
+    def __init__(self, config: Config, folder: RunFolder, inputs: Inputs, algorithm: Algorithm) -> None:
         self.config = config
+        self.algorithm = algorithm
+        self._saved: Mapping[str, Any] = {}  # the state to go on from
         self.folder = folder
         self.inputs = inputs
         self.chief = inputs.train is not None
@@ -40,6 +49,8 @@ class Rollouts:
     def __enter__(self) -> Rollouts:
         if self.chief:
             config = self.config
+            functions = [reward_fn_of(name) for name in config.rewards.functions]
+            self._rewards = self._open.enter_context(RewardPool(functions, config.rewards))
             model = local_folder(config.actor.path)
             self._servers = SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
             self._open.callback(self._servers.stop)
@@ -63,11 +74,13 @@ class Rollouts:
             self._engine = RemoteSGLangEngine(self.config.rollout)
             self._engine.initialize(addresses, api_key=key)
             self._open.callback(self._engine.destroy)
+            self._engine.vocab_size = self.inputs.model.vocab_size
+            self._engine.load_state_dict(self._saved)
             tokenizer, gconfig = self.inputs.tokenizer, self.config.gconfig
-            self._workflow = RLVRWorkflow(gsm8k_reward_fn, gconfig, tokenizer)
+            self._workflow = WORKFLOWS[self.algorithm.workflow](self._rewards, gconfig, tokenizer)
             self._evaluator = Evaluator(
                 self.config.evaluator,
-                RLVRWorkflow(gsm8k_reward_fn, self.config.evaluator.sampling(gconfig), tokenizer),
+                RLVRWorkflow(self._rewards, self.config.evaluator.sampling(gconfig), tokenizer),
                 self.inputs.valid,
                 tokenizer,
                 self.folder.path / "evaluations",
@@ -86,8 +99,33 @@ class Rollouts:
         if self.chief:
             assert self.inputs.train is not None
             with self._blaming_dead_servers():
-                batch = self._engine.rollout_batch(next(self.inputs.train), self._workflow)
+                batch = self._engine.prepare_batch(
+                    self.inputs.train, self._workflow, should_accept_fn=self.algorithm.should_accept
+                )
+            self._account(self._engine.episodes)
         return broadcast_batch(batch)
+
+    def _account(self, episodes: Sequence[Episode]) -> None:
+        """One line a prompt in episodes.jsonl: what it gave, or why it is not trained on."""
+        with (self.folder.path / "episodes.jsonl").open("a") as file:
+            for episode in episodes:
+                line: dict[str, Any] = {"prompt_id": episode.prompt_id, "version": self._engine.get_version()}
+                if episode.group is None:
+                    line["rejected"] = episode.reason
+                else:
+                    line["samples"] = episode.group.num_seqs
+                    line["rewards"] = [round(reward, 6) for reward in episode.group["rewards"].tolist()]
+                if episode.dropped:
+                    line["dropped"] = episode.dropped
+                file.write(json.dumps(line) + "\n")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompts between loader and trainer; rank 0 has them."""
+        return self._engine.state_dict() if self.chief else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken; before `connect`."""
+        self._saved = state
 
     def push(self, actor: Any, version: int) -> None:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
@@ -136,7 +174,7 @@ class Rollouts:
         """Where a server has died, its log is the cause, and not the request that met nobody."""
         try:
             yield
-        except (WorkflowError, WeightSyncError, TimeoutError):
+        except (WorkflowError, GenerationError, WeightSyncError, TimeoutError):
             if self.chief:
                 self._servers.check_alive()
             raise
