@@ -33,7 +33,7 @@ from megarl.types import PackedBatch, cu_seqlens_of
 
 TOLERANCE = 1e-5  # relative, in float32
 WIDTH = 110  # of the table where it is not printed to a terminal
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -174,7 +174,7 @@ def differences(work: Path) -> dict[str, dict[str, float]]:
 def table(found: dict[str, dict[str, float]]) -> Table:
     """One row a case."""
     shown = Table(title=f"Difference from the single process, relative; at most {TOLERANCE:g} is allowed")
-    shown.add_column("layout")
+    shown.add_column("layout", no_wrap=True)
     for name in ("ranks", *FIGURES, ""):
         shown.add_column(name.replace("_", " "), justify="right")
     for name, case in CASES.items():
@@ -200,7 +200,7 @@ def _ends_world(name: str) -> bool:
 
 def run_invariance() -> int:
     """Runs all cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     os.environ["PYTHONWARNINGS"] = "ignore"  # the ranks': of Apex and Transformer Engine not being there
     with tempfile.TemporaryDirectory(prefix="megarl-invariance-") as folder:
         work = Path(folder)
@@ -214,7 +214,7 @@ def run_invariance() -> int:
                 print(f"megarl: the world of {world} ranks ended with code {code}", file=sys.stderr)
                 return 1
         found = differences(work)
-    console.print(table(found), width=None if console.is_terminal else WIDTH)
+    console.print(table(found))
     return 0 if all(map(holds, found.values())) else 1
 
 

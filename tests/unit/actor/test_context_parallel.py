@@ -1,0 +1,84 @@
+"""How microbatches are cut: every token on one rank, in zigzag order, and attention over the cut equals the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from megarl.actor.attention import packed_sequences
+from megarl.actor.context_parallel import Cut, local_tokens
+from megarl.ops.index import build_index
+from megarl.types import cu_seqlens_of
+
+CPU = torch.device("cpu")
+lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+
+
+@settings(deadline=None)
+@given(lengths_lists, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
+def test_every_token_is_on_one_rank_and_comes_back_in_place(lengths: list[int], cp: int, multiple: int) -> None:
+    cu_seqlens = cu_seqlens_of(torch.tensor(lengths))
+    values = torch.arange(1, sum(lengths) + 1)
+    cuts = [Cut(rank, cp, multiple) for rank in range(cp)]
+    padded = cuts[0].padded_cu_seqlens(cu_seqlens)
+    locals_ = [local_tokens(cu_seqlens, padded, cut) for cut in cuts]
+    parts = [local.take(values, 0) for local in locals_]
+    assert len({part.numel() for part in parts}) == 1
+    assert parts[0].numel() % multiple == 0
+    joined = torch.cat(parts)
+    assert all(torch.equal(joined[local.rows], values) for local in locals_)
+    assert sorted(joined[joined > 0].tolist()) == values.tolist()
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_cut_is_that_of_the_index_kernel(cp: int) -> None:
+    cu_seqlens = cu_seqlens_of(torch.tensor([16, 8, 24]))
+    for rank in range(cp):
+        local = local_tokens(cu_seqlens, cu_seqlens, Cut(rank, cp))
+        index = build_index(torch.arange(48), cu_seqlens, cp_rank=rank, cp_size=cp)
+        assert torch.equal(local.source, index.positions)
+        positions = packed_sequences(cu_seqlens, CPU, Cut(rank, cp)).positions
+        assert torch.equal(positions, index.positions - cu_seqlens.long()[index.segments])
+
+
+@settings(deadline=None, max_examples=25)
+@given(lengths_lists, st.sampled_from([2, 3]))
+def test_a_rank_s_attention_is_its_part_of_the_whole(lengths: list[int], cp: int) -> None:
+    cu_seqlens = cu_seqlens_of(torch.tensor(lengths))
+    generator = torch.Generator().manual_seed(len(lengths))
+    query, key, value = (torch.randn(sum(lengths), 2, 8, generator=generator) for _ in range(3))
+    expected = torch.cat(
+        [
+            scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), is_causal=True).transpose(0, 1)
+            for part in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+        ]
+    )
+    cuts = [Cut(rank, cp) for rank in range(cp)]
+    padded = cuts[0].padded_cu_seqlens(cu_seqlens)
+    cut = [local_tokens(cu_seqlens, padded, c) for c in cuts]
+
+    def part(x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x[cut[rank].source.clamp(min=0)] * (cut[rank].source >= 0)[:, None, None]
+
+    keys, values = (torch.cat([part(x, rank) for rank in range(cp)]) for x in (key, value))
+    outputs = []
+    for rank in range(cp):
+        plan, mine = packed_sequences(padded, CPU, cuts[rank]), part(query, rank)
+        found = []
+        for block in plan.blocks:
+            shape = (block.num_seqs, -1, 2, 8)
+            q = mine[block.queries].view(shape).transpose(1, 2)
+            k, v = (x[block.keys].view(shape).transpose(1, 2) for x in (keys, values))
+            out = scaled_dot_product_attention(q, k, v, attn_mask=block.mask).transpose(1, 2)
+            found.append(out.reshape(-1, 2, 8)[block.valid])
+        outputs.append(torch.cat(found)[plan.restore])
+    torch.testing.assert_close(torch.cat(outputs)[cut[0].rows], expected)
+
+
+def test_every_rank_s_attention_costs_the_same() -> None:
+    cu_seqlens = cu_seqlens_of(torch.tensor([64, 32]))
+    plans = [packed_sequences(cu_seqlens, CPU, Cut(rank, 4)) for rank in range(4)]
+    assert len({sum(int(block.mask.sum()) for block in plan.blocks) for plan in plans if plan}) == 1

@@ -1,0 +1,133 @@
+"""Bad layouts, one line each: the value, the rule, the remedy, before any process group is made."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from megarl.actor.families import check_layout
+from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+DENSE = Qwen3Config(**SHAPE)
+MOE = Qwen3MoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48)
+SP: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}
+
+# knobs, what the message says
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"tp_size": 0}, "tp_size=0 must be at least 1"),
+    ({"pp_size": 0}, "pp_size=0 must be at least 1"),
+    ({"vpp_size": 0, "pp_size": 2}, "vpp_size=0 must be at least 1"),
+    ({"cp_size": -1}, "cp_size=-1 must be at least 1"),
+    ({"dp_size": 0}, "dp_size=0 must be at least 1"),
+    ({"ep_size": 0}, "ep_size=0 must be at least 1"),
+    ({"etp_size": 0}, "etp_size=0 must be at least 1"),
+    ({"timeout_s": 0}, "timeout_s=0 must be above 0"),
+    ({"first_stage_layers": -1, "pp_size": 2}, "first_stage_layers=-1 must be at least 0"),
+    ({"last_stage_layers": -2, "pp_size": 2}, "last_stage_layers=-2 must be at least 0"),
+    ({"first_stage_layers": 2}, "first_stage_layers=2 needs pipeline stages"),
+    ({"last_stage_layers": 2}, "last_stage_layers=2 needs pipeline stages"),
+    ({"vpp_size": 2}, "vpp_size=2 needs parallel.pp_size above 1"),
+    ({"sequence_parallel": True}, "sequence_parallel=true needs parallel.tp_size above 1"),
+]
+# ranks that were started, knobs, what the message says
+WORLDS: list[tuple[int, dict[str, Any], str]] = [
+    (3, {"tp_size": 2}, "the world has 3 ranks"),
+    (4, {"tp_size": 2, "dp_size": 1}, "tp_size=2 x pp_size=1 x cp_size=1 x dp_size=1 does not make 4"),
+    (2, {"cp_size": 4}, "cp_size=4 x dp_size=any does not make 2"),
+    (6, {"pp_size": 4}, "pp_size=4"),
+    (4, {"tp_size": 2, "cp_size": 2, "dp_size": 2}, "does not make 4"),
+    (2, {"dp_size": 2, "ep_size": 4}, "ep_size=4 x etp_size=1 does not divide the 2 ranks"),
+    (4, {"pp_size": 2, "dp_size": 2, "ep_size": 4}, "does not divide the 2 ranks"),
+    (2, {**SP, "ep_size": 2}, "ep_size=2 x etp_size=2 does not divide the 2 ranks"),
+    (3, {"dp_size": 3, "etp_size": 2}, "etp_size=2 does not divide the 3 ranks"),
+]
+# model, knobs, what the message says
+MODELS: list[tuple[Any, dict[str, Any], str]] = [
+    (DENSE, {"tp_size": 4}, "tp_size=4 does not divide the model's num_attention_heads=6"),
+    (DENSE, {"tp_size": 5}, "tp_size=5 does not divide"),
+    (DENSE, {"tp_size": 3}, "num_key_value_heads=2: one must divide the other"),
+    (Qwen3Config(**{**SHAPE, "intermediate_size": 97}), {"tp_size": 2}, "intermediate_size=97"),
+    (DENSE, {"pp_size": 4}, "pp_size=4 does not divide the model's 6 layers"),
+    (DENSE, {"pp_size": 7}, "pp_size=7 does not divide the model's 6 layers"),
+    (DENSE, {"pp_size": 2, "vpp_size": 2}, "vpp_size=2 does not divide the 3 layers of pipeline rank 0"),
+    (DENSE, {"pp_size": 3, "vpp_size": 4}, "vpp_size=4 does not divide the 2 layers"),
+    (DENSE, {"pp_size": 2, "first_stage_layers": 6}, "first_stage_layers=6 does not divide the model's 6 layers"),
+    (DENSE, {"pp_size": 2, "first_stage_layers": 8}, "first_stage_layers=8"),
+    (DENSE, {"pp_size": 2, "first_stage_layers": 2, "last_stage_layers": 2}, "2 are left for 0 ranks"),
+    (DENSE, {"pp_size": 3, "first_stage_layers": 1}, "5 are left for 2 ranks"),
+    (DENSE, {"pp_size": 4, "first_stage_layers": 1, "last_stage_layers": 2}, "3 are left for 2 ranks"),
+    (
+        DENSE, {"pp_size": 2, "vpp_size": 2, "first_stage_layers": 4, "last_stage_layers": 2, "ep_size": 2}, "ep_size=2"
+    ),
+    (DENSE, {"pp_size": 3, "vpp_size": 2, "last_stage_layers": 4}, "vpp_size=2 does not divide the 1 layers"),
+    (DENSE, {"ep_size": 2, "dp_size": 2}, "ep_size=2"),
+    (DENSE, {"etp_size": 2, "dp_size": 2}, "etp_size=2"),
+    (MOE, {"ep_size": 4, "dp_size": 4}, "ep_size=4"),
+    (MOE, {"etp_size": 5, "dp_size": 5}, "etp_size=5"),
+    (MOE, {"tp_size": 2, "etp_size": 1}, "sequence_parallel"),
+]  # fmt: skip
+
+
+def one_line(error: pytest.ExceptionInfo[UserError], message: str) -> None:
+    text = str(error.value)
+    assert re.search(re.escape(message), text), text
+    assert "\n" not in text
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("knobs", "message"), VALUES)
+def test_a_value_that_no_run_could_use_is_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        ParallelConfig(**knobs).world_size()
+    one_line(error, message)
+
+
+@pytest.mark.parametrize(("ranks", "knobs", "message"), WORLDS)
+def test_a_world_that_the_sizes_do_not_make_is_refused(
+    ranks: int, knobs: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(UserError) as error:
+        ParallelConfig(**knobs).world_size()
+    one_line(error, message)
+
+
+@pytest.mark.parametrize(("model", "knobs", "message"), MODELS)
+def test_a_layout_that_does_not_fit_the_model_is_refused(model: Any, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_layout(model, ParallelConfig(**knobs))
+    one_line(error, message)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "stages"),  # of 6 layers, by [pipeline rank][virtual stage]
+    [
+        ({}, [["012345"]]),
+        ({"pp_size": 2}, [["012"], ["345"]]),
+        ({"pp_size": 2, "first_stage_layers": 2}, [["01"], ["2345"]]),
+        ({"pp_size": 3, "first_stage_layers": 3, "last_stage_layers": 1}, [["012"], ["34"], ["5"]]),
+        ({"pp_size": 3, "vpp_size": 2}, [["0", "3"], ["1", "4"], ["2", "5"]]),
+        ({"pp_size": 2, "vpp_size": 2, "last_stage_layers": 2}, [["01", "34"], ["2", "5"]]),
+    ],
+)
+def test_layers_are_dealt_out_in_order(knobs: dict[str, Any], stages: list[list[str]]) -> None:
+    dealt = ParallelConfig(**knobs).stage_layers(6)
+    assert [["".join(map(str, layers)) for layers in rank] for rank in dealt] == stages
+
+
+def test_kv_heads_may_be_fewer_than_tensor_parallel_ranks() -> None:
+    check_layout(Qwen3Config(**{**SHAPE, "num_attention_heads": 8}), ParallelConfig(tp_size=4))
