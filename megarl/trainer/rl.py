@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.critic import MegatronPPOCritic
@@ -33,17 +34,17 @@ class Models:
     critic: MegatronPPOCritic | None = None
 
     @staticmethod
-    def build(config: Config, algorithm: object) -> Models:
+    def build(config: Config, algorithm: Any) -> Models:
         spec = FinetuneSpec(1, config.total_train_steps, 1)
-        models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel))  # type: ignore[arg-type]
+        models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel))
         models.actor.initialize(ft_spec=spec)
-        if algorithm.needs_reference:  # type: ignore[attr-defined]
+        if algorithm.needs_reference:
             models.reference = MegatronReference(config.actor, config.parallel)
             models.reference.initialize()
             models.reference.offload()
-        if algorithm.needs_critic:  # type: ignore[attr-defined]
+        if algorithm.needs_critic:
             critic = dataclasses.replace(config.actor, optimizer=config.critic_optimizer)
-            models.critic = MegatronPPOCritic(critic, algorithm, config.parallel)  # type: ignore[arg-type]
+            models.critic = MegatronPPOCritic(critic, algorithm, config.parallel)
             models.critic.initialize(ft_spec=spec)
         return models
 
