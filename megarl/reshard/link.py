@@ -187,4 +187,5 @@ class ServerLink:
             self._broadcasts.abort()
             self._broadcasts = None
         self.carrier = ""
+        self.checked = False  # another trainer may push to it meanwhile
         self.epoch += 1

@@ -225,7 +225,8 @@ class WeightSession:
                 lambda link: link.open(self._store, config.host, self._port, self._id, self.sequence, carrier, wait_s)
             )
             chief.each(lambda link: link.join(carrier, deadline))
-            world = "" if carrier in ("full", "disk") else self._describe(chief, deadline)
+            # A server that was silent has used up the phase's time: what the others told is there already.
+            world = "" if carrier in ("full", "disk") else self._describe(chief, Deadline(config.connect_deadline_s))
         self._since_anchor += 1
         delta = config.delta and stayed and world == self._planned and self._since_anchor < config.anchor_every
         if not delta:

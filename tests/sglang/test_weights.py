@@ -26,7 +26,7 @@ EMBEDDING = "model.embed_tokens.weight"
 PHASES = ["check", "pause", "begin", "connect", "plan", "transfer", "apply", "end", "verify", "flush", "version"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def qwen3(fleet: SGLangServers) -> Iterator[Served]:
     served = Served(fleet, bucket_bytes=65536)
     yield served

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,16 +203,16 @@ def test_a_server_that_refuses_or_never_answers_is_dropped_within_the_deadline(
 ) -> None:
     proxy = FaultProxy(served.addresses[1])
     addresses = [served.addresses[0], proxy.address]
-    config = ReshardConfig(control_deadline_s=2, connect_deadline_s=2, transfer_deadline_s=8, on_failure="drop_server")
+    config = ReshardConfig(control_deadline_s=4, connect_deadline_s=4, transfer_deadline_s=10, on_failure="drop_server")
     session = WeightSession(config, addresses, served.servers.api_key)
-    strict = WeightSession(ReshardConfig(control_deadline_s=2, connect_deadline_s=2), addresses, served.servers.api_key)
+    strict = WeightSession(replace(config, on_failure="stop"), addresses, served.servers.api_key)
     proxy.faults[path] = fault
     try:
         start = time.monotonic()
         model = make_model("qwen3", True, seed=60)
         served.version += 1
         report = session.push(weights_of(model), served.version)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 30
         assert report.servers == (addresses[0],)
         assert session.dirty == [proxy.address]
         assert served.difference(model) < TOLERANCE
@@ -219,7 +220,8 @@ def test_a_server_that_refuses_or_never_answers_is_dropped_within_the_deadline(
         served.version += 1
         with pytest.raises(WeightSyncError) as error:
             strict.push(weights_of(model), served.version)
-        assert (error.value.server, error.value.phase) == (proxy.address, phase)
+        assert error.value.server == proxy.address
+        assert error.value.phase == ("begin" if phase == "end" else phase)  # begin closes what the first push left open
     finally:
         session.close()
         strict.close()
@@ -231,7 +233,7 @@ def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
     moment: str, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = served.scheduler()
-    served.restart_session(control_deadline_s=1.5, transfer_deadline_s=2.0, connect_deadline_s=5.0)
+    served.restart_session(control_deadline_s=4, transfer_deadline_s=4, connect_deadline_s=8)
     served.push(weights_of(make_model("qwen3", True, seed=4)))
     start = time.monotonic()
     try:
@@ -242,7 +244,7 @@ def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
         report = served.push(weights_of(make_model("qwen3", True, seed=5)))
     finally:
         scheduler.resume()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 40
     assert report.servers == tuple(served.addresses[1:])
     assert served.session.dirty == served.addresses[:1]
 

@@ -17,6 +17,7 @@ import torch
 from conftest import make_model
 from safetensors.torch import load_file
 from test_weights import expected_checksums
+from transformers import AutoModelForCausalLM
 from weights_support import TOLERANCE, Served, logprobs
 
 from megarl.reshard.store import Deadline
@@ -30,7 +31,7 @@ class Trainer:
     """The ranks of a trainer, as processes."""
 
     def __init__(self, folder: Path, ranks: int, **settings: Any):
-        self.exported = folder / "exported.safetensors"
+        self.exported = folder / "exported"
         path = folder / "settings.json"
         path.write_text(json.dumps({"family": "qwen3", "exported": str(self.exported), **settings}))
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -109,7 +110,7 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
             thread.join(60)
 
     assert [[line[0] for line in rank] for rank in lines] == [versions] * ranks
-    weights = load_file(trainer.exported)
+    weights = load_file(trainer.exported / "model.safetensors")
     last = make_model("qwen3", True, versions[-1])
     assert {name: tensor.equal(last.state_dict()[name]) for name, tensor in weights.items()} == dict.fromkeys(
         weights, True
@@ -121,6 +122,30 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
     whole = sum(tensor.numel() * 4 for tensor in weights.values())
     assert all(3 * whole <= line[1] < 3.02 * whole for line in lines[0])  # norms alone are held twice at tp 2
     check_spans(answers, set(versions))
+
+
+@pytest.mark.timeout(300)
+def test_experts_of_a_trainer_with_expert_parallelism_reach_a_server_that_cuts_them_by_tensor_parallelism(
+    serve: Callable[..., SGLangServers], tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint("qwen3_moe", tied=False)
+    served = Served(serve(checkpoint, tp_size=2))
+    trainer = Trainer(
+        tmp_path,
+        2,
+        family="qwen3_moe",
+        checkpoint=str(checkpoint),
+        layout={"dp_size": 2, "ep_size": 2},
+        addresses=served.addresses,
+        api_key=served.servers.api_key,
+        versions=[1, 2, 3],
+        reshard={"bucket_bytes": 65536, "control_deadline_s": 30, "transfer_deadline_s": 60},
+    )
+    first, second = trainer.lines()
+    assert [line[0] for line in first] == [line[0] for line in second] == [1, 2, 3]
+    model = AutoModelForCausalLM.from_pretrained(trainer.exported, dtype=torch.float32).eval()
+    assert served.difference(model) < TOLERANCE
+    served.servers.stop()
 
 
 def check_spans(answers: list[dict[str, Any]], pushed: set[int]) -> None:

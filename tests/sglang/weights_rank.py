@@ -11,12 +11,12 @@ import json
 import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from conftest import make_model
-from safetensors.torch import save_file
 
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
@@ -29,18 +29,14 @@ from megarl.reshard.transports.gloo import GlooTransport
 
 def take(engine: MegatronEngine, family: str, seed: int) -> None:
     """Gives this rank its shards of the random model of `seed`."""
-    model = make_model(family, family == "qwen3", seed)
-    weights = model.state_dict() if family == "qwen3" else checkpoint_of(model)
+    weights = make_model("qwen3", True, seed).state_dict() if family == "qwen3" else {}
     with torch.no_grad():
         for shard in engine.shards():
+            if shard.name not in weights:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{shard.name}".encode()))
+                noise = 0.15 * torch.randn(shard.shape, generator=generator)
+                weights[shard.name] = noise + (1.0 if "norm" in shard.name else 0.0)
             shard.view.copy_(weights[shard.name][shard.index])
-
-
-def checkpoint_of(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of the checkpoint that transformers would write: experts apart, where the live model stacks them."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, model.state_dict()))
 
 
 def die_in_the_middle(rank: int) -> None:
@@ -74,9 +70,7 @@ def main(settings: dict[str, Any]) -> None:
             print(json.dumps({"failed": str(error), **failed}), flush=True)
             os._exit(3)  # as a trainer that stops: its other ranks may be gone
         print(json.dumps([report.version, report.bytes, report.verified]), flush=True)
-    exported = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    if engine.groups.rank == 0:
-        save_file(exported, settings["exported"])
+    engine.save(Path(settings["exported"]))
     session.close()
     engine.destroy()
 
