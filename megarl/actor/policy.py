@@ -83,15 +83,15 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def rollout_mismatch(batch: PackedBatch) -> dict[str, float]:
-    """How far the rollout's log-probs are from the trainer's on the trained tokens: `mean` and `max` of |difference|
-    and `kl`, the mean of exp(d) - 1 - d with d = trainer - rollout (Schulman's k3 estimate of KL), in nats."""
+def rollout_mismatch(batch: PackedBatch, version: int) -> dict[str, float]:
+    """How far the rollout's log-probs are from the trainer's on the trained tokens, in nats: `mean` and `max` of
+    |difference| over the tokens sampled from `version`, the trainer's own weights (left out where there is none), and
+    `kl` over all, the mean of exp(d) - 1 - d with d = trainer - rollout (Schulman's k3 estimate of KL)."""
     mask = batch["loss_mask"].bool()
-    difference = (batch["prox_logp"] - batch["rollout_logprobs"])[mask].double()
-    if difference.numel() == 0:
-        return {"logprob_diff_mean": 0.0, "logprob_diff_max": 0.0, "rollout_kl": 0.0}
-    return {
-        "logprob_diff_mean": float(difference.abs().mean()),
-        "logprob_diff_max": float(difference.abs().max()),
-        "rollout_kl": float((torch.expm1(difference) - difference).mean()),
-    }
+    difference = (batch["prox_logp"] - batch["rollout_logprobs"]).double()
+    figures = {"rollout_kl": float((torch.expm1(difference) - difference)[mask].mean()) if mask.any() else 0.0}
+    same = mask & (batch["versions"] == version) if "versions" in batch else mask
+    if same.any():
+        gap = difference[same].abs()
+        figures |= {"logprob_diff_mean": float(gap.mean()), "logprob_diff_max": float(gap.max())}
+    return figures

@@ -104,6 +104,7 @@ def loop(run: Run, rollouts: Rollouts, models: Models) -> None:
         with stage("logprobs"):
             models.score(batch)
             rollouts.check_logprobs(batch)
+            mismatch = rollout_mismatch(batch, rollouts.version)
         with stage("advantages"):
             models.actor.compute_advantages(batch)
         with stage("update"):
@@ -111,7 +112,7 @@ def loop(run: Run, rollouts: Rollouts, models: Models) -> None:
         with stage("weights"):
             rollouts.push(models.actor, version=step)
         with stats_tracker.scope("train"):
-            stats_tracker.scalar(**stats, **rollout_mismatch(batch), tokens=batch.total_tokens)
+            stats_tracker.scalar(**stats, **mismatch, tokens=batch.total_tokens)
         if found := rollouts.evaluate(step):
             run.facts.update(
                 accuracy_after=found["accuracy"],

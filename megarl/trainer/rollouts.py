@@ -89,7 +89,8 @@ class Rollouts:
         self._open.callback(self._weights.close)
         # Servers that outlived a trainer may serve a version above its checkpoint's: versions go on above theirs.
         self._ahead = max(0, self._weights.served_version() + 1 - max(version, 1))
-        self._unchecked: int | None = version + self._ahead
+        self.version = version + self._ahead  # that the servers serve
+        self._unchecked: int | None = self.version
         if self.chief:
             self._engine.set_version(version + self._ahead)
 
@@ -131,7 +132,7 @@ class Rollouts:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
         with self._blaming_dead_servers():
             report = self._weights.push(actor, version + self._ahead)
-        self._unchecked = report.version
+        self.version = self._unchecked = report.version
         if self.chief:
             self._engine.set_version(report.version)
             self._engine.addresses = self._weights.healthy  # no requests to a server that was dropped

@@ -432,6 +432,17 @@ def test_a_wrong_knob_is_refused(folder: Path, fields: dict[str, Any], message: 
 def test_mismatch_is_measured_on_trained_tokens_only() -> None:
     batch = rollout()
     batch["prox_logp"] = torch.where(batch["loss_mask"], batch["rollout_logprobs"] + 0.25, 1e6)
-    found = rollout_mismatch(batch)
+    found = rollout_mismatch(batch, 3)  # without versions all tokens count as the trainer's own
     assert found["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
     assert found["logprob_diff_mean"] == pytest.approx(0.25, rel=1e-5)
+
+
+def test_mismatch_is_of_the_tokens_that_the_trainers_own_version_sampled() -> None:
+    batch = rollout()
+    old = torch.arange(batch.total_tokens) % 2 == 0
+    batch["versions"] = torch.where(old, 2, 3).to(torch.int32)
+    batch["prox_logp"] = batch["rollout_logprobs"] + torch.where(old, 4.0, 0.25)
+    found = rollout_mismatch(batch, 3)
+    assert found["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
+    assert found["rollout_kl"] > 1.0
+    assert "logprob_diff_max" not in rollout_mismatch(batch, 4)
