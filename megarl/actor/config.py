@@ -8,6 +8,7 @@ from megarl.knobs import UserError, knob
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+BACKENDS = ("auto", "local", "te")
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -55,6 +56,7 @@ class EngineConfig:
     shared_prefix: bool = knob(False, "compute the prompt that a group shares once a microbatch; cp_size=1 only")
     value_head_std: float = knob(0.0, "standard deviation of a new critic's or reward model's head; 0 starts at zero")
     temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
+    backend: str = knob("auto", "layers: local (Megatron's own), te (Transformer Engine's), auto: te where it is found")
     recompute: str = knob("none", "activations computed again in backward: none, selective (attention, MLP), full")
     offload_optimizer: bool = knob(False, "run Adam on the host, where its moments are kept; needs a GPU")
     max_skipped_steps: int = knob(3, "steps in a row that may be skipped for a loss or gradient that is not finite")
@@ -70,6 +72,7 @@ def check_config(config: EngineConfig) -> None:
     choices = {
         "dtype": (config.dtype, ("float32", "bfloat16")),
         "init": (config.init, ("checkpoint", "random")),
+        "backend": (config.backend, BACKENDS),
         "recompute": (config.recompute, RECOMPUTE),
         "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, LR_STYLES),
         "optimizer.lr_wsd_decay_style": (config.optimizer.lr_wsd_decay_style, WSD_STYLES),
@@ -102,17 +105,25 @@ def check_config(config: EngineConfig) -> None:
     for name in ("value_head_std", "kept_logits_mb"):
         if getattr(config, name) < 0:
             raise UserError(f"actor.{name}={getattr(config, name)} must be at least 0")
+    if config.backend == "te" and config.shared_prefix:
+        raise UserError("actor.shared_prefix=true runs on the local layers; set actor.backend to auto or local")
     for name in ("max_tokens_per_mb", "temperature"):
         if getattr(config, name) <= 0:
             raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
 
 
-def check_device(config: EngineConfig, has_gpu: bool) -> None:
+def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False) -> None:
     """Refuses what this machine's devices cannot do.
 
     Raises:
         UserError: naming the knob.
     """
+    if config.backend == "te" and not has_te:
+        missing = "the package" if has_gpu else "a GPU"
+        raise UserError(
+            f"actor.backend=te needs the package transformer_engine and a GPU, and {missing} was not found; set it to "
+            "auto or local"
+        )
     if config.offload_optimizer and not has_gpu:
         raise UserError(
             "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "

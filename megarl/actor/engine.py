@@ -52,7 +52,9 @@ class MegatronEngine(TrainEngine):
         self._updates: WeightUpdates | None = None
         self.parallel = parallel or ParallelConfig()
         check_config(config)
-        check_device(config, platform.has_gpu())
+        check_device(config, platform.has_gpu(), platform.has_transformer_engine())
+        # its attention finds keys by sequence bounds, which shared prompts do not have
+        self._te = config.backend != "local" and platform.has_transformer_engine() and not config.shared_prefix
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
@@ -72,7 +74,7 @@ class MegatronEngine(TrainEngine):
         self._cut = Cut.of(self.groups)
         self._skipped = SkippedSteps(self.config.max_skipped_steps)
         self.modules: list[GPTModel] = model.build(
-            self.hf_config, self.groups, model.DTYPES[self.config.dtype], self.config.recompute
+            self.hf_config, self.groups, model.DTYPES[self.config.dtype], self.config.recompute, self._te
         )
         if self.config.init == "random":
             hf.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
@@ -137,7 +139,7 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         mine = self.groups.dp_rank
         return [
-            build(batch, part, weight / total, self.device, self._cut, shared)
+            build(batch, part, weight / total, self.device, self._cut, shared, self._te)
             for part, weight in zip(rows[mine], weights[mine], strict=True)
         ]
 

@@ -98,25 +98,44 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _layer_specs(config: PretrainedConfig, layers: range) -> TransformerBlockSubmodules:
-    """What the given layers are made of; some may have experts and some not."""
+def _layer_specs(config: PretrainedConfig, layers: range, te: bool) -> TransformerBlockSubmodules:
+    """What the given layers are made of; some may have experts and some not.
+
+    `te` puts Transformer Engine's modules in their places, norms apart from the matrices behind them, so that native
+    parameters have the same names and shapes with either. Experts stay Megatron's own.
+    """
+    qk_norm = FAMILIES[config.model_type].qk_norm
+    norm: Any = RMSNorm
+    norm_qk: Any = RMSNorm
+    if te:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the package
+
+        provider = TESpecProvider()
+        norm, norm_qk = provider.layer_norm(rms_norm=True), provider.layer_norm(rms_norm=True, for_qk=True)
     moe = moe_shape(config)
     specs = []
     for layer in layers:
         spec = get_gpt_layer_local_spec(
             num_experts=moe.experts if moe is not None and moe.layers[layer] else None,
-            qk_layernorm=FAMILIES[config.model_type].qk_norm,
+            qk_layernorm=qk_norm,
             normalization="RMSNorm",
         )
         parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        if FAMILIES[config.model_type].qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        parts.input_layernorm = parts.pre_mlp_layernorm = norm
+        if qk_norm:
+            attention.q_layernorm = attention.k_layernorm = norm_qk
         attention.core_attention = PackedAttention
+        if te:
+            attention.core_attention = provider.core_attention()
+            attention.linear_qkv = provider.column_parallel_linear()
+            attention.linear_proj = provider.row_parallel_linear()
+            if moe is None or not moe.layers[layer]:
+                parts.mlp.submodules.linear_fc1 = provider.column_parallel_linear()
+                parts.mlp.submodules.linear_fc2 = provider.row_parallel_linear()
         if attention_biases(config)[1]:
             attention.linear_proj = BiasedRowParallelLinear
         specs.append(spec)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
@@ -126,15 +145,18 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*args, **{**kwargs, "bias": True})
 
 
-def build(config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none") -> list[GPTModel]:
-    """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`)."""
+def build(
+    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none", te: bool = False
+) -> list[GPTModel]:
+    """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`). `te`: of Transformer
+    Engine's modules."""
     megatron = transformer_config(config, groups, dtype, recompute)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
         with platform.scope():
             module = HeadlessGPT(
                 config=megatron,
-                transformer_layer_spec=_layer_specs(config, layers),
+                transformer_layer_spec=_layer_specs(config, layers, te),
                 vocab_size=padded_vocab_size(config, groups.tp_size),
                 max_sequence_length=config.max_position_embeddings,
                 pre_process=groups.pp_rank == 0 and stage == 0,

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarl.knobs import UserError
 from megarl.parallel import platform, watchdog
@@ -108,7 +109,7 @@ def initialize(config: ParallelConfig) -> Groups:
     """
     platform.prepare()
     world = config.world_size()
-    layout = dataclasses.replace(config, **config.sizes(), etp_size=config.expert_tp_size)
+    layout = dataclasses.replace(config, dp_size=config.sizes()["dp_size"], etp_size=config.expert_tp_size)
     if not dist.is_initialized():
         _join_world(platform.collective_backend(), timedelta(seconds=config.timeout_s + watchdog.GRACE_S))
         if watchdog.WATCH in os.environ:  # the local launcher watches
@@ -129,6 +130,8 @@ def initialize(config: ParallelConfig) -> Groups:
                 expert_tensor_parallel_size=layout.etp_size,
                 distributed_timeout_minutes=math.ceil((config.timeout_s + watchdog.GRACE_S) / 60),
             )
+        if platform.has_gpu():  # layers are made inside a fork of it (tensor_parallel/layers.py:142); dropout is 0
+            model_parallel_cuda_manual_seed(0)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     groups = Groups(
         *(dist.get_rank(), world, layout),
@@ -138,7 +141,9 @@ def initialize(config: ParallelConfig) -> Groups:
     )
     made = {name: getattr(groups, name) for name in ("tp_size", "pp_size", "cp_size", "dp_size", "ep_size", "etp_size")}
     if made != {name: getattr(layout, name) for name in made}:
-        raise UserError(f"this process is laid out as {made} already; give every engine of it the same parallel.* sizes")
+        raise UserError(
+            f"this process is laid out as {made} already; give every engine of it the same parallel.* sizes"
+        )
     return groups
 
 

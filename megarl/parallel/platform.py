@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers can run: the package and a GPU."""
+    return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def device() -> torch.device:

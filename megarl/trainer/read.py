@@ -41,7 +41,7 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         UserError: model, layout, tokenizer or data that cannot be used, in one line.
     """
     check_engine(config.actor)
-    check_device(config.actor, platform.has_gpu())
+    check_device(config.actor, platform.has_gpu(), platform.has_transformer_engine())
     model = read_config(config.actor.path)
     if config.resume:
         check_resumable(open_run(config.resume).path, model, config.actor.dtype)

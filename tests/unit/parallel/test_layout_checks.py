@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.families import check_layout
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
@@ -131,3 +132,38 @@ def test_layers_are_dealt_out_in_order(knobs: dict[str, Any], stages: list[list[
 
 def test_kv_heads_may_be_fewer_than_tensor_parallel_ranks() -> None:
     check_layout(Qwen3Config(**{**SHAPE, "num_attention_heads": 8}), ParallelConfig(tp_size=4))
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_gpu", "has_te", "message"),
+    [
+        ("te", False, False, "and a GPU was not found"),
+        ("te", True, False, "and the package was not found"),
+        ("te", True, True, ""),
+        ("auto", False, False, ""),
+        ("local", True, True, ""),
+    ],
+)
+def test_transformer_engine_is_asked_for_only_where_it_can_run(
+    backend: str, has_gpu: bool, has_te: bool, message: str
+) -> None:
+    config = EngineConfig(backend=backend)
+    if not message:
+        check_device(config, has_gpu, has_te)
+        return
+    with pytest.raises(UserError) as error:
+        check_device(config, has_gpu, has_te)
+    one_line(error, message)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(backend="flash"), "actor.backend=flash must be one of auto, local, te"),
+        (EngineConfig(backend="te", shared_prefix=True), "actor.shared_prefix=true runs on the local layers"),
+    ],
+)
+def test_a_backend_that_does_not_fit_is_refused(config: EngineConfig, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_config(config)
+    one_line(error, message)
