@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,36 +24,26 @@ def run(
     """One pass over the microbatches, forward and backward unless `forward_only`.
 
     `process(output, microbatch)` runs on the last stage and returns what Megatron's schedules take from a loss
-    function: the loss, a number of tokens, and a report.
+    function: the loss, a number of tokens, and a report. Virtual stages take microbatches in groups of pp: their number
+    must be a multiple of it (see `microbatch.plan`).
 
     Returns:
         The reports in the microbatches' order on ranks that hold the last stage, nothing on the others.
     """
-    filled = _fill_groups(microbatches, groups)
 
     def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         mb = next(iterator)
         output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
         return output, lambda out: process(out, mb)
 
-    iterators = [iter(filled) for _ in ddps]
+    iterators = [iter(microbatches) for _ in ddps]
     with platform.scope():
-        reports = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if groups.vpp_size > 1 else iterators[0],
             model=list(ddps),
-            num_microbatches=len(filled),
+            num_microbatches=len(microbatches),
             seq_length=1,  # stages tell each other the shape of what they send (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    return reports[: len(microbatches)]
-
-
-def _fill_groups(microbatches: list[Microbatch], groups: Groups) -> list[Microbatch]:
-    """Virtual stages take microbatches in groups of pp: the last group is filled up with one that weighs nothing."""
-    if groups.vpp_size == 1:
-        return microbatches
-    shortest = min(microbatches, key=lambda mb: mb.input_ids.numel())
-    idle = dataclasses.replace(shortest, indices=[], weight=0.0)
-    return microbatches + [idle] * (-len(microbatches) % groups.pp_size)

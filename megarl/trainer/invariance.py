@@ -201,7 +201,7 @@ def _ends_world(name: str) -> bool:
 def run_invariance() -> int:
     """Runs all cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    os.environ["PYTHONWARNINGS"] = "ignore"  # the ranks': of Apex and Transformer Engine not being there
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the ranks': of Apex and Transformer Engine not being there
     with tempfile.TemporaryDirectory(prefix="megarl-invariance-") as folder:
         work = Path(folder)
         for name, config in MODELS.items():

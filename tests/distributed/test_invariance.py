@@ -1,0 +1,54 @@
+"""The invariance command: every layout gives the single process's numbers, and one that does not is told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.trainer import invariance
+
+
+@pytest.mark.timeout(600)
+def test_every_layout_gives_the_numbers_of_the_single_process(capsys: pytest.CaptureFixture[str]) -> None:
+    code = invariance.run_invariance()
+    table = capsys.readouterr().out
+    assert code == 0, table
+    for name in invariance.CASES:
+        verdict = "reference" if name in invariance.REFERENCES.values() else "ok"
+        assert re.search(rf"│ {re.escape(name)} +│.*{verdict} │", table), table
+
+
+@pytest.mark.parametrize(
+    ("figure", "change"),
+    [("logprobs", 1e-4), ("advantages", 1e-4), ("loss", 1e-4), ("grad_norm", 1e-4), ("loss", float("nan"))],
+)
+def test_a_layout_that_differs_is_told(
+    figure: str, change: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Worlds that leave one layout's figure slightly off, in place of real ones."""
+
+    def world(module: str, arguments: list[str], size: int, logs: Path) -> int:
+        for name, case in invariance.CASES.items():
+            if case.ranks == size:
+                figures: dict[str, Any] = {f: torch.ones(3, dtype=torch.float64) for f in invariance.FIGURES}
+                if name == "cp2 tp2":
+                    figures[figure] = figures[figure] + change
+                save_file(figures, Path(arguments[0]) / f"{name}.safetensors")
+        return 0
+
+    monkeypatch.setattr(invariance, "run_ranks", world)
+    assert invariance.run_invariance() == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if "differs" in line]
+    assert len(rows) == 1
+    assert "cp2 tp2 " in rows[0]
+
+
+def test_a_world_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(invariance, "run_ranks", lambda *_: 7)
+    assert invariance.run_invariance() == 1
+    assert "the world of 1 ranks ended with code 7" in capsys.readouterr().err
