@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from megarl.actor.stored import StoredState
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from tests.e2e.resume_worker import POINTS
+from tests.e2e.test_main_job import Command
 
 STEPS = 90
 ARGUMENTS = [
@@ -165,3 +167,21 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     text = runs.output("damaged").read_text()
     assert f"{newest} is damaged (actor/rank_00000.safetensors is not what was written" in text
     assert_same_end(undisturbed, run)
+
+
+@pytest.mark.timeout(280)
+def test_a_run_goes_on_with_more_ranks_on_another_layout(undisturbed: RunFolder, tmp_path: Path) -> None:
+    copy = RunFolder(shutil.copytree(undisturbed.path, tmp_path / "run"))
+    arguments = [a for a in ARGUMENTS if not a.startswith("total_train_steps")]
+    command = Command(
+        tmp_path, *arguments, f"total_train_steps={STEPS + 2}", f"resume={copy.path}", "parallel.dp_size=2"
+    )
+    assert command.wait() == 0, command.output.read_text()[-3000:]
+    text = command.output.read_text()
+    assert "ranks 1 are new: their random generators are seeded from rank 0's" in text
+    last = copy.checkpoints / f"step_{STEPS + 2:06d}"
+    assert len(list((last / "actor").glob("rank_*.safetensors"))) == 2
+    assert len(list((last / "generators").iterdir())) == 2
+    losses = {int(row["step"]): row["train/loss"] for row in read_metrics(copy.metrics)}
+    assert list(losses) == list(range(1, STEPS + 3))
+    assert losses[STEPS + 2] < 0.6 * losses[1]
