@@ -1,9 +1,9 @@
 """The inside of `megarl.sandbox`: shuts itself in, then runs the code it was given. Standard library only.
 
-Started as `python -I -S sandbox_child.py MEMORY_BYTES CPU_SECONDS CODE_BYTES`; the code comes first on stdin. Two locks of the kernel,
-neither of which needs privileges: Landlock (https://docs.kernel.org/userspace-api/landlock.html) takes away writing to
-files outside the working directory and signals to others, a seccomp filter takes away sockets, new processes and
-programs.
+Started as `python -I -S sandbox_child.py MEMORY_BYTES CPU_SECONDS CODE_BYTES`; the code comes first on stdin. Two locks
+of the kernel, neither of which needs privileges: Landlock (https://docs.kernel.org/userspace-api/landlock.html) takes
+away writing to files outside the working directory and signals to others, a seccomp filter takes away sockets, new
+processes and programs.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
-# Of Landlock's rights on files: write, remove, make, refer and truncate (bits 1, 4 to 14), by the version that has them.
+# Of Landlock's rights on files: write, remove, make, refer, truncate (bits 1, 4 to 14), by the version that has them.
 WRITE_RIGHTS = {1: sum(1 << b for b in (1, *range(4, 13))), 2: 1 << 13, 3: 1 << 14}
 SCOPE_SIGNAL_AND_SOCKETS = 3  # from version 6
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,27 @@ class EvaluatorConfig:
         greedy = self.temperature == 0
         return gconfig.new(n_samples=self.n_samples, greedy=greedy, temperature=1.0 if greedy else self.temperature)
 
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether to evaluate after `step` training steps of `last_step`."""
+        if step == 0:
+            return self.at_start
+        if step == last_step:
+            return self.at_end
+        return self.every_steps > 0 and step % self.every_steps == 0
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found. `stderr` is the standard error of `accuracy` over problems."""
+    """What one evaluation found. `accuracy` is the part of all samples that solve their problem (pass@1, mean@k) and
+    `stderr` its standard error over problems; `pass_at_k` is the part of problems that one of its k samples solves,
+    `maj_at_k` that whose most frequent answer is right (ties go to the answer given first)."""
 
     step: int
     accuracy: float
     stderr: float
     mean_reward: float
+    pass_at_k: float
+    maj_at_k: float
     num_problems: int
     num_samples: int
     num_rejected: int
@@ -65,6 +78,7 @@ class Evaluator:
         problems: Sequence[Mapping[str, Any]],
         tokenizer: Any,
         folder: Path,
+        answer_of: Callable[[str], str] = str.strip,
     ):
         if not problems:
             raise UserError("the evaluator got no problems; give it a data set split with at least one row")
@@ -73,14 +87,11 @@ class Evaluator:
         self.problems = problems
         self.tokenizer = tokenizer
         self.folder = folder
+        self.answer_of = answer_of  # the answer in a completion, for the majority
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether to evaluate after `step` training steps of `last_step`."""
-        if step == 0:
-            return self.config.at_start
-        if step == last_step:
-            return self.config.at_end
-        return self.config.every_steps > 0 and step % self.config.every_steps == 0
+        """See `EvaluatorConfig.is_due`."""
+        return self.config.is_due(step, last_step)
 
     def evaluate(self, engine: InferenceEngine, step: int) -> Evaluation:
         """Samples every problem, writes `step-<step>.jsonl` and records `eval/accuracy`."""
@@ -94,18 +105,36 @@ class Evaluator:
             solved = rewards >= self.config.correct_reward
             per_problem = torch.stack([solved[groups == group].double().mean() for group in groups.unique()])
             problems = len(per_problem)
+            majority = self._majority(batch, solved)
             evaluation = Evaluation(
                 step=step,
                 accuracy=float(solved.double().mean()),
                 stderr=float(per_problem.std() / problems**0.5) if problems > 1 else float("nan"),
                 mean_reward=float(rewards.mean()),
+                pass_at_k=float((per_problem > 0).double().mean()),
+                maj_at_k=float(majority.double().mean()),
                 num_problems=problems,
                 num_samples=batch.num_seqs,
                 num_rejected=len(self.problems) - problems,
                 path=self._write(batch, solved.tolist(), step),
             )
             stats_tracker.scalar(accuracy=evaluation.accuracy)
+            if self.config.n_samples > 1:
+                stats_tracker.scalar(pass_at_k=evaluation.pass_at_k, maj_at_k=evaluation.maj_at_k)
         return evaluation
+
+    def _majority(self, batch: PackedBatch, solved: torch.Tensor) -> torch.Tensor:
+        """bool `[problems]`: whether the most frequent answer of a problem's samples is right."""
+        lengths = batch.lengths.tolist()
+        sampled = zip(batch["input_ids"].split(lengths), batch["loss_mask"].split(lengths), strict=True)
+        texts = self.tokenizer.batch_decode([i[m].tolist() for i, m in sampled], skip_special_tokens=True)
+        votes: dict[int, Counter[str]] = {}
+        right: dict[tuple[int, str], bool] = {}
+        for problem, text, good in zip(batch["group_ids"].tolist(), texts, solved.tolist(), strict=True):
+            answer = self.answer_of(text)
+            votes.setdefault(problem, Counter())[answer] += 1
+            right[problem, answer] = right.get((problem, answer), False) or good
+        return torch.tensor([right[problem, counts.most_common(1)[0][0]] for problem, counts in votes.items()])
 
     def _write(self, batch: PackedBatch, solved: list[bool], step: int) -> Path:
         """One line a sample: problem, prompt, completion, reward, whether solved, versions of its tokens in order."""

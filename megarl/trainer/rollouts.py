@@ -20,6 +20,7 @@ from megarl.reshard.session import WeightSession, WeightSyncError
 from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.reshard.verify import check_first_logprobs
 from megarl.rewards import reward_fn_of
+from megarl.rewards.answers import answer_of
 from megarl.rewards.pool import RewardPool
 from megarl.rollout.api import GenerationError
 from megarl.rollout.evaluate import Evaluator
@@ -84,6 +85,7 @@ class Rollouts:
                 self.inputs.valid,
                 tokenizer,
                 self.folder.path / "evaluations",
+                answer_of,
             )
         self._weights = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(self._weights.close)

@@ -1,0 +1,20 @@
+"""Writes a run's page: python -m megarl.report RUN, such as runs/gsm8k_grpo/latest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.cli import exit_with
+from megarl.knobs import UserError
+from megarl.observe.page import write_page
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1 or "=" in arguments[0]:
+        raise UserError("usage: python -m megarl.report RUN, the folder of a run such as runs/gsm8k_grpo/latest")
+    print(f"report    {write_page(Path(arguments[0]))}")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)
