@@ -1,21 +1,29 @@
-"""Runs on every rank of a layout: loads each checkpoint, measures it, trains two steps, and writes what came out."""
+"""Runs on every rank of a world: for each layout and each of its checkpoints, measures, trains two steps, and writes
+what came out.
+
+Arguments: the work folder, layouts as JSON {"name": {parallel knobs}}, and their models as JSON {"name": [model]}.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megarl.actor import hf
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.ops.logprob import gather_logprobs_entropy
+from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 
-STEPS = 2
 # A large eps makes Adam's update a smooth function of the gradient: with the usual one, elements whose gradient is all
 # but zero move by a whole lr in a direction that rounding decides, and nothing could be compared.
 ADAM = {"lr": 0.3, "adam_eps": 1.0}
@@ -33,27 +41,67 @@ def loss_weight_fn(data: PackedBatch) -> Tensor:
     return data["loss_mask"].sum()
 
 
-def main(work: Path, tp_size: int, pp_size: int, dp_size: int) -> None:
+def logits_loss_fn(logits: Tensor, data: PackedBatch) -> Tensor:
+    """`loss_fn` from logits `[tokens, vocabulary]`, as a user would write it: row i predicts token i + 1."""
+    ends = data.cu_seqlens[1:].long() - 1
+    mask = data["loss_mask"].roll(-1).bool().index_fill(0, ends, False)
+    logprobs, entropy = gather_logprobs_entropy(logits, data["input_ids"].roll(-1))
+    return -((logprobs * data["advantages"].roll(-1) + ENTROPY_BONUS * entropy) * mask).sum() / mask.sum()
+
+
+def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
+    """The gradients of the last step under the checkpoint's names: every rank's shard of them brought together, put in
+    the parameters' place and gathered as weights are."""
+    for ddp in engine.ddps:
+        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+            replicas = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                shard = bucket.grad_data.chunk(replicas.size())[replicas.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=replicas)
+    kept = [param.detach().clone() for param in hf.parameters(engine.modules)]
+    with torch.no_grad():
+        for param in hf.parameters(engine.modules):
+            param.copy_(param.main_grad)
+        found = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        for param, value in zip(hf.parameters(engine.modules), kept, strict=True):
+            param.copy_(value)
+    return found
+
+
+def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
+    """Everything that the test compares, for one checkpoint under one layout."""
+    stored = load_file(folder / "batch.safetensors")
+    batch = PackedBatch(stored.pop("cu_seqlens"), stored)
+    optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
+    config = EngineConfig(path=str(folder / "model"), max_tokens_per_mb=60, optimizer=optimizer)
+    engine = MegatronEngine(config, parallel)
+    engine.initialize()
+    result = {"logprobs": engine.eval().logprobs(batch)}
+    result["one_by_one"] = torch.cat([engine.logprobs(batch.select([i])) for i in range(batch.num_seqs)])
+    result["best"] = engine.forward(batch, lambda logits, _: logits.argmax(-1))
+    result.update({f"before.{name}": t.clone() for name, t in engine.named_weights()})
+    engine.train()
+    stats = [engine.train_batch(batch, loss_fn, loss_weight_fn, sees="logprobs")]
+    result.update({f"gradient.{name}": t for name, t in gather_gradients(engine).items()})
+    stats.append(engine.train_batch(batch, logits_loss_fn, loss_weight_fn, sees="logits"))
+    result.update({f"after.{name}": t.clone() for name, t in engine.named_weights()})
+    engine.save(out / "exported")
+    if engine.groups.rank == 0:
+        save_file(result, out / "out.safetensors")
+        (out / "stats.json").write_text(json.dumps(stats))
+
+
+def main(work: Path, layouts: dict[str, dict[str, Any]], models: dict[str, list[str]]) -> None:
+    """Lays the world out again for every layout, and runs its models."""
     torch.set_num_threads(1)
-    for folder in sorted(p for p in work.iterdir() if p.is_dir()):
-        stored = load_file(folder / "batch.safetensors")
-        batch = PackedBatch(stored.pop("cu_seqlens"), stored)
-        optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
-        config = EngineConfig(path=str(folder / "model"), max_tokens_per_mb=60, optimizer=optimizer)
-        engine = MegatronEngine(config, ParallelConfig(tp_size=tp_size, pp_size=pp_size, dp_size=dp_size))
-        engine.initialize()
-        out = {"logprobs": engine.eval().logprobs(batch)}
-        out["one_by_one"] = torch.cat([engine.logprobs(batch.select([i])) for i in range(batch.num_seqs)])
-        before = {f"before.{name}": t.clone() for name, t in engine.named_weights()}
-        engine.train()
-        stats = [engine.train_batch(batch, loss_fn, loss_weight_fn, sees="logprobs") for _ in range(STEPS)]
-        after = {f"after.{name}": t.clone() for name, t in engine.named_weights()}
-        engine.save(folder / "exported")
-        if engine.groups.rank == 0:
-            save_file({**out, **before, **after}, folder / "out.safetensors")
-            (folder / "stats.json").write_text(json.dumps(stats))
-    engine.destroy()
+    for name, knobs in layouts.items():
+        for model in models[name]:
+            out = work / model / name
+            out.mkdir(exist_ok=True)
+            measure(work / model, ParallelConfig(**knobs), out)
+        groups.leave_layout()
+    groups.destroy()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))

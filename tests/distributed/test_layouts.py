@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,31 @@ from transformers import AutoModelForCausalLM
 
 from megarl.launcher.local import run_ranks
 from megarl.types import cu_seqlens_of
-from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS, STEPS
+from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS
 
-LAYOUTS = {"tp1": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "dp2": (1, 1, 2), "tp2pp2": (2, 2, 1)}
+SP = {"tp_size": 2, "sequence_parallel": True}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; the layouts of a world share its processes
+    1: {"tp1": {}},
+    2: {
+        "tp2": {"tp_size": 2},
+        "tp2sp": SP,
+        "pp2": {"pp_size": 2},
+        "pp2_uneven": {"pp_size": 2, "first_stage_layers": 3, "last_stage_layers": 1},
+        "pp2vpp2": {"pp_size": 2, "vpp_size": 2},
+        "cp2": {"cp_size": 2},
+        "dp2": {"dp_size": 2},
+    },
+    4: {
+        "tp4": {"tp_size": 4},  # more ranks than KV heads
+        "tp2pp2": {"tp_size": 2, "pp_size": 2},
+        "tp2sp_pp2vpp2": {**SP, "pp_size": 2, "vpp_size": 2},
+        "cp2_tp2sp": {**SP, "cp_size": 2},
+        "cp2_pp2": {"cp_size": 2, "pp_size": 2},
+        "cp2_dp2": {"cp_size": 2, "dp_size": 2},
+        "pp2_dp2": {"pp_size": 2, "dp_size": 2},  # tied embeddings at both ends, sharded over replicas
+        "cp4": {"cp_size": 4},
+    },
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -39,6 +60,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "tied": False, "vocab_size": 338, "sliding_window": None},
     "llama_tied_mha": {"family": "llama", "tied": True, "vocab_size": 345, "num_key_value_heads": 4},
 }  # fmt: skip
+SPANNING = ("qwen2_tied", "qwen3_untied", "mistral")  # these run under every layout, the others under `TRIED`
+TRIED = ("tp1", "tp2", "pp2")
+RUNS = {
+    layout: list(MODELS) if layout in TRIED else list(SPANNING) for layouts in LAYOUTS.values() for layout in layouts
+}
+CASES = [(size, layout, name) for size, layouts in LAYOUTS.items() for layout in layouts for name in RUNS[layout]]
 LENGTHS = torch.tensor([5, 33, 2, 20, 17, 40, 12, 1])
 
 
@@ -68,20 +95,22 @@ def reference_logprobs(model: Any, batch: dict[str, Tensor], lengths: Tensor = L
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def reference_steps(model: Any, batch: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """Trains the model in place; returns each step's loss and gradient norm."""
+def reference_steps(model: Any, batch: dict[str, Tensor]) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Trains the model in place; returns each step's loss and gradient norm, and the first's (clipped) gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ADAM["lr"], eps=ADAM["adam_eps"], weight_decay=0.0)
-    steps = []
-    for _ in range(STEPS):
+    steps: list[tuple[float, float]] = []
+    gradients: dict[str, Tensor] = {}
+    for _ in range(2):
         logprobs, entropy = reference_logprobs(model, batch)
         mask = batch["loss_mask"]
         loss = -((logprobs * batch["advantages"] + ENTROPY_BONUS * entropy) * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
         optimizer.step()
         steps.append((loss.item(), norm.item()))
-    return steps
+    return steps, gradients
 
 
 @pytest.fixture(scope="module")
@@ -89,54 +118,63 @@ def cases(checkpoints: Callable[..., Path]) -> dict[str, dict[str, Any]]:
     """By model: its folder, batch, and what transformers makes of them."""
     result = {}
     for name, fields in MODELS.items():
-        folder = checkpoints(**fields)
+        folder = checkpoints(num_hidden_layers=4, **fields)
         batch = make_batch(fields["vocab_size"])
         model = AutoModelForCausalLM.from_pretrained(folder)
         weights = {k: v.clone() for k, v in model.state_dict().items()}
         with torch.no_grad():
             logprobs, _ = reference_logprobs(model, batch)
-        steps = reference_steps(model, batch)
+            best = torch.cat(
+                [model(ids[None]).logits[0].argmax(-1) for ids in batch["input_ids"].split(LENGTHS.tolist())]
+            )
+        steps, gradients = reference_steps(model, batch)
         result[name] = {
-            "folder": folder, "batch": batch, "weights": weights, "logprobs": logprobs, "steps": steps,
-            "trained": dict(model.state_dict()),
+            "folder": folder, "batch": batch, "weights": weights, "logprobs": logprobs, "best": best, "steps": steps,
+            "gradients": gradients, "trained": dict(model.state_dict()),
         }  # fmt: skip
     return result
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def results(
+@pytest.fixture(scope="module")
+def world(
     request: pytest.FixtureRequest, cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folder in which one run of the layout's ranks left its results for all models."""
-    work = tmp_path_factory.mktemp(request.param)
-    for name, case in cases.items():
+    """The folder in which a world of `request.param` ranks left the results of all its layouts."""
+    work = tmp_path_factory.mktemp(f"world{request.param}")
+    layouts = LAYOUTS[request.param]
+    for name in {name for layout in layouts for name in RUNS[layout]}:
         (work / name).mkdir()
-        (work / name / "model").symlink_to(case["folder"])
-        save_file(case["batch"], work / name / "batch.safetensors")
-    layout = LAYOUTS[request.param]
-    arguments = [str(work), *map(str, layout)]
+        (work / name / "model").symlink_to(cases[name]["folder"])
+        save_file(cases[name]["batch"], work / name / "batch.safetensors")
     logs = tmp_path_factory.mktemp("logs")
-    code = run_ranks("tests.distributed.layout_worker", arguments, math.prod(layout), logs)
+    arguments = [str(work), json.dumps(layouts), json.dumps({layout: RUNS[layout] for layout in layouts})]
+    code = run_ranks("tests.distributed.layout_worker", arguments, request.param, logs)
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in logs.iterdir())
     return work
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_actor_agrees_with_transformers(name: str, results: Path, cases: dict[str, dict[str, Any]]) -> None:
-    case, out = cases[name], load_file(results / name / "out.safetensors")
+@pytest.mark.parametrize(("world", "layout", "name"), CASES, indirect=["world"])
+def test_the_actor_agrees_with_transformers(
+    world: Path, layout: str, name: str, cases: dict[str, dict[str, Any]]
+) -> None:
+    case, folder, tied = cases[name], world / name / layout, MODELS[name]["tied"]
+    out = load_file(folder / "out.safetensors")
     torch.testing.assert_close(out["logprobs"], case["logprobs"], atol=1e-5, rtol=0)
     torch.testing.assert_close(out["one_by_one"], out["logprobs"], atol=1e-5, rtol=0)
-    stats = json.loads((results / name / "stats.json").read_text())
-    for step, (loss, norm) in zip(stats, case["steps"], strict=True):
+    assert torch.equal(out["best"], case["best"])
+    for step, (loss, norm) in zip(json.loads((folder / "stats.json").read_text()), case["steps"], strict=True):
         assert step["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
         assert step["grad_norm"] == pytest.approx(norm, rel=2e-5)
 
-    names = {n for n in case["weights"] if not (MODELS[name]["tied"] and n == "lm_head.weight")}
+    names = {n for n in case["weights"] if not (tied and n == "lm_head.weight")}
     assert {n.removeprefix("before.") for n in out if n.startswith("before.")} == names
     for tensor in names:
         assert torch.equal(out[f"before.{tensor}"], case["weights"][tensor]), tensor
+        gradient = case["gradients"][tensor]
+        difference = (out[f"gradient.{tensor}"] - gradient).abs().max() / gradient.abs().max()
+        assert difference <= 1e-4, f"gradient of {tensor}: {difference}"
         torch.testing.assert_close(out[f"after.{tensor}"], case["trained"][tensor], atol=1e-5, rtol=0, msg=tensor)
 
-    exported = AutoModelForCausalLM.from_pretrained(results / name / "exported").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
     for tensor in names:
         assert torch.equal(exported[tensor], out[f"after.{tensor}"]), tensor
