@@ -89,9 +89,7 @@ def packed_sequences(
     order_all = torch.cat(order) if order else torch.empty(0, dtype=torch.long)
     restore = torch.empty_like(order_all)
     restore[order_all] = torch.arange(len(order_all))
-    return PackedSequences(
-        qkv_format="thd", positions=positions.to(device), blocks=blocks, restore=restore.to(device)
-    )
+    return PackedSequences(qkv_format="thd", positions=positions.to(device), blocks=blocks, restore=restore.to(device))
 
 
 def packed_for_te(cu_seqlens: Tensor, device: torch.device) -> PackedSequences:
@@ -114,9 +112,7 @@ class PackedAttention(torch.nn.Module):
     Under context parallelism every rank gathers the keys and values of all.
     """
 
-    def __init__(
-        self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
-    ) -> None:
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
