@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
-from megarl.algorithms import AlgorithmConfig, GRPOConfig, RLConfig, algorithm_of
+from megarl.algorithms import AlgorithmConfig, GRPOConfig, RLConfig, algorithm_of, name_of
 from megarl.data.config import DataConfig, DatasetConfig
 from megarl.knobs import UserError, knob
 from megarl.launcher.config import ClusterConfig
@@ -23,6 +23,7 @@ from megarl.rollout.evaluate import EvaluatorConfig
 from megarl.rollout.sglang_client import RolloutConfig
 from megarl.rollout.sglang_server import SGLangServerConfig
 from megarl.trainer.recover import SaverConfig
+from megarl.trainer.reference import ReferenceConfig
 from megarl.types import GenerationHyperparameters
 
 
@@ -31,7 +32,7 @@ class Config:
     """One run."""
 
     experiment_name: str = knob("unnamed", "name of the run's folder under run_root")
-    method: str = knob("rl", "rl (rollouts and policy updates) or sft (supervised)")
+    method: str = knob("rl", "rl (rollouts and policy updates), sft (supervised) or preference (DPO and its kin)")
     seed: int = knob(1, "seed of the data order and of the sampling streams")
     total_train_steps: int = knob(100, "optimizer batches to train on; learning-rate schedules end there")
     run_root: str = knob("runs", "folder that run folders are made in")
@@ -40,10 +41,11 @@ class Config:
     parallel: ParallelConfig = knob(factory=ParallelConfig, meaning="its layout over trainer ranks")
     algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the algorithm, by its group: algorithm=dapo")
     critic_optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam of PPO's critic")
+    reference: ReferenceConfig = knob(factory=ReferenceConfig, meaning="the start policy of method=preference")
     gconfig: GenerationHyperparameters = knob(factory=GenerationHyperparameters, meaning="how completions are sampled")
     data: DataConfig = knob(factory=DataConfig, meaning="how the rows of all data sets are prepared")
-    train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts (rl) or examples (sft) to train on")
-    valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out prompts or examples")
+    train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts, examples or preferences to train on")
+    valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out rows of the same kind")
     rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers")
     rewards: RewardConfig = knob(factory=RewardConfig, meaning="how completions are scored")
     server: SGLangServerConfig = knob(factory=SGLangServerConfig, meaning="the rollout servers of a run")
@@ -69,12 +71,12 @@ def check(config: Config) -> None:
 
 def checks(config: Config) -> tuple[Callable[[Config], None], ...]:
     """The checks of this configuration, each for itself: `megarl.preflight` lists all that fail."""
-    return (_check_run, *(RL_CHECKS if config.method == "rl" else ()))
+    return (_check_run, *{"rl": RL_CHECKS, "preference": PREFERENCE_CHECKS}.get(config.method, ()))
 
 
 def _check_run(config: Config) -> None:
-    if config.method not in ("rl", "sft"):
-        raise UserError(f"method={config.method} must be rl or sft")
+    if config.method not in ("rl", "sft", "preference"):
+        raise UserError(f"method={config.method} must be rl, sft or preference")
     if config.total_train_steps < 1:
         raise UserError(f"total_train_steps={config.total_train_steps} must be at least 1")
     if config.actor.optimizer.warmup_steps >= config.total_train_steps:
@@ -87,7 +89,10 @@ def _check_run(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     if not isinstance(config.algorithm, RLConfig):
-        raise UserError(f"method=rl: the algorithm {type(config.algorithm).__name__} is not one of rollouts")
+        raise UserError(
+            f"method=rl: algorithm={name_of(config.algorithm)} learns from preferences; choose one of rollouts, such "
+            "as grpo, or method=preference"
+        )
     config.algorithm.check()
     algorithm = algorithm_of(config.algorithm)
     if config.gconfig.n_samples < algorithm.min_group:
@@ -148,4 +153,32 @@ def _check_tokens(config: Config) -> None:
         )
 
 
+def _check_preferences(config: Config) -> None:
+    if isinstance(config.algorithm, RLConfig):
+        raise UserError(
+            f"method=preference: algorithm={name_of(config.algorithm)} learns from rollouts; choose one of "
+            "preferences, such as dpo, or method=rl"
+        )
+    config.algorithm.check()
+    rows, replicas = config.train_dataset.batch_size, config.parallel.sizes()["dp_size"]
+    if rows % replicas:
+        raise UserError(
+            f"train_dataset.batch_size={rows} rows are not divided by parallel.dp_size={replicas}; a row's two "
+            "sequences stay together, so change one of them"
+        )
+
+
+def _check_pair_tokens(config: Config) -> None:
+    if config.train_dataset.max_length is None or isinstance(config.algorithm, RLConfig):
+        return
+    length, paired = config.train_dataset.max_length, algorithm_of(config.algorithm).paired
+    if length * (1 + paired) > config.actor.max_tokens_per_mb:
+        raise UserError(
+            f"train_dataset.max_length={length}{' x 2 of a pair' if paired else ''} = {length * (1 + paired)} tokens "
+            f"do not fit into actor.max_tokens_per_mb={config.actor.max_tokens_per_mb}; raise it to at least "
+            f"{length * (1 + paired)}"
+        )
+
+
+PREFERENCE_CHECKS = (_check_preferences, _check_pair_tokens)
 RL_CHECKS = (_check_algorithm, _check_sampling, _check_batch, _check_deadlines, _check_tokens)

@@ -49,6 +49,10 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
         from megarl.trainer import sft
 
         sft.train(config, folder, inputs, started)
+    elif config.method == "preference":
+        from megarl.trainer import preference
+
+        preference.train(config, folder, inputs, started)
     else:
         from megarl.trainer import rl
 

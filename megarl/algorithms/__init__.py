@@ -54,6 +54,11 @@ def algorithm_of(config: AlgorithmConfig) -> Any:
     return next(make for kind, make in ALGORITHMS.values() if kind is type(config))(config)
 
 
+def name_of(config: AlgorithmConfig) -> str:
+    """What `algorithm=` calls the algorithm of this config."""
+    return next(name for name, (kind, _) in ALGORITHMS.items() if kind is type(config))
+
+
 __all__ = [
     "ALGORITHMS",
     "GRPO",
@@ -65,4 +70,5 @@ __all__ = [
     "RLConfig",
     "RewardModelConfig",
     "algorithm_of",
+    "name_of",
 ]

@@ -55,6 +55,7 @@ class KTO(PreferenceAlgorithm):
             "reward_desirable": _mean(reward[desirable]),
             "reward_undesirable": _mean(reward[~desirable]),
             "margin": _mean(reward[desirable]) - _mean(reward[~desirable]),
+            "accuracy": ((reward > beta * z) == desirable).float().mean(),  # the share on its side of z
             "kl": z.mean(),
         }
 

@@ -68,13 +68,14 @@ def log_sigmoid_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """What every method on pairs reports of its rewards `[pairs]`: their means, margin and the share in order."""
+    """What every method on pairs reports of its rewards `[pairs]`: their means, margin and the share in order, of
+    which ties are half: a policy equal to its reference is at a half, too."""
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "reward_chosen": chosen.mean(),
         "reward_rejected": rejected.mean(),
         "margin": (chosen - rejected).mean(),
-        "accuracy": (chosen > rejected).float().mean(),
+        "accuracy": (0.5 + 0.5 * (chosen - rejected).sign()).mean(),
     }
 
 

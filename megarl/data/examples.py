@@ -7,11 +7,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from datasets import Features, List, Value
+from datasets import Features, List, Value, concatenate_datasets
 
 from megarl.data.config import DatasetConfig
 from megarl.data.preference import COMPLETION, PAIR, Format, Options, format_of
-from megarl.data.prepare import BadRow, Row, convert_rows, keep_within, lengths_of, mix, parsed, tokenizer_identity
+from megarl.data.prepare import (
+    BadRow,
+    Mixture,
+    Row,
+    convert_rows,
+    keep_within,
+    lengths_of,
+    mix,
+    parsed,
+    tokenizer_identity,
+)
 from megarl.data.sources import load_rows
 from megarl.data.templates import (
     Message,
@@ -165,3 +175,37 @@ def pack_preferences(rows: Sequence[dict[str, Any]]) -> PackedBatch:
         "loss_mask": torch.tensor([flag for p, a in parts for flag in [False] * len(p) + [True] * len(a)]),
     }
     return PackedBatch(cu_seqlens_of(torch.tensor([len(p) + len(a) for p, a in parts])), tokens, sequences)
+
+
+def with_mismatched(dataset: Any) -> Any:
+    """KTO's rows with `mismatched_ids`, the completion of another row: the one half a data set away.
+
+    Rows of one prompt usually lie side by side, so that a neighbour's completion would often be the prompt's own.
+    """
+    if isinstance(dataset, Mixture):
+        dataset.parts = [with_mismatched(part) for part in dataset.parts]
+        return dataset
+    size = len(dataset)
+    others = dataset.select([(i + size // 2) % size for i in range(size)]).select_columns(["completion_ids"])
+    others = others.rename_column("completion_ids", "mismatched_ids")
+    return concatenate_datasets([dataset, others], axis=1)
+
+
+def pack_judged(rows: Sequence[dict[str, Any]], max_length: int | None = None) -> PackedBatch:
+    """Rows of `with_mismatched` as own_0, mismatched_0, own_1, ...: each prompt with its completion, then with the
+    other one, cut to `max_length` tokens in all.
+
+    As `pack_preferences`, with `kto_label` and `mismatched` bool `[num_seqs]`, and neither `pair_ids` nor `is_chosen`.
+    """
+    pairs = []
+    for row in rows:
+        room = len(row["mismatched_ids"]) if max_length is None else max(max_length - len(row["prompt_ids"]), 1)
+        answers = {"chosen_ids": row["completion_ids"], "rejected_ids": row["mismatched_ids"][:room]}
+        pairs.append({"prompt_ids": row["prompt_ids"], **answers, "row_id": row["row_id"]})
+    batch = pack_preferences(pairs)
+    sequences = {
+        "row_ids": batch["row_ids"],
+        "kto_label": torch.tensor([bool(row["kto_label"]) for row in rows]).repeat_interleave(2),
+        "mismatched": ~batch["is_chosen"],
+    }
+    return PackedBatch(batch.cu_seqlens, batch.tokens, sequences)

@@ -136,6 +136,7 @@ def _draw(title: str, unit: str, series: Mapping[str, list[tuple[float, float]]]
     """One chart as SVG text."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # slow to import
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(4.6, 2.9), layout="constrained")
     FigureCanvasSVG(figure)
@@ -156,6 +157,7 @@ def _draw(title: str, unit: str, series: Mapping[str, list[tuple[float, float]]]
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(series) > 1:
         axes.legend(frameon=False, fontsize=7, labelcolor=INK)
     text = io.StringIO()

@@ -100,6 +100,8 @@ class Progress:
             step, value = self._accuracies[-1]
             first = f"{self._accuracies[0][1]:.1%} -> " if len(self._accuracies) > 1 else ""
             numbers.append(("held-out accuracy", f"{first}{value:.1%} (step {step})"))
+        if metrics.MARGIN in stats:
+            numbers.append(("held-out margin", f"{stats[metrics.MARGIN]:.4f}"))
         if metrics.ROLLOUT_TOKENS_PER_S in stats:
             numbers.append(("rollout tokens/s", f"{stats[metrics.ROLLOUT_TOKENS_PER_S]:,.0f}"))
         if metrics.TRAIN_TOKENS_PER_S in stats:

@@ -18,20 +18,23 @@ INK, FAINT, ACCURACY_COLOR, TREND_COLOR = "#1f2933", "#9aa5b1", "#1769aa", "#2e7
 
 
 def draw_curve(source: Path | Sequence[Mapping[str, float]], path: Path, title: str = "") -> None:
-    """Draws what there is of held-out accuracy, training reward and loss over steps into a PNG, side by side.
+    """Draws what there is of held-out accuracy and margin, training reward and loss over steps into a PNG, side by side.
 
     `source` is a `metrics.jsonl` or its rows. The loss is drawn only where there is no reward: in RL it says little.
     Raises UserError when it holds none of them.
     """
     rows = read_metrics(source) if isinstance(source, Path) else source
-    accuracy, reward, loss = (_series(rows, key) for key in (metrics.ACCURACY, metrics.REWARD, metrics.LOSS))
+    keys = (metrics.ACCURACY, metrics.MARGIN, metrics.REWARD, metrics.LOSS)
+    accuracy, margin, reward, loss = (_series(rows, key) for key in keys)
     panels: list[Callable[[Any], None]] = []
     if accuracy:
         panels.append(lambda axes: _draw_accuracy(axes, accuracy))
+    if margin:
+        panels.append(lambda axes: _draw_trend(axes, margin, "Held-out margin", "reward of chosen less rejected"))
     if reward:
         panels.append(lambda axes: _draw_trend(axes, reward, "Training reward", "mean reward of a step's completions"))
     elif loss:
-        panels.append(lambda axes: _draw_trend(axes, loss, "Training loss", "mean loss of a token (nats)"))
+        panels.append(lambda axes: _draw_trend(axes, loss, "Training loss", "mean loss"))
     if not panels:
         names = f"{metrics.ACCURACY}, {metrics.REWARD} or {metrics.LOSS}"
         raise UserError(f"{len(rows)} steps hold none of {names}, so there is nothing to draw")
@@ -68,8 +71,11 @@ def summary_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     if before is not None and after is not None:
         problems = summary.get("accuracy_problems")
-        over = f" on {problems} held-out problems" if problems else ""
+        what = "problems" if "margin_after" not in summary else "rows"
+        over = f" on {problems} held-out {what}" if problems else ""
         lines.append(f"accuracy  {before:.1%} before, {after:.1%} after ({(after - before) * 100:+.1f} points){over}")
+    if summary.get("margin_before") is not None and summary.get("margin_after") is not None:
+        lines.append(f"margin    {summary['margin_before']:.4f} before, {summary['margin_after']:.4f} after")
     if "steps" in summary:
         first = summary.get("time_to_first_step_s")
         start = f", the first after {clock(first)}" if first is not None else ""
@@ -94,7 +100,7 @@ def _draw_accuracy(axes: Any, series: list[tuple[int, float]]) -> None:
     steps, values = zip(*((step, value * 100) for step, value in series), strict=True)
     axes.plot(steps, values, color=ACCURACY_COLOR, marker="o", markersize=5, linewidth=2)
     axes.set_title("Held-out accuracy", loc="left", color=INK, fontsize=11, fontweight="bold")
-    axes.set_ylabel("problems solved (%)", color=INK)
+    axes.set_ylabel("solved, or in order (%)", color=INK)
     low, high = min(values), max(values)
     room = max(5.0, 0.25 * (high - low))
     axes.set_ylim(max(0.0, low - room), min(105.0, high + room))

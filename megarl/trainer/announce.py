@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl import __version__
 from megarl.actor.memory import count_parameters
 from megarl.config import Config
-from megarl.data.config import BUNDLED
+from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
 from megarl.rollout.sglang_server import uses_gpu
@@ -14,6 +14,8 @@ from megarl.trainer.read import Inputs
 
 REAL = {
     "rl": "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B-Instruct actor.optimizer.lr=1e-6",
+    "preference": "actor.path=Qwen/Qwen2.5-0.5B-Instruct actor.optimizer.lr=5e-7 train_dataset.path=FILE "
+    "train_dataset.type=chat_template.default valid_dataset.path=FILE valid_dataset.type=chat_template.default",
     "sft": "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B actor.init=checkpoint actor.optimizer.lr=1e-5",
 }
 
@@ -21,7 +23,7 @@ REAL = {
 def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
     """Prints model, data, layout, batch algebra, devices, run folder; on rank 0."""
     tiny = config.actor.path.rstrip("/").endswith("assets/tiny")
-    bundled = config.train_dataset.describe() == BUNDLED
+    bundled = config.train_dataset.describe() in (BUNDLED, BUNDLED_PAIRS, BUNDLED_JUDGED)
     weights = "random weights" if config.actor.init == "random" else "its weights"
     lines = {
         "run": f"megarl {__version__}, {config.experiment_name}: {config.method}, {_length(config)}",
@@ -65,6 +67,8 @@ def _layout(config: Config) -> str:
 def _batch(config: Config) -> str:
     prompts, (sequences, parts) = config.train_dataset.batch_size, sequences_of_step(config)
     most = f"microbatches of at most {config.actor.max_tokens_per_mb} tokens"
+    if config.method == "preference":
+        return f"{prompts} rows a step of two sequences each, {most}"
     if config.method == "sft":
         return f"{prompts} sequences a step, {most}"
     return (

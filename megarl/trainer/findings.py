@@ -84,6 +84,8 @@ def longest_sequence(config: Config) -> int | None:
 def sequences_of_step(config: Config) -> tuple[int, int]:
     """Sequences of a step, and optimizer steps that they are divided into."""
     rows = config.train_dataset.batch_size
+    if config.method == "preference":
+        return 2 * rows, 1
     if config.method != "rl" or not isinstance(config.algorithm, RLConfig):
         return rows, 1
     return rows * config.gconfig.n_samples, config.algorithm.n_minibatches

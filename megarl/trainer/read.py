@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.actor.config import check_config as check_engine
 from megarl.actor.config import check_device
-from megarl.actor.families import check_layout, local_folder, read_config
+from megarl.actor.families import as_scalar, check_layout, local_folder, read_config
+from megarl.algorithms import RewardModelConfig, algorithm_of
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
 from megarl.data.config import DatasetConfig
+from megarl.data.examples import get_preference_dataset, pack_judged, pack_preferences, with_mismatched
 from megarl.data.prompts import get_rl_dataset
 from megarl.data.sft import get_sft_dataset
 from megarl.data.templates import set_chat_template
@@ -22,16 +26,19 @@ from megarl.observe.run_folder import open_run
 from megarl.parallel import platform
 from megarl.rollout.sglang_server import check_config as check_server
 from megarl.trainer.recover import check_resumable
+from megarl.types import PackedBatch
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked inputs of a run. Of an RL run rank 0 alone reads data; of a supervised one, every rank does."""
+    """Checked inputs of a run. Of an RL run rank 0 alone reads data; of any other, every rank does."""
 
     model: PretrainedConfig
     tokenizer: Any
     train: Batches | None = None
     valid: Any = None  # a datasets.Dataset
+    rows: Any = None  # method=preference: the data set behind `train`
+    pack: Callable[[Sequence[Any]], PackedBatch] = pack_preferences  # method=preference: its rows as a batch
 
 
 def read_inputs(config: Config, rank: int) -> Inputs:
@@ -44,7 +51,9 @@ def read_inputs(config: Config, rank: int) -> Inputs:
     check_device(config.actor, platform.has_gpu(), platform.has_transformer_engine())
     model = read_config(config.actor.path)
     if config.resume:
-        check_resumable(open_run(config.resume).path, model, config.actor.dtype)
+        scores = isinstance(config.algorithm, RewardModelConfig)
+        trained = as_scalar(model) if scores else model
+        check_resumable(open_run(config.resume).path, trained, config.actor.dtype)
     check_layout(model, config.parallel)
     tokenizer = load_tokenizer(config.actor.path)
     set_chat_template(tokenizer, config.data.chat_template)
@@ -56,6 +65,8 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         )
         train = Batches(examples, config.train_dataset, pad_sequences_to_tensors)
         return Inputs(model, tokenizer, train, held_out)
+    if config.method == "preference":
+        return _preferences(config, model, tokenizer)
     if rank != 0:
         return Inputs(model, tokenizer)
     _check_lengths("train_dataset", config.train_dataset, config, model)
@@ -65,6 +76,19 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         get_rl_dataset(data, tokenizer, config.data.on_bad_row) for data in (config.train_dataset, config.valid_dataset)
     )
     return Inputs(model, tokenizer, Batches(prompts, config.train_dataset), held_out)
+
+
+def _preferences(config: Config, model: PretrainedConfig, tokenizer: Any) -> Inputs:
+    paired = algorithm_of(config.algorithm).paired
+    rows, held_out = (
+        get_preference_dataset(data, tokenizer, paired, config.data.on_bad_row)
+        for data in (config.train_dataset, config.valid_dataset)
+    )
+    pack: Callable[[Sequence[Any]], PackedBatch] = pack_preferences
+    if not paired:
+        rows, held_out = with_mismatched(rows), with_mismatched(held_out)
+        pack = partial(pack_judged, max_length=config.train_dataset.max_length)
+    return Inputs(model, tokenizer, Batches(rows, config.train_dataset, pack), held_out, rows, pack)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -164,7 +164,7 @@ def test_a_reward_model_scores_the_last_token() -> None:
     margins = torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)
     expected = -log_sigmoid(margins).mean() + 0.01 * (9 + 1 + 36) / 3
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    assert float(metrics["accuracy"]) == pytest.approx(1 / 3)
+    assert float(metrics["accuracy"]) == pytest.approx(1 / 2)  # one in order, one not, and a tie
     loss.backward()
     assert values.grad is not None
     assert values.grad.nonzero().squeeze(1).tolist() == ends.tolist()

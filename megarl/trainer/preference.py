@@ -1,0 +1,119 @@
+"""Preferences: the loop of DPO, IPO, KTO, ORPO, SimPO and the reward model.
+
+pairs or judged completions -> the start policy's log-probs -> one loss over whole completions -> update
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.actor.api import FinetuneSpec, Sees
+from megarl.actor.critic import MegatronScalarEngine
+from megarl.actor.engine import MegatronEngine
+from megarl.actor.reference import MegatronReference
+from megarl.algorithms import PreferenceAlgorithm, RewardModelConfig, algorithm_of
+from megarl.algorithms.kto import mismatched_kl
+from megarl.config import Config
+from megarl.observe.metrics import stats_tracker
+from megarl.observe.run_folder import RunFolder
+from megarl.trainer.read import Inputs
+from megarl.trainer.recover import ACTOR
+from megarl.trainer.reference import Logprobs, online, stored
+from megarl.trainer.run import Run, stage
+from megarl.types import PackedBatch
+
+
+@dataclass
+class Preferences:
+    """The model, its algorithm, and where the start policy's log-probs of a batch come from (None: not needed)."""
+
+    engine: MegatronEngine
+    algorithm: PreferenceAlgorithm
+    sees: Sees
+    references: dict[str, Logprobs]  # by data set: train, valid
+
+    @staticmethod
+    def build(config: Config, inputs: Inputs) -> Preferences:
+        algorithm = algorithm_of(config.algorithm)
+        # The start policy comes first: where its log-probs are stored, its memory is free again for the actor.
+        references = references_of(config, inputs) if algorithm.needs_reference else {}
+        scores = isinstance(config.algorithm, RewardModelConfig)
+        engine = (MegatronScalarEngine if scores else MegatronEngine)(config.actor, config.parallel)
+        engine.initialize(ft_spec=FinetuneSpec(1, config.total_train_steps, 1))
+        return Preferences(engine, algorithm, "values" if scores else "logprobs", references)
+
+    def prepare(self, batch: PackedBatch, data: str) -> PackedBatch:
+        """The batch with `ref_logp`, and of KTO with `kto_kl` in place of the mismatched completions."""
+        if self.references:
+            batch["ref_logp"] = self.references[data](batch)
+        if "mismatched" not in batch:
+            return batch
+        others = batch.select(batch["mismatched"].nonzero().flatten().tolist())
+        batch = batch.select((~batch["mismatched"]).nonzero().flatten().tolist())
+        logprobs = self.engine.eval().logprobs(others, trained_only=True)
+        kl = mismatched_kl(logprobs, others["ref_logp"], others)
+        batch.set_sequences("kto_kl", torch.full((batch.num_seqs,), kl))
+        return batch
+
+    def update(self, batch: PackedBatch) -> dict[str, float]:
+        algorithm = self.algorithm
+        stats = self.engine.train().train_batch(batch, algorithm.loss, algorithm.loss_weight, sees=self.sees)
+        self.engine.step_lr_scheduler()
+        return stats
+
+    def evaluate(self, batch: PackedBatch) -> dict[str, float]:
+        """The figures of the held-out batch under the present weights."""
+        batch, algorithm = self.prepare(batch, "valid"), self.algorithm
+        return self.engine.eval().eval_batch(batch, algorithm.loss, algorithm.loss_weight, sees=self.sees)
+
+
+def references_of(config: Config, inputs: Inputs) -> dict[str, Logprobs]:
+    """The start policy's log-probs of both data sets."""
+    kept: list[MegatronReference] = []
+
+    def build() -> MegatronReference:
+        if not kept:
+            kept.append(MegatronReference(config.actor, config.parallel))
+            kept[0].initialize()
+        return kept[0]
+
+    if config.reference.mode == "online":
+        return dict.fromkeys(("train", "valid"), online(build()))
+    sets: dict[str, Any] = {"train": inputs.rows, "valid": inputs.valid}
+    return {name: stored(config.actor, rows, inputs.pack, build) for name, rows in sets.items()}
+
+
+def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
+    """Trains the model on preferences and writes it as a HF checkpoint."""
+    assert inputs.train is not None, "read_inputs gives every rank of such a run its data"
+    preferences = Preferences.build(config, inputs)
+    with Run(config, folder, {ACTOR: preferences.engine}, {"batches": inputs.train}, started) as run:
+        if run.done == 0 and evaluate(run, preferences, inputs, 0):
+            run.log(0)
+        for step in run.steps():
+            with stage("reference"):
+                batch = preferences.prepare(next(inputs.train), "train")
+            with stage("update"):
+                stats = preferences.update(batch)
+            with stats_tracker.scope("train"):
+                stats_tracker.scalar(**stats, tokens=batch.total_tokens)
+            evaluate(run, preferences, inputs, step)
+            run.log(step)
+        run.finish()
+    preferences.engine.destroy()
+
+
+def evaluate(run: Run, preferences: Preferences, inputs: Inputs, step: int) -> bool:
+    """Measures on the held-out data where it is due after `step`; whether it was."""
+    if not run.config.evaluator.is_due(step, run.config.total_train_steps):
+        return False
+    with stage("evaluate"), stats_tracker.scope("eval"):
+        found = preferences.evaluate(inputs.pack(list(inputs.valid)))
+        stats_tracker.scalar(**found)
+    when = "before" if step == 0 else "after"
+    run.facts.update({f"{name}_{when}": found[name] for name in ("accuracy", "margin")})
+    run.facts.update(accuracy_problems=len(inputs.valid))
+    return True
