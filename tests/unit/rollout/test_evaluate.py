@@ -134,3 +134,17 @@ def test_a_setting_out_of_range_is_refused_and_so_is_an_empty_split(tokenizer, t
             tokenizer,
             tmp_path,
         )
+
+
+def test_pass_at_k_and_the_majority_are_over_problems(start_server, connect, tokenizer, tmp_path):
+    """Of three samples, two say 1 and one says 0; an answer is right where it is below the problem's number."""
+
+    async def reply(body, request):
+        return web.json_response(
+            [answer([*tokenizer.encode(text), 0], reason="stop") for text in ("0", "1", "1")[: len(body["input_ids"])]]
+        )
+
+    found = evaluator(EvaluatorConfig(n_samples=3), tokenizer, tmp_path).evaluate(connect(start_server(reply)), 0)
+    assert found.accuracy == pytest.approx((0 + 1 + 3 + 3) / 12)
+    assert found.pass_at_k == pytest.approx(3 / 4)  # problem 1 is solved by its 0
+    assert found.maj_at_k == pytest.approx(2 / 4)  # which the 1s outvote
