@@ -1,0 +1,147 @@
+"""Our losses, gradients and advantages against TRL's own code on the same log-probs; `record_trl.py` made the figures.
+
+Where definitions differ, the test says how:
+- TRL adds 1e-4 to every standard deviation: `advantage_eps=1e-4`; GDPO's over the batch has it too, ours none.
+- TRL's `epsilon_high` of CISPO is the largest weight itself, ours is above 1: 1.3 is `clip_high=0.3`.
+- TRL's RLOO takes the ratio of the whole completion and the mean over completions; in the first step on a batch its
+  gradient is that of ours summed over tokens (`aggregate=constant` with 1 token).
+- Where TRL's loss has another value for the same gradient (log pi or a ratio of 1 in it), gradients are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms import ALGORITHMS, algorithm_of
+from megarl.types import PackedBatch, cu_seqlens_of
+
+FIGURES: dict[str, Any] = json.loads(Path(__file__).with_name("trl_figures.json").read_text())
+LENGTHS = torch.tensor(FIGURES["lengths"])
+TOKENS = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def tokens(values: list[float]) -> Tensor:
+    """Values of the completions' tokens, with a 0 for the prompt's one token before each."""
+    return torch.cat([torch.cat([torch.zeros(1), part]) for part in torch.tensor(values).split(LENGTHS.tolist())])
+
+
+def make_batch() -> PackedBatch:
+    given = {name: tokens(values) for name, values in FIGURES["inputs"].items()}
+    mask = tokens([1.0] * int(LENGTHS.sum())).bool()
+    advantages = torch.tensor(FIGURES["advantages"]).repeat_interleave(LENGTHS + 1) * mask
+    count = len(LENGTHS)
+    return PackedBatch(
+        cu_seqlens_of(LENGTHS + 1),
+        {
+            "loss_mask": mask,
+            "prox_logp": given["old"],
+            "ref_logp": given["ref"],
+            "logprobs": given["logprobs"],
+            "advantages": advantages,
+        },
+        {
+            "rewards": torch.tensor(FIGURES["rewards"])[:, 0].contiguous(),
+            "reward_columns": torch.tensor(FIGURES["rewards"]),
+            "group_ids": torch.arange(count) // 4,
+            "is_chosen": torch.arange(count) % 2 == 0,
+            "pair_ids": torch.arange(count) // 2,
+            "kto_label": torch.arange(count) % 2 == 0,
+            "kto_kl": torch.full((count,), 0.7),
+        },
+    )
+
+
+def ours(name: str, knobs: dict[str, Any], batch: PackedBatch) -> tuple[float, Tensor]:
+    """The loss and its gradient at the trained tokens."""
+    logprobs = batch["logprobs"].clone().requires_grad_()
+    algorithm = algorithm_of(ALGORITHMS[name][0](**knobs))  # type: ignore[call-arg]
+    loss, _ = algorithm.loss(logprobs, torch.zeros_like(logprobs), batch)
+    loss.backward()
+    assert logprobs.grad is not None
+    return float(loss.detach()), logprobs.grad[batch["loss_mask"]]
+
+
+LOSSES: list[tuple[str, str, dict[str, Any]]] = [
+    ("grpo", "grpo", {"aggregate": "sequence"}),
+    ("grpo_kl", "grpo", {"aggregate": "sequence", "kl_coef": 0.1}),
+    ("bnpo", "grpo", {"aggregate": "token"}),
+    ("dr_grpo", "dr_grpo", {"aggregate_tokens": 12}),
+    ("dapo", "dapo", {}),
+    ("gspo", "gspo", {"clip_low": 0.03, "clip_high": 0.04}),
+]
+
+
+@pytest.mark.parametrize(("trl", "name", "knobs"), LOSSES, ids=[case[0] for case in LOSSES])
+def test_policy_losses_and_gradients_are_trls(trl: str, name: str, knobs: dict[str, Any]) -> None:
+    loss, gradient = ours(name, knobs, make_batch())
+    assert loss == pytest.approx(FIGURES["losses"][trl]["loss"], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor(FIGURES["losses"][trl]["gradient"]), **TOKENS)
+
+
+def test_cispo_has_trls_gradient() -> None:
+    _, gradient = ours("cispo", {"clip_high": 0.3}, make_batch())
+    torch.testing.assert_close(gradient, torch.tensor(FIGURES["losses"]["cispo"]["gradient"]), **TOKENS)
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce"])
+def test_rloo_has_trls_gradient_in_the_first_step_on_a_batch(name: str) -> None:
+    batch = make_batch()
+    batch["prox_logp"] = batch["logprobs"].clone()
+    _, gradient = ours(name, {"aggregate": "constant", "aggregate_tokens": 1}, batch)
+    torch.testing.assert_close(gradient, torch.tensor(FIGURES["losses"]["rloo"]["gradient"]), **TOKENS)
+
+
+PREFERENCES: list[tuple[str, dict[str, Any]]] = [
+    ("dpo", {}),
+    ("ipo", {}),
+    ("kto", {"desirable_weight": 1.2, "undesirable_weight": 0.8}),
+    ("orpo", {}),
+    ("simpo", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs"), PREFERENCES, ids=[case[0] for case in PREFERENCES])
+def test_losses_on_preferences_and_their_gradients_are_trls(name: str, knobs: dict[str, Any]) -> None:
+    loss, gradient = ours(name, knobs, make_batch())
+    assert loss == pytest.approx(FIGURES["preferences"][name]["loss"], rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor(FIGURES["preferences"][name]["gradient"]), **TOKENS)
+
+
+def advantages(name: str, knobs: dict[str, Any]) -> Tensor:
+    """One a completion."""
+    batch = make_batch()
+    found = algorithm_of(ALGORITHMS[name][0](**knobs)).advantages(batch)  # type: ignore[call-arg]
+    return found[batch.cu_seqlens[1:].long() - 1]
+
+
+@pytest.mark.parametrize(("name", "knobs"), [("grpo", {"advantage_eps": 1e-4}), ("dr_grpo", {"aggregate_tokens": 12})])
+def test_advantages_are_trls(name: str, knobs: dict[str, Any]) -> None:
+    theirs = torch.tensor(FIGURES["advantages_of"][name]["advantages"])
+    torch.testing.assert_close(advantages(name, knobs), theirs, **TOKENS)
+
+
+def test_rloo_advantages_are_trls() -> None:
+    theirs = torch.tensor(FIGURES["advantages_of"]["rloo"]["advantages"])
+    torch.testing.assert_close(advantages("rloo", {}), theirs, **TOKENS)
+
+
+def test_gdpo_normalises_each_reward_and_sums_as_trl_does() -> None:
+    theirs = FIGURES["advantages_of"]["gdpo"]
+    summed = advantages("gdpo", {"advantage_eps": 1e-4, "normalize_batch": False})
+    torch.testing.assert_close(summed, torch.tensor(theirs["rewards"]), **TOKENS)
+    over_batch = advantages("gdpo", {"advantage_eps": 1e-4})
+    width = float(summed.std())
+    torch.testing.assert_close(over_batch * width / (width + 1e-4), torch.tensor(theirs["advantages"]), **TOKENS)
+
+
+def test_the_figures_are_of_clipped_and_unclipped_tokens() -> None:
+    """A gradient of 0 at some tokens and not at others: both branches of the clip were compared."""
+    for name in ("grpo", "dapo", "gspo"):
+        zero = torch.tensor(FIGURES["losses"][name]["gradient"]) == 0
+        assert zero.any() and not zero.all(), name
