@@ -1,14 +1,17 @@
 """The exact path against full gather and broadcast: a Megatron trainer of tp 2 to an SGLang server of tp 2, on gloo.
 
-Both paths run in the same processes, in turn. Prints, for a random model of 200 M float32 parameters: bytes received by
-each server rank over the lower bound (what it holds), seconds from the first byte to the last rank's word that all is
-in place (with and without digests), and each rank's memory at its peak above what it had before the first sync.
+Both paths run in the same processes and take turns, round by round; the first push of each turn joins and warms, the
+second is timed. Prints, for a random model of 200 M float32 parameters: bytes received by each server rank over the
+lower bound (what it holds), seconds from the first byte to the last rank's word that all is in place (with and without
+digests), and how far each rank's anonymous and shared memory, at its peak, exceeds what it had before its first sync by
+that path (files that are mapped, as libraries are, do not count).
 
     python benchmarks/reshard.py
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -38,7 +41,7 @@ from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
 MIB = 2**20
 TP = 2
 ROUNDS = 5
-SIDES = [(path, verify) for verify in ("off", "always") for path in ("exact", "full")]
+PATHS = ("full", "exact")  # in this order memory is looked at: full keeps no buffers that exact would find there
 MODEL: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 14,
@@ -57,43 +60,52 @@ def moved_s(report: SyncReport) -> float:
 
 
 def trainer(folder: str, address: str, api_key: str) -> None:
-    """A trainer rank: pushes by every side in turn. Rank 0 prints what came of it."""
+    """A trainer rank: two pushes by each path while memory is looked at, then all rounds. Rank 0 prints what came."""
     torch.set_num_threads(1)
-    config = EngineConfig(path=folder, init="random")
-    engine = MegatronEngine(config, ParallelConfig(tp_size=TP))
+    engine = MegatronEngine(EngineConfig(path=folder, init="random"), ParallelConfig(tp_size=TP))
     engine.initialize()
     session = WeightSession(ReshardConfig(), [address], api_key)
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed so far is no room for what comes
     print(json.dumps({"ready": os.getpid()}), flush=True)
     sys.stdin.readline()
-    seconds: dict[str, list[float]] = {}
-    received: dict[str, tuple[int, ...]] = {}
-    version = 0
-    for path, verify in SIDES:
+
+    def push(path: str, verify: str) -> SyncReport:
         session.config = dataclasses.replace(session.config, path=path, verify=verify)
-        for number in range(ROUNDS + 1):
-            version += 1
-            report = session.push(engine, version)
-            if engine.groups.rank == 0 and number:  # the first joins, plans and warms
-                seconds.setdefault(f"{path} {verify}", []).append(moved_s(report))
-                received[path] = report.received
-        print(json.dumps({"side": path}), flush=True)
+        return session.push(engine, session.version + 1)
+
+    received = {}
+    for path in PATHS:
+        for _ in range(2):
+            received[path] = push(path, "always").received
+        print(json.dumps({"done": path}), flush=True)
         sys.stdin.readline()
-    if engine.groups.rank == 0:
-        parameters = sum(tensor.numel() for _, tensor in engine.named_weights())
-    else:
-        parameters = sum(0 for _ in engine.named_weights())
+    seconds: dict[str, list[float]] = {}
+    for verify in ("off", "always"):
+        for _ in range(ROUNDS):
+            for path in PATHS:
+                push(path, verify)
+                report = push(path, verify)
+                if engine.groups.rank == 0:
+                    seconds.setdefault(f"{path} {verify}", []).append(moved_s(report))
+    parameters = sum(tensor.numel() if engine.groups.rank == 0 else 0 for _, tensor in engine.named_weights())
     medians = {side: statistics.median(times) for side, times in seconds.items()}
     print(json.dumps({"seconds": medians, "received": received, "parameters": parameters}), flush=True)
     session.close()
     engine.destroy()
 
 
+def held_bytes(pid: int) -> int:
+    """A process's resident memory that is no file's."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
 class Memory:
-    """Peak resident memory of processes above what they had when watching began, by looking every 2 ms."""
+    """Peak memory of processes above what they had when watching began, by looking every 2 ms."""
 
     def __init__(self, pids: list[int]):
-        self.processes = [psutil.Process(pid) for pid in pids]
-        self.before = [process.memory_info().rss for process in self.processes]
+        self.pids = pids
+        self.before = [held_bytes(pid) for pid in pids]
         self.peak = [0] * len(pids)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -101,8 +113,8 @@ class Memory:
 
     def _look(self) -> None:
         while not self._ended.wait(0.002):
-            for i, process in enumerate(self.processes):
-                self.peak[i] = max(self.peak[i], process.memory_info().rss - self.before[i])
+            for i, pid in enumerate(self.pids):
+                self.peak[i] = max(self.peak[i], held_bytes(pid) - self.before[i])
 
     def end(self) -> list[int]:
         self._ended.set()
@@ -158,11 +170,11 @@ def measure(folder: Path) -> None:
         try:
             pids = [line["ready"] for line in ask(ranks)] + schedulers(servers)
             peaks: dict[str, list[int]] = {}
-            for path, _ in SIDES:
+            for path in PATHS:
                 memory = Memory(pids)
                 go(ranks)
                 ask(ranks)
-                peaks.setdefault(path, memory.end())
+                peaks[path] = memory.end()
             go(ranks)
             show(ask(ranks)[0], peaks)
         finally:

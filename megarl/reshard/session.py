@@ -137,11 +137,13 @@ class WeightSession:
     ) -> SyncReport:
         """Brings every server to `weights`, served as `version`. Collective over the trainer ranks.
 
-        `transport` and `folder` stand in for those of the config. Raises WeightSyncError on every rank when a server
-        fails, by reshard.on_failure only if none is left.
+        `transport` and `folder` stand in for those of the config. Raises WeightSyncError on every rank when `version`
+        is not above the last one, and when a server fails, by reshard.on_failure only if none is left.
         """
         if version <= self.version:
-            raise ValueError(f"version {version} must be above {self.version}: versions only grow")
+            raise WeightSyncError(
+                f"weights cannot be pushed as version {version} after {self.version}: versions only grow", phase="check"
+            )
         report = self._until_done(weights, version, transport or self.config.transport, folder)
         self.version = version
         return report

@@ -214,7 +214,7 @@ def test_a_weight_of_another_shape_is_refused(mended: Served) -> None:
 
 def test_versions_only_grow(mended: Served) -> None:
     weights = weights_of(make_model("qwen3", True, seed=4))
-    with pytest.raises(ValueError, match="versions only grow"):
+    with pytest.raises(WeightSyncError, match=f"version {mended.version} after {mended.version}: versions only grow"):
         mended.session.push(weights, mended.version)
     other = WeightSession(mended.config, mended.addresses, mended.servers.api_key)
     with pytest.raises(WeightSyncError, match=f"serves version {mended.version} already"):
