@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.types import Episode, PackedBatch
 
 T = TypeVar("T")
+Attend = Callable[[Coroutine[Any, Any, T]], Coroutine[Any, Any, T]]  # watches over a wait
 
 REQUIRED_KEYS = ("input_ids", "attention_mask", "loss_mask", "rewards")
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "versions", "rollout_logprobs")
@@ -210,14 +211,19 @@ def rollout_batch(
     data: Sequence[Mapping[str, Any]],
     workflow: RolloutWorkflow,
     timeout_s: float,
+    attend: Attend[list[Episode]] | None = None,
 ) -> tuple[PackedBatch, list[Episode]]:
-    """Runs the episodes of `data` on `thread`, waits for them and packs their groups in the order of `data`."""
+    """Runs the episodes of `data` on `thread`, waits for them and packs their groups in the order of `data`.
+
+    `attend` may watch over the wait and end it, and the episodes, with an error of its own.
+    """
     if not data:
         raise UserError("rollout_batch got no prompts; give it at least one")
     start = time.perf_counter()
     with stats_tracker.scope("rollout"):
         what = f"{type(workflow).__name__} on {len(data)} prompts"
-        episodes = thread.run(run_episodes(engine, data, workflow), timeout_s, what)
+        work = run_episodes(engine, data, workflow)
+        episodes = thread.run(attend(work) if attend is not None else work, timeout_s, what)
         batch = assemble(episodes)
         record_stats(episodes, batch, engine.get_version(), time.perf_counter() - start)
     return batch, episodes

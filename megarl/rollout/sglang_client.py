@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,13 @@ import aiohttp
 
 from megarl.knobs import UserError, knob
 from megarl.observe.metrics import stats_tracker
+from megarl.rollout.answers import Piece, excerpt, named, parse_answer, sampling_params, version_of
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
+from megarl.rollout.routing import Fleet, Router, ServerLost
 from megarl.rollout.stream import RolloutStream, ShouldAccept, StreamLimits
 from megarl.types import (
     Episode,
-    GenerationHyperparameters,
     ModelRequest,
     ModelResponse,
     PackedBatch,
@@ -33,7 +33,6 @@ ADDRESSES_VARIABLE = "MEGARL_LLM_SERVER_ADDRS"
 KEY_VARIABLE = "MEGARL_LLM_SERVER_API_KEY"
 KEEPALIVE_S = 2.0  # below the 5 s after which SGLang's uvicorn closes an idle connection: ours must give up first
 CLOSE_TIMEOUT_S = 10.0
-EXCERPT = 500
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class RolloutConfig:
     """How the trainer speaks to the rollout servers."""
 
     max_connections: int = knob(256, "HTTP requests under way at once over all servers; further ones wait")
+    max_per_server: int = knob(1024, "completions asked of a server at once; further requests wait, or go to another")
     connect_timeout_s: float = knob(10.0, "seconds until a server must have accepted a connection")
     request_timeout_s: float = knob(300.0, "seconds until a server must have answered a request")
     batch_timeout_s: float = knob(1800.0, "seconds until all episodes of a batch must have ended")
@@ -56,6 +56,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         above_zero = (
             "max_connections",
+            "max_per_server",
             "connect_timeout_s",
             "request_timeout_s",
             "batch_timeout_s",
@@ -69,26 +70,16 @@ class RolloutConfig:
                 raise UserError(f"rollout.{name}={getattr(self, name)} must not be negative")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one answer adds to a completion: per token its id, log-prob and weight version, and why it ended."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    stop_reason: str
-
-
 class RemoteSGLangEngine(InferenceEngine):
     """SGLang servers reached over HTTP, used from synchronous code; its asyncio loop runs in a thread of its own.
 
     Requests for the same tokens that are made together (a group) travel as one HTTP request, which spares both sides
-    most of the HTTP and JSON work, to the server with the fewest completions under way.
+    most of the HTTP and JSON work, to the server that `routing.Router` chooses.
     """
 
     def __init__(self, config: RolloutConfig):
         self.config = config
-        self.addresses: list[str] = []
+        self.router = Router(config.max_per_server)
         self.episodes: list[Episode] = []  # of the last batch, in the order of its prompts
         self._version = 0
         self._updates: WeightUpdates | None = None
@@ -96,28 +87,28 @@ class RemoteSGLangEngine(InferenceEngine):
         self._saved: dict[str, Any] | None = None  # a stream's state, until there is one
         self._thread: LoopThread | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._under_way: dict[str, int] = {}  # completions asked of each server
         self._waiting: dict[tuple[int, ...], list[tuple[dict[str, Any], asyncio.Future[Piece]]]] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
-    def initialize(self, addresses: Sequence[str] | None = None, *, api_key: str | None = None) -> None:
+    def initialize(
+        self, addresses: Sequence[str] | None = None, ft_spec: Any = None, *, api_key: str | None = None
+    ) -> None:
         """Connects to the servers `host:port`; without `addresses`, to those of MEGARL_LLM_SERVER_ADDRS.
 
+        `ft_spec` is for the train engines, whose `initialize` takes the same arguments; nothing here depends on it.
         `api_key` is the servers' key, else MEGARL_LLM_SERVER_API_KEY. Raises UserError where a server does not answer.
         """
         if self._thread is not None:
             raise UserError("the rollout engine is initialized already; call destroy() first")
-        given = os.environ.get(ADDRESSES_VARIABLE, "").split(",") if addresses is None else addresses
-        self.addresses = [address.strip().removeprefix("http://").rstrip("/") for address in given if address.strip()]
-        if not self.addresses:
+        found = addresses_in_environment() if addresses is None else [plain_address(a) for a in addresses]
+        if not found:
             raise UserError(
                 f"no SGLang server is known: pass addresses, or set {ADDRESSES_VARIABLE}=host:port[,host:port...]"
             )
-        self._under_way = dict.fromkeys(self.addresses, 0)
         self._thread = LoopThread("rollout")
         try:
             self._thread.run(
-                self._open(api_key or os.environ.get(KEY_VARIABLE)),
+                self._open(found, api_key or os.environ.get(KEY_VARIABLE)),
                 (self.config.connect_timeout_s + self.config.request_timeout_s) * 2,
                 "connecting to the SGLang servers",
             )
@@ -137,6 +128,22 @@ class RemoteSGLangEngine(InferenceEngine):
         finally:
             thread.stop()
 
+    @property
+    def addresses(self) -> list[str]:
+        """The servers that requests go to."""
+        return self.router.addresses
+
+    def follow(self, fleet: Fleet) -> None:
+        """From now on `fleet` says which servers are asked; `refresh` tells this engine that it changed."""
+        self.router.fleet = fleet
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes over which servers are in service; what others were sent is asked again. From any thread."""
+        thread = self._thread
+        if thread is not None:
+            thread.loop.call_soon_threadsafe(self.router.refresh)
+
     def set_version(self, version: int) -> None:
         self._version = version
         if self._stream is not None:
@@ -149,11 +156,14 @@ class RemoteSGLangEngine(InferenceEngine):
         """Runs one episode per item of `data` at once and returns their groups in the order of `data`.
 
         Adds `group_ids`, the positions in `data`. Rejected prompts are left out; `episodes` says which and why. Raises
-        what the first failing episode raised (`WorkflowError`, `UserError`), TimeoutError after `batch_timeout_s`.
+        what the first failing episode raised (`WorkflowError`, `UserError`), TimeoutError after `batch_timeout_s`,
+        WeightsWanted where no server can answer before it has been brought the weights.
         """
         if self._thread is None:
             raise UserError("the rollout engine is not initialized; call initialize() first")
-        batch, self.episodes = rollout_batch(self, self._thread, data, workflow, self.config.batch_timeout_s)
+        batch, self.episodes = rollout_batch(
+            self, self._thread, data, workflow, self.config.batch_timeout_s, self.router.unless_wanted
+        )
         return batch
 
     def prepare_batch(
@@ -175,12 +185,13 @@ class RemoteSGLangEngine(InferenceEngine):
             dynamic_bs: rejected prompts are not replaced; a batch then has fewer.
 
         Adds `group_ids`, the prompts' numbers in the order of the loader; `episodes` says which prompts were rejected
-        and why. Raises WorkflowError, GenerationError, or TimeoutError after `batch_timeout_s`.
+        and why. Raises WorkflowError, GenerationError, TimeoutError after `batch_timeout_s`, or WeightsWanted where no
+        server can answer before it has been brought the weights; episodes under way then wait for them.
         """
         stream = self._stream_of(dataloader, workflow, workflow_kwargs or {}, should_accept_fn, group_size, dynamic_bs)
         start = time.perf_counter()
         with stats_tracker.scope("rollout"):
-            self.episodes = stream.next_batch(self.config.batch_timeout_s)
+            self.episodes = stream.next_batch(self.config.batch_timeout_s, self.router.unless_wanted)
             batch = assemble(self.episodes)
             record_stats(self.episodes, batch, self._version, time.perf_counter() - start)
         return batch
@@ -269,7 +280,7 @@ class RemoteSGLangEngine(InferenceEngine):
             list(req.input_ids), tokens, logprobs, versions, "length" if reason == "length" else "stop"
         )
 
-    async def _open(self, api_key: str | None) -> None:
+    async def _open(self, addresses: Sequence[str], api_key: str | None) -> None:
         config = self.config
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=KEEPALIVE_S),
@@ -279,7 +290,8 @@ class RemoteSGLangEngine(InferenceEngine):
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             trust_env=False,
         )
-        await asyncio.gather(*(self._check(self._session, address) for address in self.addresses))
+        await asyncio.gather(*(self._check(self._session, address) for address in addresses))
+        self.router.set(addresses)
 
     async def _check(self, session: aiohttp.ClientSession, address: str) -> None:
         """Raises UserError unless an SGLang server answers at `address` and labels its weights with a number."""
@@ -288,16 +300,16 @@ class RemoteSGLangEngine(InferenceEngine):
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise UserError(
-                f"no SGLang server answers at {address} ({_named(error)}); start it, or mend {ADDRESSES_VARIABLE}"
+                f"no SGLang server answers at {address} ({named(error)}); start it, or mend {ADDRESSES_VARIABLE}"
             ) from error
         if status == 401:
             raise UserError(f"the SGLang server at {address} refuses the API key; set {KEY_VARIABLE}")
         try:
             label = json.loads(body)["weight_version"] if status == 200 else None
-            _version(label)
+            version_of(label)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{address} answers /model_info with {status} {_excerpt(body)}: it must be an SGLang server, "
+                f"{address} answers /model_info with {status} {excerpt(body)}: it must be an SGLang server, "
                 "started with --weight-version 0"
             ) from error
 
@@ -341,30 +353,31 @@ class RemoteSGLangEngine(InferenceEngine):
                     future.set_result(piece)
 
     async def _post(self, input_ids: list[int], params: list[dict[str, Any]]) -> list[Piece]:
-        """Sends a group, again on lost connections and 5xx, each time to the least loaded server not tried yet."""
+        """Sends a group, again on lost connections and 5xx, each time to a server not tried yet if there is one."""
         body = {"input_ids": [input_ids] * len(params), "sampling_params": params, "return_logprob": True}
         tried: list[str] = []
         while True:
-            untried = [address for address in self.addresses if address not in tried]
-            address = min(untried or self.addresses, key=self._under_way.__getitem__)
+            async with self.router.place(input_ids, len(params), tried, self.config.batch_timeout_s) as address:
+                try:
+                    status, answer = await self.router.unless_lost(address, self._post_once(address, body))
+                except ServerLost:  # not the request's fault: whoever is left answers it
+                    stats_tracker.total(retries=1)
+                    continue
+                except aiohttp.SocketTimeoutError as error:
+                    limit = f"rollout.request_timeout_s={self.config.request_timeout_s:g} s"
+                    raise GenerationError(f"{address} did not answer within {limit}") from error
+                except (aiohttp.ClientError, OSError) as error:
+                    failure = f"the connection to {address} failed ({named(error)})"
+                else:
+                    if status == 200:
+                        pieces = parse_answer(answer, len(params), address)
+                        for piece in pieces:
+                            self.router.answered(input_ids + piece.tokens, address)
+                        return pieces
+                    failure = f"{address} answered {status}: {excerpt(answer)}"
+                    if status < 500:
+                        raise RequestRefused(failure)
             tried.append(address)
-            self._under_way[address] += len(params)
-            try:
-                status, answer = await self._post_once(address, body)
-            except aiohttp.SocketTimeoutError as error:
-                raise GenerationError(
-                    f"{address} did not answer within rollout.request_timeout_s={self.config.request_timeout_s:g} s"
-                ) from error
-            except (aiohttp.ClientError, OSError) as error:
-                failure = f"the connection to {address} failed ({_named(error)})"
-            else:
-                if status == 200:
-                    return parse_answer(answer, len(params), address)
-                failure = f"{address} answered {status}: {_excerpt(answer)}"
-                if status < 500:
-                    raise RequestRefused(failure)
-            finally:
-                self._under_way[address] -= len(params)
             if len(tried) > self.config.max_retries:
                 raise GenerationError(f"{failure}; that was attempt {len(tried)} of {self.config.max_retries + 1}")
             stats_tracker.total(retries=1)
@@ -377,64 +390,11 @@ class RemoteSGLangEngine(InferenceEngine):
             return response.status, await response.read()
 
 
-def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[str, Any]:
-    """SGLang's `sampling_params` of a completion that has `done` tokens already."""
-    params: dict[str, Any] = {
-        "max_new_tokens": gconfig.max_new_tokens - done,
-        "min_new_tokens": max(gconfig.min_new_tokens - done, 0),
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "top_p": gconfig.top_p,
-        "top_k": gconfig.top_k,
-    }
-    if gconfig.stop:
-        params["stop"] = list(gconfig.stop)
-    if gconfig.stop_token_ids:
-        params["stop_token_ids"] = list(gconfig.stop_token_ids)
-    return params
+def plain_address(address: str) -> str:
+    """`host:port` of an address that may be given as a URL."""
+    return address.strip().removeprefix("http://").rstrip("/")
 
 
-def parse_answer(body: bytes, count: int, address: str) -> list[Piece]:
-    """The `count` pieces in the body of a 200 answer of `/generate`. Raises GenerationError on anything unexpected."""
-    try:
-        answers = json.loads(body)
-        if len(answers) != count:
-            raise ValueError(f"{len(answers)} completions instead of {count}")
-        return [_parse_piece(answer["output_ids"], answer["meta_info"]) for answer in answers]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise GenerationError(f"{address} gave a malformed answer ({_named(error)}): {_excerpt(body)}") from error
-
-
-def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> Piece:
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason {reason!r}")
-    if not output_ids and reason == "abort":
-        return Piece([], [], [], reason)
-    scored = meta["output_token_logprobs"]
-    if [entry[1] for entry in scored] != output_ids:
-        raise ValueError(f"output_token_logprobs of {len(scored)} tokens do not belong to {len(output_ids)} output_ids")
-    logprobs = [float(entry[0]) for entry in scored]
-    if not all(map(math.isfinite, logprobs)):
-        raise ValueError("a log-prob that is not finite")
-    versions: list[int] = []
-    for span in meta["weight_versions"]:
-        if span["start"] != len(versions):
-            raise ValueError(f"weight_versions has a gap at token {len(versions)}")
-        versions += [_version(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != len(output_ids):
-        raise ValueError(f"weight_versions cover {len(versions)} of {len(output_ids)} tokens")
-    return Piece(output_ids, logprobs, versions, reason)
-
-
-def _version(label: Any) -> int:
-    if not isinstance(label, str) or not label.isdecimal():
-        raise ValueError(f"weight version {label!r} is not a number")
-    return int(label)
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _excerpt(body: bytes) -> str:
-    return body[:EXCERPT].decode(errors="replace")
+def addresses_in_environment() -> list[str]:
+    """The servers that MEGARL_LLM_SERVER_ADDRS names; [] where it is not set."""
+    return [plain_address(a) for a in os.environ.get(ADDRESSES_VARIABLE, "").split(",") if a.strip()]

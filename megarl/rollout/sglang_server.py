@@ -8,6 +8,7 @@ server process executes: it ties the server's life to the trainer's, then runs M
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import functools
 import http.client
@@ -76,7 +77,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class SGLangServerConfig:
-    """How the SGLang servers of a run are started."""
+    """How the SGLang servers of a run are started and watched."""
 
     n_servers: int = knob(1, "SGLang servers started on this machine")
     tp_size: int = knob(1, "tensor-parallel ranks of one server")
@@ -88,6 +89,8 @@ class SGLangServerConfig:
     random_seed: int = knob(0, "seed of a server's sampling stream; server i gets random_seed + i")
     cpu_threads: int = knob(1, "OpenMP threads of a rank on CPU; more than one collapses beside busy processes")
     ready_timeout_s: float = knob(180.0, "seconds a server may take until it answers")
+    heartbeat_s: float = knob(10.0, "seconds between looks at a server, and until it must have answered one")
+    max_restarts: int = knob(3, "times each server is started again after it died, hung or failed; 0: never")
 
 
 @functools.cache
@@ -132,6 +135,11 @@ def check_config(config: SGLangServerConfig, model_path: str | Path, sglang: Map
     for name in ("n_servers", "tp_size", "cpu_threads"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.heartbeat_s <= 0 or config.max_restarts < 0:
+        raise UserError(
+            f"server.heartbeat_s={config.heartbeat_s} must be above 0, server.max_restarts={config.max_restarts} "
+            "at least 0"
+        )
     if config.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={config.device!r} is not one of auto, cpu, cuda")
     if not (Path(model_path) / "config.json").is_file():
@@ -177,6 +185,8 @@ def uses_gpu(config: SGLangServerConfig) -> bool:
 class SGLangServer:
     """One SGLang server process. `SGLangServers` makes and owns these."""
 
+    owned = True
+
     def __init__(self, index: int, config: SGLangServerConfig, port: int, args: dict[str, Any], log_dir: Path):
         self.index = index
         self.config = config
@@ -187,6 +197,7 @@ class SGLangServer:
         self.process: subprocess.Popen[bytes] | None = None
         self.scratch: str | None = None
         self.started_at = 0.0
+        self._family: list[psutil.Process] = []  # its own name for its processes, known once it answers
 
     @property
     def address(self) -> str:
@@ -229,30 +240,52 @@ class SGLangServer:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in ranks)
         return environment
 
-    def answers(self) -> bool:
+    def answers(self, timeout_s: float = 5.0) -> bool:
         """Whether the server answers to our key right now."""
-        connection = http.client.HTTPConnection(self.config.host, self.port, timeout=5)
+        answered = answers_at(self.address, self.args["api_key"], timeout_s)
+        if answered and not self._family and self.process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                everyone = psutil.Process(self.process.pid).children(recursive=True)
+                self._family = [p for p in everyone if any("sglang::" in part for part in p.cmdline())]
+        return answered
+
+    def fault(self) -> ServerError | None:
+        """What is wrong with the server's processes: one has ended, or is stopped."""
         try:
-            connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {self.args['api_key']}"})
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
+            self.check_alive()
+            assert self.process is not None, "alive"
+            for member in [psutil.Process(self.process.pid), *self._family]:
+                if (status := member.status()) in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                    return self.error(f"has a process {member.pid} that is {status}")
+        except psutil.NoSuchProcess as gone:
+            return self.error(f"lost its process {gone.pid}")
+        except ServerError as error:
+            return error
+        return None
+
+    def restart(self) -> None:
+        """Ends what is left of the server and starts it again. The thread that calls this must outlive it."""
+        self.stop()
+        self.start()
+
+    @property
+    def late(self) -> bool:
+        """Whether the server must answer by now."""
+        return self.age_s > self.config.ready_timeout_s or bool(self._family)
 
     def check_alive(self) -> None:
         """Raises ServerError if the process has ended."""
         if self.process is None:
             raise ServerError(f"SGLang server {self.index} was not started")
         if self.process.poll() is not None:
-            raise self._error(f"ended with exit code {self.process.returncode}")
+            raise self.error(f"ended with exit code {self.process.returncode}")
 
     def wait_ready(self) -> None:
         """Returns once the server answers. Raises ServerError if it dies or its deadline passes."""
         while not self.answers():
             self.check_alive()
             if time.monotonic() - self.started_at > self.config.ready_timeout_s:
-                raise self._error(f"did not answer within ready_timeout_s={self.config.ready_timeout_s:g} s")
+                raise self.error(f"did not answer within ready_timeout_s={self.config.ready_timeout_s:g} s")
             time.sleep(0.1)
         log.info("SGLang server %d ready at %s after %.1f s", self.index, self.address, self.age_s)
 
@@ -260,7 +293,8 @@ class SGLangServer:
     def age_s(self) -> float:
         return time.monotonic() - self.started_at
 
-    def _error(self, what: str) -> ServerError:
+    def error(self, what: str) -> ServerError:
+        """An error that names the server, and its log with the last lines."""
         lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         tail = "\n".join("  " + line[:300] for line in lines)
         return ServerError(
@@ -275,9 +309,9 @@ class SGLangServer:
         if self.process is not None:
             try:
                 root = psutil.Process(self.process.pid)
-                family = [*root.children(recursive=True), root]
+                family = [*root.children(recursive=True), root, *self._family]
             except psutil.NoSuchProcess:
-                family = []
+                family = self._family
             shared = {path for member in family for path in shared_memory_of(member)}
             for member in family:
                 if member.is_running():
@@ -289,9 +323,22 @@ class SGLangServer:
                 Path(path).unlink(missing_ok=True)
             self.process.wait(STOP_DEADLINE_S)
             self.process = None
+            self._family = []
         if self.scratch is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
             self.scratch = None
+
+
+def answers_at(address: str, api_key: str, timeout_s: float) -> bool:
+    """Whether an SGLang server at `host:port` answers to the key. `/model_info` is quick; `/health` takes a second."""
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {api_key}"})
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def shared_memory_of(process: psutil.Process) -> list[str]:

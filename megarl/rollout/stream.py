@@ -23,7 +23,7 @@ from typing import Any
 
 from megarl.knobs import UserError
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
-from megarl.rollout.executor import LoopThread, WorkflowError, run_episode
+from megarl.rollout.executor import Attend, LoopThread, WorkflowError, run_episode
 from megarl.types import Episode, PackedBatch
 
 ShouldAccept = Callable[[PackedBatch], bool]
@@ -93,8 +93,10 @@ class RolloutStream:
 
     # -- the trainer's side -------------------------------------------------------------------------------------
 
-    def next_batch(self, timeout_s: float) -> list[Episode]:
+    def next_batch(self, timeout_s: float, attend: Attend[list[Episode]] | None = None) -> list[Episode]:
         """The next batch's episodes in the order of their prompts, those rejected since the last one at the end.
+
+        `attend` may watch over the wait and end it with an error of its own; what is under way goes on.
 
         Raises:
             WorkflowError: many episodes in a row failed, each with its cause.
@@ -102,7 +104,8 @@ class RolloutStream:
             TimeoutError: the batch was not complete after `timeout_s`.
         """
         what = f"a batch of {self.batch_size} prompts under {type(self.workflow).__name__}"
-        return self._thread.run(self._next_batch(), timeout_s, what)
+        work = self._next_batch()
+        return self._thread.run(attend(work) if attend is not None else work, timeout_s, what)
 
     def set_version(self, version: int) -> None:
         """The trainer took a step: as many prompts more may be under way as a batch has."""

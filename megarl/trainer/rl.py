@@ -85,9 +85,9 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
     with Rollouts(config, folder, inputs, algorithm) as rollouts:
         models = Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
-            rollouts.connect(run.done)
+            rollouts.connect(models.actor, run.done)
             if run.done:
-                rollouts.push(models.actor, run.done)  # the servers loaded the checkpoint that the run began with
+                rollouts.push(run.done)  # the servers loaded the checkpoint that the run began with
             loop(run, rollouts, models)
             run.finish()
         models.destroy()
@@ -110,7 +110,7 @@ def loop(run: Run, rollouts: Rollouts, models: Models) -> None:
         with stage("update"):
             stats = models.update(batch)
         with stage("weights"):
-            rollouts.push(models.actor, version=step)
+            rollouts.push(version=step)
         with stats_tracker.scope("train"):
             stats_tracker.scalar(**stats, **mismatch, tokens=batch.total_tokens)
         if found := rollouts.evaluate(step):

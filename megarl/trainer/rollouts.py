@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from megarl.actor.families import local_folder
 from megarl.algorithms import Algorithm
@@ -16,7 +17,7 @@ from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_batch, broadcast_json
-from megarl.reshard.session import WeightSession, WeightSyncError
+from megarl.reshard.session import SyncReport, WeightSession, WeightSyncError
 from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.reshard.verify import check_first_logprobs
 from megarl.rewards import reward_fn_of
@@ -25,12 +26,17 @@ from megarl.rewards.pool import RewardPool
 from megarl.rollout.api import GenerationError
 from megarl.rollout.evaluate import Evaluator
 from megarl.rollout.executor import WorkflowError
-from megarl.rollout.sglang_client import RemoteSGLangEngine
+from megarl.rollout.external import ExternalServers
+from megarl.rollout.routing import WeightsWanted
+from megarl.rollout.sglang_client import KEY_VARIABLE, RemoteSGLangEngine, addresses_in_environment
 from megarl.rollout.sglang_server import SGLangServers
+from megarl.rollout.supervisor import Supervisor
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.trainer.read import Inputs
 from megarl.types import Episode, PackedBatch
+
+T = TypeVar("T")
 
 WORKFLOWS: dict[str, Any] = {"rlvr": RLVRWorkflow, "remax": ReMaxRLVRWorkflow}  # by `Algorithm.workflow`
 
@@ -53,7 +59,11 @@ class Rollouts:
             functions = [reward_fn_of(name) for name in config.rewards.functions]
             self._rewards = self._open.enter_context(RewardPool(functions, config.rewards))
             model = local_folder(config.actor.path)
-            self._servers = SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
+            self._servers: SGLangServers | ExternalServers = (
+                ExternalServers(addresses, os.environ.get(KEY_VARIABLE, ""), WEIGHT_LOADER)
+                if (addresses := addresses_in_environment())
+                else SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
+            )
             self._open.callback(self._servers.stop)
             try:
                 self._servers.start()
@@ -65,16 +75,26 @@ class Rollouts:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def connect(self, version: int) -> None:
-        """Waits for the servers and connects the client and the weight session. A collective."""
+    def connect(self, actor: Any, version: int) -> None:
+        """Waits for the servers and connects the client and the session that brings them the actor's weights.
+
+        A collective. The servers hold the checkpoint that the run began with, `version` 0.
+        """
+        self._actor = actor
         addresses: list[str] = []
         key = ""
         if self.chief:
             self._servers.wait_ready()
+            server = self.config.server
+            self._supervisor = Supervisor(self._servers.servers, server.heartbeat_s, server.max_restarts)
             addresses, key = self._servers.addresses, self._servers.api_key
             self._engine = RemoteSGLangEngine(self.config.rollout)
             self._engine.initialize(addresses, api_key=key)
             self._open.callback(self._engine.destroy)
+            self._engine.follow(self._supervisor)
+            self._supervisor.on_change = self._engine.refresh
+            self._supervisor.start()
+            self._open.callback(self._supervisor.close)
             self._engine.vocab_size = self.inputs.model.vocab_size
             self._engine.load_state_dict(self._saved)
             tokenizer, gconfig = self.inputs.tokenizer, self.config.gconfig
@@ -93,20 +113,22 @@ class Rollouts:
         self._ahead = max(0, self._weights.served_version() + 1 - max(version, 1))
         self.version = version + self._ahead  # that the servers serve
         self._unchecked: int | None = self.version
+        if version == 0:
+            self._weights.version = self.version  # what a restarted server is brought before the first push
         if self.chief:
             self._engine.set_version(version + self._ahead)
 
     def next_batch(self) -> PackedBatch:
         """The packed completions of the next prompts, the same on every rank."""
-        batch = None
-        if self.chief:
-            assert self.inputs.train is not None
-            with self._blaming_dead_servers():
-                batch = self._engine.prepare_batch(
-                    self.inputs.train, self._workflow, should_accept_fn=self.algorithm.should_accept
-                )
+
+        def sample() -> PackedBatch:
+            batch = self._engine.prepare_batch(
+                self.inputs.train, self._workflow, should_accept_fn=self.algorithm.should_accept
+            )
             self._account(self._engine.episodes)
-        return broadcast_batch(batch)
+            return batch
+
+        return broadcast_batch(self._served(sample))
 
     def _account(self, episodes: Sequence[Episode]) -> None:
         """One line a prompt in episodes.jsonl: what it gave, or why it is not trained on."""
@@ -130,14 +152,11 @@ class Rollouts:
         """Goes on where `state` was taken; before `connect`."""
         self._saved = state
 
-    def push(self, actor: Any, version: int) -> None:
+    def push(self, version: int) -> None:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
-        with self._blaming_dead_servers():
-            report = self._weights.push(actor, version + self._ahead)
-        self.version = self._unchecked = report.version
+        report = self._sync(lambda: self._weights.push(self._actor, version + self._ahead))
         if self.chief:
             self._engine.set_version(report.version)
-            self._engine.addresses = self._weights.healthy  # no requests to a server that was dropped
             with stats_tracker.scope("sync"):
                 stats_tracker.scalar(
                     verified=float(report.verified > 0),
@@ -146,6 +165,49 @@ class Rollouts:
                     delta_saving=1 - report.bytes / report.dense_bytes,
                     servers=len(report.servers),
                 )
+
+    def _sync(self, bring: Callable[[], SyncReport]) -> SyncReport:
+        """Has `bring` bring the weights to the servers that are there: restarted ones too, dead ones not. A collective.
+
+        With reshard.on_failure=drop_server it waits for a restarted server where none was left, and tries again.
+        """
+        while True:
+            if self.chief:
+                with self._blaming_dead_servers():
+                    admitted, left_out = self._supervisor.before_sync(self.config.server.ready_timeout_s)
+                for address in left_out:
+                    self._weights.remove(address)
+                for address in admitted:
+                    self._weights.admit(address)
+            try:
+                report = bring()
+            except WeightSyncError as error:
+                again = self.config.reshard.on_failure == "drop_server" and not error.rank.startswith("trainer")
+                if self.chief and again:
+                    self._supervisor.after_sync([])
+                    again = self._supervisor.outlook() != "none"
+                if broadcast_json(again):
+                    continue
+                with self._blaming_dead_servers():
+                    raise
+            if self.chief:
+                self._supervisor.after_sync(self._weights.healthy)  # no requests to a server that was dropped
+            self.version = self._unchecked = report.version
+            return report
+
+    def _served(self, ask: Callable[[], T]) -> T | None:
+        """What rank 0 gets of `ask`, others None; where no server has the weights, they are brought. A collective."""
+        while True:
+            found, wanted = None, False
+            if self.chief:
+                with self._blaming_dead_servers():
+                    try:
+                        found = ask()
+                    except WeightsWanted:
+                        wanted = True
+            if not broadcast_json(wanted):
+                return found
+            self._sync(lambda: self._weights.resync(self._actor))
 
     def check_logprobs(self, batch: PackedBatch) -> None:
         """Holds the first tokens sampled after a sync to the trainer's `prox_logp` of them: a last, independent proof.
@@ -164,12 +226,15 @@ class Rollouts:
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Held-out accuracy when it is due after `step`, else nothing. Rank 0 measures, the others wait for it."""
-        found: dict[str, Any] = {}
-        if self.chief and self._evaluator.is_due(step, self.config.total_train_steps):
-            with stats_tracker.record_timing("evaluate"), self._blaming_dead_servers():
+
+        def measure() -> dict[str, Any]:
+            if not self._evaluator.is_due(step, self.config.total_train_steps):
+                return {}
+            with stats_tracker.record_timing("evaluate"):
                 result = self._evaluator.evaluate(self._engine, step)
-            found = {"accuracy": result.accuracy, "problems": result.num_problems, "samples": result.num_samples}
-        reply: dict[str, Any] = broadcast_json(found)
+            return {"accuracy": result.accuracy, "problems": result.num_problems, "samples": result.num_samples}
+
+        reply: dict[str, Any] = broadcast_json(self._served(measure))
         return reply
 
     @contextlib.contextmanager
@@ -179,5 +244,5 @@ class Rollouts:
             yield
         except (WorkflowError, GenerationError, WeightSyncError, TimeoutError):
             if self.chief:
-                self._servers.check_alive()
+                self._supervisor.blame()
             raise

@@ -11,15 +11,10 @@ from fault_server import answer, tokens_of
 
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout.api import RolloutWorkflow
+from megarl.rollout.answers import parse_answer, sampling_params
+from megarl.rollout.api import GenerationError, RolloutWorkflow
 from megarl.rollout.executor import WorkflowError
-from megarl.rollout.sglang_client import (
-    GenerationError,
-    RemoteSGLangEngine,
-    RolloutConfig,
-    parse_answer,
-    sampling_params,
-)
+from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.transcript import pad_responses
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
@@ -128,8 +123,8 @@ def test_4xx_is_not_tried_again_and_its_body_is_in_the_error(start_server, conne
 def test_a_dropped_connection_is_tried_again_on_another_server(start_server, connect):
     bad, good = start_server(drops), start_server()
     engine = connect(bad, good)
-    for _ in range(3):
-        assert ask(engine, request(1))[0].output_tokens == [2, 3, 4]
+    for i in range(1, 4):
+        assert ask(engine, request(i))[0].output_tokens == [i + 1, i + 2, i + 3]
     assert len(bad.bodies) == len(good.bodies) == 3
 
 

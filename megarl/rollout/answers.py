@@ -1,0 +1,89 @@
+"""What SGLang's `/generate` is asked, and its answers as tokens with log-probs and weight versions."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.rollout.api import GenerationError
+from megarl.types import GenerationHyperparameters
+
+EXCERPT = 500
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one answer adds to a completion: per token its id, log-prob and weight version, and why it ended."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    stop_reason: str
+
+
+def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[str, Any]:
+    """SGLang's `sampling_params` of a completion that has `done` tokens already."""
+    params: dict[str, Any] = {
+        "max_new_tokens": gconfig.max_new_tokens - done,
+        "min_new_tokens": max(gconfig.min_new_tokens - done, 0),
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": gconfig.top_k,
+    }
+    if gconfig.stop:
+        params["stop"] = list(gconfig.stop)
+    if gconfig.stop_token_ids:
+        params["stop_token_ids"] = list(gconfig.stop_token_ids)
+    return params
+
+
+def parse_answer(body: bytes, count: int, address: str) -> list[Piece]:
+    """The `count` pieces in the body of a 200 answer of `/generate`. Raises GenerationError on anything unexpected."""
+    try:
+        answers = json.loads(body)
+        if len(answers) != count:
+            raise ValueError(f"{len(answers)} completions instead of {count}")
+        return [_parse_piece(answer["output_ids"], answer["meta_info"]) for answer in answers]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise GenerationError(f"{address} gave a malformed answer ({named(error)}): {excerpt(body)}") from error
+
+
+def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> Piece:
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {reason!r}")
+    if not output_ids and reason == "abort":
+        return Piece([], [], [], reason)
+    scored = meta["output_token_logprobs"]
+    if [entry[1] for entry in scored] != output_ids:
+        raise ValueError(f"output_token_logprobs of {len(scored)} tokens do not belong to {len(output_ids)} output_ids")
+    logprobs = [float(entry[0]) for entry in scored]
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a log-prob that is not finite")
+    versions: list[int] = []
+    for span in meta["weight_versions"]:
+        if span["start"] != len(versions):
+            raise ValueError(f"weight_versions has a gap at token {len(versions)}")
+        versions += [version_of(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != len(output_ids):
+        raise ValueError(f"weight_versions cover {len(versions)} of {len(output_ids)} tokens")
+    return Piece(output_ids, logprobs, versions, reason)
+
+
+def version_of(label: Any) -> int:
+    """The number that a server labels its weights with. Raises ValueError where it is none."""
+    if not isinstance(label, str) or not label.isdecimal():
+        raise ValueError(f"weight version {label!r} is not a number")
+    return int(label)
+
+
+def named(error: BaseException) -> str:
+    """An error's kind and what it says."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def excerpt(body: bytes) -> str:
+    """The beginning of an answer, for messages."""
+    return body[:EXCERPT].decode(errors="replace")

@@ -1,0 +1,171 @@
+"""Which server a request goes to, and what becomes of it when that server is taken out of service."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import web
+from fault_server import tokens_of
+from test_sglang_client import Asks, ask, hangs, request
+
+from megarl.rollout.api import GenerationError
+from megarl.rollout.executor import WorkflowError
+from megarl.rollout.routing import MOST_UNEVEN, Router, WeightsWanted
+
+PROMPT = list(range(100, 140))
+
+
+class Fleet:
+    """Servers that the test takes out of service and puts back."""
+
+    def __init__(self, *addresses: str, outlook: str = "none") -> None:
+        self.addresses, self.outlook_ = list(addresses), outlook
+
+    def serving(self) -> list[str]:
+        return list(self.addresses)
+
+    def outlook(self) -> str:
+        return self.outlook_
+
+
+def routed(most: int = 1024) -> Router:
+    router = Router(most)
+    router.set(["a", "b"])
+    return router
+
+
+def on_a_loop(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))
+
+
+def test_a_group_and_later_turns_go_to_the_server_that_has_read_their_beginning() -> None:
+    async def check() -> None:
+        router = routed()
+        async with router.place(PROMPT, 1, (), 1) as first:
+            pass
+        router.answered([*PROMPT, 7, 8, 9], first)
+        for _ in range(6):  # whoever is least asked by now
+            async with router.place([5], 1, (first,), 1) as other:
+                assert other != first
+        async with router.place(PROMPT, 4, (), 1) as again:
+            assert again == first
+        async with router.place([*PROMPT, 7, 8, 9, *range(20)], 1, (), 1) as later:
+            assert later == first
+        other = "b" if first == "a" else "a"
+        async with router.place([*PROMPT, *range(500, 800)], 1, (), 1):  # a beginning of less than half: no reason
+            pass
+        async with router.place(PROMPT, MOST_UNEVEN + 1, (), 1) as loaded, router.place(PROMPT, 1, (), 1) as spared:
+            assert (loaded, spared) == (first, other)
+
+    on_a_loop(check())
+
+
+def test_requests_wait_while_every_server_has_as_many_as_it_may() -> None:
+    async def check() -> None:
+        router = routed(most=2)
+        async with router.place([1], 2, (), 1), router.place([2], 2, (), 1):
+            with pytest.raises(GenerationError, match=r"no server had room for a request within 0\.2 s"):
+                async with router.place([3], 1, (), 0.2):
+                    raise AssertionError("there was no room")
+            waiting = asyncio.ensure_future(router.place([3], 2, (), 10).__aenter__())
+            await asyncio.sleep(0.15)
+            assert not waiting.done()
+        assert await waiting in ("a", "b")
+        async with router.place([4], 9, (), 1):  # a group larger than the bound goes to an idle server
+            pass
+
+    on_a_loop(check())
+
+
+def test_a_request_at_a_server_that_is_taken_out_is_asked_of_another(start_server, connect) -> None:
+    stuck, sound = start_server(hangs), start_server()
+    engine = connect(stuck, sound)
+    fleet = Fleet(stuck.address, sound.address)
+    engine.follow(fleet)
+
+    def take_out() -> None:
+        while not stuck.bodies:
+            time.sleep(0.01)
+        fleet.addresses.remove(stuck.address)
+        engine.refresh()
+
+    thread = threading.Thread(target=take_out)
+    thread.start()
+    (response,) = ask(engine, request(1))
+    thread.join(10)
+    assert response.output_tokens == [2, 3, 4]
+    assert (len(stuck.bodies), len(sound.bodies)) == (1, 1)
+    assert engine.addresses == [sound.address]
+
+
+def test_with_no_server_left_and_none_to_come_the_error_says_so_at_once(start_server, connect) -> None:
+    engine = connect(start_server())
+    engine.follow(Fleet(outlook="none"))
+    with pytest.raises(WorkflowError, match="no rollout server is left to ask") as caught:
+        ask(engine, request(1))
+    assert isinstance(caught.value.__cause__, GenerationError)
+    assert caught.value.__cause__.fatal
+
+
+def test_requests_wait_for_a_server_that_starts(start_server, connect) -> None:
+    server = start_server()
+    engine = connect(server)
+    fleet = Fleet(outlook="starting")
+    engine.follow(fleet)
+
+    def start() -> None:
+        time.sleep(0.3)
+        fleet.addresses.append(server.address)
+        engine.refresh()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert ask(engine, request(1))[0].output_tokens == [2, 3, 4]
+    thread.join(10)
+
+
+def test_where_only_a_server_without_weights_is_left_the_trainer_is_told_and_episodes_wait(
+    start_server, connect
+) -> None:
+    server = start_server()
+    engine = connect(server)
+    fleet = Fleet(outlook="ready")
+    engine.follow(fleet)
+    with pytest.raises(WeightsWanted):
+        ask(engine, request(1))
+
+    class Loader:
+        batch_size = 1
+
+        def __iter__(self) -> Any:
+            return iter([[{"row": 0}], [{"row": 1}]])
+
+    loader, workflow = Loader(), Asks(request(5))
+    with pytest.raises(WeightsWanted):
+        engine.prepare_batch(loader, workflow)
+    fleet.addresses.append(server.address)  # the trainer has brought the weights
+    engine.refresh()
+    engine.prepare_batch(loader, workflow)
+    assert [episode.prompt_id for episode in engine.episodes] == ["0"]
+    assert len(server.bodies) == 1
+
+
+def test_back_pressure_holds_for_each_server_of_an_engine(start_server, connect) -> None:
+    under_way: list[int] = [0]
+    most: list[int] = [0]
+
+    async def slow(body: Any, request: web.Request) -> web.StreamResponse:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        await asyncio.sleep(0.05)
+        under_way[0] -= 1
+        return web.json_response(tokens_of(body))
+
+    engine = connect(start_server(slow), max_per_server=2)
+    assert len(ask(engine, *(request(i) for i in range(7)))) == 7
+    assert most[0] == 2
