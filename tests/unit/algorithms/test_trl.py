@@ -144,4 +144,4 @@ def test_the_figures_are_of_clipped_and_unclipped_tokens() -> None:
     """A gradient of 0 at some tokens and not at others: both branches of the clip were compared."""
     for name in ("grpo", "dapo", "gspo"):
         zero = torch.tensor(FIGURES["losses"][name]["gradient"]) == 0
-        assert zero.any() and not zero.all(), name
+        assert 0 < zero.sum() < len(zero), name

@@ -1,0 +1,93 @@
+"""Runs on every rank of a world: the loss and the gradient norm of every method under each layout, on one batch.
+
+Arguments: the work folder, where the batch lies and the figures go, and the layouts as JSON {"name": {parallel knobs}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.critic import MegatronScalarEngine
+from megarl.actor.engine import MegatronEngine
+from megarl.actor.lm import lm_loss, trained_tokens
+from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
+from megarl.parallel import groups
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"aggregate_tokens": 40},
+    "gspo": {"clip_low": 0.03, "clip_high": 0.04},  # so that some of the sequences are clipped
+}
+RL_KNOBS = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3", "entropy_coef": 0.01}
+
+
+def method_config(name: str) -> Any:
+    """The method's knobs; RL methods have a KL to the reference and an entropy bonus in their loss."""
+    kind, _ = ALGORITHMS[name]
+    return kind(**{**(RL_KNOBS if issubclass(kind, RLConfig) else {}), **KNOBS.get(name, {})})  # type: ignore[call-arg]
+
+
+def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
+    """Loss and gradient norm by method. Learning rate and moments leave the weights all but where they are, so the
+    methods follow one another on one engine."""
+    stored = load_file(folder / "batch.safetensors")
+    cu_seqlens = stored.pop("cu_seqlens")
+    sizes = cu_seqlens.numel() - 1
+    tokens = {key: value for key, value in stored.items() if value.shape[0] != sizes}
+    batch = PackedBatch(cu_seqlens, tokens, {key: value for key, value in stored.items() if key not in tokens})
+    config = EngineConfig(
+        path=str(folder / "model"),
+        max_tokens_per_mb=150,
+        value_head_std=0.5,
+        optimizer=OptimizerConfig(lr=1e-30, clip_grad=0.0),
+    )
+    policy, scalar = MegatronEngine(config, parallel), MegatronScalarEngine(config, parallel)
+    for engine in (policy, scalar):
+        engine.initialize()
+        engine.train()
+    figures = {}
+
+    def step(name: str, engine: MegatronEngine, loss: Any, weight: Any, sees: Any) -> None:
+        stats = engine.train_batch(batch, loss, weight, sees=sees)
+        figures[name] = [stats["loss"], stats["grad_norm"]]
+
+    # Near the policy, so that some tokens are clipped and others are not.
+    present = policy.eval().logprobs(batch, trained_only=True)
+    for key in ("prox_logp", "ref_logp", "rollout_logprobs"):
+        batch[key] = (present + batch[f"{key}_noise"]) * batch["loss_mask"]
+    policy.train()
+    step("sft", policy, lm_loss, trained_tokens, "logprobs")
+    for name in ALGORITHMS:
+        algorithm = algorithm_of(method_config(name))
+        if name == "reward_model":
+            step(name, scalar, algorithm.loss, algorithm.loss_weight, "values")
+            continue
+        if hasattr(algorithm, "advantages"):
+            batch["advantages"] = algorithm.advantages(batch)
+        step(name, policy, algorithm.loss, algorithm.loss_weight, "logprobs")
+        if name == "ppo":
+            step("ppo's critic", scalar, algorithm.value_loss, algorithm.value_loss_weight, "values")
+    return figures
+
+
+def main(work: Path, layouts: dict[str, dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    for name, knobs in layouts.items():
+        figures = measure(work, ParallelConfig(**knobs))
+        if dist.get_rank() == 0:
+            (work / f"{name}.json").write_text(json.dumps(figures))
+        groups.leave_layout()
+    groups.destroy()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
