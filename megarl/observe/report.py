@@ -18,7 +18,7 @@ INK, FAINT, ACCURACY_COLOR, TREND_COLOR = "#1f2933", "#9aa5b1", "#1769aa", "#2e7
 
 
 def draw_curve(source: Path | Sequence[Mapping[str, float]], path: Path, title: str = "") -> None:
-    """Draws what there is of held-out accuracy and margin, training reward and loss over steps into a PNG, side by side.
+    """Draws what there is of held-out accuracy and margin, training reward and loss over steps into a PNG.
 
     `source` is a `metrics.jsonl` or its rows. The loss is drawn only where there is no reward: in RL it says little.
     Raises UserError when it holds none of them.

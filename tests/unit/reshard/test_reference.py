@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from megarl.knobs import UserError
+from megarl.reshard.config import ReshardConfig
 from megarl.reshard.layout import Box
 from megarl.reshard.reference import ABANDONED, DeliveryError, FullSender, header_key, receive_full
-from megarl.reshard.config import ReshardConfig
 from megarl.reshard.store import Deadline, join_store, open_store, read, write
 from megarl.reshard.transports.gloo import GlooTransport
 from megarl.reshard.verify import VerificationError, check_digests, check_names, digest
