@@ -26,8 +26,8 @@ FAILURES = (RuntimeError, OSError, ValueError)  # of which TimeoutError, http an
 class WeightSyncError(RuntimeError):
     """A sync failed. Servers that took part stay paused until a sync succeeds, or until they are restarted.
 
-    `server` is the address at fault, `rank` its rank or the trainer's, `tensor` the first checkpoint tensor, each ""
-    where unknown; `phase` is where the sync stood.
+    `server` is the address at fault, "" where no server is: trying again then fails again. `rank` is its rank or the
+    trainer's, `tensor` the first checkpoint tensor, each "" where unknown; `phase` is where the sync stood.
     """
 
     def __init__(self, message: str, *, server: str = "", rank: str = "", phase: str = "", tensor: str = ""):
@@ -113,7 +113,9 @@ class Coordinator:
         if self.config.on_failure == "drop_server":
             self.active = [link for link in self.active if not link.dirty or self._answers(link)]
             if not self.active:
-                raise self.failure(None, ServerControlError("no server is left that answers"))
+                failure = self.failure(None, ServerControlError("no server is left that answers"))
+                failure.server = ", ".join(link.address for link in self.links)
+                raise failure
         new = [link for link in self.active if not link.checked]
 
         def check(link: ServerLink) -> None:

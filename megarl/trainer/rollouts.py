@@ -182,7 +182,7 @@ class Rollouts:
             try:
                 report = bring()
             except WeightSyncError as error:
-                again = self.config.reshard.on_failure == "drop_server" and not error.rank.startswith("trainer")
+                again = self.config.reshard.on_failure == "drop_server" and error.server != ""
                 if self.chief and again:
                     self._supervisor.after_sync([])
                     again = self._supervisor.outlook() != "none"
