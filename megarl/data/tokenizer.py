@@ -1,10 +1,11 @@
 """The tokenizer of the bundled tiny model, made from the bundled task, and the check that a tokenizer fits a model."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.data.arithmetic import generate
 from megarl.knobs import UserError
@@ -61,6 +62,17 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 def write_tokenizer(folder: Path) -> None:
     """Writes the bundled tokenizer as a Hugging Face tokenizer folder."""
     train_tokenizer().save_pretrained(folder)
+
+
+def load_hf_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint folder or hub name, for workflows of one's own.
+
+    Its `apply_chat_template(..., tokenize=True)` gives a plain list of ids, which `decode` reads; transformers 5 gives
+    a mapping unless told `return_dict=False`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    return tokenizer
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, path: str) -> None:
