@@ -1,0 +1,107 @@
+"""Every RL method on one real server: some steps of its recipe, from the bundled weights each time.
+
+The server is started once. Each method begins by pushing the start weights, and goes through the trainer's own pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import cli
+from megarl.actor.policy import rollout_mismatch
+from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
+from megarl.observe.run_folder import new_run
+from megarl.reshard.sglang import WEIGHT_LOADER
+from megarl.rollout.sglang_server import SGLangServers
+from megarl.trainer import rl, rollouts
+from megarl.trainer.read import read_inputs
+
+NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
+EXPERIMENTS = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo"}
+STEPS = 3
+RISES = ("grpo", "rloo")  # these go on for longer, until the reward is seen to rise
+LONGER = 12
+
+
+@pytest.fixture(scope="module")
+def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServers]:
+    """A ready server of the bundled model."""
+    config = cli.load(["+experiment=gsm8k_grpo"])
+    folder = tmp_path_factory.mktemp("server")
+    servers = SGLangServers(config.server, Path(config.actor.path), folder, WEIGHT_LOADER, config.sglang)
+    servers.start()
+    try:
+        servers.wait_ready()
+        yield servers
+    finally:
+        servers.stop()
+
+
+@pytest.fixture
+def lent(one_server: SGLangServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Rollouts` finds the server started, and leaves it so."""
+    monkeypatch.setattr(rollouts, "SGLangServers", lambda *_: one_server)
+    monkeypatch.setattr(one_server, "start", lambda: None)
+    monkeypatch.setattr(one_server, "stop", lambda: None)
+
+
+def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """The figures of every step, and the change of the weights."""
+    experiment = EXPERIMENTS.get(name, "gsm8k_grpo")
+    config = cli.load([f"+experiment={experiment}", f"algorithm={name}", f"run_root={root}", *overrides])
+    algorithm = algorithm_of(config.algorithm)
+    folder, inputs = new_run(config.run_root, name), read_inputs(config, 0)
+    found = []
+    with rollouts.Rollouts(config, folder, inputs, algorithm) as sampled:
+        models = rl.Models.build(config, algorithm)
+        before = {key: value.clone() for key, value in models.actor.named_weights()}
+        sampled.connect(0)
+        sampled.push(models.actor, version=1)
+        for step in range(2, steps + 2):
+            batch = sampled.next_batch()
+            models.score(batch)
+            sampled.check_logprobs(batch)
+            models.actor.compute_advantages(batch)
+            stats = models.update(batch)
+            sampled.push(models.actor, version=step)
+            found.append({**stats, **rollout_mismatch(batch), "reward": float(batch["rewards"].mean())})
+        moved = {key: float((value - before[key]).abs().max()) for key, value in models.actor.named_weights()}
+        models.destroy()
+    return found, moved
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("lent")
+def test_a_method_trains_on_its_own_completions(name: str, tmp_path: Path) -> None:
+    steps = LONGER if name in RISES else STEPS
+    found, moved = steps_of(name, steps, tmp_path, f"total_train_steps={steps}", "train_dataset.batch_size=16")
+    for figures in found:
+        assert all(math.isfinite(value) for value in figures.values())
+        assert figures["skipped_steps"] == 0
+        assert figures["logprob_diff_max"] < 1e-3
+    assert any(figures["grad_norm"] > 0 for figures in found)
+    assert max(moved.values()) > 1e-5
+    if name in RISES:
+        rewards = [figures["reward"] for figures in found]
+        third = len(rewards) // 3
+        assert sum(rewards[-third:]) > sum(rewards[:third]), rewards
+    if name == "ppo":
+        assert found[-1]["critic_loss"] < found[0]["critic_loss"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("lent")
+def test_a_reference_in_the_loss_reports_its_kl(tmp_path: Path) -> None:
+    """The policy starts where the reference is, and leaves it."""
+    found, _ = steps_of(
+        "grpo", 2, tmp_path, "total_train_steps=2", "train_dataset.batch_size=8", "algorithm.kl_coef=0.1",
+        "algorithm.n_minibatches=1",
+    )  # fmt: skip
+    assert found[0]["ref_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert found[1]["ref_kl"] > 1e-7
