@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -136,28 +137,30 @@ def cases(checkpoints: Callable[..., Path]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def world(
-    request: pytest.FixtureRequest, cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The folder in which a world of `request.param` ranks left the results of all its layouts."""
-    work = tmp_path_factory.mktemp(f"world{request.param}")
-    layouts = LAYOUTS[request.param]
+def world(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """`world(ranks)`: the folder where that many ranks left the results of all their layouts; each runs once."""
+    return functools.cache(lambda ranks: run_world(ranks, cases, tmp_path_factory))
+
+
+def run_world(ranks: int, cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp(f"world{ranks}")
+    layouts = LAYOUTS[ranks]
     for name in {name for layout in layouts for name in RUNS[layout]}:
         (work / name).mkdir()
         (work / name / "model").symlink_to(cases[name]["folder"])
         save_file(cases[name]["batch"], work / name / "batch.safetensors")
     logs = tmp_path_factory.mktemp("logs")
     arguments = [str(work), json.dumps(layouts), json.dumps({layout: RUNS[layout] for layout in layouts})]
-    code = run_ranks("tests.distributed.layout_worker", arguments, request.param, logs)
+    code = run_ranks("tests.distributed.layout_worker", arguments, ranks, logs)
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in logs.iterdir())
     return work
 
 
-@pytest.mark.parametrize(("world", "layout", "name"), CASES, indirect=["world"])
+@pytest.mark.parametrize(("ranks", "layout", "name"), CASES)
 def test_the_actor_agrees_with_transformers(
-    world: Path, layout: str, name: str, cases: dict[str, dict[str, Any]]
+    ranks: int, layout: str, name: str, cases: dict[str, dict[str, Any]], world: Callable[[int], Path]
 ) -> None:
-    case, folder, tied = cases[name], world / name / layout, MODELS[name]["tied"]
+    case, folder, tied = cases[name], world(ranks) / name / layout, MODELS[name]["tied"]
     out = load_file(folder / "out.safetensors")
     torch.testing.assert_close(out["logprobs"], case["logprobs"], atol=1e-5, rtol=0)
     torch.testing.assert_close(out["one_by_one"], out["logprobs"], atol=1e-5, rtol=0)
