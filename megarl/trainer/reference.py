@@ -23,7 +23,6 @@ from torch import Tensor
 from megarl.actor.config import EngineConfig
 from megarl.actor.families import local_folder
 from megarl.data.arithmetic import cache_folder
-from megarl.data.prepare import Mixture, content_hash
 from megarl.knobs import UserError, knob
 from megarl.parallel.broadcast import gather_json
 from megarl.types import PackedBatch
@@ -81,6 +80,8 @@ def stored(
         pack: its rows as a batch.
         build: gives the start policy; called only where there is no file.
     """
+    from megarl.data.prepare import Mixture  # with `datasets`; the configuration imports this module and must be quick
+
     parts = rows.parts if isinstance(rows, Mixture) else [rows]
     path = cache_folder("prepared") / f"{_identity(config, parts)}.reference.safetensors"
     if not all(gather_json(path.is_file())):  # a rank alone could not compute: it is a collective
@@ -142,6 +143,8 @@ class _Stored:
 
 def _identity(config: EngineConfig, parts: Sequence[Any]) -> str:
     """A hash of all that the log-probs come from: the rows, the weights' files, how the model is run."""
+    from megarl.data.prepare import content_hash
+
     folder = local_folder(config.path)
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])
     model = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

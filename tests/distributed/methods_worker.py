@@ -33,7 +33,7 @@ RL_KNOBS = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3", "entropy_coef
 def method_config(name: str) -> Any:
     """The method's knobs; RL methods have a KL to the reference and an entropy bonus in their loss."""
     kind, _ = ALGORITHMS[name]
-    return kind(**{**(RL_KNOBS if issubclass(kind, RLConfig) else {}), **KNOBS.get(name, {})})  # type: ignore[call-arg]
+    return kind(**{**(RL_KNOBS if issubclass(kind, RLConfig) else {}), **KNOBS.get(name, {})})
 
 
 def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:

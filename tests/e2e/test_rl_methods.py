@@ -60,16 +60,17 @@ def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[d
     with rollouts.Rollouts(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         before = {key: value.clone() for key, value in models.actor.named_weights()}
-        sampled.connect(0)
-        sampled.push(models.actor, version=1)
+        sampled.connect(models.actor, 0)
+        sampled.push(version=1)
         for step in range(2, steps + 2):
             batch = sampled.next_batch()
             models.score(batch)
             sampled.check_logprobs(batch)
             models.actor.compute_advantages(batch)
             stats = models.update(batch)
-            sampled.push(models.actor, version=step)
-            found.append({**stats, **rollout_mismatch(batch), "reward": float(batch["rewards"].mean())})
+            mismatch = rollout_mismatch(batch, sampled.version)
+            sampled.push(version=step)
+            found.append({**stats, **mismatch, "reward": float(batch["rewards"].mean())})
         moved = {key: float((value - before[key]).abs().max()) for key, value in models.actor.named_weights()}
         models.destroy()
     return found, moved
