@@ -147,7 +147,8 @@ class RemoteSGLangEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         self._version = version
         if self._stream is not None:
-            self._stream.set_version(version)
+            with stats_tracker.scope("rollout"):  # of the episodes that it starts
+                self._stream.set_version(version)
 
     def get_version(self) -> int:
         return self._version

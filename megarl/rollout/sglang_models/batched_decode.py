@@ -3,11 +3,14 @@
 SGLang imports every module of this package in its scheduler; the backend keeps its name.
 """
 
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+log = logging.getLogger(__name__)
 
 GATHERED_TOKENS = 65536  # keys and values gathered at once: bounds the memory of a decode step
 
@@ -70,4 +73,5 @@ def _attend(
 @register_attention_backend("torch_native")  # in place of SGLang's own
 def create(runner: Any) -> BatchedDecodeBackend:
     """The backend of a model runner."""
+    log.info("attention over a batch of sequences at once in decode steps")
     return BatchedDecodeBackend(runner)

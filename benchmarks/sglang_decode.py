@@ -1,0 +1,78 @@
+"""Tokens a second of SGLang's decode on CPU: batched attention against its own loop over sequences, side by side.
+
+`python benchmarks/sglang_decode.py`: two servers of the same 4.5M-parameter model, asked in turn for 64 completions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import torch
+from timing import machine, side_by_side, with_warm_allocator
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from megarl.data.tokenizer import write_tokenizer
+from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
+
+BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
+LOOP = {"SGLANG_DISABLED_MODEL_ARCHS": "batched_decode"}  # SGLang then skips the module that replaces its loop
+
+
+def write_model(folder: Path) -> None:
+    """A random Qwen3 of 4.5M parameters with the bundled tokenizer."""
+    config = Qwen3Config(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+        intermediate_size=704, vocab_size=360, tie_word_embeddings=True, max_position_embeddings=512, eos_token_id=0,
+        bos_token_id=None, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def start(name: str, root: Path, environment: dict[str, str]) -> SGLangServers:
+    (root / name).mkdir()
+    config = SGLangServerConfig(device="cpu", max_total_tokens=16384)
+    servers = SGLangServers(config, root / "model", root / name)
+    os.environ.update(environment)
+    servers.start()
+    for variable in environment:
+        del os.environ[variable]
+    return servers
+
+
+def generate(servers: SGLangServers) -> None:
+    prompts = [[5 + (7 * i + j) % 340 for j in range(PROMPT_TOKENS)] for i in range(BATCH)]
+    sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {servers.api_key}"}
+    request = urllib.request.Request(f"http://{servers.addresses[0]}/generate", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        answer.read()
+
+
+def main() -> None:
+    with_warm_allocator()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_model(root / "model")
+        loop, batched = start("loop", root, LOOP), start("batched", root, {})
+        try:
+            loop.wait_ready()
+            batched.wait_ready()
+            seconds = side_by_side({"loop": lambda: generate(loop), "batched": lambda: generate(batched)}, rounds=5)
+        finally:
+            loop.stop()
+            batched.stop()
+    print(f"{machine('cpu')}; {BATCH} completions of {NEW_TOKENS} tokens, medians of 5 rounds in turn")
+    for name, value in seconds.items():
+        print(f"  {name:8s} {value:6.2f} s  {BATCH * NEW_TOKENS / value:7.0f} tokens/s")
+    print(f"  batched / loop: {seconds['loop'] / seconds['batched']:.2f} x tokens/s (goal 1.3)")
+
+
+if __name__ == "__main__":
+    main()

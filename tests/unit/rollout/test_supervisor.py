@@ -1,0 +1,123 @@
+"""How a server's standing changes, with servers whose faults the test sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megarl.rollout import supervisor as module
+from megarl.rollout.sglang_server import ServerError
+from megarl.rollout.supervisor import Supervisor
+
+
+class Scripted:
+    """A server that answers, is silent or is dead as the test says."""
+
+    def __init__(self, address: str, owned: bool = True) -> None:
+        self.address, self.owned, self.late = address, owned, True
+        self.healthy, self.dead, self.starts = True, False, 0
+
+    def answers(self, timeout_s: float) -> bool:
+        return self.healthy
+
+    def fault(self) -> ServerError | None:
+        return self.error("is dead") if self.dead else None
+
+    def error(self, what: str) -> ServerError:
+        return ServerError(f"{self.address} {what}")
+
+    def restart(self) -> None:
+        self.starts += 1
+        self.healthy, self.dead = True, False
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
+    monkeypatch.setattr(module, "TICK_S", 0.01)
+    made: list[Supervisor] = []
+
+    def start(*servers: Scripted, restarts: int = 2, heartbeat_s: float = 0.05) -> Supervisor:
+        made.append(Supervisor(servers, heartbeat_s, restarts))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for supervisor in made:
+        supervisor.close()
+
+
+def test_a_dead_server_is_started_again_and_serves_once_a_sync_has_brought_it_the_weights(watch) -> None:
+    one, other = Scripted("one"), Scripted("other")
+    supervisor = watch(one, other)
+    changes: list[list[str]] = []
+    supervisor.on_change = lambda: changes.append(supervisor.serving())
+    one.dead = True
+    until(lambda: one.starts == 1)
+    assert supervisor.serving() == ["other"] == changes[0]
+    until(lambda: supervisor.before_sync(1) == (["one"], []))
+    supervisor.after_sync(["one", "other"])
+    assert supervisor.serving() == ["one", "other"] == changes[-1]
+
+
+def test_a_server_that_dies_during_a_sync_does_not_serve_after_it(watch) -> None:
+    one, other = Scripted("one"), Scripted("other")
+    supervisor = watch(one, other)
+    supervisor.before_sync(1)
+    one.dead = True
+    until(lambda: one.starts == 1)
+    supervisor.after_sync(["one", "other"])  # it was proven before it died
+    assert supervisor.serving() == ["other"]
+
+
+def test_a_server_that_fails_a_sync_is_started_again_though_it_answers(watch) -> None:
+    one, other = Scripted("one"), Scripted("other")
+    supervisor = watch(one, other)
+    supervisor.after_sync(["other"])
+    assert supervisor.serving() == ["other"]
+    until(lambda: one.starts == 1)
+
+
+def test_a_server_that_misses_one_look_waits_for_weights_and_one_that_misses_two_is_started_again(watch) -> None:
+    one = Scripted("one")
+    supervisor = watch(one, heartbeat_s=0.3)
+    one.healthy = False
+    until(lambda: supervisor.serving() == [])
+    until(lambda: one.starts == 1)
+    until(lambda: supervisor.outlook() == "ready")
+    assert one.starts == 1
+
+
+def test_after_the_last_restart_there_is_no_hope_and_the_cause_is_raised(watch) -> None:
+    one = Scripted("one")
+    supervisor = watch(one, restarts=1)
+    for _ in range(2):
+        one.dead = True
+        until(lambda: not one.dead or supervisor.outlook() == "none")
+    until(lambda: supervisor.outlook() == "none")
+    assert one.starts == 1
+    with pytest.raises(ServerError, match="one is dead"):
+        supervisor.before_sync(1)
+
+
+def test_a_server_of_somebody_elses_is_not_waited_for_and_not_started_but_may_come_back(watch) -> None:
+    one = Scripted("one", owned=False)
+    supervisor = watch(one)
+    one.healthy = False
+    until(lambda: supervisor.outlook() == "none")
+    with pytest.raises(ServerError, match="one does not answer"):
+        supervisor.before_sync(1)
+    one.healthy = True
+    until(lambda: supervisor.outlook() == "ready")
+    assert supervisor.before_sync(1) == (["one"], [])
+    supervisor.after_sync(["one"])
+    assert supervisor.serving() == ["one"]
+    assert one.starts == 0
