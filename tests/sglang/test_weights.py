@@ -22,7 +22,6 @@ from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.sglang_server import SGLangServers
 from megarl.types import WeightUpdateMeta
 
-EMBEDDING = "model.embed_tokens.weight"
 PHASES = ["check", "pause", "begin", "connect", "plan", "transfer", "apply", "end", "verify", "flush", "version"]
 
 
@@ -124,7 +123,7 @@ def test_sglangs_own_checksums_agree_with_what_was_pushed(mended: Served) -> Non
 
 
 def expected_checksums(weights: dict[str, Tensor], rank: int, size: int) -> dict[str, str]:
-    """SGLang's checksum of each parameter of a tied Qwen3, worked out from the checkpoint alone."""
+    """SGLang's checksum of each parameter of a Qwen3, worked out from the checkpoint alone. Experts come stacked."""
     merged = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     found = {}
@@ -137,7 +136,7 @@ def expected_checksums(weights: dict[str, Tensor], rank: int, size: int) -> dict
             held = torch.cat([weights[n].chunk(size)[rank] for n in names])
         elif module in ("o_proj", "down_proj"):
             held = whole.chunk(size, dim=1)[rank]
-        elif name == EMBEDDING:  # SGLang pads it to a multiple of 64 rows
+        elif module in ("embed_tokens", "lm_head"):  # SGLang pads them to a multiple of 64 rows
             held = nn.functional.pad(whole, (0, 0, 0, -whole.shape[0] % 64)).chunk(size)[rank]
         else:
             held = whole

@@ -1,8 +1,7 @@
 """One rank of a Megatron trainer that pushes: takes the weights of a new random model for each version, and syncs.
 
-    weights_rank.py SETTINGS.json     the layout, the servers, the versions; RANK and WORLD_SIZE as torchrun sets them
-
-Prints a line of JSON after each push, or after its failure.
+Reads runs from its input, one line of JSON each: the layout, the servers, the versions; RANK and WORLD_SIZE are as
+torchrun sets them. Prints "ready", then a line of JSON after each push, or after its failure, and one after each run.
 """
 
 from __future__ import annotations
@@ -20,11 +19,14 @@ from conftest import make_model
 
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.coordinator import WeightSyncError
-from megarl.reshard.session import WeightSession
+from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.transports.gloo import GlooTransport
+from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.types import WeightUpdateMeta
 
 
 def take(engine: MegatronEngine, family: str, seed: int) -> None:
@@ -52,28 +54,51 @@ def die_in_the_middle(rank: int) -> None:
     GlooTransport.send = send_once  # type: ignore[method-assign]
 
 
-def main(settings: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    family = settings["family"]
-    engine = MegatronEngine(EngineConfig(path=settings["checkpoint"]), ParallelConfig(**settings["layout"]))
+def push(engine: MegatronEngine, session: WeightSession, rollout: RemoteSGLangEngine, meta: WeightUpdateMeta) -> Any:
+    """The public order of calls. Returns rank 0's report."""
+    chief = engine.groups.rank == 0
+    future = rollout.update_weights(meta) if chief else None
+    engine.upload_weights(meta)
+    report = future.result(timeout=0) if future is not None else SyncReport(session.version)
+    rollout.set_version(meta.model_version)
+    return report
+
+
+def carry_out(run: dict[str, Any]) -> None:
+    """One run: a session of its own for an engine of its own."""
+    family = run["family"]
+    engine = MegatronEngine(EngineConfig(path=run["checkpoint"]), ParallelConfig(**run["layout"]))
     engine.initialize()
-    config = ReshardConfig(**settings["reshard"])
-    session = WeightSession(config, settings["addresses"], settings["api_key"])
-    for version in settings["versions"]:
+    session = WeightSession(ReshardConfig(**run["reshard"]), run["addresses"], run["api_key"])
+    rollout = RemoteSGLangEngine(RolloutConfig())
+    rollout.connect(session)
+    engine.connect(session)
+    for number, version in enumerate(run["versions"]):
         take(engine, family, version)
-        if settings.get("victim") == engine.groups.rank and version == settings["versions"][-1]:
+        if run.get("victim") == engine.groups.rank and version == run["versions"][-1]:
             die_in_the_middle(engine.groups.rank)
+        kind = run["types"][number % len(run["types"])]
+        path = f"{run['exported']}-{version}" if kind == "disk" else None
         try:
-            report = session.push(engine, version)
+            report = push(engine, session, rollout, WeightUpdateMeta(kind, path, version))
         except WeightSyncError as error:
             failed = {name: getattr(error, name) for name in ("server", "rank", "phase", "tensor")}
             print(json.dumps({"failed": str(error), **failed}), flush=True)
             os._exit(3)  # as a trainer that stops: its other ranks may be gone
         print(json.dumps([report.version, report.bytes, report.verified]), flush=True)
-    engine.save(Path(settings["exported"]))
+    engine.save(Path(run["exported"]))
     session.close()
-    engine.destroy()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        carry_out(json.loads(line))
+        groups.leave_layout()
+        print("{}", flush=True)
+    groups.destroy()
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    main()
