@@ -255,7 +255,9 @@ class SGLangServer:
             self.check_alive()
             assert self.process is not None, "alive"
             for member in [psutil.Process(self.process.pid), *self._family]:
-                if (status := member.status()) in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                status = member.status()  # a zombie of our own is told, with its exit code, by the next look
+                ended = status == psutil.STATUS_ZOMBIE and member.pid != self.process.pid
+                if ended or status == psutil.STATUS_STOPPED:
                     return self.error(f"has a process {member.pid} that is {status}")
         except psutil.NoSuchProcess as gone:
             return self.error(f"lost its process {gone.pid}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import WEIGHT_LOADER, make_model
 from test_rollout import Asks, request
-from weights_support import Whole, weights_of
+from weights_support import weights_of
 
 from megarl.knobs import UserError
 from megarl.reshard.config import ReshardConfig
@@ -79,7 +79,7 @@ def test_a_stopped_server_loses_its_requests_to_the_others_and_comes_back_with_t
     assert engine.addresses == [pair.addresses[1]]  # it answers, and is not asked before it has the weights
     session = WeightSession(ReshardConfig(), pair.addresses, pair.api_key)
     session.admit(stopped.address)
-    session.push(Whole(weights_of(make_model("qwen3", True, seed=3))), 1)
+    session.push(weights_of(make_model("qwen3", True, seed=3)), 1)
     supervisor.after_sync(session.healthy)
     session.close()
     until(lambda: sorted(engine.addresses) == sorted(pair.addresses), 5)
