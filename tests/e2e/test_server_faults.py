@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -25,13 +25,19 @@ SMALL = [
 ]  # fmt: skip
 
 
-def servers_of(command: Command) -> list[psutil.Process]:
-    """The servers' own processes, not those that they start."""
-    return [p for p in psutil.Process(command.process.pid).children() if "sglang_server" in " ".join(p.cmdline())]
+def servers_of(command: Command) -> dict[str, psutil.Process]:
+    """The servers' own processes, not those that they start, by the name of their file of arguments."""
+    found = {}
+    for process in psutil.Process(command.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, or not yet reaped
+            line = process.cmdline()
+            if "megarl.rollout.sglang_server" in line:
+                found[Path(line[-1]).name] = process
+    return found
 
 
-def in_service(run: RunFolder) -> list[int]:
-    """Numbers of the servers that serve weights which a trainer has brought."""
+def in_service(run: RunFolder) -> list[str]:
+    """Names of the servers that serve weights which a trainer has brought."""
     found = []
     for path in sorted(run.logs.glob("sglang-*.yaml")):
         arguments = json.loads(path.read_text())
@@ -39,18 +45,12 @@ def in_service(run: RunFolder) -> list[int]:
         try:
             connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {arguments['api-key']}"})
             if json.load(connection.getresponse())["weight_version"] != "0":
-                found.append(int(path.stem.removeprefix("sglang-")))
-        except OSError:
+                found.append(path.name)
+        except (OSError, http.client.HTTPException):
             pass
         finally:
             connection.close()
     return found
-
-
-def process_of(command: Command, run: RunFolder, number: int) -> psutil.Process | None:
-    name = str(run.logs / f"sglang-{number}.yaml")
-    own = [p for p in servers_of(command) if Path(p.cmdline()[-1]).resolve() == Path(name).resolve()]
-    return own[0] if own else None
 
 
 def prompts_of(run: RunFolder) -> list[int]:
@@ -75,15 +75,13 @@ def test_servers_killed_every_5_seconds_for_50_steps_lose_and_repeat_no_prompt(t
     )  # fmt: skip
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     command.wait_for(lambda: len(steps_in(run)) >= 1, "first step")
-    killed: list[int] = []
+    killed: list[str] = []
     started = time.monotonic()
     while command.process.poll() is None and time.monotonic() - started < 240:
         up = in_service(run)
         if len(up) == 2:  # one goes on, or no step would ever end
-            victim = process_of(command, run, up[len(killed) % 2])
-            if victim is not None:
-                victim.kill()
-                killed.append(up[len(killed) % 2])
+            killed.append(up[len(killed) % 2])
+            servers_of(command)[killed[-1]].kill()
         time.sleep(KILL_EVERY_S)
     assert command.wait() == 0, command.output.read_text()[-3000:]
     rows = read_metrics(run.metrics)
@@ -93,11 +91,6 @@ def test_servers_killed_every_5_seconds_for_50_steps_lose_and_repeat_no_prompt(t
     assert killed, "the run ended before a server was killed"
     assert_every_prompt_is_accounted_for(run)
     print(f"{len(killed)} kills, {len(rows) / (time.monotonic() - started):.2f} steps/s")
-
-
-def kill(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        process.kill()
 
 
 @pytest.mark.timeout(300)
@@ -118,6 +111,7 @@ def test_a_resumed_run_keeps_the_bound_on_staleness_and_ends_when_all_servers_di
     done = prompts_of(run)
     assert len(done) == len(set(done))
 
-    kill(servers_of(second))
+    for server in servers_of(second).values():
+        server.kill()
     assert second.process.wait(30) == 1
     assert "ServerError: SGLang server" in second.output.read_text()
