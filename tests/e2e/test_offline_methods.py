@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megarl import cli
 from megarl.knobs import UserError
 from megarl.observe.logger import read_metrics
-from megarl.observe.run_folder import RunFolder, new_run, open_run
+from megarl.observe.run_folder import RunFolder
+from megarl.train import make_folder
 from megarl.trainer import preference
 from megarl.trainer.read import read_inputs
 
@@ -35,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     def run(*overrides: str) -> RunFolder:
         if overrides not in done:
             config = cli.load([f"+experiment={overrides[0]}", f"run_root={root}", *overrides[1:]])
-            folder = open_run(config.resume) if config.resume else new_run(config.run_root, config.experiment_name)
+            folder = make_folder(config)
             preference.train(config, folder, read_inputs(config, 0), time.monotonic())
             done[overrides] = folder
         return done[overrides]
@@ -90,7 +91,7 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
 def test_log_probs_of_the_reference_stored_or_as_they_come_train_alike_and_a_resume_to_the_same_bits(
     trained: Trained,
 ) -> None:
-    small = ("train_dataset.batch_size=8", FEW, "evaluator.at_end=false")
+    small = ("train_dataset.batch_size=8", FEW, "actor.optimizer.lr_decay_style=constant")
     for name in ("dpo", "kto"):
         straight = trained(name, *small, "total_train_steps=6")
         online = trained(name, *small, "total_train_steps=6", "reference.mode=online")
@@ -103,14 +104,14 @@ def test_log_probs_of_the_reference_stored_or_as_they_come_train_alike_and_a_res
 
 
 def test_a_second_start_reads_the_log_probs_of_the_first(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained("dpo", FEW, "total_train_steps=1", "train_dataset.batch_size=8")
+    trained("dpo", FEW, "total_train_steps=3", "train_dataset.batch_size=8")
 
     def never(*_: object) -> None:
         raise AssertionError("the start policy is built again")
 
     monkeypatch.setattr(preference, "MegatronReference", never)
-    again = (FEW, "total_train_steps=2", "train_dataset.batch_size=8")
-    assert summary(trained("dpo", *again))["steps"] == 2
+    again = (FEW, "total_train_steps=4", "train_dataset.batch_size=8")
+    assert summary(trained("dpo", *again))["steps"] == 4
 
 
 @pytest.mark.parametrize(
