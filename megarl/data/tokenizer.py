@@ -70,7 +70,7 @@ def load_hf_tokenizer(path: str | Path) -> Any:
     Its `apply_chat_template(..., tokenize=True)` gives a plain list of ids, which `decode` reads; transformers 5 gives
     a mapping unless told `return_dict=False`.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     return tokenizer
 
