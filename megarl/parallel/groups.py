@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.distributed_c10d import _world
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarl.knobs import UserError
@@ -160,13 +161,21 @@ def _join_world(backend: str, timeout: timedelta) -> None:
 
 
 def leave_layout() -> None:
-    """Forgets the layout's groups and stays in the world, so that another layout of it can be made."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    """Leaves the layout's groups and stays in the world, so that another layout of it can be made.
+
+    Every rank calls it. Megatron forgets its groups without closing them, and each keeps threads and sockets.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    dist.barrier()  # no rank still uses a group that another closes
+    for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def destroy() -> None:
     """Leaves all groups."""
-    leave_layout()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
