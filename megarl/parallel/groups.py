@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.distributed.distributed_c10d import _world
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.distributed.distributed_c10d import _world
 
 from megarl.knobs import UserError
 from megarl.parallel import platform, watchdog
