@@ -58,7 +58,7 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         ([GRPO, "model=huge"], "model=huge does not exist; there are: "),
         ([GRPO, "total_train_steps=many"], "could not be converted to Integer"),
         ([GRPO, "actor.path"], "missing EQUAL"),
-        ([GRPO, "method=ppo"], "method=ppo must be rl or sft"),
+        ([GRPO, "method=ppo"], "method=ppo must be rl, sft or preference"),
         ([GRPO, "total_train_steps=0"], "total_train_steps=0 must be at least 1"),
         ([GRPO, "actor.path=/nowhere/model"], "actor.path=/nowhere/model is not a folder"),
         ([GRPO, "actor.init=random"], "actor.init=random is for method=sft"),
