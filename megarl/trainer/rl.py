@@ -86,8 +86,8 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
         models = Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
             rollouts.connect(models.actor, run.done)
-            if run.done:
-                rollouts.push(run.done)  # the servers loaded the checkpoint that the run began with
+            if rollouts.outdated:
+                rollouts.push(run.done)
             loop(run, rollouts, models)
             run.finish()
         models.destroy()

@@ -110,10 +110,12 @@ class Rollouts:
         self._weights = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(self._weights.close)
         # Servers that outlived a trainer may serve a version above its checkpoint's: versions go on above theirs.
-        self._ahead = max(0, self._weights.served_version() + 1 - max(version, 1))
-        self.version = version + self._ahead  # that the servers serve
+        served = self._weights.served_version()
+        self._ahead = max(0, served + 1 - version) if served or version else 0
+        self.version = version + self._ahead
+        self.outdated = bool(served or version)  # the servers hold other weights than the actor: a push comes first
         self._unchecked: int | None = self.version
-        if version == 0:
+        if not self.outdated:
             self._weights.version = self.version  # what a restarted server is brought before the first push
         if self.chief:
             self._engine.set_version(version + self._ahead)
