@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,11 @@ def nothing_is_left_behind() -> Iterator[None]:
     names = [f"{p.pid}: {' '.join(p.cmdline())[:120]}" for p in left if "resource_tracker" not in " ".join(p.cmdline())]
     assert not names, f"tests left processes behind: {names}"
     assert not orphans, f"tests left orphans behind: {orphans}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_world_stays() -> Iterator[None]:
+    """A world that a module's tests made in this process ends with them."""
+    yield
+    if groups := sys.modules.get("megarl.parallel.groups"):
+        groups.destroy()

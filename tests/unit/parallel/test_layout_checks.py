@@ -12,7 +12,15 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.families import check_layout
 from megarl.knobs import UserError
+from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_world() -> None:
+    """Whatever ran in this process before has left its world, so that a world found below was made below."""
+    groups.destroy()
+
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
