@@ -1,7 +1,8 @@
 """What an RL algorithm decides: the advantage of every token, the loss, and how microbatch losses are weighted.
 
 Most algorithms differ in their advantages and in a few settings of one objective, `ops.loss.policy_loss`; they derive
-from `PolicyGradient` and fill in both. An algorithm of another shape derives from `Algorithm`.
+from `PolicyGradient` and fill in both, or from `GroupRelative`, which has GRPO's advantages. An algorithm of another
+shape derives from `Algorithm`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.knobs import UserError, knob
+from megarl.ops.advantage import group_advantage
 from megarl.ops.loss import CORRECTIONS, PolicyLossSettings, policy_loss, policy_loss_metrics
 from megarl.types import PackedBatch
 
@@ -227,6 +229,24 @@ class PolicyGradient(Algorithm):
         if self.base.kl_estimator == "k1":
             return -r
         return r.square() / 2 if self.base.kl_estimator == "k2" else torch.expm1(r) - r
+
+
+class GroupRelative(PolicyGradient):
+    """Policy gradients with GRPO's advantages: (r - mean(r)) / (std(r) + eps) within the group, for every token."""
+
+    min_group = 2
+
+    def __init__(
+        self, config: GroupConfig, *, clip_low: float, clip_high: float, objective: str = "clip", ratio: str = "token"
+    ) -> None:
+        super().__init__(config, clip_low=clip_low, clip_high=clip_high, objective=objective, ratio=ratio)
+        self.advantage_eps = config.advantage_eps
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        per_sequence = group_advantage(
+            self.sequence_rewards(batch), self.groups(batch), mode="mean_std", eps=self.advantage_eps
+        )
+        return broadcast_to_tokens(per_sequence, batch)
 
 
 def trained_tokens(batch: PackedBatch) -> Tensor:

@@ -11,12 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from megarl.algorithms.base import GroupConfig, PolicyGradient, broadcast_to_tokens, check_clips
+from megarl.algorithms.base import GroupConfig, GroupRelative, check_clips
 from megarl.knobs import knob
-from megarl.ops.advantage import group_advantage
-from megarl.types import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -31,17 +27,8 @@ class CISPOConfig(GroupConfig):
         check_clips(self.clip_low, self.clip_high)
 
 
-class CISPO(PolicyGradient):
+class CISPO(GroupRelative):
     """CISPO, given its config."""
 
-    min_group = 2
-
     def __init__(self, config: CISPOConfig) -> None:
-        super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high, objective="cispo", ratio="token")
-        self.config = config
-
-    def advantages(self, batch: PackedBatch) -> Tensor:
-        per_sequence = group_advantage(
-            self.sequence_rewards(batch), self.groups(batch), mode="mean_std", eps=self.config.advantage_eps
-        )
-        return broadcast_to_tokens(per_sequence, batch)
+        super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high, objective="cispo")

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import GroupConfig, PolicyGradient, broadcast_to_tokens, check_clips, trained_tokens
+from megarl.algorithms.base import GroupConfig, GroupRelative, check_clips, trained_tokens
 from megarl.knobs import UserError, knob
-from megarl.ops.advantage import group_advantage
 from megarl.types import PackedBatch
 
 
@@ -46,19 +45,15 @@ class DAPOConfig(GroupConfig):
             )
 
 
-class DAPO(PolicyGradient):
+class DAPO(GroupRelative):
     """DAPO, given its config."""
 
-    min_group = 2
-
     def __init__(self, config: DAPOConfig) -> None:
-        super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high, objective="clip", ratio="token")
+        super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high)
         self.config = config
 
-    def advantages(self, batch: PackedBatch) -> Tensor:
-        rewards = self.sequence_rewards(batch) + self.overlong_penalty(trained_tokens(batch))
-        per_sequence = group_advantage(rewards, self.groups(batch), mode="mean_std", eps=self.config.advantage_eps)
-        return broadcast_to_tokens(per_sequence, batch)
+    def sequence_rewards(self, batch: PackedBatch) -> Tensor:
+        return super().sequence_rewards(batch) + self.overlong_penalty(trained_tokens(batch))
 
     def overlong_penalty(self, tokens: Tensor) -> Tensor:
         """float32, from 0 down to -1, for completions of `tokens` tokens."""

@@ -13,12 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from megarl.algorithms.base import ClipConfig, GroupConfig, PolicyGradient, broadcast_to_tokens
+from megarl.algorithms.base import ClipConfig, GroupConfig, GroupRelative
 from megarl.knobs import UserError, knob
-from megarl.ops.advantage import group_advantage
-from megarl.types import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -37,15 +33,8 @@ class DecoupledPPOConfig(ClipConfig, GroupConfig):
             )
 
 
-class DecoupledPPO(PolicyGradient):
+class DecoupledPPO(GroupRelative):
     """Decoupled PPO, given its config."""
 
-    min_group = 2
-
     def __init__(self, config: DecoupledPPOConfig) -> None:
-        super().__init__(config, clip_low=config.eps_clip, clip_high=config.eps_clip, objective="clip", ratio="token")
-        self.eps = config.advantage_eps
-
-    def advantages(self, batch: PackedBatch) -> Tensor:
-        per_sequence = group_advantage(self.sequence_rewards(batch), self.groups(batch), mode="mean_std", eps=self.eps)
-        return broadcast_to_tokens(per_sequence, batch)
+        super().__init__(config, clip_low=config.eps_clip, clip_high=config.eps_clip)

@@ -14,11 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from megarl.algorithms.base import ClipConfig, GroupConfig, PolicyGradient, broadcast_to_tokens
-from megarl.ops.advantage import group_advantage
-from megarl.types import PackedBatch
+from megarl.algorithms.base import ClipConfig, GroupConfig, GroupRelative
 
 
 @dataclass(frozen=True)
@@ -26,15 +22,8 @@ class GRPOConfig(ClipConfig, GroupConfig):
     """Knobs of GRPO."""
 
 
-class GRPO(PolicyGradient):
+class GRPO(GroupRelative):
     """GRPO, given its config."""
 
-    min_group = 2
-
     def __init__(self, config: GRPOConfig) -> None:
-        super().__init__(config, clip_low=config.eps_clip, clip_high=config.eps_clip, objective="clip", ratio="token")
-        self.eps = config.advantage_eps
-
-    def advantages(self, batch: PackedBatch) -> Tensor:
-        per_sequence = group_advantage(self.sequence_rewards(batch), self.groups(batch), mode="mean_std", eps=self.eps)
-        return broadcast_to_tokens(per_sequence, batch)
+        super().__init__(config, clip_low=config.eps_clip, clip_high=config.eps_clip)
