@@ -30,8 +30,10 @@ setup: $(STAMPS)/package
 train: setup
 	@exec $(BIN)/python -m megarl.train +experiment=gsm8k_grpo $(ARGS)
 
+# WORKERS processes share the tests; 0 runs them in one, as a debugger needs it.
+WORKERS ?= 2
 test: setup
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-unit: setup
 	@exec $(BIN)/python -m pytest tests/unit $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,24 @@ from transformers import (
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SESSION = "MEGARL_TEST_SESSION"  # in the environment of every process that a test starts
+
+# Where several processes share the suite (`make test`), all tests of a group go to one: what fixtures started is there
+# once. A group is a file, or files of tests/sglang that use the same servers. The longest groups come first.
+FLEET = ("test_weights.py", "test_weights_faults.py", "test_weights_layouts.py")
+SERVER = ("test_rollout.py", "test_server.py", "test_supervision.py")
+FOLDERS = ("e2e", "distributed", "sglang", "slurm", "kernels", "unit", "gpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(FOLDERS)}
+    items.sort(key=lambda item: order.get(item.nodeid.split("/")[1], len(order)))
+    for item in items:
+        group = next((files[0] for files in (FLEET, SERVER) if item.path.name in files), item.path.name)
+        item.add_marker(pytest.mark.xdist_group(group.removesuffix(".py")))
+
 
 FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
@@ -80,20 +99,24 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fails the session when a process that a test started is still there after the last test."""
-    before = {p.pid for p in psutil.process_iter()}
+    """Fails the session when a process that a test started is still there after the last test.
+
+    Descendants inherit a mark in their environment, by which one whose parent is gone is found too.
+    """
+    os.environ[SESSION] = mark = str(uuid.uuid4())
     yield
-    left = [p for p in psutil.Process(os.getpid()).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    marks = ("megarl", "sglang")
-    orphans = []
-    for process in psutil.process_iter(["ppid", "cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        adopted = process.pid not in before and process.info["ppid"] == 1
-        if adopted and any(m in line for m in marks) and "pytest" not in line:
-            orphans.append(process)
-    names = [f"{p.pid}: {' '.join(p.cmdline())[:120]}" for p in left if "resource_tracker" not in " ".join(p.cmdline())]
-    assert not names, f"tests left processes behind: {names}"
-    assert not orphans, f"tests left orphans behind: {orphans}"
+    left = {p for p in psutil.process_iter() if environment_of(p).get(SESSION) == mark}
+    left |= {p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())}
+    _, alive = psutil.wait_procs(left, timeout=5)
+    assert not alive, f"tests left processes behind: {[' '.join(p.cmdline())[:120] for p in alive]}"
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """The environment that a process was started with; empty where it has ended or is another user's."""
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,82 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
+from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
-
-WEIGHT_LOADER = "megarl.reshard.sglang.receive"
-VOCAB_SIZE = 344
-CONFIGS: dict[str, type[PretrainedConfig]] = {
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "mixtral": MixtralConfig,
-}
-EXPERTS: dict[str, dict[str, int]] = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
-
-
-def make_model(family: str, tied: bool, seed: int, kv_heads: int = 2) -> torch.nn.Module:
-    """A random fp32 model of `family`: 2 layers, hidden 64, 4 heads on `kv_heads` key/value heads, 344 tokens."""
-    shape: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": 192,
-        "vocab_size": VOCAB_SIZE,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 512,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
-        **EXPERTS.get(family, {}),
-    }
-    if family != "qwen2":  # Qwen2 has no such field: its head size is hidden / heads
-        shape["head_dim"] = 16
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**shape), dtype=torch.float32)
-    # The default initialisation is so small that a random model answers alike whatever it is asked; norms and biases
-    # are constant in it, so that two of them swapped would go unseen.
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0
-            parameter.copy_(centre + 0.15 * torch.randn_like(parameter))
-    return model.eval()
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of 340 tokens; id 0 ends a text, id 1 pads."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        special_tokens=["<|endoftext|>", "<|pad|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["Leo has 7 pens. Leo buys 1 more. How many pens? 7+1=8 #### 8"], trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>").save_pretrained(
-        folder
-    )
+from tests.sglang.tiny_models import make_model, save_tokenizer
 
 
 @pytest.fixture(scope="session")

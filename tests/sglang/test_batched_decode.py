@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
+from tests.sglang.tiny_models import save_tokenizer
 
 PROMPTS = [[30 + i, *range(40, 43 + 5 * i)] for i in range(9)]  # of 4 to 44 tokens
 NEW_TOKENS = 16

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WEIGHT_LOADER
 from test_rollout import Asks, request
 
 from megarl.knobs import UserError
+from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.rollout.external import ExternalServers
 from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.sglang_server import ServerError, SGLangServers

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from torch import Tensor, nn
 from weights_support import TOLERANCE, Served, Whole, logprobs, weights_of
 
 from megarl.reshard.coordinator import WeightSyncError
 from megarl.reshard.session import WeightSession
 from megarl.reshard.store import Deadline
+from megarl.reshard.transports.shm import SharedStaging
 from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.sglang_server import SGLangServers
 from megarl.types import WeightUpdateMeta
+from tests.sglang.tiny_models import make_model
 
 PHASES = ["check", "pause", "begin", "connect", "plan", "transfer", "apply", "end", "verify", "flush", "version"]
 
@@ -76,8 +77,11 @@ def test_pushed_weights_are_what_an_untied_model_serves(
 
 @pytest.mark.parametrize("knobs", [{"path": "full"}, {"transport": "shm"}, {"transport": "disk"}], ids=str)
 def test_every_way_of_transport_brings_the_same_weights_to_servers_of_one_and_two_ranks(
-    knobs: dict[str, Any], fleet: SGLangServers, tmp_path: Path
+    knobs: dict[str, Any], fleet: SGLangServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    staged: list[Path] = []
+    close = SharedStaging.close
+    monkeypatch.setattr(SharedStaging, "close", lambda staging: (staged.append(staging.path), close(staging)))
     if "disk" in knobs.values():
         knobs = knobs | {"folder": str(tmp_path)}
     served = Served(fleet, 3, bucket_bytes=65536, **knobs)
@@ -88,7 +92,8 @@ def test_every_way_of_transport_brings_the_same_weights_to_servers_of_one_and_tw
         assert [served.difference(model, server) < TOLERANCE for server in range(3)] == [True] * 3
     served.session.close()
     assert list(tmp_path.iterdir()) == []
-    assert not list(Path("/dev/shm").glob("megarl-*"))
+    assert bool(staged) == ("shm" in knobs.values())
+    assert not any(path.exists() for path in staged)
 
 
 def test_a_delta_sends_what_changed_and_the_anchor_sends_everything(fleet: SGLangServers) -> None:

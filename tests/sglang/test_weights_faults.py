@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_model
 from fault_proxy import FaultProxy
 from test_weights_layouts import Trainer
 from weights_support import TOLERANCE, Served, weights_of
@@ -23,6 +22,7 @@ from megarl.reshard.sglang import PendingCall, ServerControl
 from megarl.reshard.store import Deadline
 from megarl.reshard.transports.gloo import GlooTransport
 from megarl.rollout.sglang_server import SGLangServer, SGLangServers, free_ports
+from tests.sglang.tiny_models import make_model
 
 VICTIM = "model.layers.1.self_attn.k_proj.weight"
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model
 from safetensors.torch import load_file
 from test_weights import expected_checksums
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from weights_support import TOLERANCE, Served, logprobs
 
 from megarl.reshard.store import Deadline
 from megarl.rollout.sglang_server import SGLangServers
+from tests.sglang.tiny_models import make_model
 
 WORKER = Path(__file__).with_name("weights_rank.py")
 DEADLINE_S = 150

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import make_model
 
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
@@ -27,6 +26,7 @@ from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.transports.gloo import GlooTransport
 from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.types import WeightUpdateMeta
+from tests.sglang.tiny_models import make_model
 
 
 def take(engine: MegatronEngine, family: str, seed: int) -> None:
