@@ -4,6 +4,7 @@ Every knob has one owner, a frozen dataclass beside the code that reads it. `doc
 generated from these lines.
 """
 
+import json
 from dataclasses import MISSING, field
 from typing import Any
 
@@ -20,3 +21,19 @@ def knob(default: Any = MISSING, meaning: str = "", *, factory: Any = MISSING) -
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def override(path: str, value: Any) -> str:
+    """`path=value` in the grammar of the command line's overrides."""
+    return f"{path}={_quoted(value)}"
+
+
+def _quoted(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_quoted(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_quoted(inner) for inner in value) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+        return f"'{escaped}'"
+    return json.dumps(value)

@@ -20,7 +20,7 @@ from megarl.axolotl.keys import ALGORITHMS, CHOICES, DATASET_OPTIONS, KNOBS, LOS
 from megarl.data.config import SourceConfig
 from megarl.data.preference import format_of
 from megarl.data.sources import load_rows
-from megarl.knobs import UserError
+from megarl.knobs import UserError, override
 from megarl.parallel.platform import has_gpu
 
 
@@ -366,18 +366,7 @@ def _plain(value: Any) -> str:
 def _override(knob: str, value: Any) -> str:
     """An override in Hydra's grammar."""
     plus = "+" if knob.startswith("sglang.") else ""
-    return f"{plus}{knob}={value if knob == 'algorithm' else _quoted(value)}"
-
-
-def _quoted(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_quoted(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(_quoted(inner) for inner in value) + "]"
-    if isinstance(value, str):
-        escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
-        return f"'{escaped}'"
-    return json.dumps(value)
+    return f"algorithm={value}" if knob == "algorithm" else plus + override(knob, value)
 
 
 def _table(path: str, said: Sequence[tuple[str, str, str]]) -> str:
