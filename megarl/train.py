@@ -10,17 +10,17 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
-from omegaconf import DictConfig, OmegaConf
 
 from megarl.cli import run_command
 from megarl.config import Config
 from megarl.launcher.local import PARENT, run_ranks
-from megarl.observe.run_folder import RunFolder, new_run, open_run
+from megarl.observe.run_folder import RunFolder
+from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
 from megarl.trainer.announce import announce
+from megarl.trainer.folder import make_folder
 from megarl.trainer.read import Inputs, read_inputs
 
 RUN_FOLDER, STARTED = "MEGARL_RUN_FOLDER", "MEGARL_STARTED"  # from the command to the ranks it starts
@@ -59,44 +59,24 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
         rl.train(config, folder, inputs, started)
 
 
-def make_folder(config: Config) -> RunFolder:
-    """The run's folder, new with its config.yaml, or the one to resume, which keeps its own."""
-    if not config.resume:
-        folder = new_run(config.run_root, config.experiment_name)
-        OmegaConf.save(OmegaConf.structured(config), folder.config)
-        return folder
-    folder = open_run(config.resume)
-    for name, (was, now) in differences(OmegaConf.load(folder.config), OmegaConf.structured(config)).items():
-        print(f"resumed with {name}={now}, the run began with {was}", flush=True)
-    OmegaConf.save(OmegaConf.structured(config), folder.path / "config.resumed.yaml")
-    return folder
-
-
-def differences(before: Any, now: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """The knobs, by dotted path, that differ between two configurations; where they lie is none of it."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in dict.fromkeys([*before, *now]):
-        a, b = before.get(key), now.get(key)
-        if isinstance(a, DictConfig) and isinstance(b, DictConfig):
-            found.update(differences(a, b, f"{prefix}{key}."))
-        elif a != b and prefix + key not in ("resume", "run_root"):
-            found[prefix + key] = (a, b)
-    return found
-
-
 def find_folder(config: Config, rank: int) -> RunFolder:
     """The run's folder on every rank: from the command that started the ranks, else rank 0 makes it."""
-    if RUN_FOLDER in os.environ:
-        return RunFolder(Path(os.environ[RUN_FOLDER]))
+    given, job = os.environ.get(RUN_FOLDER), rendezvous.job_folder()
+    if given and job is None:
+        return RunFolder(Path(given))
     if "RANK" not in os.environ:
         return make_folder(config)
     from megarl.parallel import groups, watchdog
     from megarl.parallel.broadcast import broadcast_json
 
     groups.initialize(config.parallel)
-    folder = make_folder(config) if rank == 0 else None
-    found = RunFolder(Path(broadcast_json(str(folder.path) if folder else None)))
-    watchdog.start(found.logs / "watch", rank, config.parallel.world_size(), config.parallel.timeout_s, guard=True)
+    if given:
+        found = RunFolder(Path(given))
+    else:
+        folder = make_folder(config) if rank == 0 else None
+        found = RunFolder(Path(broadcast_json(str(folder.path) if folder else None)))
+    watch = (job or found.logs) / "watch"  # no launcher watches the ranks of several machines: they do it themselves
+    watchdog.start(watch, rank, config.parallel.world_size(), config.parallel.timeout_s, guard=True)
     return found
 
 

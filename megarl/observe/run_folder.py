@@ -48,12 +48,22 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """One file a server and a rank."""
+        """One file a server and a rank; those of a cluster job in a folder for each attempt (`new_attempt`)."""
         return self.path / "logs"
 
+    def new_attempt(self) -> Path:
+        """Makes the next `logs/attempt_N`, counted from 1, and points `logs/latest` at it."""
+        done = [int(p.name.removeprefix("attempt_")) for p in self.logs.glob("attempt_*")]
+        attempt = self.logs / f"attempt_{max(done, default=0) + 1}"
+        attempt.mkdir()
+        _point_latest(self.logs / "latest", attempt.name)
+        return attempt
 
-def new_run(root: str | Path, experiment: str) -> RunFolder:
+
+def new_run(root: str | Path, experiment: str, name: str = "") -> RunFolder:
     """Makes `root/experiment/<time>/` with its subfolders and points `latest` at it.
+
+    With a `name`, such as a cluster job's, the folder is called so, and one that is there already is taken again.
 
     Raises UserError when `experiment` is not a plain name or the folder cannot be written.
     """
@@ -62,9 +72,9 @@ def new_run(root: str | Path, experiment: str) -> RunFolder:
     parent = Path(root) / experiment
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        run = RunFolder(_new_folder(parent))
+        run = RunFolder(parent / name if name else _new_folder(parent))
         for folder in (run.tensorboard, run.checkpoints, run.logs):
-            folder.mkdir()
+            folder.mkdir(parents=bool(name), exist_ok=bool(name))
     except OSError as error:
         raise UserError(f"run folder {parent} cannot be written ({error.strerror}); choose another root") from error
     _point_latest(parent / "latest", run.path.name)

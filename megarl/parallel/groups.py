@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed.distributed_c10d import _world
 
 from megarl.knobs import UserError
-from megarl.parallel import platform, watchdog
+from megarl.parallel import platform, rendezvous, watchdog
 from megarl.parallel.config import ParallelConfig
 
 
@@ -149,8 +149,13 @@ def initialize(config: ParallelConfig) -> Groups:
 
 
 def _join_world(backend: str, timeout: timedelta) -> None:
-    """Joins the ranks that torchrun or megarl's local launcher started; alone, makes a world of one."""
-    if "MEGARL_RENDEZVOUS" in os.environ:  # the local launcher: a file, as torch's TCP store listens on every address
+    """Joins the ranks that torchrun or a launcher of megarl's started; alone, makes a world of one."""
+    folder = rendezvous.job_folder()
+    if folder is not None and "RANK" in os.environ:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = rendezvous.ranks_store(folder, rank, world, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    elif "MEGARL_RENDEZVOUS" in os.environ:  # the local launcher: a file, as torch's TCP store listens on every address
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ["MEGARL_RENDEZVOUS"], world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.parallel.broadcast import broadcast_json
+from megarl.parallel.rendezvous import own_address
 from megarl.reshard import exact, full
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
@@ -77,12 +78,12 @@ class WeightSession:
         self._chief: Coordinator | None = None
         if self.rank == 0:
             self._chief = Coordinator(config, addresses, api_key)
-            self._store = open_store(config.host, config.connect_deadline_s)
-        port = broadcast_json(self._store.port if self.rank == 0 else None)
+            self._store = open_store(config.host or own_address(), config.connect_deadline_s)
+        host, port = broadcast_json([self._store.host, self._store.port] if self.rank == 0 else None)
         if self.rank != 0:
-            self._store = join_store(config.host, port, config.connect_deadline_s)
-        self._port = int(port)
-        self._member = TrainerMember(self._store, local_address(config.host, self._port), self.rank)
+            self._store = join_store(host, port, config.connect_deadline_s)
+        self._host, self._port = str(host), int(port)
+        self._member = TrainerMember(self._store, local_address(self._host, self._port), self.rank)
         self._planned = ""  # rank 0: the world of the last attempt
         self._since_anchor = 0
         self._futures: dict[int, Future[SyncReport]] = {}
@@ -109,6 +110,12 @@ class WeightSession:
         """On rank 0: forgets a server that will not come back."""
         assert self._chief is not None, "rank 0 knows the servers"
         self._chief.remove(address)
+
+    def forgive(self, died: Callable[[str], bool]) -> None:
+        """On rank 0: a server of which `died(address)` says that it has is left out of a sync whatever
+        reshard.on_failure says: somebody starts it again, and admits it."""
+        assert self._chief is not None, "rank 0 knows the servers"
+        self._chief.died = died
 
     def served_version(self) -> int:
         """The highest version that any server serves, on every rank: a trainer that resumes must go above it."""
@@ -224,7 +231,7 @@ class WeightSession:
         with chief.timed("connect", config.connect_deadline_s):
             deadline = Deadline(config.connect_deadline_s)
             chief.each(
-                lambda link: link.open(self._store, config.host, self._port, self._id, self.sequence, carrier, wait_s)
+                lambda link: link.open(self._store, self._host, self._port, self._id, self.sequence, carrier, wait_s)
             )
             chief.each(lambda link: link.join(carrier, deadline))
             # A server that was silent has used up the phase's time: what the others told is there already.

@@ -356,7 +356,8 @@ class SGLangServers:
 
     `model_path` is a local HF checkpoint folder, `log_dir` an existing folder for logs and argument files,
     `custom_weight_loader` the import path of the function that receives weights inside the server, `sglang` more of
-    SGLang's ServerArgs by field name. The constructor raises UserError for whatever is wrong before anything starts.
+    SGLang's ServerArgs by field name. `api_key` is made up if not given, `first` the number of the first server among
+    those of the run. The constructor raises UserError for whatever is wrong before anything starts.
     """
 
     def __init__(
@@ -366,10 +367,12 @@ class SGLangServers:
         log_dir: str | Path,
         custom_weight_loader: str | None = None,
         sglang: Mapping[str, Any] | None = None,
+        api_key: str = "",
+        first: int = 0,
     ):
         check_config(config, model_path, sglang or {})
         self.config = config
-        self.api_key = secrets.token_hex(24)  # hex: SGLang would read a key that starts with "-" as an option
+        self.api_key = api_key or secrets.token_hex(24)  # hex: SGLang would read one that starts with "-" as an option
         if config.port:
             ports = list(range(config.port, config.port + config.n_servers))
         else:
@@ -393,7 +396,7 @@ class SGLangServers:
         args |= dict(sglang or {})
         self.servers = [
             SGLangServer(i, config, port, args | {"port": port, "random_seed": config.random_seed + i}, Path(log_dir))
-            for i, port in enumerate(ports)
+            for i, port in enumerate(ports, first)
         ]
 
     @property

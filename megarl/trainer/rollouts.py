@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 from megarl.actor.families import local_folder
 from megarl.algorithms import Algorithm
 from megarl.config import Config
+from megarl.observe.logger import keep_lines
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_batch, broadcast_json
+from megarl.parallel.rendezvous import job_folder
 from megarl.reshard.session import SyncReport, WeightSession, WeightSyncError
 from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.reshard.verify import check_first_logprobs
@@ -26,7 +28,7 @@ from megarl.rewards.pool import RewardPool
 from megarl.rollout.api import GenerationError
 from megarl.rollout.evaluate import Evaluator
 from megarl.rollout.executor import WorkflowError
-from megarl.rollout.external import ExternalServers
+from megarl.rollout.external import ExternalServers, JobServers
 from megarl.rollout.routing import WeightsWanted
 from megarl.rollout.sglang_client import KEY_VARIABLE, RemoteSGLangEngine, addresses_in_environment
 from megarl.rollout.sglang_server import SGLangServers
@@ -48,6 +50,7 @@ class Rollouts:
         self.config = config
         self.algorithm = algorithm
         self._saved: Mapping[str, Any] = {}  # the state to go on from
+        self._accounted = 0  # lines of episodes.jsonl
         self.folder = folder
         self.inputs = inputs
         self.chief = inputs.train is not None
@@ -58,12 +61,16 @@ class Rollouts:
             config = self.config
             functions = [reward_fn_of(name) for name in config.rewards.functions]
             self._rewards = self._open.enter_context(RewardPool(functions, config.rewards))
-            model = local_folder(config.actor.path)
-            self._servers: SGLangServers | ExternalServers = (
-                ExternalServers(addresses, os.environ.get(KEY_VARIABLE, ""), WEIGHT_LOADER)
-                if (addresses := addresses_in_environment())
-                else SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
-            )
+            self._servers: SGLangServers | ExternalServers
+            key = os.environ.get(KEY_VARIABLE, "")
+            if addresses := addresses_in_environment():
+                self._servers = ExternalServers(addresses, key, WEIGHT_LOADER)
+            elif (job := job_folder()) is not None:
+                server = config.server
+                self._servers = JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s)
+            else:
+                model = local_folder(config.actor.path)
+                self._servers = SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
             self._open.callback(self._servers.stop)
             try:
                 self._servers.start()
@@ -109,6 +116,8 @@ class Rollouts:
             )
         self._weights = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(self._weights.close)
+        if self.chief:
+            self._weights.forgive(self._supervisor.died)
         # Servers that outlived a trainer may serve a version above its checkpoint's: versions go on above theirs.
         served = self._weights.served_version()
         self._ahead = max(0, served + 1 - version) if served or version else 0
@@ -145,35 +154,33 @@ class Rollouts:
                 if episode.dropped:
                     line["dropped"] = episode.dropped
                 file.write(json.dumps(line) + "\n")
+        self._accounted += len(episodes)
 
     def state_dict(self) -> dict[str, Any]:
         """The prompts between loader and trainer; rank 0 has them."""
-        return self._engine.state_dict() if self.chief else {}
+        return self._engine.state_dict() | {"accounted": self._accounted} if self.chief else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken; before `connect`."""
-        self._saved = state
+        """Goes on where `state` was taken; before `connect`. What was accounted for since then is done again."""
+        self._saved = {key: value for key, value in state.items() if key != "accounted"}
+        if self.chief:
+            self._accounted = state["accounted"]
+            keep_lines(self.folder.path / "episodes.jsonl", self._accounted)
 
     def push(self, version: int) -> None:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
         report = self._sync(lambda: self._weights.push(self._actor, version + self._ahead))
         if self.chief:
             self._engine.set_version(report.version)
-            with stats_tracker.scope("sync"):
-                stats_tracker.scalar(
-                    verified=float(report.verified > 0),
-                    pieces=report.verified,
-                    mbytes=report.bytes / 1e6,
-                    delta_saving=1 - report.bytes / report.dense_bytes,
-                    servers=len(report.servers),
-                )
 
     def _sync(self, bring: Callable[[], SyncReport]) -> SyncReport:
         """Has `bring` bring the weights to the servers that are there: restarted ones too, dead ones not. A collective.
 
-        With reshard.on_failure=drop_server it waits for a restarted server where none was left, and tries again.
+        A server that dies meanwhile is left out, and where it was the last, a restarted one is waited for. One that
+        lives and fails ends the run, or with reshard.on_failure=drop_server is treated alike.
         """
         while True:
+            admitted: list[str] = []
             if self.chief:
                 with self._blaming_dead_servers():
                     admitted, left_out = self._supervisor.before_sync(self.config.server.ready_timeout_s)
@@ -184,18 +191,34 @@ class Rollouts:
             try:
                 report = bring()
             except WeightSyncError as error:
-                again = self.config.reshard.on_failure == "drop_server" and error.server != ""
-                if self.chief and again:
-                    self._supervisor.after_sync([])
-                    again = self._supervisor.outlook() != "none"
-                if broadcast_json(again):
+                if broadcast_json(self.chief and self._another_sync(error)):
                     continue
                 with self._blaming_dead_servers():
                     raise
             if self.chief:
                 self._supervisor.after_sync(self._weights.healthy)  # no requests to a server that was dropped
+                self._record(report, brought_back=len(set(admitted) & set(report.servers)))
             self.version = self._unchecked = report.version
             return report
+
+    def _another_sync(self, error: WeightSyncError) -> bool:
+        """Whether a sync that failed at the last server is worth another, with a server that is started again."""
+        drop = self.config.reshard.on_failure == "drop_server"
+        if not error.server or not (drop or self._supervisor.died(error.server)):
+            return False
+        self._supervisor.after_sync([])
+        return self._supervisor.outlook() != "none"
+
+    def _record(self, report: SyncReport, brought_back: int) -> None:
+        with stats_tracker.scope("sync"):
+            stats_tracker.scalar(
+                verified=float(report.verified > 0),
+                pieces=report.verified,
+                mbytes=report.bytes / 1e6,
+                delta_saving=1 - report.bytes / report.dense_bytes,
+                servers=len(report.servers),
+            )
+            stats_tracker.total(servers_brought_back=brought_back)  # restarted: they were given all weights, proven
 
     def _served(self, ask: Callable[[], T]) -> T | None:
         """What rank 0 gets of `ask`, others None; where no server has the weights, they are brought. A collective."""
