@@ -9,10 +9,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,9 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.algorithms import ALGORITHMS, AlgorithmConfig
+from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
 from megarl.config import Config, check
-from megarl.knobs import UserError
+from megarl.knobs import UserError, override
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
@@ -97,13 +98,89 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
         print(_help())
         sys.exit(0)
     try:
-        sys.exit(command(from_axolotl(arguments)))
+        sys.exit(command(from_axolotl(from_config_file(arguments))))
     except UserError as error:
         print(f"megarl: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def load_expr_config(
+    arguments: list[str], algorithm: type[AlgorithmConfig] = AlgorithmConfig
+) -> tuple[Config, Path | None]:
+    """What a training script reads its command line with: the checked configuration, and the file of `--config`.
+
+    `algorithm` is the kind of algorithm that the script is written for, such as `GRPOConfig`.
+
+    Raises:
+        UserError: one line for anything that is wrong; or another kind of algorithm is configured.
+    """
+    config = load(from_config_file(arguments))
+    if not isinstance(config.algorithm, algorithm):
+        raise UserError(
+            f"algorithm={name_of(config.algorithm)} is not what this script is for, which is "
+            f"{algorithm.__name__.removesuffix('Config')}; choose that, or another script"
+        )
+    file = Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments else None
+    return config, file
+
+
+def from_config_file(arguments: list[str]) -> list[str]:
+    """The arguments with `--config FILE` turned into overrides, which come before all others: they win over it.
+
+    The file is a YAML with our keys, as those in configs/experiment/: knobs, groups by name, and a list `defaults` of
+    groups to override. `experiment: NAME` begins with a recipe.
+
+    Raises:
+        UserError: there is no such file, or it is no mapping of keys.
+    """
+    if "--config" not in arguments:
+        return arguments
+    at = arguments.index("--config")
+    if at + 1 == len(arguments):
+        raise UserError("--config needs the path of a YAML file")
+    path, rest = arguments[at + 1], arguments[:at] + arguments[at + 2 :]
+    try:
+        loaded = OmegaConf.load(Path(path).expanduser())
+    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+    values = OmegaConf.to_container(loaded)
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path} holds a list; it must map our keys to values (docs/configuration.md)")
+    given = {argument.lstrip("+").partition("=")[0] for argument in rest}
+    chosen = _chosen_groups(values, path)
+    found = [f"{'+' * (group == 'experiment')}{group}={name}" for group, name in chosen.items() if group not in given]
+    return found + [*_flat(values)] + rest
+
+
+def _chosen_groups(values: dict[Any, Any], path: str) -> dict[str, Any]:
+    """Takes the groups out of a file's keys: `algorithm: dapo`, and `override /algorithm: dapo` of its defaults."""
+    known, chosen = groups(), {}
+    for entry in values.pop("defaults", None) or []:
+        (key, name), *more = entry.items() if isinstance(entry, dict) else [(entry, None)]
+        group = str(key).removeprefix("override").strip().removeprefix("/")
+        if more or name is None or group not in known:
+            raise UserError(
+                f"--config {path}: defaults holds {entry!r}, which is no `override /GROUP: NAME` with a group of "
+                f"{', '.join(sorted(known))}"
+            )
+        chosen[group] = name
+    return chosen | {key: values.pop(key) for key in [*values] if key in known and not isinstance(values[key], dict)}
+
+
+def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+    """Overrides of nested keys, down to the knobs."""
+    knobs = knob_paths()
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and path not in knobs:
+            yield from _flat(value, f"{path}.")
+        elif isinstance(value, dict):  # of a dict type
+            yield from ("+" + override(f"{path}.{inner}", content) for inner, content in value.items())
+        else:
+            yield override(path, value)
 
 
 def from_axolotl(arguments: list[str]) -> list[str]:
