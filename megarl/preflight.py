@@ -1,6 +1,6 @@
 """Says what a run would be, and what would stop it, before anything is started.
 
-python -m megarl.preflight +experiment=grpo_70b [group=name ...] [knob=value ...] [show=memory|layout|reshard]
+python -m megarl.preflight +experiment=grpo_70b [group=name ...] [knob=value ...] [show=batch|layout|memory|...]
 python -m megarl.preflight check=invariance
 
 Needs no GPU, no process group and no network, and takes seconds. Exit code 1 if something would stop the run.
@@ -8,6 +8,8 @@ Needs no GPU, no process group and no network, and takes seconds. Exit code 1 if
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -29,15 +31,19 @@ from megarl.reshard import report
 from megarl.reshard.geometry import server_holdings
 from megarl.reshard.layout import Topology
 from megarl.reshard.megatron import source_holdings
+from megarl.reshard.plan import Plan
 from megarl.reshard.planner import PlanError, plan
-from megarl.trainer import findings as of_run
-from megarl.trainer.findings import size
+from megarl.trainer import sizes
+from megarl.trainer.expected import Expected, expected
+from megarl.trainer.findings import Finding, findings, of_sizes, refusals
+from megarl.trainer.sizes import size
+from megarl.trainer.surroundings import around
+from megarl.versions import GPUs, gpus, versions
 
-SHOW = ("memory", "layout", "reshard")
+SHOW = ("batch", "layout", "memory", "time", "reshard", "versions")
 CHECK = ("invariance",)
 DRAWN_NODES = 16
-WIDTH = 130  # of what is not printed to a terminal
-CHECKPOINT = 4 + 8  # bytes a parameter: main parameters and Adam's moments
+WIDTH = 130  # of what is not printed to a terminal, unless COLUMNS says another
 
 
 def known_models() -> list[str]:
@@ -63,41 +69,44 @@ def folder_of(path: str) -> Path:
 
 
 def overview(config: Config, model: PretrainedConfig) -> Table:
-    """Model and batch algebra, both sides of each equation."""
+    """What is trained, on what, and what it leaves on the disk."""
     table = _table("Run", "", "", show_header=False)
-    sizes, load, (sequences, parts) = config.parallel.sizes(), of_run.load_of(config), of_run.sequences_of_step(config)
-    count, data = count_parameters(model), config.train_dataset
+    count, disk = count_parameters(model), sizes.disk_of(config, model)
     table.add_row("experiment", f"{config.experiment_name}: {config.method}, {config.total_train_steps} steps")
-    shape = (
-        f"{model.model_type}, {count / 1e9:.3g}B parameters"
-        if count >= 1e9
-        else f"{model.model_type}, {count / 1e6:.3g}M parameters"
-    )
-    table.add_row("model", f"{config.actor.path}: {shape}, {config.actor.dtype}")
-    product = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in sizes.items())
+    number = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    table.add_row("model", f"{config.actor.path}: {model.model_type}, {number} parameters, {config.actor.dtype}")
+    product = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in config.parallel.sizes().items())
     table.add_row("trainer", f"{product} = {config.parallel.world_size()} ranks")
     if config.method == "rl":
         table.add_row("servers", f"{config.server.n_servers} of tp {config.server.tp_size}")
-        made = f"{data.batch_size} prompts x {config.gconfig.n_samples} completions = {sequences} sequences"
-        longest = f"{data.max_length} + {config.gconfig.max_new_tokens}"
+    kept = f"{size(disk.checkpoint)} x ({disk.keep} kept + 1 being written)"
+    export = f" + {size(disk.export)} exported" if disk.export else ""
+    table.add_row("disk", f"{kept}{export} = {size(disk.total)}, of {_free(config)} free at {config.run_root}")
+    return table
+
+
+def _free(config: Config) -> str:
+    root = Path(config.run_root).expanduser().absolute()
+    return size(shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free)
+
+
+def batch_table(config: Config) -> Table:
+    """The batch algebra, both sides of each equation."""
+    table, batch, data = _table("Batch", "", "", "", show_header=False), sizes.batch_of(config), config.train_dataset
+    if config.method == "rl":
+        longest = f"{data.max_length} prompt + {config.gconfig.max_new_tokens} completion"
+        table.add_row("a sequence", f"{longest} = {sizes.longest_sequence(config)} tokens", "at most")
     else:
-        made, longest = f"{sequences} sequences", f"{data.max_length}"
-    table.add_row("step", f"{made} / {parts} = {sequences // parts} an optimizer step")
-    table.add_row(
-        "", f"{sequences // parts} / dp {sizes['dp_size']} = {sequences // parts / sizes['dp_size']:g} a replica"
-    )
-    table.add_row("sequence", f"{longest} = {of_run.longest_sequence(config)} tokens at most")
-    table.add_row(
-        "microbatch", f"at most {load.microbatches} of up to {load.tokens} tokens, of {config.actor.max_tokens_per_mb}"
-    )
-    disk = count * CHECKPOINT
-    table.add_row("checkpoint", f"{size(disk)} x {config.saver.keep} kept = {size(disk * config.saver.keep)} of disk")
+        table.add_row("a sequence", f"{data.max_length} tokens", "at most")
+    names = {"rl": ("prompts", "completions"), "sft": ("examples", ""), "preference": ("rows", "completions")}
+    for row in batch.equations(names[config.method]):
+        table.add_row(*row)
     return table
 
 
 def layout_table(config: Config) -> Table:
     """Nodes by GPUs: which rank, and which part of the model, runs where."""
-    machines = of_run.machines_of(config)
+    machines = sizes.machines_of(config)
     shown = {"tp": config.parallel.tp_size, "cp": config.parallel.cp_size, "dp": config.parallel.sizes()["dp_size"]}
     shown |= {"pp": config.parallel.pp_size, "ep": config.parallel.ep_size}
     named = [name for name, size in shown.items() if size > 1]
@@ -121,51 +130,108 @@ def layout_table(config: Config) -> Table:
 
 def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
     """Bytes by part, of a trainer rank of each pipeline stage and of a server rank."""
-    stages, load = of_run.memory_of(config, model), of_run.load_of(config)
+    stages, load = sizes.memory_of(config, model), sizes.load_of(config)
     what = "GPU" if config.cluster.gpus_per_node else "rank"
     table = _table(f"Memory of a trainer {what}", "", *(f"pp {rank}" for rank in range(len(stages))))
     for field in fields(TrainerMemory):
         if any(getattr(stage, field.name) for stage in stages):
             table.add_row(field.name, *(size(getattr(stage, field.name)) for stage in stages))
+    beside = [sizes.beside_actor(config, stage) for stage in stages]
+    for name in beside[0]:
+        table.add_row(name, *(size(others[name]) for others in beside))
     table.add_section()
-    table.add_row("peak", *(size(stage.total) for stage in stages))
+    totals = [stage.total + sum(others.values()) for stage, others in zip(stages, beside, strict=True)]
+    table.add_row("peak", *map(size, totals))
     if config.actor.offload_optimizer:
         host = [host_memory(model, config.parallel, config.actor, rank, load) for rank in range(len(stages))]
         table.add_row("on the host", *map(size, host))
     yield table
     if config.method == "rl":
-        need, tokens = of_run.server_memory_of(config, model), config.server.max_total_tokens
-        servers = _table(f"Memory of a server {what}", "", f"tp {config.server.tp_size}")
+        need, cache = sizes.server_memory_of(config, model), sizes.cache_of(config, model)
+        servers = _table(f"Memory of a server {what}", "", f"tp {config.server.tp_size}", show_header=False)
         servers.add_row("weights", size(need.weights))
-        servers.add_row("KV cache", f"{size(need.kv_cache)} for {tokens} tokens" if tokens else "what is free")
+        if cache.share:
+            of = f"{cache.share:.2f} x {config.cluster.gpu_memory_gib:g} GiB - weights"
+        else:
+            of = f"server.max_total_tokens={config.server.max_total_tokens}" if cache.tokens else "what is free"
+        servers.add_row("KV cache", f"{size(need.kv_cache)}: {of}" if cache.tokens else of)
+        servers.add_row("a token of it", f"{cache.token_bytes / 1024:.4g} KiB")
+        if cache.tokens:
+            longest = sizes.batch_of(config).longest
+            fits = f"{cache.tokens:,} tokens, {cache.tokens // longest:,} sequences of full length ({longest})"
+            servers.add_row("holds", fits)
+        servers.add_row("total", size(need.total))
         yield servers
 
 
-def reshard_tables(config: Config, model: PretrainedConfig) -> RenderableType:
-    """The plan of a weight sync in figures.
+def time_table(config: Config, step: Expected | None) -> Table:
+    """A step's stages and what the figures stand on."""
+    table = _table("Expected times", "", "", "", show_header=False)
+    if step is None:
+        table.add_row("a step", "not said for CPUs", "the run shows its seconds and tokens/s from the first step on")
+        return table
+    for stage in (*step.rollout, *step.train, *step.sync):
+        table.add_row(stage.name, report.duration(stage.seconds), stage.how)
+    table.add_section()
+    parts = "servers sample while the trainer trains: the longer of both, and the sync" if step.overlap else "the sum"
+    table.add_row("a step", report.duration(step.step_s), parts if config.method == "rl" else "")
+    table.add_row(
+        "the run", f"{step.step_s * config.total_train_steps / 3600:.1f} h", f"{config.total_train_steps} steps"
+    )
+    rate = f"{step.tokens_per_s:,.0f} tokens/s"
+    table.add_row("trained", rate, f"{step.tokens_per_s / step.gpus:,.0f} a GPU of all {step.gpus}")
+    if config.method == "rl":
+        table.add_row("sampled", f"{step.sampled / step.rollout_s:,.0f} tokens/s", "while the servers work")
+        waits = f"servers {step.rollout_s:.1f} s, trainer {step.train_s:.1f} s, weights {step.sync_s:.1f} s"
+        table.add_row("bottleneck", step.bottleneck, waits)
+    cluster = config.cluster
+    table.caption = (
+        f"a roofline, not measured: {cluster.gpu_tflops:g} TFLOP/s x {cluster.train_utilisation:g}, "
+        f"{cluster.gpu_memory_gb_s:g} GB/s x {cluster.decode_utilisation:g} (decode), network "
+        f"{cluster.network_gb_s:g} GB/s; sequences {cluster.mean_length:.0%} of the longest on average. All are knobs "
+        "of cluster."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def versions_table(found: GPUs) -> Table:
+    """What is installed on this machine."""
+    table = _table("Found here", "", "", show_header=False)
+    for name, version in versions().items():
+        table.add_row(name, version or "not found")
+    table.add_row("GPU driver", found.driver or "not found")
+    if found.names:
+        table.add_row("GPUs", f"{len(found.names)} x {found.names[0]}, {min(found.memory_mib) / 1024:.0f} GiB")
+    else:
+        table.add_row("GPUs", "not found")
+    return table
+
+
+def planned_sync(config: Config, model: PretrainedConfig) -> Plan:
+    """The plan of a weight sync.
 
     Raises:
         UserError: there is nothing to sync, or the two sides do not fit together.
     """
     if config.method != "rl":
         raise UserError(f"show=reshard: method={config.method} has no servers that weights are sent to")
-    machines, server = of_run.machines_of(config), config.server
+    machines, server = sizes.machines_of(config), config.server
     first, per_node = machines.first_server_gpu, machines.gpus_per_node
     topology = Topology(
         source_node=np.arange(machines.trainers) // per_node,
         node=np.arange(first, first + server.n_servers * server.tp_size) // per_node,
         server=np.arange(server.n_servers).repeat(server.tp_size),
     )
-    dtype = of_run.server_dtype(config)
     try:
-        made = plan(
+        return plan(
             source_holdings(world_table(model, config.parallel), config.actor.dtype),
             server_holdings(
                 model,
                 tp_size=server.tp_size,
                 ep_size=int(config.sglang.get("ep_size", 1)),
                 n_servers=server.n_servers,
-                dtype=dtype,
+                dtype=sizes.server_dtype(config, model),
                 cpu=not config.cluster.gpus_per_node,
             ),
             topology,
@@ -173,7 +239,6 @@ def reshard_tables(config: Config, model: PretrainedConfig) -> RenderableType:
         )
     except PlanError as error:
         raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error
-    return report.render(made, config.cluster.network_gb_s * 1e9)
 
 
 def _table(title: str, *columns: str, show_header: bool = True) -> Table:
@@ -188,34 +253,46 @@ def _table(title: str, *columns: str, show_header: bool = True) -> Table:
 
 def main(config: Config, show: str | None) -> int:
     """Prints what was asked for, all of it by default, and what was found. Returns the exit code."""
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
+    seen = gpus()
     try:
         folder = folder_of(config.actor.path)
         model = read_config(str(folder))
     except UserError as error:
-        found = [of_run.Finding(str(error))]
+        found = [Finding(str(error))]
     else:
-        found = of_run.findings(config, model, folder)
-        if not of_run.refusals(of_run.of_sizes(config, model)):
-            for table in tables(config, model, show):
+        found = findings(config, model, folder)
+        if not refusals(of_sizes(config, model)):
+            for table in tables(config, model, show, seen):
                 console.print(table)
-    for finding in found:
+            found += around(config, model, folder, seen)
+    for finding in sorted(found, key=lambda finding: finding.stops, reverse=True):
         print(f"{'STOPS' if finding.stops else 'note '}  {finding.text}")
     stops = sum(finding.stops for finding in found)
     print(f"{stops} problem{'s' * (stops != 1)} that would stop the run")
     return 1 if stops else 0
 
 
-def tables(config: Config, model: PretrainedConfig, show: str | None) -> Iterator[RenderableType]:
+def tables(config: Config, model: PretrainedConfig, show: str | None, seen: GPUs) -> Iterator[RenderableType]:
     """What is printed, in order."""
     if show is None:
         yield overview(config, model)
+    if show in (None, "batch"):
+        yield batch_table(config)
     if show in (None, "layout"):
         yield layout_table(config)
     if show in (None, "memory"):
         yield from memory_tables(config, model)
-    if show == "reshard" or (show is None and config.method == "rl"):
-        yield reshard_tables(config, model)
+    bandwidth, made = config.cluster.network_gb_s * 1e9, None
+    if show == "reshard" or (show in (None, "time") and config.method == "rl"):
+        made = planned_sync(config, model)
+    if show in (None, "reshard") and made is not None:
+        yield report.render(made, bandwidth)
+    if show in (None, "time"):
+        sync_s = report.summarise(made).seconds(bandwidth) if made is not None else 0.0
+        yield time_table(config, expected(config, model, sync_s) if config.cluster.gpus_per_node else None)
+    if show in (None, "versions"):
+        yield versions_table(seen)
 
 
 def own_arguments(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from megarl.knobs import UserError, knob
 BUNDLED = "arithmetic"
 BUNDLED_PAIRS, BUNDLED_JUDGED = "arithmetic_pairs", "arithmetic_judged"
 ON_BAD_ROW = ("error", "skip")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from megarl.data.arithmetic import cache_folder, generate, write_arithmetic
 from megarl.data.arithmetic_pairs import generate_judged, generate_pairs
-from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS
+from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, HUB_NAME
 from megarl.data.prepare import JSON, logger, progress_bars
 from megarl.knobs import UserError
 
@@ -71,7 +71,7 @@ def _local_files(path: str, split: str, name: str) -> list[Path] | None:
         return _split_files(write_arithmetic(cache_folder(path), generate=GENERATORS[path]), name, split)
     if (local := Path(path).expanduser()).exists():
         return _split_files(local, name, split) if local.is_dir() else [local]
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+    if not HUB_NAME.fullmatch(path):
         raise UserError(
             f"data set {path!r} not found: it is no file or folder here and no hub name (owner/name); "
             f"give one of these, or {BUNDLED!r} for the bundled task"

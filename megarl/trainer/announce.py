@@ -9,8 +9,8 @@ from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
 from megarl.rollout.sglang_server import uses_gpu
-from megarl.trainer.findings import sequences_of_step
 from megarl.trainer.read import Inputs
+from megarl.trainer.sizes import batch_of
 
 REAL = {
     "rl": "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B-Instruct actor.optimizer.lr=1e-6",
@@ -65,13 +65,13 @@ def _layout(config: Config) -> str:
 
 
 def _batch(config: Config) -> str:
-    prompts, (sequences, parts) = config.train_dataset.batch_size, sequences_of_step(config)
+    batch, prompts = batch_of(config), config.train_dataset.batch_size
     most = f"microbatches of at most {config.actor.max_tokens_per_mb} tokens"
     if config.method == "preference":
         return f"{prompts} rows a step of two sequences each, {most}"
     if config.method == "sft":
         return f"{prompts} sequences a step, {most}"
     return (
-        f"{prompts} prompts x {config.gconfig.n_samples} completions = {sequences} sequences a step, "
-        f"{parts} optimizer step{'s' * (parts > 1)} of {sequences // parts}, {most}"
+        f"{prompts} prompts x {config.gconfig.n_samples} completions = {batch.sequences} sequences a step, "
+        f"{batch.minibatches} optimizer step{'s' * (batch.minibatches > 1)} of {batch.per_update}, {most}"
     )

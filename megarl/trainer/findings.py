@@ -1,6 +1,7 @@
-"""What can be told of a run from its configuration and its model's shape alone: sizes, machines, memory, problems.
+"""What would stop a run, and what its user should know, each in one line with the remedy.
 
-Nothing here needs a GPU, a process group or the network; `megarl.preflight` prints it.
+Nothing here needs a GPU, a process group or the network; `megarl.preflight` prints it. What the run is stands in
+`sizes.py`, what this machine shows of it in `surroundings.py`.
 """
 
 from __future__ import annotations
@@ -17,110 +18,26 @@ from transformers import PretrainedConfig
 
 from megarl.actor import config as engine_config
 from megarl.actor.families import check_layout
-from megarl.actor.memory import Load, ServerMemory, TrainerMemory, server_memory, trainer_memory
-from megarl.algorithms import RLConfig
 from megarl.config import Config, checks
 from megarl.knobs import UserError
 from megarl.rollout.sglang_server import check_config as check_server
+from megarl.trainer.expected import expected, limits_rollout
+from megarl.trainer.sizes import (
+    GIB,
+    beside_actor,
+    cache_of,
+    longest_sequence,
+    memory_of,
+    server_dtype,
+    server_memory_of,
+    size,
+)
 
-GIB = 2**30
 FULL = 0.95  # of a device's memory; allocators leave holes
 REMEDY = (
     "lower actor.max_tokens_per_mb, set actor.recompute=full or actor.dtype=bfloat16, or raise tp_size, pp_size or "
     "dp_size"
 )
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
-
-
-# -- what the run is --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Machines:
-    """Which GPU every trainer rank and server rank gets: trainers first, servers on the nodes after them."""
-
-    gpus_per_node: int
-    trainers: int
-    servers: int
-    server_tp: int
-
-    @property
-    def trainer_nodes(self) -> int:
-        return math.ceil(self.trainers / self.gpus_per_node)
-
-    @property
-    def shared(self) -> bool:
-        """Whether what the trainers leave free on their last node takes all servers."""
-        return self.trainers + self.servers * self.server_tp <= self.trainer_nodes * self.gpus_per_node
-
-    @property
-    def first_server_gpu(self) -> int:
-        return self.trainers if self.shared else self.trainer_nodes * self.gpus_per_node
-
-    @property
-    def nodes(self) -> int:
-        last = self.first_server_gpu + self.servers * self.server_tp if self.servers else self.trainers
-        return math.ceil(last / self.gpus_per_node)
-
-
-def machines_of(config: Config) -> Machines:
-    """The run's ranks over its nodes; without GPUs all on one."""
-    servers = config.server.n_servers if config.method == "rl" else 0
-    trainers, tp = config.parallel.world_size(), config.server.tp_size
-    return Machines(config.cluster.gpus_per_node or trainers + servers * tp, trainers, servers, tp)
-
-
-def longest_sequence(config: Config) -> int | None:
-    """Tokens of the longest sequence that the run can train on."""
-    if config.train_dataset.max_length is None:
-        return None
-    return config.train_dataset.max_length + (config.gconfig.max_new_tokens if config.method == "rl" else 0)
-
-
-def sequences_of_step(config: Config) -> tuple[int, int]:
-    """Sequences of a step, and optimizer steps that they are divided into."""
-    rows = config.train_dataset.batch_size
-    if config.method == "preference":
-        return 2 * rows, 1
-    if config.method != "rl" or not isinstance(config.algorithm, RLConfig):
-        return rows, 1
-    return rows * config.gconfig.n_samples, config.algorithm.n_minibatches
-
-
-def load_of(config: Config) -> Load:
-    """The most that a data parallel rank works on in one optimizer step: every sequence as long as it may be."""
-    sequences, parts = sequences_of_step(config)
-    dp, most = config.parallel.sizes()["dp_size"], config.actor.max_tokens_per_mb
-    share = math.ceil(sequences / parts / dp)
-    longest = min(longest_sequence(config) or most, most)
-    per_microbatch = max(1, most // longest)
-    return Load(longest * min(share, per_microbatch), math.ceil(share / per_microbatch))
-
-
-def memory_of(config: Config, model: PretrainedConfig) -> list[TrainerMemory]:
-    """Of a trainer rank, by pipeline rank."""
-    on_gpu, load = config.cluster.gpus_per_node > 0, load_of(config)
-    return [
-        trainer_memory(model, config.parallel, config.actor, load, rank, on_gpu)
-        for rank in range(config.parallel.pp_size)
-    ]
-
-
-def server_dtype(config: Config) -> str:
-    """The dtype of the served weights; auto is the checkpoint's, which is taken to be the actor's."""
-    return config.actor.dtype if config.server.dtype == "auto" else config.server.dtype
-
-
-def server_memory_of(config: Config, model: PretrainedConfig) -> ServerMemory:
-    """Of a server rank; a cache that SGLang sizes itself (server.max_total_tokens=0) counts nothing."""
-    return server_memory(model, config.server.tp_size, server_dtype(config), config.server.max_total_tokens)
-
-
-# -- problems ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -151,10 +68,11 @@ def findings(config: Config, model: PretrainedConfig, folder: Path) -> list[Find
             lambda: _check_length(config, model),
         ]
     )
+    found += _of_dtypes(config, model)
     if config.method == "rl":
         found += _of_servers(config, model, folder)
     if not refusals(of_sizes(config, model)):
-        found += _of_layout(config) + _of_memory(config, model)
+        found += _of_layout(config) + _of_memory(config, model) + _of_times(config, model)
     return list(dict.fromkeys(found))
 
 
@@ -207,6 +125,41 @@ def _of_servers(config: Config, model: PretrainedConfig, folder: Path) -> list[F
         )
     if per_node and tp > per_node:
         found.append(Finding(f"server.tp_size={tp} exceeds cluster.gpus_per_node={per_node}: a server is on one node"))
+    if not refusals(of_sizes(config, model)):
+        found += _of_cache(config, model)
+    return found
+
+
+def _of_cache(config: Config, model: PretrainedConfig) -> list[Finding]:
+    """Sequences that no server could hold."""
+    longest, cache, found = longest_sequence(config) or 0, cache_of(config, model), []
+    if (limit := config.sglang.get("context_length")) and int(limit) < longest:
+        found.append(
+            Finding(f"sglang.context_length={limit} is below sequences of {longest} tokens; raise it to at least that")
+        )
+    if cache.tokens >= longest or not (cache.share or config.server.max_total_tokens):
+        return found
+    if not cache.share:
+        remedy = f"raise server.max_total_tokens={config.server.max_total_tokens} to at least that"
+    else:
+        remedy = "raise server.tp_size or sglang.mem_fraction_static, or shorten the sequences"
+    return [
+        *found,
+        Finding(f"the cache of a server holds {cache.tokens} tokens, a sequence has up to {longest}; {remedy}"),
+    ]
+
+
+def _of_dtypes(config: Config, model: PretrainedConfig) -> list[Finding]:
+    """Where numbers are rounded on their way."""
+    kept, found = str(model.dtype).removeprefix("torch."), []
+    if model.dtype is not None and kept != config.actor.dtype and config.actor.init == "checkpoint":
+        found.append(
+            Finding(f"actor.path holds {kept} weights and actor.dtype={config.actor.dtype} trains others", stops=False)
+        )
+    if config.method == "rl" and (served := server_dtype(config, model)) != config.actor.dtype:
+        text = f"server.dtype={config.server.dtype} serves {served} weights of actor.dtype={config.actor.dtype}: "
+        remedy = "log-probs of servers and trainer differ by the rounding; make them equal"
+        found.append(Finding(text + remedy, stops=False))
     return found
 
 
@@ -226,7 +179,8 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
     server = server_memory_of(config, model).total if servers else 0
     if not config.cluster.gpus_per_node:
         per_stage = config.parallel.world_size() // config.parallel.pp_size
-        needed = sum(stage.total for stage in stages) * per_stage + servers * server
+        needed = sum(stage.total + sum(beside_actor(config, stage).values()) for stage in stages) * per_stage
+        needed += servers * server
         there = psutil.virtual_memory().total
         if needed <= FULL * there:
             return []
@@ -234,12 +188,33 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         return [Finding(f"{text}, or plan for GPUs (cluster.gpus_per_node)")]
     most = FULL * config.cluster.gpu_memory_gib * GIB
     limit = f"{FULL:.0%} of cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}"
-    found = [
-        Finding(f"pipeline rank {rank} needs {size(stage.total)} a GPU, over {limit}; {REMEDY}")
-        for rank, stage in enumerate(stages)
-        if stage.total > most
-    ]
+    found = []
+    for rank, stage in enumerate(stages):
+        beside = beside_actor(config, stage)
+        needed = stage.total + sum(beside.values())
+        if needed > most:
+            others = f" with its {' and '.join(beside)}" if beside else ""
+            found.append(Finding(f"pipeline rank {rank}{others} needs {size(needed)} a GPU, over {limit}; {REMEDY}"))
     if server > most:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
         found.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
+    return found
+
+
+def _of_times(config: Config, model: PretrainedConfig) -> list[Finding]:
+    """Deadlines and limits that the expected times run against."""
+    if not config.cluster.gpus_per_node or config.method != "rl" or not longest_sequence(config):
+        return []
+    found = []
+    if limit := limits_rollout(config, model):
+        found.append(Finding(limit, stops=False))
+    step, waits = expected(config, model), config.rollout
+    for name, needs in (("request_timeout_s", step.longest_s), ("episode_timeout_s", step.longest_s)):
+        if needs > getattr(waits, name):
+            text = f"rollout.{name}={getattr(waits, name):g} cuts off completions of {config.gconfig.max_new_tokens} "
+            remedy = f"tokens, which are expected to take {needs:.0f} s; raise it to {math.ceil(2 * needs)}"
+            found.append(Finding(text + remedy, stops=False))
+    if step.rollout_s > waits.batch_timeout_s:
+        text = f"rollout.batch_timeout_s={waits.batch_timeout_s:g} is below the {step.rollout_s:.0f} s that a batch is "
+        found.append(Finding(f"{text}expected to take; raise it to {math.ceil(2 * step.rollout_s)}", stops=False))
     return found

@@ -12,7 +12,7 @@ MAX_FUNCTION_LINES = 80
 
 # From the bottom up. A module imports from lower rows only, never from another of its own row.
 LAYERS = (
-    {"knobs", "processes", "sandbox_child"},
+    {"knobs", "processes", "sandbox_child", "versions"},
     {"types", "sandbox"},
     {"ops", "parallel", "observe"},
     {"data", "rollout", "rewards", "algorithms", "actor", "reshard", "launcher"},
