@@ -33,7 +33,7 @@ train: setup
 # WORKERS processes share the tests; 0 runs them in one, as a debugger needs it.
 WORKERS ?= 2
 test: setup
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@exec $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 test-unit: setup
 	@exec $(BIN)/python -m pytest tests/unit $(ARGS)

@@ -23,26 +23,33 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from xdist.scheduler import LoadScopeScheduling
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SESSION = "MEGARL_TEST_SESSION"  # in the environment of every process that a test starts
 
-# Where several processes share the suite (`make test`), all tests of a group go to one: what fixtures started is there
-# once. A group is a file, or files of tests/sglang that use the same servers. The longest groups come first.
+# Where several processes share the suite (`make test`), one runs the whole of a file, and of files that use the same
+# servers: what fixtures started is there once. Folders whose files take long come first.
 FLEET = ("test_weights.py", "test_weights_faults.py", "test_weights_layouts.py")
 SERVER = ("test_rollout.py", "test_server.py", "test_supervision.py")
 FOLDERS = ("e2e", "distributed", "sglang", "slurm", "kernels", "unit", "gpu")
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return next((shared[0] for shared in (FLEET, SERVER) if Path(file).name in shared), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(FOLDERS)}
     items.sort(key=lambda item: order.get(item.nodeid.split("/")[1], len(order)))
-    for item in items:
-        group = next((files[0] for files in (FLEET, SERVER) if item.path.name in files), item.path.name)
-        item.add_marker(pytest.mark.xdist_group(group.removesuffix(".py")))
 
 
 FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -105,18 +112,22 @@ def nothing_is_left_behind() -> Iterator[None]:
     """
     os.environ[SESSION] = mark = str(uuid.uuid4())
     yield
-    left = {p for p in psutil.process_iter() if environment_of(p).get(SESSION) == mark}
-    left |= {p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())}
+    left = set(psutil.Process().children(recursive=True))
+    left |= {p for p in psutil.process_iter() if told(p.environ, {}).get(SESSION) == mark}
+    # multiprocessing's own helpers end with this process
+    left = {
+        p for p in left if not (told(p.ppid, 0) == os.getpid() and "multiprocessing" in " ".join(told(p.cmdline, [])))
+    }
     _, alive = psutil.wait_procs(left, timeout=5)
-    assert not alive, f"tests left processes behind: {[' '.join(p.cmdline())[:120] for p in alive]}"
+    assert not alive, f"tests left processes behind: {[' '.join(told(p.cmdline, []))[:120] for p in alive]}"
 
 
-def environment_of(process: psutil.Process) -> dict[str, str]:
-    """The environment that a process was started with; empty where it has ended or is another user's."""
+def told(fact: Callable[[], Any], otherwise: Any) -> Any:
+    """A fact of a process; `otherwise` where it has ended or is another user's."""
     try:
-        return process.environ()
+        return fact()
     except psutil.Error:
-        return {}
+        return otherwise
 
 
 @pytest.fixture(scope="module", autouse=True)
