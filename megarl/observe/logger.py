@@ -141,6 +141,15 @@ def keep_until(path: Path, step: int) -> int:
     return max((int(row["step"]) for row in rows if row is not None and row["step"] <= step), default=-1)
 
 
+def keep_lines(path: Path, count: int) -> None:
+    """Moves the lines of a `.jsonl` file after the first `count` to `.superseded.jsonl` beside it."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    if moved := lines[count:]:
+        with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(moved)
+        replace_text(path, "".join(lines[:count]))
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file in one step: a reader sees the old text or the new, never a part."""
     new = path.with_name(f".{path.name}.new")

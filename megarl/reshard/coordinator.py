@@ -51,6 +51,7 @@ class Coordinator:
         self.links: list[ServerLink] = []
         self.active: list[ServerLink] = []
         self.seconds: dict[str, float] = {}
+        self.died: Callable[[str], bool] = lambda address: False  # whether the server has, and others look after it
         self._phase = ("", 0.0)
         self._made = 0  # links so far: an index is never used twice
         for address in addresses:
@@ -173,13 +174,14 @@ class Coordinator:
     # --- failures ---
 
     def drop(self, link: ServerLink, error: Exception, rank: str = "", tensor: str = "", words: str = "") -> None:
-        """Marks a server dirty and leaves it out of the attempt. Raises if the policy is to stop, or none is left."""
+        """Marks a server dirty and leaves it out of the attempt. Raises where none is left, or where the policy is to
+        stop and the server lives: one that died said nothing about the weights."""
         failure = self.failure(link, error, rank, tensor, words)
         link.dirty = True
         link.leave()
         if link in self.active:
             self.active.remove(link)
-        if self.config.on_failure == "stop" or not self.active:
+        if not self.active or (self.config.on_failure == "stop" and not self.died(link.address)):
             raise failure from error
         log.error("%s; going on without %s", failure, link.address)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from megarl.rollout.api import GenerationError
 from megarl.types import GenerationHyperparameters
 
+log = logging.getLogger(__name__)
 EXCERPT = 500
 
 
@@ -40,7 +42,11 @@ def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[s
 
 
 def parse_answer(body: bytes, count: int, address: str) -> list[Piece]:
-    """The `count` pieces in the body of a 200 answer of `/generate`. Raises GenerationError on anything unexpected."""
+    """The `count` pieces in the body of a 200 answer of `/generate`. Raises GenerationError on anything unexpected.
+
+    One completion whose log-probs or versions do not belong to its tokens does not spoil the others: its log-probs are
+    NaN, as SGLang's own may be, upon which `executor.quarantine` leaves it out.
+    """
     try:
         answers = json.loads(body)
         if len(answers) != count:
@@ -57,18 +63,16 @@ def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> Piece:
     if not output_ids and reason == "abort":
         return Piece([], [], [], reason)
     scored = meta["output_token_logprobs"]
-    if [entry[1] for entry in scored] != output_ids:
-        raise ValueError(f"output_token_logprobs of {len(scored)} tokens do not belong to {len(output_ids)} output_ids")
     logprobs = [float(entry[0]) for entry in scored]
-    if not all(map(math.isfinite, logprobs)):
-        raise ValueError("a log-prob that is not finite")
     versions: list[int] = []
+    whole = [entry[1] for entry in scored] == output_ids
     for span in meta["weight_versions"]:
-        if span["start"] != len(versions):
-            raise ValueError(f"weight_versions has a gap at token {len(versions)}")
+        whole = whole and span["start"] == len(versions)
         versions += [version_of(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != len(output_ids):
-        raise ValueError(f"weight_versions cover {len(versions)} of {len(output_ids)} tokens")
+    if not whole or len(versions) != len(output_ids):
+        count = len(output_ids)
+        log.warning("a completion of %d tokens with %d log-probs, %d versions", count, len(scored), len(versions))
+        return Piece(output_ids, [math.nan] * count, [-1] * count, reason)
     return Piece(output_ids, logprobs, versions, reason)
 
 

@@ -52,6 +52,7 @@ class RolloutConfig:
     episode_timeout_s: float = knob(600.0, "seconds until an episode must have ended; later it is rejected")
     max_requeues: int = knob(8, "times a prompt is begun again after its servers failed")
     max_failures: int = knob(16, "episodes that may fail in a row, each rejected, before the run stops")
+    rollout_func: str = knob("", "MODULE.FUNCTION of your own that makes the completions, as TRL's rollout_func does")
 
     def __post_init__(self) -> None:
         above_zero = (
@@ -383,6 +384,8 @@ class RemoteSGLangEngine(InferenceEngine):
                 raise GenerationError(f"{failure}; that was attempt {len(tried)} of {self.config.max_retries + 1}")
             stats_tracker.total(retries=1)
             await asyncio.sleep(self.config.retry_delay_s * 2 ** (len(tried) - 1))
+            if address not in self.router.addresses:
+                tried.pop()  # the server had died: that says nothing about the request
 
     async def _post_once(self, address: str, body: dict[str, Any]) -> tuple[int, bytes]:
         if self._session is None:

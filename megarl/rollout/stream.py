@@ -227,9 +227,10 @@ class RolloutStream:
         except Exception as error:
             self._failed(ticket, item["prompt_id"], error)
         else:
+            unusable = episode.group is None and bool(episode.dropped)  # every sample of it
             if episode.group is not None and self.should_accept is not None and not self.should_accept(episode.group):
                 episode = Episode(episode.prompt_id, None, "refused by should_accept_fn", episode.dropped)
-            self._end(ticket, episode)
+            self._end(ticket, episode, failed=unusable)
         async with self._changed:
             self._changed.notify_all()
 
@@ -246,12 +247,12 @@ class RolloutStream:
                 self._feed()
                 return
         self._end(ticket, Episode(prompt_id, None, str(error)), failed=True)
-        if self._failures > self.limits.max_failures:
-            self._stop(WorkflowError(f"{self._failures} episodes failed in a row, the last: {error}"))
 
     def _end(self, ticket: Ticket, episode: Episode, failed: bool = False) -> None:
         del self._under_way[ticket.number]
         self._failures = self._failures + 1 if failed else 0
+        if self._failures > self.limits.max_failures:
+            self._stop(WorkflowError(f"{self._failures} episodes failed in a row, the last: {episode.reason}"))
         if episode.group is None and not self.dynamic_bs:
             self._rejected.append(episode)
             self._feed()

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 SERVING, LOST, READY, ADMITTED, GONE = "serving", "lost", "ready", "admitted", "gone"
 TICK_S = 0.2  # between looks at the processes, which cost microseconds
 CLOSE_S = 30.0
+TELL_S = 2.0  # a server's connections end a moment before its process can be seen to have ended
 
 
 class Watched(Protocol):
@@ -107,6 +108,16 @@ class Supervisor:
         with self._lock:
             states = {standing.state for standing in self._standings.values() if not standing.hopeless}
         return "ready" if states & {READY, ADMITTED} else "starting" if states & {LOST, SERVING} else "none"
+
+    def died(self, address: str) -> bool:
+        """Whether the server, one of ours, has just died or stopped and is started again, or was given up."""
+        standing = self._standings[address]
+        deadline = time.monotonic() + TELL_S
+        while standing.server.owned and time.monotonic() < deadline:
+            if standing.state in (LOST, GONE) or standing.server.fault() is not None:
+                return True
+            time.sleep(TICK_S)
+        return False
 
     def blame(self) -> None:
         """Raises the ServerError of a server that is not in service, if there is one: it is the cause of others."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from megarl.actor.families import local_folder
 from megarl.algorithms import Algorithm
 from megarl.config import Config
+from megarl.knobs import function_of
 from megarl.observe.logger import keep_lines
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
@@ -25,7 +26,7 @@ from megarl.reshard.verify import check_first_logprobs
 from megarl.rewards import reward_fn_of
 from megarl.rewards.answers import answer_of
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.api import GenerationError
+from megarl.rollout.api import GenerationError, RolloutWorkflow
 from megarl.rollout.evaluate import Evaluator
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.external import ExternalServers, JobServers
@@ -35,12 +36,23 @@ from megarl.rollout.sglang_server import SGLangServers
 from megarl.rollout.supervisor import Supervisor
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.rollout.workflows.rollout_func import RolloutFuncWorkflow
 from megarl.trainer.read import Inputs
-from megarl.types import Episode, PackedBatch
+from megarl.types import Episode, GenerationHyperparameters, PackedBatch
 
 T = TypeVar("T")
 
 WORKFLOWS: dict[str, Any] = {"rlvr": RLVRWorkflow, "remax": ReMaxRLVRWorkflow}  # by `Algorithm.workflow`
+
+
+def workflow_of(
+    name: str, function: Callable[..., Any] | None, rewards: Any, gconfig: GenerationHyperparameters, tokenizer: Any
+) -> RolloutWorkflow:
+    """How prompts are sampled: by the user's `rollout.rollout_func` where there is one, else as the algorithm asks."""
+    if function is not None:
+        return RolloutFuncWorkflow(function, rewards, gconfig, tokenizer)
+    workflow: RolloutWorkflow = WORKFLOWS[name](rewards, gconfig, tokenizer)
+    return workflow
 
 
 class Rollouts:
@@ -60,6 +72,8 @@ class Rollouts:
         if self.chief:
             config = self.config
             functions = [reward_fn_of(name) for name in config.rewards.functions]
+            name = config.rollout.rollout_func
+            self._function = function_of(name, f"rollout.rollout_func={name}") if name else None
             self._rewards = self._open.enter_context(RewardPool(functions, config.rewards))
             self._servers: SGLangServers | ExternalServers
             key = os.environ.get(KEY_VARIABLE, "")
@@ -105,10 +119,10 @@ class Rollouts:
             self._engine.vocab_size = self.inputs.model.vocab_size
             self._engine.load_state_dict(self._saved)
             tokenizer, gconfig = self.inputs.tokenizer, self.config.gconfig
-            self._workflow = WORKFLOWS[self.algorithm.workflow](self._rewards, gconfig, tokenizer)
+            self._workflow = workflow_of(self.algorithm.workflow, self._function, self._rewards, gconfig, tokenizer)
             self._evaluator = Evaluator(
                 self.config.evaluator,
-                RLVRWorkflow(self._rewards, self.config.evaluator.sampling(gconfig), tokenizer),
+                workflow_of("rlvr", self._function, self._rewards, self.config.evaluator.sampling(gconfig), tokenizer),
                 self.inputs.valid,
                 tokenizer,
                 self.folder.path / "evaluations",
