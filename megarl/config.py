@@ -6,6 +6,7 @@ holds differences from the defaults.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from megarl.trainer.recover import SaverConfig
 from megarl.trainer.reference import ReferenceConfig
 from megarl.types import GenerationHyperparameters
 
+LAUNCHERS = ("local", "slurm", "ray")
+
 
 @dataclass(frozen=True)
 class Config:
@@ -37,6 +40,7 @@ class Config:
     total_train_steps: int = knob(100, "optimizer batches to train on; learning-rate schedules end there")
     run_root: str = knob("runs", "folder that run folders are made in")
     resume: str | None = knob(None, "run folder to go on from, at its last checkpoint")
+    launcher: str = knob("local", "what starts ranks and servers: local (this machine), slurm or ray")
     actor: EngineConfig = knob(factory=EngineConfig, meaning="the model that is trained")
     parallel: ParallelConfig = knob(factory=ParallelConfig, meaning="its layout over trainer ranks")
     algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the algorithm, by its group: algorithm=dapo")
@@ -77,6 +81,10 @@ def checks(config: Config) -> tuple[Callable[[Config], None], ...]:
 def _check_run(config: Config) -> None:
     if config.method not in ("rl", "sft", "preference"):
         raise UserError(f"method={config.method} must be rl, sft or preference")
+    if config.launcher not in LAUNCHERS:
+        near = difflib.get_close_matches(config.launcher, LAUNCHERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"launcher={config.launcher} does not exist; {hint}there are: {', '.join(LAUNCHERS)}")
     if config.total_train_steps < 1:
         raise UserError(f"total_train_steps={config.total_train_steps} must be at least 1")
     if config.actor.optimizer.warmup_steps >= config.total_train_steps:
@@ -95,6 +103,11 @@ def _check_algorithm(config: Config) -> None:
         )
     config.algorithm.check()
     algorithm = algorithm_of(config.algorithm)
+    if config.rollout.rollout_func and algorithm.workflow != "rlvr":
+        raise UserError(
+            f"rollout.rollout_func={config.rollout.rollout_func}: {type(algorithm).__name__} samples in a way of its "
+            "own; choose another algorithm, or no function"
+        )
     if config.gconfig.n_samples < algorithm.min_group:
         raise UserError(
             f"gconfig.n_samples={config.gconfig.n_samples}: {type(algorithm).__name__} compares the completions of a "

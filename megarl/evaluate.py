@@ -17,7 +17,7 @@ from rich.table import Table
 from megarl.actor.families import local_folder
 from megarl.cli import run_command
 from megarl.config import Config
-from megarl.knobs import UserError
+from megarl.knobs import UserError, function_of
 from megarl.observe.run_folder import new_run
 from megarl.rewards import reward_fn_of
 from megarl.rewards.answers import answer_of
@@ -25,8 +25,8 @@ from megarl.rewards.pool import RewardPool
 from megarl.rollout.evaluate import Evaluation, Evaluator
 from megarl.rollout.sglang_client import RemoteSGLangEngine
 from megarl.rollout.sglang_server import SGLangServers
-from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.trainer.read import read_inputs
+from megarl.trainer.rollouts import workflow_of
 
 
 def main(config: Config) -> int:
@@ -36,6 +36,8 @@ def main(config: Config) -> int:
     folder = new_run(config.run_root, f"{config.experiment_name}_evaluate")
     OmegaConf.save(OmegaConf.structured(config), folder.config)
     functions = [reward_fn_of(name) for name in config.rewards.functions]
+    name = config.rollout.rollout_func
+    function = function_of(name, f"rollout.rollout_func={name}") if name else None
     with RewardPool(functions, config.rewards) as rewards:
         servers = SGLangServers(config.server, local_folder(config.actor.path), folder.logs, sglang=config.sglang)
         servers.start()
@@ -44,7 +46,8 @@ def main(config: Config) -> int:
             engine = RemoteSGLangEngine(config.rollout)
             engine.initialize(servers.addresses, api_key=servers.api_key)
             try:
-                workflow = RLVRWorkflow(rewards, config.evaluator.sampling(config.gconfig), inputs.tokenizer)
+                sampling = config.evaluator.sampling(config.gconfig)
+                workflow = workflow_of("rlvr", function, rewards, sampling, inputs.tokenizer)
                 evaluator = Evaluator(
                     config.evaluator, workflow, inputs.valid, inputs.tokenizer, folder.path / "evaluations", answer_of
                 )

@@ -4,7 +4,11 @@ Every knob has one owner, a frozen dataclass beside the code that reads it. `doc
 generated from these lines.
 """
 
+import importlib
 import json
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import MISSING, field
 from typing import Any
 
@@ -21,6 +25,26 @@ def knob(default: Any = MISSING, meaning: str = "", *, factory: Any = MISSING) -
     if default is MISSING:
         return field(metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def function_of(name: str, what: str) -> Callable[..., Any]:
+    """The function `MODULE.FUNCTION` in a module that Python finds from the working folder; `what` names it in errors.
+
+    Raises:
+        UserError: there is no such function.
+    """
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise UserError(f"{what} must be MODULE.FUNCTION of your own")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{what} cannot be imported from {os.getcwd()}: {error}") from error
+    if not callable(function):
+        raise UserError(f"{what} is a {type(function).__name__}, not a function")
+    return function
 
 
 def override(path: str, value: Any) -> str:

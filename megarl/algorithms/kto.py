@@ -7,7 +7,8 @@ Completions are judged one by one, desirable or not:
     z = max(0, mean over the batch of h(y')),   y' the completion of another prompt
 
 z is an estimate of KL(policy || reference), held fixed; the trainer takes it once over the global batch (`kto_kl`
-`[num_seqs]`, the same for all), so that it does not depend on the layout.
+`[num_seqs]`, the same for all), so that it does not depend on the layout. So is the share of desirable completions
+(`kto_desirable_share`), by which a microbatch's part of a mean over the desirable ones is known.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class KTOConfig(PreferenceConfig):
 
 
 class KTO(PreferenceAlgorithm):
-    """KTO, given its config. Reads `kto_label` and `kto_kl` `[num_seqs]`."""
+    """KTO, given its config. Reads `kto_label`, `kto_kl` and `kto_desirable_share` `[num_seqs]`."""
 
     paired = False
 
@@ -50,11 +51,14 @@ class KTO(PreferenceAlgorithm):
         z = data["kto_kl"].to(h.dtype)
         weight = torch.where(desirable, self.config.desirable_weight, self.config.undesirable_weight)
         loss = (weight * (1 - torch.sigmoid(torch.where(desirable, h - z, z - h) * beta))).mean()
-        reward = (beta * h).detach()
+        reward, share = (beta * h).detach(), data["kto_desirable_share"].to(h.dtype)
+        # Parts whose means over the microbatches, each weighted by its sequences, are the means over either kind.
+        good = (reward * desirable / share.clamp(min=1e-9)).mean()
+        bad = (reward * ~desirable / (1 - share).clamp(min=1e-9)).mean()
         return loss, {
-            "reward_desirable": _mean(reward[desirable]),
-            "reward_undesirable": _mean(reward[~desirable]),
-            "margin": _mean(reward[desirable]) - _mean(reward[~desirable]),
+            "reward_desirable": good,
+            "reward_undesirable": bad,
+            "margin": good - bad,
             "accuracy": ((reward > beta * z) == desirable).float().mean(),  # the share on its side of z
             "kl": z.mean(),
         }
@@ -64,7 +68,3 @@ def mismatched_kl(logprobs: Tensor, ref_logprobs: Tensor, data: PackedBatch) -> 
     """z of a batch of completions under prompts that are not theirs; both log-probs are token-aligned."""
     h = completion_logprobs(logprobs, data) - completion_logprobs(ref_logprobs, data)
     return max(0.0, float(h.double().mean()))
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.mean() if values.numel() else values.new_zeros(())

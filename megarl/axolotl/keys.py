@@ -31,6 +31,7 @@ KNOBS = {
     "trl.top_p": "gconfig.top_p",
     "trl.top_k": "gconfig.top_k",
     "trl.reward_funcs": "rewards.functions",
+    "trl.rollout_func": "rollout.rollout_func",
     "vllm.port": "server.port",
     "vllm.tensor_parallel_size": "server.tp_size",
     "vllm.data_parallel_size": "server.n_servers",
@@ -122,7 +123,6 @@ _REASONS = {
 }  # fmt: skip
 NEEDLESS = {key: reason for reason, keys in _REASONS.items() for key in keys}
 WHY_NOT = {
-    "trl.rollout_func": "it calls the training model to generate; write a workflow (docs/adding_a_workflow.md)",
     "rl_adapter_ref_model": "there are no adapters: all weights are trained",
     "adapter": "there are no adapters: all weights are trained",
     "deepspeed": "Megatron shards the model; use parallel.* knobs",

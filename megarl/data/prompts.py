@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -32,7 +29,7 @@ from megarl.data.prepare import (
 )
 from megarl.data.sources import load_rows, load_table
 from megarl.data.templates import prompt_ids
-from megarl.knobs import UserError
+from megarl.knobs import UserError, function_of
 
 __all__ = [
     "BUNDLED",
@@ -158,18 +155,11 @@ def _transform_of(source: SourceConfig, config: DatasetConfig) -> tuple[Callable
     """The function that makes a row, and the columns that it does away with."""
     if source.type == "messages":
         return lambda example: example, []
-    module, _, name = source.type.rpartition(".")
-    if not module:
+    if "." not in source.type:
         raise UserError(f"type {source.type!r} of {source.path} is not gsm8k, messages or FILE.FUNCTION of your own")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"type {source.type} of {source.path} cannot be imported from {os.getcwd()}: {error}"
-        ) from error
-    made = make({"datasets": [asdict(source)], "sequence_len": config.max_length})
+    made = function_of(source.type, f"type {source.type} of {source.path}")(
+        {"datasets": [asdict(source)], "sequence_len": config.max_length}
+    )
     transform, settings = made if isinstance(made, tuple) else (made, {})
     if not callable(transform) or not isinstance(settings, dict):
         raise UserError(f"{source.type}(cfg) gave {made!r}; it must give transform_fn, {{'remove_columns': [...]}}")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from megarl.knobs import UserError
+from megarl.knobs import UserError, function_of
 from megarl.rewards.code import code_reward_fn
 from megarl.rewards.gsm8k import gsm8k_reward_fn
 from megarl.rewards.math import math_reward_fn
@@ -38,17 +35,9 @@ def reward_fn_of(name: str) -> RewardFn:
     """
     if name in REWARDS:
         return REWARDS[name]
-    module, _, attribute = name.rpartition(".")
-    if not module:
+    if "." not in name:
         raise UserError(f"rewards.functions: {name} is none of {', '.join(REWARDS)}; your own is MODULE.FUNCTION")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: RewardFn = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"rewards.functions: {name} cannot be imported from {os.getcwd()}: {error}") from error
-    if not callable(function):
-        raise UserError(f"rewards.functions: {name} is a {type(function).__name__}, not a function")
+    function: RewardFn = function_of(name, f"rewards.functions: {name}")
     return function if "prompt_ids" in _parameters(function) else one_by_one(function)
 
 

@@ -46,7 +46,8 @@ class Preferences:
         return Preferences(engine, algorithm, "values" if scores else "logprobs", references)
 
     def prepare(self, batch: PackedBatch, data: str) -> PackedBatch:
-        """The batch with `ref_logp`, and of KTO with `kto_kl` in place of the mismatched completions."""
+        """The batch with `ref_logp`, and of KTO with its figures of the whole batch in place of the mismatched
+        completions."""
         if self.references:
             batch["ref_logp"] = self.references[data](batch)
         if "mismatched" not in batch:
@@ -56,6 +57,8 @@ class Preferences:
         logprobs = self.engine.eval().logprobs(others, trained_only=True)
         kl = mismatched_kl(logprobs, others["ref_logp"], others)
         batch.set_sequences("kto_kl", torch.full((batch.num_seqs,), kl))
+        share = float(batch["kto_label"].double().mean())
+        batch.set_sequences("kto_desirable_share", torch.full((batch.num_seqs,), share))
         return batch
 
     def update(self, batch: PackedBatch) -> dict[str, float]:

@@ -51,6 +51,7 @@ def make_batch() -> dict[str, torch.Tensor]:
         "pair_ids": torch.arange(count) // 2,
         "kto_label": torch.arange(count) % 3 == 0,
         "kto_kl": torch.full((count,), 0.3),
+        "kto_desirable_share": torch.full((count,), 1 / 3),
     }
 
 

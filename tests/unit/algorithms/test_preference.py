@@ -36,6 +36,7 @@ def make_batch(seed: int = 0) -> PackedBatch:
             "pair_ids": torch.tensor([0, 0, 1, 1, 2, 2]),
             "kto_label": torch.tensor([True, False, False, True, True, False]),
             "kto_kl": torch.full((6,), 0.7),
+            "kto_desirable_share": torch.full((6,), 0.5),
         },
     )
 
@@ -133,6 +134,26 @@ def test_a_policy_equal_to_its_reference_starts_at_log_2() -> None:
     loss, metrics = algorithm_of(ALGORITHMS["dpo"][0]()).loss(batch["ref_logp"], batch["ref_logp"], batch)
     assert float(loss) == pytest.approx(math.log(2))
     assert float(metrics["margin"]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("cut", [[[0, 1], [2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]]])
+def test_figures_do_not_depend_on_the_microbatches(name: str, cut: list[list[int]]) -> None:
+    """The engine weights each microbatch's figures by `loss_weight`. One of KTO's may hold completions of one kind."""
+    batch, algorithm = make_batch(), algorithm_of(ALGORITHMS[name][0]())
+    batch["kto_label"] = torch.tensor([True, True, False, True, False, False])
+    _, whole = algorithm.loss(batch["logprobs"], torch.zeros_like(batch["logprobs"]), batch)
+    parts = [batch.select(indices) for indices in cut]
+    found = dict.fromkeys(whole, 0.0)
+    for part in parts:
+        _, figures = algorithm.loss(part["logprobs"], torch.zeros_like(part["logprobs"]), part)
+        share = float(algorithm.loss_weight(part) / algorithm.loss_weight(batch))
+        found = {key: total + share * float(figures[key]) for key, total in found.items()}
+    assert found == pytest.approx({key: float(value) for key, value in whole.items()}, rel=1e-5)
+    if name == "kto":
+        h = [float(a - b) for a, b in zip(sums(batch["logprobs"], batch), sums(batch["ref_logp"], batch), strict=True)]
+        good, bad = (h[0] + h[1] + h[3]) / 3, (h[2] + h[4] + h[5]) / 3
+        assert found["margin"] == pytest.approx(0.1 * (good - bad), rel=1e-5)
 
 
 def test_the_kl_of_kto_is_never_negative() -> None:

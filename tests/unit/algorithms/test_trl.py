@@ -56,6 +56,7 @@ def make_batch() -> PackedBatch:
             "pair_ids": torch.arange(count) // 2,
             "kto_label": torch.arange(count) % 2 == 0,
             "kto_kl": torch.full((count,), 0.7),
+            "kto_desirable_share": torch.full((count,), 0.5),
         },
     )
 
