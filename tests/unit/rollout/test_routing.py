@@ -12,10 +12,12 @@ import pytest
 from aiohttp import web
 from fault_server import tokens_of
 from test_sglang_client import Asks, ask, hangs, request
+from test_supervisor import Scripted
 
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.routing import MOST_UNEVEN, Router, WeightsWanted
+from megarl.rollout.supervisor import Supervisor
 
 PROMPT = list(range(100, 140))
 
@@ -101,6 +103,48 @@ def test_a_request_at_a_server_that_is_taken_out_is_asked_of_another(start_serve
     assert response.output_tokens == [2, 3, 4]
     assert (len(stuck.bodies), len(sound.bodies)) == (1, 1)
     assert engine.addresses == [sound.address]
+
+
+def test_requests_under_way_at_a_living_server_that_failed_a_sync_are_asked_of_another_at_once(
+    start_server, connect
+) -> None:
+    stuck, sound = start_server(hangs), start_server()
+    engine = connect(stuck, sound)
+    supervisor = Supervisor([Scripted(stuck.address), Scripted(sound.address)], heartbeat_s=60, max_restarts=1)
+    engine.follow(supervisor)
+    supervisor.on_change = engine.refresh
+
+    def drop() -> None:
+        while not stuck.bodies:
+            time.sleep(0.01)
+        supervisor.after_sync([sound.address])
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    (response,) = ask(engine, request(1))
+    thread.join(10)
+    assert response.output_tokens == [2, 3, 4]
+    deadline = time.monotonic() + 5
+    while not stuck.cancelled and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stuck.cancelled == 1  # and not asked in vain for an answer that nobody waits for
+
+
+def test_servers_that_die_under_a_request_are_not_counted_as_its_attempts(start_server, connect) -> None:
+    fleet = Fleet()
+
+    async def dies(body: Any, request: web.Request) -> web.StreamResponse:
+        fleet.addresses.remove(request.host)
+        engine.refresh()
+        request.transport.abort()  # type: ignore[union-attr]
+        return web.Response()
+
+    servers = [start_server(dies) for _ in range(4)] + [start_server()]
+    fleet.addresses = [server.address for server in servers]
+    engine = connect(*servers, max_retries=1)
+    engine.follow(fleet)
+    assert ask(engine, request(1))[0].output_tokens == [2, 3, 4]
+    assert [len(server.bodies) for server in servers][-1] == 1
 
 
 def test_with_no_server_left_and_none_to_come_the_error_says_so_at_once(start_server, connect) -> None:

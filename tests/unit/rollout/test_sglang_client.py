@@ -1,5 +1,6 @@
 import asyncio
 import json
+import math
 import threading
 import time
 from typing import Any
@@ -241,12 +242,7 @@ def broken(**meta: Any) -> bytes:
         (b"{}", "0 completions instead of 1"),
         (b'[{"output_ids": [4]}]', "KeyError: 'meta_info'"),
         (broken(finish_reason={"type": "tired"}), "finish_reason 'tired'"),
-        (broken(output_token_logprobs=[[-1.0, 4, None]]), "1 tokens do not belong to 2 output_ids"),
-        (broken(output_token_logprobs=[[-1.0, 4, None], [-1.0, 6, None]]), "do not belong to 2 output_ids"),
         (broken(output_token_logprobs=[[-1.0, 4, None], [None, 5, None]]), "TypeError"),
-        (broken(output_token_logprobs=[[-1.0, 4, None], [float("nan"), 5, None]]), "a log-prob that is not finite"),
-        (broken(weight_versions=[{"version": "0", "start": 0, "end": 1}]), "weight_versions cover 1 of 2 tokens"),
-        (broken(weight_versions=[{"version": "0", "start": 1, "end": 2}]), "weight_versions has a gap at token 0"),
         (broken(weight_versions=[{"version": "default", "start": 0, "end": 2}]), "'default' is not a number"),
     ],
 )
@@ -254,6 +250,24 @@ def test_a_malformed_answer_is_an_error_that_shows_it(body, what):
     with pytest.raises(GenerationError, match=f"server:1 gave a malformed answer .*{what}") as caught:
         parse_answer(body, 1, "server:1")
     assert body[:10].decode() in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"output_token_logprobs": [[-1.0, 4, None]]},
+        {"output_token_logprobs": [[-1.0, 4, None], [-1.0, 6, None]]},
+        {"output_token_logprobs": [[-1.0, 4, None], [float("nan"), 5, None]]},
+        {"weight_versions": [{"version": "0", "start": 0, "end": 1}]},
+        {"weight_versions": [{"version": "0", "start": 1, "end": 2}]},
+        {"weight_versions": [{"version": "0", "start": 1, "end": 3}]},
+    ],
+)
+def test_a_completion_of_the_wrong_length_has_no_log_prob_and_leaves_the_others_of_its_group_alone(meta):
+    bad, good = parse_answer(json.dumps([*json.loads(broken(**meta)), answer([7])]).encode(), 2, "server:1")
+    assert len(bad.tokens) == len(bad.logprobs) == len(bad.versions) == 2
+    assert any(map(math.isnan, bad.logprobs))
+    assert (good.tokens, good.logprobs, good.versions) == ([7], [-0.07], [0])
 
 
 def test_a_completion_over_two_versions_has_both():

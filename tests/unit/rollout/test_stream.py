@@ -223,17 +223,18 @@ def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) ->
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "says"),
+    ("outcome", "raised", "says"),
     [
         (GenerationError("all gone", fatal=True), GenerationError, "all gone"),
         (UserError("the workflow returned a list"), UserError, "the workflow returned a list"),
         (RequestRefused("answered 400"), WorkflowError, "4 episodes failed in a row, the last: .*answered 400"),
         (ValueError("always"), WorkflowError, "4 episodes failed in a row, the last: .*always"),
         (GenerationError("lost"), WorkflowError, "4 episodes failed in a row, the last: .*lost"),
+        (float("nan"), WorkflowError, "4 episodes failed in a row, the last: no sample .* rewards not finite"),
     ],
 )
 def test_what_cannot_go_on_stops_the_run_with_its_cause(
-    thread: LoopThread, error: Exception, raised: type[Exception], says: str
+    thread: LoopThread, outcome: Any, raised: type[Exception], says: str
 ) -> None:
     engine = Engine()
     stream, workflow = begin(thread, engine, 0, 2, max_failures=3)
@@ -244,7 +245,7 @@ def test_what_cannot_go_on_stops_the_run_with_its_cause(
             await asyncio.sleep(0)
             for future in list(workflow.open.values()):
                 if not future.done():
-                    future.set_result(error)
+                    future.set_result(outcome)
         await batch
 
     with pytest.raises(raised, match=says):

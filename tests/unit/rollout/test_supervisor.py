@@ -86,6 +86,22 @@ def test_a_server_that_fails_a_sync_is_started_again_though_it_answers(watch) ->
     until(lambda: one.starts == 1)
 
 
+def test_a_server_of_ours_that_died_is_told_from_one_that_lives_and_from_one_of_somebody_elses(
+    watch, monkeypatch
+) -> None:
+    monkeypatch.setattr(module, "TELL_S", 0.1)
+    one, other, theirs = Scripted("one"), Scripted("other"), Scripted("theirs", owned=False)
+    supervisor = watch(one, other, theirs, heartbeat_s=60)
+    one.dead = theirs.dead = True
+    assert supervisor.died("one")
+    assert not supervisor.died("other")
+    assert not supervisor.died("theirs")
+    until(lambda: supervisor.outlook() == "ready")
+    supervisor.before_sync(1)
+    supervisor.after_sync(["one", "other"])
+    assert not supervisor.died("one")
+
+
 def test_a_server_that_misses_one_look_waits_for_weights_and_one_that_misses_two_is_started_again(watch) -> None:
     one = Scripted("one")
     supervisor = watch(one, heartbeat_s=0.3)

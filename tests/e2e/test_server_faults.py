@@ -1,0 +1,139 @@
+"""Runs whose servers are killed: no prompt lost, none twice, the bound on staleness kept, and an end in any case."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.observe.logger import read_metrics
+from megarl.observe.run_folder import RunFolder
+from megarl.rollout.sglang_server import answers_at
+from tests.e2e.test_main_job import Command, steps_in
+
+KILL_EVERY_S = float(os.environ.get("MEGARL_KILL_EVERY_S", "5"))
+STEPS = int(os.environ.get("MEGARL_KILLED_STEPS", "20"))  # 50 for the figure in docs/numbers.md
+LIMIT_S = 20.0 * STEPS + 120
+SMALL = [
+    "+experiment=gsm8k_grpo", "evaluator.every_steps=0", "evaluator.at_start=false", "server.n_servers=2",
+    "train_dataset.batch_size=4", "algorithm.n_minibatches=1", "gconfig.n_samples=8", "gconfig.max_new_tokens=24",
+    "saver.export_hf=false",
+]  # fmt: skip
+
+
+def servers_of(command: Command) -> dict[str, psutil.Process]:
+    """The servers' own processes, not those that they start, by the name of their file of arguments."""
+    found = {}
+    for process in psutil.Process(command.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, or not yet reaped
+            line = process.cmdline()
+            if "megarl.rollout.sglang_server" in line:
+                found[Path(line[-1]).name] = process
+    return found
+
+
+def answering(run: RunFolder) -> list[str]:
+    """Names of the servers that live and answer, with or without the trainer's weights."""
+    found = []
+    for path in sorted(run.logs.glob("sglang-*.yaml")):
+        arguments = json.loads(path.read_text())
+        if answers_at(f"{arguments['host']}:{arguments['port']}", arguments["api-key"], 2.0):
+            found.append(path.name)
+    return found
+
+
+def kill_in_turn(command: Command, run: RunFolder, every_s: float) -> list[tuple[str, int]]:
+    """Kills -9 a server that answers every `every_s` seconds, the one that was killed longest ago, until the run ends;
+    a moment at which none answers passes. Returns who was killed, and how many were left then."""
+    killed: list[tuple[str, int]] = []
+    deadline = time.monotonic() + LIMIT_S
+    moment = time.monotonic() - every_s  # the first at once
+    while time.monotonic() < deadline:
+        moment += every_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.process.wait(max(moment - time.monotonic(), 0.01))
+            return killed
+        if up := answering(run):
+            last = {name: i for i, (name, _) in enumerate(killed)}
+            name = min(up, key=lambda name: last.get(name, -1))
+            if (process := servers_of(command).get(name)) is not None:
+                process.kill()
+                killed.append((name, len(up) - 1))
+    raise AssertionError(f"{len(steps_in(run))} steps in {LIMIT_S:g} s:\n{command.output.read_text()[-3000:]}")
+
+
+def episodes_of(run: RunFolder) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run.path / "episodes.jsonl").read_text().splitlines()]
+
+
+def assert_every_prompt_is_accounted_for(run: RunFolder) -> None:
+    """Each prompt that was read is trained on, rejected or still to be done, and just one of these."""
+    done = [int(str(episode["prompt_id"])) for episode in episodes_of(run)]
+    last = sorted(run.checkpoints.iterdir())[-1]
+    state = json.loads((last / "trainer.json").read_text())["parts"]["rollouts"]
+    waiting = [entry["number"] for entry in state["waiting"]]
+    rejected = [int(entry["prompt_id"]) for entry in state["rejected"]]
+    assert sorted([*done, *waiting, *rejected]) == list(range(state["read"]))
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_server_killed_every_5_seconds_costs_no_prompt_and_repeats_none(tmp_path: Path) -> None:
+    command = Command(
+        tmp_path, *SMALL, f"total_train_steps={STEPS}", "server.max_restarts=1000", "rollout.max_head_offpolicyness=1",
+    )  # fmt: skip
+    try:
+        run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
+        command.wait_for(lambda: len(steps_in(run)) >= 1, "first step")
+        started = time.time()
+        killed = kill_in_turn(command, run, KILL_EVERY_S)
+        assert command.wait() == 0, command.output.read_text()[-3000:]
+    finally:
+        command.kill()
+    rows = read_metrics(run.metrics)
+    seconds = rows[-1]["time"] - started
+    last_ones = sum(left == 0 for _, left in killed)
+    print(
+        f"{len(killed)} kills, {last_ones} of them of the last server left, in {seconds:.0f} s and {STEPS - 1} steps: "
+        f"{(STEPS - 1) / seconds:.2f} steps/s, {32 * (STEPS - 1) / seconds:.1f} completions/s"
+    )
+    assert killed, "the run ended before a server was killed"
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    assert sum("samples" in episode for episode in episodes_of(run)) == 4 * STEPS
+    assert_every_prompt_is_accounted_for(run)
+    assert max(row["rollout/staleness_max"] for row in rows) <= 1
+    assert max(row.get("train/logprob_diff_max", 0.0) for row in rows) <= 1e-3
+    # A server that was started again holds the checkpoint, as version 0: the bound on staleness says that no token of
+    # it was trained on. In the sync that brought it back every piece of it was proven by digests, as of the other.
+    assert sum(row["sync/servers_brought_back"] for row in rows) >= 1
+    assert {row["sync/pieces"] / row["sync/servers"] for row in rows} == {rows[0]["sync/pieces"] / 2}
+
+
+@pytest.mark.timeout(300)
+def test_a_resumed_run_keeps_the_bound_on_staleness_and_ends_when_all_servers_die(tmp_path: Path) -> None:
+    arguments = [*SMALL, "rollout.max_head_offpolicyness=2", "server.max_restarts=0", "total_train_steps=1000"]
+    first = Command(tmp_path, *arguments)
+    run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
+    first.wait_for(lambda: len(steps_in(run)) >= 3, "third step")
+    os.killpg(first.process.pid, signal.SIGTERM)
+    assert first.wait() == 0, first.output.read_text()[-3000:]
+    assert_every_prompt_is_accounted_for(run)
+    stopped = len(steps_in(run))
+
+    second = Command(tmp_path, *arguments, f"resume={run.path}")
+    second.wait_for(lambda: len(steps_in(run)) >= stopped + 4, "four steps after the resume")
+    rows = read_metrics(run.metrics)
+    assert 0 < max(row["rollout/staleness_max"] for row in rows) <= 2
+    done = [episode["prompt_id"] for episode in episodes_of(run)]
+    assert len(done) == len(set(done))
+
+    for server in servers_of(second).values():
+        server.kill()
+    assert second.process.wait(30) == 1
+    assert "ServerError: SGLang server" in second.output.read_text()
