@@ -23,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
 from megarl.config import Config, check
-from megarl.knobs import UserError, override
+from megarl.knobs import UserError
+from megarl.knobs import override as override_of
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
@@ -152,7 +153,7 @@ def from_config_file(arguments: list[str]) -> list[str]:
     given = {argument.lstrip("+").partition("=")[0] for argument in rest}
     chosen = _chosen_groups(values, path)
     found = [f"{'+' * (group == 'experiment')}{group}={name}" for group, name in chosen.items() if group not in given]
-    return found + [*_flat(values)] + rest
+    return [*found, *_flat(values), *rest]
 
 
 def _chosen_groups(values: dict[Any, Any], path: str) -> dict[str, Any]:
@@ -178,9 +179,9 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict) and path not in knobs:
             yield from _flat(value, f"{path}.")
         elif isinstance(value, dict):  # of a dict type
-            yield from ("+" + override(f"{path}.{inner}", content) for inner, content in value.items())
+            yield from ("+" + override_of(f"{path}.{inner}", content) for inner, content in value.items())
         else:
-            yield override(path, value)
+            yield override_of(path, value)
 
 
 def from_axolotl(arguments: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ from megarl import cli
 from megarl.actor.families import local_folder
 from megarl.config import Config
 from megarl.knobs import UserError
+from megarl.launcher.job import FIRST_GPU, INDEX, LOGS
 from megarl.launcher.local import PARENT
 from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
@@ -32,8 +33,6 @@ from megarl.rollout.sglang_client import KEY_VARIABLE
 from megarl.rollout.sglang_server import SGLangServers
 from megarl.rollout.supervisor import Supervisor
 
-INDEX, LOGS = "MEGARL_SERVER_INDEX", "MEGARL_LOGS"
-FIRST_GPU = "MEGARL_FIRST_SERVER_GPU"  # on a node that servers share with trainers; counted from 0
 LOCAL_TASK = "SLURM_LOCALID"
 LOOK_S = 0.5
 EXIT_GAVE_UP = 1

@@ -1,0 +1,249 @@
+"""The ranks and servers of a run on a Ray cluster, each the child of an actor of its own.
+
+python -m megarl.launcher.ray [SCRIPT.py] [--config FILE] [+experiment=NAME] [group=name ...] [knob=value ...]
+
+RAY_ADDRESS names the cluster. Without it one is started on this machine, on the loopback device and behind a token, and
+ends with this process. Ray places the processes, gives them their GPUs and tells when one is lost; everything else
+goes as under the other launchers: the processes are the same, and meet in the run's folder, which all nodes must see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.knobs import UserError
+from megarl.launcher.job import Job, become_train
+from megarl.launcher.local import PARENT
+from megarl.launcher.watch import watch
+from megarl.parallel.rendezvous import INTERFACE
+from megarl.parallel.watchdog import Monitor
+
+PACKAGE = "ray==2.60.0"  # as pyproject.toml pins it
+ADDRESS = "RAY_ADDRESS"
+OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing goes through it
+PLACE_DEADLINE_S = 300.0  # for the cluster to have room, and for the processes to be started
+LOOK_S = 0.2
+LOST = 70  # exit code of a process whose actor died: EX_SOFTWARE
+PASSED_ON = ("MEGARL_", "NCCL_", "GLOO_", "HF_", "OMP_", "SGLANG_", "PYTHONPATH")  # beginnings of variables
+
+# Of a cluster of our own, before ray is imported.
+OWN_CLUSTER = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of it listens on 127.0.0.1 (ray/_private/services.py, 815)
+    "RAY_AUTH_MODE": "token",  # and answers to this user alone
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where the machine is short of memory
+}
+
+
+def launch(job: Job) -> int:
+    """Runs the job and returns 0, or the exit code of a process that failed. Nothing outlives this process.
+
+    Rank 0's log is shown here.
+
+    Raises:
+        UserError: ray is not installed, the cluster does not answer or has no room, or a node does not see the folder.
+    """
+    with _cluster(job) as ray:
+        ranks, servers = _place(ray, job)
+        shown = _Follower(job.log(ranks[0].name))
+        ranks[0].log = None
+        monitor = Monitor(job.watch, job.world_size, job.timeout_s)
+        return watch(ranks, servers, monitor, job.folder, shown.show, LOOK_S)
+
+
+@contextlib.contextmanager
+def _cluster(job: Job) -> Iterator[Any]:
+    """The module `ray`, connected."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address, scratch = os.environ.get(ADDRESS), None
+    if address is None:
+        os.environ.update(OWN_CLUSTER, RAY_AUTH_TOKEN=secrets.token_hex(32))
+        os.environ[INTERFACE] = "lo"
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(f'launcher=ray needs Ray: pip install "{PACKAGE}", or choose launcher=local') from error
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    try:
+        if address is not None:
+            ray.init(address=address, **quiet)
+        else:
+            scratch = tempfile.mkdtemp(prefix="megarl-ray-")
+            ray.init(
+                address="local",
+                num_cpus=job.world_size + job.servers,
+                num_gpus=None if job.gpus_per_node else 0,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=scratch,
+                **quiet,
+            )
+        yield ray
+    except (ConnectionError, RuntimeError) as error:
+        if ray.is_initialized():
+            raise
+        where = f"{ADDRESS}={address}" if address else "a cluster on this machine"
+        raise UserError(f"launcher=ray: {where} does not come up: {' '.join(str(error).split())[:300]}") from error
+    finally:
+        ray.shutdown()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def bundles(job: Job) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
+    """What is asked of the cluster for ranks and for servers. A bundle lies on one node: those of the ranks are as many
+    as fill a node, in the order of ranks, those of the servers a server each."""
+    a_node = job.gpus_per_node or job.world_size
+    counts = [min(a_node, job.world_size - first) for first in range(0, job.world_size, a_node)]
+    gpus = bool(job.gpus_per_node)
+    ranks = [{"CPU": count} | ({"GPU": count} if gpus else {}) for count in counts]
+    return ranks, [{"CPU": 1} | ({"GPU": job.server_gpus} if gpus else {})] * job.servers
+
+
+def _place(ray: Any, job: Job) -> tuple[list[_Task], list[_Task]]:
+    """Has Ray find room for everything, then starts it, servers first."""
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    groups = [placement_group(found, strategy="PACK") if found else None for found in bundles(job)]
+    ready = [group.ready() for group in groups if group is not None]
+    if len(ray.wait(ready, num_returns=len(ready), timeout=PLACE_DEADLINE_S)[0]) < len(ready):
+        total = {name: number for name, number in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+        raise UserError(
+            f"the Ray cluster has no room for bundles of {bundles(job)} within {PLACE_DEADLINE_S:g} s; it has {total}: "
+            "add nodes, end other jobs, or lower parallel.* and server.*"
+        )
+    kind = ray.remote(num_cpus=1, max_restarts=0)(Child)
+    passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+
+    def start(name: str, group: Any, bundle: int, gpus: int, command: tuple[list[str], dict[str, str]]) -> _Task:
+        where = PlacementGroupSchedulingStrategy(group, bundle)
+        actor = kind.options(num_gpus=gpus, scheduling_strategy=where, name=f"{name} of {job.folder}").remote()
+        arguments, own = command
+        log = job.log(name)
+        return _Task(ray, name, actor, log, actor.start.remote(arguments, {**passed_on, **own}, str(log), os.getcwd()))
+
+    a_node, gpu = job.gpus_per_node or job.world_size, int(bool(job.gpus_per_node))
+    servers = [
+        start(f"server {i}", groups[1], i, gpu * job.server_gpus, job.server(i, first_gpu=0))
+        for i in range(job.servers)
+    ]
+    ranks = [  # each sees its own GPU alone, as number 0
+        start(f"rank {i}", groups[0], i // a_node, gpu, job.rank(i, 0 if gpu else i)) for i in range(job.world_size)
+    ]
+    _tell_where(ray, [*ranks, *servers])
+    return ranks, servers
+
+
+def _tell_where(ray: Any, tasks: Sequence[_Task]) -> None:
+    """Waits until all processes run, and prints which node has which."""
+    nodes: dict[str, list[str]] = {}
+    for task in tasks:
+        try:
+            node, problem = ray.get(task.started, timeout=PLACE_DEADLINE_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise UserError(
+                f"{task.name} was not started within {PLACE_DEADLINE_S:g} s by Ray; see its logs"
+            ) from error
+        if problem:
+            raise UserError(f"{task.name} cannot run on node {node}: {problem}")
+        nodes.setdefault(node, []).append(task.name)
+    for node, names in nodes.items():
+        print(f"ray       {node}: {', '.join(names)}", flush=True)
+
+
+class Child:
+    """An actor: the parent of one process, which dies with it."""
+
+    def start(self, arguments: list[str], environment: dict[str, str], log: str, folder: str) -> tuple[str, str]:
+        """Starts the process. Returns the node's name, and what is in the way if it cannot."""
+        node = socket.gethostname()
+        for needed in (folder, str(Path(log).parent)):
+            if not os.path.isdir(needed):
+                return node, f"{needed} is not there; put code and run_root where all nodes see them"
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray's processes block it
+        try:
+            with open(log, "ab") as file:
+                self._process = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    env={**os.environ, **environment, PARENT: str(os.getpid())},
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return node, ""
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+
+class _Task:
+    """A `watch.Task` behind an actor. What is known of it is at most two looks old."""
+
+    def __init__(self, ray: Any, name: str, actor: Any, log: Path, started: Any) -> None:
+        self.name, self.started = name, started
+        self.log: Path | None = log
+        self._ray, self._actor = ray, actor
+        self._asked: Any = None
+        self._signals: list[int] = []  # sent at the next look: this may run inside a call of Ray's
+        self._code: int | None = None
+        self._lost = ""
+
+    def poll(self) -> int | None:
+        while self._signals:
+            self._actor.send_signal.remote(self._signals.pop(0))
+        if self._code is None:
+            self._asked = self._asked or self._actor.poll.remote()
+            if self._ray.wait([self._asked], timeout=0)[0]:
+                try:
+                    self._code = self._ray.get(self._asked)
+                except self._ray.exceptions.RayActorError as error:
+                    self._code, self._lost = LOST, f"was lost with its Ray actor ({' '.join(str(error).split())[:200]})"
+                self._asked = None
+        return self._code
+
+    def lost(self) -> str:
+        return self._lost
+
+    def send_signal(self, number: int) -> None:
+        self._signals.append(number)
+
+    def kill(self) -> None:
+        self._ray.kill(self._actor)
+        self._code = -signal.SIGKILL
+
+
+class _Follower:
+    """Shows here what a log gains."""
+
+    def __init__(self, log: Path) -> None:
+        self._log, self._shown = log, 0
+
+    def show(self) -> None:
+        with contextlib.suppress(FileNotFoundError), open(self._log, "rb") as file:
+            file.seek(self._shown)
+            text = file.read()
+            self._shown += len(text)
+            sys.stdout.write(text.decode(errors="replace"))
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    become_train("ray")
