@@ -1,0 +1,165 @@
+"""Runs on a Slurm cluster: `python -m megarl.launcher.slurm [SCRIPT.py] +experiment=NAME [KNOB=VALUE ...]`.
+
+On a login node it hands a job to sbatch, sized from the configuration; inside an allocation it runs the same job there.
+Where it runs (partition, account, time limit) say sbatch's own variables: SBATCH_PARTITION, SBATCH_ACCOUNT,
+SBATCH_TIMELIMIT. What the job does is readable in slurm/job.sh; its templates beside it are the same without Python.
+
+python -m megarl.launcher.slurm plan ...       what job.sh asks for: the run's folder and the plan, as shell variables
+python -m megarl.launcher.slurm status [RUN]   the job, its ranks and its servers at a look
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from megarl import cli
+from megarl.config import Config
+from megarl.knobs import UserError, override
+from megarl.launcher.status import show
+from megarl.trainer import manifest
+from megarl.trainer.folder import make_folder
+from megarl.trainer.sizes import machines_of
+
+SCRIPTS = next(p for p in (cli.PACKAGE / "slurm", cli.PACKAGE.parent / "slurm") if p.is_dir())
+GRACE_S = 600  # before the time limit: the step that is under way, and its checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which nodes of an allocation, in its order, run what: trainer ranks from the first one on, then servers."""
+
+    ranks: int
+    ranks_per_node: int
+    rank_nodes: int
+    servers: int
+    servers_per_node: int
+    server_nodes: int
+    first_server_node: int
+    first_server_gpu: int  # of a node that servers share with ranks; 0 where they have nodes of their own
+
+    @property
+    def nodes(self) -> int:
+        return max(self.rank_nodes, self.first_server_node + self.server_nodes)
+
+
+def plan_of(config: Config) -> Plan:
+    """The plan of a run.
+
+    Raises:
+        UserError: a server would lie on two nodes.
+    """
+    machines = machines_of(config)
+    per_node, servers, tp = machines.gpus_per_node, machines.servers, machines.server_tp
+    if servers and (tp > per_node or (not machines.shared and servers > 1 and per_node % tp)):
+        raise UserError(
+            f"server.tp_size={tp} does not divide cluster.gpus_per_node={per_node}, and a server lies on one node; "
+            "choose a divisor"
+        )
+    node, gpu = divmod(machines.first_server_gpu, per_node)
+    fit = servers if machines.shared else min(servers, per_node // tp)
+    return Plan(
+        ranks=machines.trainers,
+        ranks_per_node=min(machines.trainers, per_node),
+        rank_nodes=machines.trainer_nodes,
+        servers=servers,
+        servers_per_node=fit,
+        server_nodes=-(-servers // fit) if servers else 0,
+        first_server_node=node if servers else 0,
+        first_server_gpu=gpu if servers else 0,
+    )
+
+
+def rendered(config: Config, arguments: list[str]) -> str:
+    """The batch script that `launch` submits, for the command line `arguments`.
+
+    Raises:
+        UserError: see `plan_of`.
+    """
+    options = {
+        "job-name": config.experiment_name,
+        "nodes": plan_of(config).nodes,
+        "gpus-per-node": config.cluster.gpus_per_node,
+        "signal": f"B:USR1@{GRACE_S}",
+        "open-mode": "append",
+        "output": "%x_%j.out",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "#SBATCH --exclusive",
+            "#SBATCH --requeue",
+            f"source {shlex.quote(str(SCRIPTS / 'job.sh'))}",
+            shlex.join(["train", *arguments]),
+            "",
+        ]
+    )
+
+
+def launch(config: Config, arguments: list[str]) -> int:
+    """Submits the run, or inside an allocation runs it. Returns the exit code, of sbatch or of the run.
+
+    Raises:
+        UserError: this machine knows no Slurm.
+    """
+    script = rendered(config, arguments)
+    if "SLURM_JOB_ID" in os.environ:
+        return subprocess.run(["bash", "-c", script]).returncode
+    if shutil.which("sbatch") is None:
+        raise UserError("launcher=slurm: sbatch is not installed here; start it on a login node of the cluster")
+    return subprocess.run(["sbatch"], input=script, text=True).returncode
+
+
+def prepare(config: Config) -> dict[str, str]:
+    """Makes the folder of this job's run, or of its next attempt, and says what job.sh must know.
+
+    A job that was requeued goes on in its folder, from the newest whole checkpoint if it has one.
+    """
+    name = f"job_{os.environ['SLURM_JOB_ID']}"
+    plan, there, resume = plan_of(config), Path(config.run_root) / config.experiment_name / name, ""
+    if not config.resume and _has_checkpoint(there / "checkpoints"):
+        resume = str(there.resolve())
+        config = dataclasses.replace(config, resume=resume)
+    folder = make_folder(config, name)
+    logs = folder.new_attempt()
+    job = logs / "job"
+    job.mkdir()
+    values = {key.upper(): str(value) for key, value in dataclasses.asdict(plan).items()}
+    paths = {"RUN_FOLDER": folder.path, "LOGS": logs, "JOB_FOLDER": job}
+    return (
+        values
+        | {key: str(path.resolve()) for key, path in paths.items()}
+        | {"RESUME": override("resume", resume) if resume else ""}
+    )
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    for step in manifest.step_folders(folder) if folder.is_dir() else []:
+        try:
+            manifest.read(step).check_sizes()
+        except manifest.Damaged:
+            continue
+        return True
+    return False
+
+
+def command(arguments: list[str]) -> int:
+    """The command line. Returns the exit code."""
+    if arguments[:1] == ["status"]:
+        return show(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        for key, value in prepare(cli.load(arguments[1:])).items():
+            print(f"{key}={shlex.quote(value)}")
+        return 0
+    overrides = arguments[1:] if arguments and arguments[0].endswith(".py") else arguments
+    return launch(cli.load(overrides), arguments)
+
+
+if __name__ == "__main__":
+    cli.exit_with(command)

@@ -1,0 +1,15 @@
+#!/bin/bash
+# DPO of an 8B model on one node.
+# sbatch slurm/dpo.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/dpo_8b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+#SBATCH --job-name=dpo_8b
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x_%j.out
+# shellcheck source=slurm/job.sh
+source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/job.sh"
+train +experiment=dpo_8b "$@"

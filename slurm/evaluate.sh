@@ -1,0 +1,15 @@
+#!/bin/bash
+# Accuracy of a checkpoint on held-out problems: sbatch slurm/evaluate.sh actor.path=FOLDER
+# sbatch slurm/evaluate.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/grpo_7b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+#SBATCH --job-name=grpo_7b
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x_%j.out
+# shellcheck source=slurm/job.sh
+source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/job.sh"
+evaluate +experiment=grpo_7b "$@"

@@ -1,0 +1,15 @@
+#!/bin/bash
+# GRPO of a 70B model: trainers on 8 nodes, a server of 8 GPUs on each of 4 more.
+# sbatch slurm/grpo_70b.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/grpo_70b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+#SBATCH --job-name=grpo_70b
+#SBATCH --nodes=12
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x_%j.out
+# shellcheck source=slurm/job.sh
+source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/job.sh"
+train +experiment=grpo_70b "$@"

@@ -1,0 +1,15 @@
+#!/bin/bash
+# GRPO of a 7B model on one node: 4 GPUs train, 4 serve.
+# sbatch slurm/grpo_7b.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/grpo_7b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+#SBATCH --job-name=grpo_7b
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x_%j.out
+# shellcheck source=slurm/job.sh
+source "${MEGARL_HOME:-$SLURM_SUBMIT_DIR}/slurm/job.sh"
+train +experiment=grpo_7b "$@"

@@ -1,0 +1,199 @@
+#!/bin/bash
+# The steps of every job, sourced by the templates: preflight, run folder, servers, trainers, and what follows their end.
+#
+#   train +experiment=NAME [KNOB=VALUE ...]      (or train SCRIPT.py ...: a training script of yours)
+#   evaluate +experiment=NAME [KNOB=VALUE ...]
+#
+# A job ends with the run's exit code. It is requeued, and goes on from its last checkpoint,
+#   - before its time limit: Slurm sends this shell USR1 (#SBATCH --signal=B:USR1@SECONDS), and the trainers are asked to
+#     stop after their step, with a checkpoint;
+#   - when it is preempted: Slurm sends all tasks TERM, which asks the trainers for the same;
+#   - when a node fails: nodes that no longer start a task are excluded from the next attempt.
+# scancel ends it: trainers get TERM, and as long as Slurm's KillWait lasts. An error of the run itself is not retried.
+set -uo pipefail
+
+: "${SLURM_JOB_ID:?this is for a Slurm job: sbatch slurm/grpo_70b.sh, or python -m megarl.launcher.slurm}"
+MEGARL_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export MEGARL_HOME
+export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH}
+# shellcheck source=slurm/env.sh
+source "$MEGARL_HOME/slurm/env.sh"
+
+# The plan (megarl/launcher/slurm.py): which nodes of the job, in its order, run what.
+RANKS=0 RANKS_PER_NODE=0 RANK_NODES=0 SERVERS=0 SERVERS_PER_NODE=0 SERVER_NODES=0 FIRST_SERVER_NODE=0 FIRST_SERVER_GPU=0
+RUN_FOLDER="" LOGS="" JOB_FOLDER="" RESUME=""
+nodes=() # names of all of them
+asked="" # requeue or end, once a signal has asked for it
+say() { echo "$(date +%T) $*"; }
+
+# --- where commands run ------------------------------------------------------------------------------------------------
+
+image=()         # what comes before a command in an apptainer image
+image_options=() # what srun takes for pyxis
+case $MEGARL_IMAGE in
+  "") ;;
+  *.sif) image=(apptainer exec --nv --bind "$PWD,$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}" "$MEGARL_IMAGE") ;;
+  *)
+    mounts=$PWD:$PWD,$MEGARL_HOME:$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}
+    image_options=("--container-image=$MEGARL_IMAGE" "--container-mounts=$mounts" "--container-workdir=$PWD")
+    ;;
+esac
+
+# here MODULE ARGUMENT...: a command of megarl on this node. With pyxis an image is entered by srun alone.
+here() {
+  if ((${#image_options[@]})); then
+    srun --nodes=1 --ntasks=1 --overlap "${image_options[@]}" "$MEGARL_PYTHON" -m "$@"
+  else
+    "${image[@]}" "$MEGARL_PYTHON" -m "$@"
+  fi
+}
+
+# step NAME NODES TASKS TASKS_PER_NODE SRUN_OPTION COMMAND...: a job step with a log for each task, instead of this shell.
+# Steps overlap on a node that trainers and servers share: the plan says whose a GPU is.
+step() {
+  local name=$1 where=$2 tasks=$3 per_node=$4 option=$5 count
+  shift 5
+  count=$(tr ',' '\n' <<<"$where" | wc -l)
+  exec srun --job-name="$name" --nodes="$count" --nodelist="$where" --ntasks="$tasks" --ntasks-per-node="$per_node" \
+    --distribution=block --overlap --cpu-bind=none "$option" --output="$LOGS/${name}_%t.log" \
+    "${image_options[@]}" "${image[@]}" "$@"
+}
+
+# signal_step NAME SIGNAL: to every task of a step. (srun itself would take a TERM for the end of the step.)
+signal_step() {
+  local id name
+  while read -r id name; do
+    if [[ $name == "$1" ]]; then scancel --signal="$2" "$id"; fi
+  done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j')
+}
+
+# --- how a job ends ----------------------------------------------------------------------------------------------------
+
+# requeue [NODES]: the job again, later, without NODES (a comma between names) and those excluded before.
+requeue() {
+  local without=${1:-} before
+  if ((${SLURM_RESTART_COUNT:-0} >= MEGARL_MAX_REQUEUES)); then
+    say "requeued MEGARL_MAX_REQUEUES=$MEGARL_MAX_REQUEUES times already; not again"
+    exit 1
+  fi
+  trap '' TERM # which a requeue sends this shell
+  before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
+  if [[ $before == "(null)" ]]; then before=""; fi
+  say "requeued${without:+ without $without}"
+  scontrol requeue "$SLURM_JOB_ID" || exit 1
+  if [[ -n $without ]]; then
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$without${before:+,$before}"
+  fi
+  exit 0
+}
+
+# failed_nodes: those of the job's nodes that do not start a task.
+failed_nodes() {
+  local node probes=() failed=()
+  for node in "${nodes[@]}"; do
+    timeout --kill-after=5 "$MEGARL_PROBE_S" \
+      srun --job-name=probe --nodes=1 --ntasks=1 --nodelist="$node" --overlap true >/dev/null 2>&1 &
+    probes+=($!)
+  done
+  for node in "${!nodes[@]}"; do
+    wait "${probes[$node]}" || failed+=("${nodes[$node]}")
+  done
+  (IFS=, && echo "${failed[*]}")
+}
+
+# finish CODE: requeues, or ends with the exit code of the trainers.
+finish() {
+  local code=$1 state failed log
+  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
+  if [[ -n $asked && $state == RUNNING ]]; then # before the time limit, or preempted; after scancel it is COMPLETING
+    if ((code)) || grep -qs '"stopped_early": true' "$RUN_FOLDER/summary.json"; then
+      requeue
+    fi
+  elif ((code)) && [[ -z $asked ]]; then
+    failed=$(failed_nodes)
+    if [[ -n $failed ]]; then requeue "$failed"; fi
+    for log in $(grep -lsE 'Error|megarl: ' "$LOGS"/{rank,server}_*.log | head -n 3); do
+      say "the end of $log:"
+      tail -n 15 "$log"
+    done
+  fi
+  say "ended with code $code"
+  exit "$code"
+}
+
+# --- what a job does ---------------------------------------------------------------------------------------------------
+
+# prepare ARGUMENT...: refuses what cannot run; then the run's folder and the plan, as variables in capitals.
+prepare() {
+  local plan
+  say "job $SLURM_JOB_ID, attempt $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  here megarl.preflight "$@" || exit
+  plan=$(here megarl.launcher.slurm plan "$@") || exit
+  eval "$plan"
+  export MEGARL_RUN_FOLDER=$RUN_FOLDER MEGARL_JOB_FOLDER=$JOB_FOLDER MEGARL_LOGS=$LOGS
+  export MEGARL_FIRST_SERVER_GPU=$FIRST_SERVER_GPU
+  say "run folder $RUN_FOLDER, logs $LOGS"
+}
+
+# names FIRST COUNT: names of the job's nodes, with a comma between.
+names() { (IFS=, && echo "${nodes[*]:$1:$2}"); }
+
+train() {
+  local entry=(-m megarl.train) servers="" ranks code
+  if [[ ${1:-} == *.py ]]; then
+    entry=("$1")
+    shift
+  fi
+  trap 'asked=requeue; signal_step rank TERM' USR1
+  trap 'asked=end' TERM
+  prepare "$@"
+  if [[ -n $asked ]]; then finish 1; fi
+  if [[ -n $RESUME ]]; then set -- "$@" "$RESUME"; fi
+  if ((SERVERS)); then
+    MEGARL_LLM_SERVER_API_KEY=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
+    export MEGARL_LLM_SERVER_API_KEY
+    step server "$(names "$FIRST_SERVER_NODE" "$SERVER_NODES")" "$SERVERS" "$SERVERS_PER_NODE" --kill-on-bad-exit=0 \
+      "$MEGARL_PYTHON" -m megarl.launcher.server "$@" &
+    servers=$!
+  fi
+  step rank "$(names 0 "$RANK_NODES")" "$RANKS" "$RANKS_PER_NODE" --kill-on-bad-exit=1 \
+    bash "$MEGARL_HOME/slurm/rank.sh" "$MEGARL_PYTHON" "${entry[@]}" "$@" &
+  ranks=$!
+  say "$RANKS ranks on $(names 0 "$RANK_NODES"), $SERVERS servers"
+  while kill -0 "$ranks" 2>/dev/null; do
+    if [[ -n $servers ]] && ! kill -0 "$servers" 2>/dev/null; then
+      say "no server is left"
+      signal_step rank KILL
+      break
+    fi
+    sleep 1 &
+    wait $! # a signal interrupts it, and its trap runs at once
+  done
+  wait_for "$ranks"
+  code=$?
+  if [[ -n $servers ]]; then
+    : >"$JOB_FOLDER/trainers-ended" # they end by themselves
+    wait_for "$servers"
+  fi
+  tail -n 5 "$LOGS/rank_0.log"
+  finish "$code"
+}
+
+# wait_for PID: its exit code; a signal to this shell interrupts a wait.
+wait_for() {
+  local code=0
+  while kill -0 "$1" 2>/dev/null; do
+    wait "$1"
+    code=$?
+  done
+  wait "$1" 2>/dev/null
+  local last=$?
+  ((last == 127)) || code=$last
+  return "$code"
+}
+
+evaluate() {
+  here megarl.preflight "$@" || exit
+  exec "${image[@]}" "$MEGARL_PYTHON" -m megarl.evaluate "$@"
+}
