@@ -29,7 +29,7 @@ class ReshardConfig:
     )
     delta: bool = knob(False, "send only elements that changed since the last sync; keeps a copy of what was sent")
     anchor_every: int = knob(20, "with delta: everything is sent again in every so many syncs")
-    on_failure: str = knob("stop", "stop, or drop_server: go on with the servers that are left")
+    on_failure: str = knob("stop", "where a living server fails: stop, or drop_server: go on with those that are left")
     max_logprob_diff: float = knob(
         0.1, "most mean |trainer - rollout log-prob| of the first tokens sampled after a sync, in nats; 0 = not checked"
     )

@@ -1,4 +1,4 @@
-"""Real servers under a supervisor: stopped or killed, they leave service at once, and wait for the weights."""
+"""Real servers under a supervisor: stopped or killed, they leave service at once, and come back with the weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 from test_rollout import Asks, request
+from weights_support import weights_of
 
 from megarl.knobs import UserError
+from megarl.observe.metrics import stats_tracker
+from megarl.reshard.config import ReshardConfig
+from megarl.reshard.session import WeightSession
 from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.rollout.external import ExternalServers
 from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.sglang_server import ServerError, SGLangServers
 from megarl.rollout.supervisor import Supervisor
+from tests.sglang.tiny_models import make_model
 
 HEARTBEAT_S = 5.0
 WAIT_S = 90.0
@@ -55,10 +60,10 @@ def until(holds: Callable[[], Any], within_s: float) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_stopped_server_loses_its_requests_to_the_others_and_is_not_asked_without_the_weights(
+def test_a_stopped_server_loses_its_requests_and_comes_back_with_the_weights_though_another_dies_in_the_sync(
     pair: SGLangServers, supervisor: Supervisor, engine: RemoteSGLangEngine
 ) -> None:
-    stopped = pair.servers[0]
+    stopped, other = pair.servers
     assert stopped.process is not None
     responses: list[Any] = []
     workflow = Asks()
@@ -66,14 +71,31 @@ def test_a_stopped_server_loses_its_requests_to_the_others_and_is_not_asked_with
     rollout = threading.Thread(target=lambda: responses.append(engine.rollout_batch(work, workflow)))
     rollout.start()
     until(lambda: engine.router._load.get(stopped.address), WAIT_S)  # it has requests
+    stats_tracker.export()
     stopped.process.send_signal(signal.SIGSTOP)
-    until(lambda: engine.addresses == [pair.addresses[1]], 2 * HEARTBEAT_S)
+    until(lambda: stats_tracker.export().get("rollout/retries"), 2 * HEARTBEAT_S)  # they are asked again,
+    assert engine.addresses == [other.address]  # and not of it
     rollout.join(WAIT_S)
     assert responses[0].num_seqs == 12
     assert len(workflow.responses) == 6
 
     until(lambda: supervisor.before_sync(WAIT_S)[0] == [stopped.address], WAIT_S)
-    assert engine.addresses == [pair.addresses[1]]  # it answers, and is not asked before it has the weights
+    assert engine.addresses == [other.address]  # it answers, and is not asked before it has the weights
+    session = WeightSession(ReshardConfig(on_failure="stop"), pair.addresses, pair.api_key)
+    session.forgive(supervisor.died)
+    session.admit(stopped.address)
+    assert other.process is not None
+    other.process.kill()
+    report = session.push(weights_of(make_model("qwen3", True, seed=3)), 1)
+    assert report.servers == (stopped.address,)
+    assert report.verified > 0  # by digests
+    supervisor.after_sync(session.healthy)
+    session.close()
+    until(lambda: engine.addresses == [stopped.address], 5)
+    batch = engine.rollout_batch(
+        [{"i": i, "requests": [request([50 + i], max_new_tokens=4)]} for i in range(4)], Asks()
+    )
+    assert set(batch["versions"][batch["loss_mask"]].tolist()) == {1}
 
 
 @pytest.mark.timeout(240)
@@ -86,7 +108,7 @@ def test_servers_that_die_too_often_are_given_up_with_a_typed_error(pair: SGLang
             server.process.kill()
         until(lambda: supervisor.outlook() == "none", 2 * HEARTBEAT_S)
         assert supervisor.serving() == []
-        with pytest.raises(ServerError, match=r"SGLang server 0 at .*; its log .* ends:"):
+        with pytest.raises(ServerError, match=r"SGLang server 0 at .* ended with exit code -9; its log .* ends:"):
             supervisor.before_sync(WAIT_S)
     finally:
         supervisor.close()
