@@ -187,19 +187,21 @@ def assemble(episodes: Sequence[Episode]) -> PackedBatch:
     return PackedBatch.concat(groups)
 
 
-def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, seconds: float) -> None:
-    """Records a batch's numbers with `stats_tracker`: reward, lengths in tokens, tokens/s, staleness in versions."""
+def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, tokens_per_s: float | None) -> None:
+    """Records a batch's numbers with `stats_tracker`: reward, lengths in tokens, staleness in versions, and
+    `tokens_per_s`, where the rate of sampling is known."""
     mask = batch["loss_mask"]
     position = torch.repeat_interleave(torch.arange(batch.num_seqs), batch.lengths)
     sampled = torch.zeros(batch.num_seqs).index_add_(0, position, mask.float())
     stats_tracker.scalar(
         reward=float(batch["rewards"].mean()),
-        tokens_per_s=float(sampled.sum()) / seconds,
         completion_len=float(sampled.mean()),
         completion_len_max=float(sampled.max()),
         rejected=sum(episode.group is None for episode in episodes),
         dropped_samples=sum(sum(episode.dropped.values()) for episode in episodes),
     )
+    if tokens_per_s is not None:
+        stats_tracker.scalar(tokens_per_s=tokens_per_s)
     if "versions" in batch and bool(mask.any()):
         staleness = version - batch["versions"][mask].float()
         stats_tracker.scalar(staleness=float(staleness.mean()), staleness_max=float(staleness.max()))
@@ -225,7 +227,8 @@ def rollout_batch(
         work = run_episodes(engine, data, workflow)
         episodes = thread.run(attend(work) if attend is not None else work, timeout_s, what)
         batch = assemble(episodes)
-        record_stats(episodes, batch, engine.get_version(), time.perf_counter() - start)
+        tokens_per_s = float(batch["loss_mask"].sum()) / (time.perf_counter() - start)
+        record_stats(episodes, batch, engine.get_version(), tokens_per_s)
     return batch, episodes
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -191,11 +190,10 @@ class RemoteSGLangEngine(InferenceEngine):
         server can answer before it has been brought the weights; episodes under way then wait for them.
         """
         stream = self._stream_of(dataloader, workflow, workflow_kwargs or {}, should_accept_fn, group_size, dynamic_bs)
-        start = time.perf_counter()
         with stats_tracker.scope("rollout"):
             self.episodes = stream.next_batch(self.config.batch_timeout_s, self.router.unless_wanted)
             batch = assemble(self.episodes)
-            record_stats(self.episodes, batch, self._version, time.perf_counter() - start)
+            record_stats(self.episodes, batch, self._version, stream.tokens_per_s)
         return batch
 
     def _stream_of(

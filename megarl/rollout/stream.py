@@ -90,6 +90,10 @@ class RolloutStream:
         self._failures = 0  # in a row
         self._error: BaseException | None = None
         self._changed = asyncio.Condition()
+        self._sampled = 0  # trained tokens of the episodes that ended since the last batch
+        self._busy_s = 0.0  # seconds since then in which episodes were under way, counted until `_counted`
+        self._counted = time.perf_counter()
+        self.tokens_per_s: float | None = None  # sampled between the last two batches, while episodes were under way
 
     # -- the trainer's side -------------------------------------------------------------------------------------
 
@@ -170,8 +174,19 @@ class RolloutStream:
         for ticket, _ in taken:
             del self._finished[ticket.number]
         self._handed += self.batch_size
+        self._count_busy()
+        self.tokens_per_s = self._sampled / self._busy_s if self._busy_s else None
+        self._sampled, self._busy_s = 0, 0.0
         rejected, self._rejected = self._rejected, []
         return [episode for _, episode in taken] + rejected
+
+    def _count_busy(self) -> None:
+        """Adds the time since the last call, if episodes were under way; to be called before the first starts and the
+        last ends."""
+        now = time.perf_counter()
+        if self._under_way:
+            self._busy_s += now - self._counted
+        self._counted = now
 
     def _complete(self) -> bool:
         """Whether enough has finished, and all of what must not grow older."""
@@ -193,6 +208,7 @@ class RolloutStream:
         while len(self._under_way) + len(self._finished) < room and self._error is None:
             ticket = self._queue.popleft() if self._queue else self._read_one()
             ticket.version = self._version
+            self._count_busy()
             task = asyncio.get_running_loop().create_task(self._run(ticket))
             self._under_way[ticket.number] = (ticket, task)
 
@@ -228,6 +244,7 @@ class RolloutStream:
             self._failed(ticket, item["prompt_id"], error)
         else:
             unusable = episode.group is None and bool(episode.dropped)  # every sample of it
+            self._sampled += int(episode.group["loss_mask"].sum()) if episode.group is not None else 0
             if episode.group is not None and self.should_accept is not None and not self.should_accept(episode.group):
                 episode = Episode(episode.prompt_id, None, "refused by should_accept_fn", episode.dropped)
             self._end(ticket, episode, failed=unusable)
@@ -242,6 +259,7 @@ class RolloutStream:
                 return
             if ticket.requeued < self.limits.max_requeues:  # the servers' fault: the prompt is as good as before
                 ticket.requeued += 1
+                self._count_busy()
                 del self._under_way[ticket.number]
                 self._queue.appendleft(ticket)
                 self._feed()
@@ -249,6 +267,7 @@ class RolloutStream:
         self._end(ticket, Episode(prompt_id, None, str(error)), failed=True)
 
     def _end(self, ticket: Ticket, episode: Episode, failed: bool = False) -> None:
+        self._count_busy()
         del self._under_way[ticket.number]
         self._failures = self._failures + 1 if failed else 0
         if self._failures > self.limits.max_failures:
