@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -67,13 +68,12 @@ def growth(config: EngineConfig, parallel: ParallelConfig, sequences: int, lengt
     return peak.growth, sum(p.numel() for module in engine.modules for p in module.parameters())
 
 
-def main(big: str, tiny: str, out: Path, layout: str, cases: str) -> None:
-    torch.set_num_threads(1)
-    parallel = ParallelConfig(**json.loads(layout))
+def measure(big: str, tiny: str, parallel: ParallelConfig, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By case, the growth of this process and its parameters."""
     groups.initialize(parallel)
     growth(EngineConfig(path=tiny, init="random"), parallel, 2, 8)  # code that is loaded at its first use
     found = {}
-    for name, fields in json.loads(cases).items():
+    for name, fields in cases.items():
         config = EngineConfig(
             path=big,
             init="random",
@@ -82,8 +82,15 @@ def main(big: str, tiny: str, out: Path, layout: str, cases: str) -> None:
             **fields,
         )
         found[name] = growth(config, parallel, SEQUENCES, LENGTH)
+    groups.leave_layout()
+    return found
+
+
+def main(big: str, tiny: str, out: Path, layouts: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    found = {name: measure(big, tiny, ParallelConfig(**sizes), cases) for name, (sizes, cases) in layouts.items()}
     (out / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], Path(sys.argv[3]), *sys.argv[4:6])
+    main(*sys.argv[1:3], Path(sys.argv[3]), json.loads(sys.argv[4]))
