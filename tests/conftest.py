@@ -34,7 +34,7 @@ SESSION = "MEGARL_TEST_SESSION"  # in the environment of every process that a te
 # servers: what fixtures started is there once. Folders whose files take long come first.
 FLEET = ("test_weights.py", "test_weights_faults.py", "test_weights_layouts.py")
 SERVER = ("test_rollout.py", "test_server.py", "test_supervision.py")
-FOLDERS = ("e2e", "distributed", "sglang", "slurm", "kernels", "unit", "gpu")
+FOLDERS = ("sglang", "e2e", "distributed", "slurm", "kernels", "unit", "gpu")
 
 
 class ByFile(LoadScopeScheduling):

@@ -122,8 +122,7 @@ def main(work: Path) -> None:
             if not weights_equal(engine, folder / "single"):
                 wrong.append(f"{name}: weights of single in {layout}")
             engine.save_state(folder / layout)
-            if sizes.get("vpp_size", 1) == 1:  # how virtual stages train is the business of the layouts' own tests
-                wrong += trains_on(engine, folder, name, layout, case)
+            wrong += trains_on(engine, folder, name, layout, case)
             groups.leave_layout()
         for layout, sizes in layouts.items():
             engine = engine_of(folder / "model", *how, sizes)

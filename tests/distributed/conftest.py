@@ -1,0 +1,17 @@
+"""Ranks of this folder's worlds start in a moment, under the real launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.launcher import local
+from tests import warm
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "subprocess", warm)
+        yield
