@@ -114,7 +114,7 @@ class Supervisor:
         standing = self._standings[address]
         deadline = time.monotonic() + TELL_S
         while standing.server.owned and time.monotonic() < deadline:
-            if standing.state in (LOST, GONE) or standing.server.fault() is not None:
+            if standing.state not in (SERVING, ADMITTED) or standing.server.fault() is not None:
                 return True
             time.sleep(TICK_S)
         return False
@@ -201,7 +201,11 @@ class Supervisor:
         else:
             standing.restarts += 1
             stats_tracker.total(server_restarts=1)
-            standing.server.restart()
+            try:
+                standing.server.restart()
+            except (ServerError, OSError) as failure:
+                standing.error = standing.server.error(f"cannot be started again: {failure}")
+                self._move(standing, GONE)
 
     def _in_state(self, *states: str) -> list[str]:
         with self._lock:

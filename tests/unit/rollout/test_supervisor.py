@@ -18,6 +18,7 @@ class Scripted:
     def __init__(self, address: str, owned: bool = True) -> None:
         self.address, self.owned, self.late = address, owned, True
         self.healthy, self.dead, self.starts = True, False, 0
+        self.broken: Exception | None = None  # what a start ends in
 
     def answers(self, timeout_s: float) -> bool:
         return self.healthy
@@ -29,6 +30,8 @@ class Scripted:
         return ServerError(f"{self.address} {what}")
 
     def restart(self) -> None:
+        if self.broken is not None:
+            raise self.broken
         self.starts += 1
         self.healthy, self.dead = True, False
 
@@ -121,6 +124,17 @@ def test_after_the_last_restart_there_is_no_hope_and_the_cause_is_raised(watch) 
     until(lambda: supervisor.outlook() == "none")
     assert one.starts == 1
     with pytest.raises(ServerError, match="one is dead"):
+        supervisor.before_sync(1)
+
+
+@pytest.mark.parametrize("failure", [OSError("no memory for a process"), ServerError("it left processes")])
+def test_a_server_that_cannot_be_started_again_is_given_up_with_the_cause(watch, failure: Exception) -> None:
+    one = Scripted("one")
+    supervisor = watch(one)
+    one.broken, one.dead = failure, True
+    until(lambda: supervisor.outlook() == "none")
+    one.dead = False
+    with pytest.raises(ServerError, match=f"one cannot be started again: {failure}"):
         supervisor.before_sync(1)
 
 
