@@ -1,4 +1,7 @@
-"""One view of a run under any launcher: its job, its last step, each rank and each server. Reads files alone."""
+"""One view of a run under any launcher: its job, its last step, each rank and each server. Reads files alone.
+
+python -m megarl.launcher.status [RUN]
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megarl import cli
 from megarl.knobs import UserError
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
@@ -48,11 +52,12 @@ def view(folder: RunFolder) -> Table:
     if folder.path.name.startswith("job_"):
         shown.add_row(folder.path.name.replace("_", " "), _queued(folder.path.name.removeprefix("job_")), "")
     shown.add_row("run", _step(folder), "")
-    ranks = sorted(logs.glob("rank_*.log"), key=_number)
     watch = job / "watch" if (job / "watch").is_dir() else logs / "watch"
+    ranks = sorted({_number(path) for path in (*logs.glob("rank_*.log"), *watch.glob("rank_*.watch"))})
     monitor = Monitor(watch, len(ranks), timeout_s=0)
-    for log in ranks:
-        shown.add_row(f"rank {_number(log)}", monitor.describe(_number(log)), _tail(log))
+    for rank in ranks:
+        log = logs / f"rank_{rank}.log"  # rank 0 of a run on this machine wrote to its terminal
+        shown.add_row(f"rank {rank}", monitor.describe(rank), _tail(log) if log.exists() else "")
     for log in sorted([*logs.glob("server_*.log"), *logs.glob("sglang-*.log")], key=_number):
         published = job / f"server_{_number(log)}"
         state = _health(published.read_text()) if published.is_file() and log.name.startswith("server") else ""
@@ -115,3 +120,7 @@ def _health(address: str) -> str:
         return f"{address} does not answer: {error}"
     finally:
         connection.close()
+
+
+if __name__ == "__main__":
+    cli.exit_with(show)

@@ -23,7 +23,8 @@ LAYERS = (
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 JOINS = {("config", "trainer")}  # the root of the configuration joins the trainer's knobs to those of the stages
-LAUNCHERS = {f"launcher/{name}.py" for name in ("local", "ray", "server", "slurm")}  # commands beside a stage's knobs
+# Commands beside a stage's knobs.
+LAUNCHERS = {f"launcher/{name}.py" for name in ("local", "ray", "server", "slurm", "status")}
 BELOW_LAUNCHERS = {"cli", "config", "trainer", "rollout", "reshard", "actor"}  # they compose what they start
 COMMANDS = LAYERS[-1] | LAYERS[-2]
 
