@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,9 +54,10 @@ def digests(checkpoint: Path) -> dict[str, Any]:
 def test_a_run_killed_and_resumed_does_the_same_steps_again_to_the_bit(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     first = Taped(tmp_path, *ARGUMENTS)
-    first.wait_for(lambda: (run.checkpoints / "step_000006").is_dir(), "checkpoint of step 6")
-    os.kill(first.process.pid, signal.SIGKILL)
-    first.process.wait(10)
+    try:
+        first.wait_for(lambda: (run.checkpoints / "step_000006").is_dir(), "checkpoint of step 6")
+    finally:
+        first.kill()  # by SIGKILL
     undisturbed = exact(read_metrics(run.metrics))
     accounts = lines_of(run.path / "episodes.jsonl")
     (run.checkpoints / "step_000006").rename(tmp_path / "undisturbed")  # the run goes on from step 3
