@@ -33,12 +33,12 @@ DEADLINE_S = 240.0
 
 
 class Command:
-    """`python -m megarl.train` in a process of its own, its output kept."""
+    """`python -m megarl.train`, or another command, in a process of its own, its output kept."""
 
-    def __init__(self, root: Path, *arguments: str) -> None:
+    def __init__(self, root: Path, *arguments: str, module: str = "megarl.train") -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.output = root / f"output-{time.monotonic_ns()}.txt"
-        command = [sys.executable, "-m", "megarl.train", *arguments, f"run_root={root}"]
+        command = [sys.executable, "-m", module, *arguments, f"run_root={root}"]
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.launcher import local
+from megarl.launcher import local, watch
+from megarl.launcher.job import Job
 
 RANK = """
 import os, sys, time
@@ -39,7 +40,7 @@ def test_ranks_know_their_place_and_write_their_own_logs(rank_module: Path, tmp_
 def test_a_rank_that_fails_is_shown_and_ends_the_others(
     rank_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.5)
+    monkeypatch.setattr(watch, "FAILURE_GRACE_S", 0.5)
     rank_module.write_text(RANK.format(body="sys.exit(7) if rank == '1' else time.sleep(60)"))
     started = time.monotonic()
     assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 7
@@ -72,3 +73,65 @@ def test_a_variable_of_the_user_goes_before_the_launchers(monkeypatch: pytest.Mo
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["RANK"] == environment["LOCAL_RANK"] == "1"
     assert environment["MEGARL_PARENT_PID"] == str(os.getpid())
+
+
+def job_of(tmp_path: Path, world_size: int, servers: int) -> Job:
+    (tmp_path / "job").mkdir()
+    return Job(tmp_path, tmp_path / "job", (), (), {"KEY": "k"}, world_size, servers, 1, 0, 60.0)
+
+
+def fake_run(monkeypatch: pytest.MonkeyPatch, rank: str, server: str) -> None:
+    """Ranks and servers of a job run these lines of Python in place of megarl's commands."""
+    place = "import os, sys, time; from pathlib import Path; folder = Path(os.environ['MEGARL_JOB_FOLDER']);"
+    for name, code in (("rank", rank), ("server", server)):
+        original = getattr(Job, name)
+        monkeypatch.setattr(
+            Job,
+            name,
+            lambda self, *a, original=original, code=code, **k: (["-c", place + code], original(self, *a, **k)[1]),
+        )
+
+
+def test_servers_end_once_the_ranks_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = """
+while not (folder / 'trainers-ended').exists(): time.sleep(0.05)
+print('told, I am', os.environ['MEGARL_SERVER_INDEX'])
+"""
+    fake_run(monkeypatch, rank="time.sleep(0.3)", server=server)
+    assert local.launch(job_of(tmp_path, 2, 2)) == 0
+    assert [(tmp_path / f"server_{i}.log").read_text() for i in (0, 1)] == ["told, I am 0\n", "told, I am 1\n"]
+
+
+def test_a_server_that_ends_is_shown_and_ends_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "FAILURE_GRACE_S", 0.2)
+    fake_run(monkeypatch, rank="time.sleep(60)", server="print('no room'); sys.exit(3)")
+    assert local.launch(job_of(tmp_path, 2, 1)) == 3
+    assert (
+        f"megarl: server 0 ended with code 3; its log {tmp_path}/server_0.log ends:\n  no room"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SERVER_GRACE_S", 0.2)
+    fake_run(monkeypatch, rank="pass", server="(folder / 'pid').write_text(str(os.getpid())); time.sleep(60)")
+    job = job_of(tmp_path, 1, 1)
+    started = time.monotonic()
+    assert local.launch(job) == 0
+    assert time.monotonic() - started < 30
+    assert not (job.folder / "pid").exists() or not psutil.pid_exists(int((job.folder / "pid").read_text()))
+
+
+def test_ranks_and_servers_learn_where_they_meet(tmp_path: Path) -> None:
+    job = Job(tmp_path, tmp_path / "job", ("+experiment=a",), ("b=1",), {"KEY": "k"}, 4, 1, 2, 8, 60.0)
+    arguments, environment = job.rank(3, local_rank=1)
+    assert arguments == ["-m", "megarl.train", "+experiment=a"]
+    assert {name: environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "KEY", "MEGARL_JOB_FOLDER")} == {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "KEY": "k", "MEGARL_JOB_FOLDER": str(tmp_path / "job"),
+    }  # fmt: skip
+    arguments, environment = job.server(0, first_gpu=4)
+    assert arguments == ["-m", "megarl.launcher.server", "b=1"]
+    assert "RANK" not in environment
+    assert environment["MEGARL_FIRST_SERVER_GPU"] == "4"

@@ -1,0 +1,97 @@
+"""The same runs under other launchers, by the real commands: Ray on a cluster of its own, and a training script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.observe.logger import read_metrics
+from megarl.observe.run_folder import RunFolder
+from tests.e2e.test_main_job import Command, steps_in
+from tests.launched import ARGUMENTS, STEPS, losses, losses_of_the_local_launcher
+
+ROOT = Path(__file__).parents[2]
+
+
+def listeners(family: list[psutil.Process]) -> set[str]:
+    """The addresses that these processes listen on."""
+    found = [c.laddr.ip for p in family for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return {address.removeprefix("::ffff:") for address in found}
+
+
+def all_gone(family: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(family, timeout=30)[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cluster_is_given() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
+@pytest.mark.timeout(600)
+def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
+    command = Command(tmp_path / "ray", *ARGUMENTS, "total_train_steps=100000", "launcher=ray")
+    run = RunFolder(tmp_path / "ray" / "gsm8k_sft" / "latest")
+    command.wait_for(lambda: len(losses(run)) == STEPS, "third step")
+    family = command.family()
+    assert listeners(family) == {"127.0.0.1"}
+    ranks = {p.environ()["RANK"]: p for p in family if "megarl.train" in p.cmdline()}
+    ranks["1"].kill()
+    assert command.wait() not in (0, None)
+    text = command.output.read_text()
+    assert "megarl: rank 1 was killed by SIGKILL in stage " in text, text[-3000:]
+    assert all_gone(family)
+    assert losses(run) == losses_of_the_local_launcher(tmp_path / "local")
+
+
+@pytest.mark.timeout(600)
+def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
+    command = Command(
+        tmp_path, "+experiment=gsm8k_grpo", "train_dataset.batch_size=4", "evaluator.every_steps=0", "launcher=ray",
+        "evaluator.at_start=false", "evaluator.at_end=false", "saver.export_hf=false", "logger.tensorboard=false",
+    )  # fmt: skip
+    run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
+    command.wait_for(lambda: len(steps_in(run)) >= 2, "second step")
+    shown = subprocess.run(
+        [sys.executable, "-m", "megarl.launcher.status", str(run.path)], capture_output=True, text=True, timeout=60
+    )
+    family = command.family()
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
+    assert command.wait() == 0, command.output.read_text()[-3000:]
+    summary = json.loads(run.summary.read_text())
+    assert summary["stopped_early"]
+    assert summary["weights_verified"] == summary["steps"] >= 2
+    assert all_gone(family)
+    assert shown.returncode == 0, shown.stderr
+    assert "rank" in shown.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_training_script_runs_beside_servers_that_the_launcher_starts(tmp_path: Path) -> None:
+    """The walk-through's loop: rollouts, log-probs, advantages, update, weights as files, versions."""
+    script = [str(ROOT / "examples" / "gsm8k_grpo.py"), "--config", str(ROOT / "examples" / "gsm8k_grpo.yaml")]
+    command = Command(
+        tmp_path, *script, "total_train_steps=2", "train_dataset.batch_size=4", "valid_dataset.split='test[:8]'",
+        "algorithm.kl_coef=0.01", "logger.tensorboard=false", module="megarl.launcher.local",
+    )  # fmt: skip
+    assert command.wait() == 0, command.output.read_text()[-3000:]
+    run = RunFolder(tmp_path / "gsm8k_grpo_script" / "latest")
+    rows = read_metrics(run.metrics)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["sync/verified"] == 1 and row["train/skipped_steps"] == 0 for row in rows)
+    samples = (run.path / "evaluations" / "step-000002.jsonl").read_text().splitlines()
+    assert {json.loads(line)["versions"][0] for line in samples} == {2}
+    assert (run.path / "hf" / "model.safetensors").exists()
+    assert not list((run.path / "weights").iterdir())

@@ -1,0 +1,39 @@
+"""What is asked of a Ray cluster; runs on one are in tests/e2e/test_launchers.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.knobs import UserError
+from megarl.launcher import ray
+from megarl.launcher.job import Job
+
+ROOT = Path(__file__).parents[3]
+
+
+def job(world_size: int, servers: int, server_gpus: int = 1, gpus_per_node: int = 0) -> Job:
+    return Job(ROOT, ROOT, (), (), {}, world_size, servers, server_gpus, gpus_per_node, 60.0)
+
+
+def test_ranks_fill_nodes_in_their_order_and_each_server_lies_on_one_node() -> None:
+    ranks, servers = ray.bundles(job(20, 3, server_gpus=4, gpus_per_node=8))
+    assert ranks == [{"CPU": 8, "GPU": 8}, {"CPU": 8, "GPU": 8}, {"CPU": 4, "GPU": 4}]
+    assert servers == [{"CPU": 1, "GPU": 4}] * 3
+
+
+def test_without_gpus_all_ranks_lie_on_one_node() -> None:
+    assert ray.bundles(job(3, 1)) == ([{"CPU": 3}], [{"CPU": 1}])
+    assert ray.bundles(job(1, 0)) == ([{"CPU": 1}], [])
+
+
+def test_without_ray_one_line_says_how_to_install_what_pyproject_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in (*ray.OWN_CLUSTER, "RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "MEGARL_INTERFACE"):
+        monkeypatch.setenv(name, "")  # undone after the test
+    monkeypatch.delenv(ray.ADDRESS, raising=False)
+    with pytest.raises(UserError, match=f'pip install "{ray.PACKAGE}"'):
+        ray.launch(job(1, 0))
+    assert f'"{ray.PACKAGE}"' in (ROOT / "pyproject.toml").read_text()
