@@ -1,7 +1,7 @@
 #!/bin/bash
 # The steps of every job, sourced by the templates: preflight, run folder, servers, trainers, and what follows their end.
 #
-#   train +experiment=NAME [KNOB=VALUE ...]      (or train SCRIPT.py ...: a training script of yours)
+#   train [SCRIPT.py] +experiment=NAME [KNOB=VALUE ...]      (SCRIPT.py: a training script of yours, run on every rank)
 #   evaluate +experiment=NAME [KNOB=VALUE ...]
 #
 # A job ends with the run's exit code. It is requeued, and goes on from its last checkpoint,
@@ -123,12 +123,12 @@ finish() {
 
 # --- what a job does ---------------------------------------------------------------------------------------------------
 
-# prepare ARGUMENT...: refuses what cannot run; then the run's folder and the plan, as variables in capitals.
+# prepare KNOB=VALUE...: refuses what cannot run; then the run's folder and the plan, as variables in capitals.
 prepare() {
   local plan
   say "job $SLURM_JOB_ID, attempt $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-  here megarl.preflight "$@" || exit
+  if ((!${SLURM_RESTART_COUNT:-0})); then here megarl.preflight "$@" || exit; fi
   plan=$(here megarl.launcher.slurm plan "$@") || exit
   eval "$plan"
   export MEGARL_RUN_FOLDER=$RUN_FOLDER MEGARL_JOB_FOLDER=$JOB_FOLDER MEGARL_LOGS=$LOGS
@@ -140,9 +140,9 @@ prepare() {
 names() { (IFS=, && echo "${nodes[*]:$1:$2}"); }
 
 train() {
-  local entry=(-m megarl.train) servers="" ranks code
+  local script=() servers="" ranks code
   if [[ ${1:-} == *.py ]]; then
-    entry=("$1")
+    script=("$1")
     shift
   fi
   trap 'asked=requeue; signal_step rank TERM' USR1
@@ -158,7 +158,7 @@ train() {
     servers=$!
   fi
   step rank "$(names 0 "$RANK_NODES")" "$RANKS" "$RANKS_PER_NODE" --kill-on-bad-exit=1 \
-    bash "$MEGARL_HOME/slurm/rank.sh" "$MEGARL_PYTHON" "${entry[@]}" "$@" &
+    bash "$MEGARL_HOME/slurm/rank.sh" "$MEGARL_PYTHON" -m megarl.train "${script[@]}" "$@" &
   ranks=$!
   say "$RANKS ranks on $(names 0 "$RANK_NODES"), $SERVERS servers"
   while kill -0 "$ranks" 2>/dev/null; do

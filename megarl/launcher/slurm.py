@@ -1,11 +1,13 @@
-"""Runs on a Slurm cluster: `python -m megarl.launcher.slurm [SCRIPT.py] +experiment=NAME [KNOB=VALUE ...]`.
+"""Runs on a Slurm cluster.
+
+python -m megarl.launcher.slurm [SCRIPT.py] [--config FILE] [+experiment=NAME] [group=name ...] [knob=value ...]
 
 On a login node it hands a job to sbatch, sized from the configuration; inside an allocation it runs the same job there.
 Where it runs (partition, account, time limit) say sbatch's own variables: SBATCH_PARTITION, SBATCH_ACCOUNT,
-SBATCH_TIMELIMIT. What the job does is readable in slurm/job.sh; its templates beside it are the same without Python.
+SBATCH_TIMELIMIT. What the job does is in slurm/job.sh, to be read; the templates beside it are the same without Python.
 
-python -m megarl.launcher.slurm plan ...       what job.sh asks for: the run's folder and the plan, as shell variables
-python -m megarl.launcher.slurm status [RUN]   the job, its ranks and its servers at a look
+`python -m megarl.launcher.slurm plan ...` is what job.sh asks for: it makes the run's folder, and prints it and the plan
+as shell variables.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from megarl import cli
 from megarl.config import Config
 from megarl.knobs import UserError, override
-from megarl.launcher.status import show
+from megarl.launcher.job import become_train
+from megarl.rollout.sglang_client import addresses_in_environment
 from megarl.trainer import manifest
 from megarl.trainer.folder import make_folder
 from megarl.trainer.sizes import machines_of
@@ -75,7 +79,7 @@ def plan_of(config: Config) -> Plan:
 
 
 def rendered(config: Config, arguments: list[str]) -> str:
-    """The batch script that `launch` submits, for the command line `arguments`.
+    """The batch script that `launch` submits, for the command line `arguments`; a training script is the first of them.
 
     Raises:
         UserError: see `plan_of`.
@@ -108,7 +112,8 @@ def launch(config: Config, arguments: list[str]) -> int:
     Raises:
         UserError: this machine knows no Slurm.
     """
-    script = rendered(config, arguments)
+    scripts = [argument for argument in arguments if argument.endswith(".py") and "=" not in argument]
+    script = rendered(config, [*scripts, *(argument for argument in arguments if argument not in scripts)])
     if "SLURM_JOB_ID" in os.environ:
         return subprocess.run(["bash", "-c", script]).returncode
     if shutil.which("sbatch") is None:
@@ -130,6 +135,8 @@ def prepare(config: Config) -> dict[str, str]:
     logs = folder.new_attempt()
     job = logs / "job"
     job.mkdir()
+    if addresses_in_environment():  # servers of somebody else
+        plan = dataclasses.replace(plan, servers=0)
     values = {key.upper(): str(value) for key, value in dataclasses.asdict(plan).items()}
     paths = {"RUN_FOLDER": folder.path, "LOGS": logs, "JOB_FOLDER": job}
     return (
@@ -149,17 +156,14 @@ def _has_checkpoint(folder: Path) -> bool:
     return False
 
 
-def command(arguments: list[str]) -> int:
-    """The command line. Returns the exit code."""
-    if arguments[:1] == ["status"]:
-        return show(arguments[1:])
-    if arguments[:1] == ["plan"]:
-        for key, value in prepare(cli.load(arguments[1:])).items():
-            print(f"{key}={shlex.quote(value)}")
-        return 0
-    overrides = arguments[1:] if arguments and arguments[0].endswith(".py") else arguments
-    return launch(cli.load(overrides), arguments)
+def _plan(arguments: list[str]) -> int:
+    for key, value in prepare(cli.load(arguments)).items():
+        print(f"{key}={shlex.quote(value)}")
+    return 0
 
 
 if __name__ == "__main__":
-    cli.exit_with(command)
+    if sys.argv[1:2] == ["plan"]:
+        del sys.argv[1]
+        cli.exit_with(_plan)
+    become_train("slurm")

@@ -1,0 +1,70 @@
+"""A supervised job that is stopped before its time limit, requeued and loses a node computes what an undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from virtual_cluster import ROOT, Cluster
+
+STEPS = 240
+OVERRIDES = [
+    *("model=tiny", "data=arithmetic", "actor.init=checkpoint", "parallel.tp_size=1", "parallel.dp_size=2"),
+    *("parallel.sequence_parallel=false", "cluster.gpus_per_node=1", "train_dataset.batch_size=16"),
+    *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
+    *(f"total_train_steps={STEPS}", "saver.every_steps=10"),
+]
+WAIT_S = 90.0
+
+
+def losses(folder: Path) -> dict[int, float]:
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return {row["step"]: row["train/loss"] for row in rows}
+
+
+def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -> None:
+    job = slurm.sbatch("sft.sh", ["--nodes=2", "--gpus-per-node=1"], OVERRIDES)
+    folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
+
+    def at_step(more: int) -> None:
+        goal = max(losses(folder), default=0) + more
+        slurm.until(
+            lambda: max(losses(folder), default=0) >= goal, WAIT_S, lambda: f"step {goal} of {slurm.output(job)}"
+        )
+
+    def attempt(number: int) -> None:
+        logs = folder / "logs" / f"attempt_{number}"
+        slurm.until(logs.is_dir, WAIT_S, lambda: f"attempt {number} of {slurm.output(job)}")
+
+    at_step(5)
+    slurm("scancel", "--batch", "--signal=USR1", job)  # what Slurm sends before the time limit
+    attempt(2)
+    assert "stopped after step" in (folder / "logs" / "attempt_1" / "rank_0.log").read_text()
+    at_step(5)
+    slurm("scontrol", "requeue", job)
+    attempt(3)
+    at_step(15)  # past a checkpoint
+    slurm.kill_node("node1")
+    attempt(4)
+    assert slurm.field(job, "ExcNodeList") == "node1"
+    assert slurm.field(job, "NodeList") == "node[0,2]"
+    assert slurm.ended(job, WAIT_S) == "COMPLETED"
+    assert slurm.left(job) == []
+    slurm.start_node("node1")
+
+    undisturbed = slurm.folder / "undisturbed"
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl.train", "+experiment=sft_8b", *OVERRIDES, f"run_root={undisturbed}"],
+        env=slurm.environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = losses(undisturbed / "sft_8b" / "latest")
+    assert len(expected) == STEPS
+    assert losses(folder) == expected

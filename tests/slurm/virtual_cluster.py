@@ -1,0 +1,242 @@
+"""A real Slurm on this machine: slurmctld, munged and a slurmd for each of four virtual nodes of eight fake GPUs.
+
+Everything listens on the loopback device alone, and all state is in one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
+NODES, GPUS = 4, 8
+COMMAND_S = 30.0
+START_S = 30.0
+CONF = """\
+ClusterName=virtual
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={ctld}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool/%n
+StateSaveLocation={folder}/state
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+SlurmdParameters=config_overrides
+JobRequeue=1
+ReturnToService=2
+SlurmdTimeout=300
+KillWait=10
+SchedulerParameters=sched_interval=2,bf_interval=2
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+PartitionName=main Nodes=node[0-{last}] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why there can be no such cluster here; "" where there can."""
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    if absent:
+        return f"Slurm is not installed: no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
+    return "" if os.geteuid() == 0 else "slurmd starts tasks as root alone"
+
+
+class Cluster:
+    """A running cluster; see `running`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "MEGARL_HOME": str(ROOT),
+            "MEGARL_PYTHON": sys.executable,
+            "MEGARL_INTERFACE": "lo",
+            "MEGARL_PROBE_S": "10",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+
+    # -- daemons --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Returns once all nodes are idle."""
+        folder = self.folder
+        for name in ("munge", "spool", "state", "gpus"):
+            (folder / name).mkdir(mode=0o711)
+        key = folder / "munge" / "key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o400)
+        for gpu in range(GPUS):
+            (folder / "gpus" / f"gpu{gpu}").touch()
+        ctld, *ports = _free_ports(NODES + 1)
+        nodes = "".join(
+            f"NodeName=node{i} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=1000000 "
+            f"Gres=gpu:{GPUS} State=UNKNOWN\n"
+            for i, port in enumerate(ports)
+        )
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder, ctld=ctld, last=NODES - 1) + nodes)
+        (folder / "gres.conf").write_text(
+            f"NodeName=node[0-{NODES - 1}] Name=gpu File={folder}/gpus/gpu[0-{GPUS - 1}]\n"
+        )
+        munge = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        self._run("munged", "--foreground", *(f"--{name}={folder}/munge/{file}" for name, file in munge.items()))
+        self.until(lambda: (folder / "munge" / "socket").exists(), START_S, "munged")
+        self._run("slurmctld", "-D", "-f", str(folder / "slurm.conf"))
+        for i in range(NODES):
+            self.start_node(f"node{i}")
+        self.until(
+            lambda: self("sinfo", "-h", "-t", "idle", "-o", "%D", check=False).strip() == str(NODES), START_S, "nodes"
+        )
+
+    def start_node(self, name: str) -> None:
+        self._run(name, "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), program="slurmd")
+
+    def kill_node(self, name: str) -> None:
+        """What a power cut does: the node's daemon and everything that it runs is gone."""
+        daemon = self._processes.pop(name)
+        daemon.kill()
+        daemon.wait()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                environment = process.environ()
+                if environment.get("SLURMD_NODENAME") == name and "SLURM_STEP_ID" in environment:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        for parent in process.parents():
+                            if parent.name().startswith("slurmstepd"):
+                                parent.kill()
+                    process.kill()
+
+    def stop(self) -> None:
+        """Cancels what still runs and ends the daemons."""
+        if "slurmctld" in self._processes:
+            self("scancel", "--user=root", check=False)
+            with contextlib.suppress(TimeoutError):
+                self.until(lambda: not self("squeue", "-h", check=False).strip(), COMMAND_S, "an empty queue")
+        for process in reversed(self._processes.values()):
+            process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(COMMAND_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _run(self, name: str, *arguments: str, program: str = "") -> None:
+        with open(self.folder / f"{name}.out", "wb") as out:
+            self._processes[name] = subprocess.Popen(
+                [program or name, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environment
+            )
+
+    # -- jobs -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *command: str, check: bool = True) -> str:
+        """What a command of Slurm's prints."""
+        done = subprocess.run(
+            command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=COMMAND_S
+        )
+        assert not check or done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
+
+    def sbatch(self, script: str, options: list[str], arguments: list[str]) -> str:
+        """Submits a template of slurm/ and returns the job's number."""
+        return self("sbatch", "--parsable", *options, str(ROOT / "slurm" / script), *arguments).strip()
+
+    def field(self, job: str, name: str) -> str:
+        """A field of `scontrol show job`."""
+        fields = dict(part.partition("=")[::2] for part in self("scontrol", "show", "job", job).split() if "=" in part)
+        return fields[name]
+
+    def output(self, job: str) -> str:
+        """What the job's script has printed."""
+        found = list(self.folder.glob(f"*_{job}.out"))
+        return found[0].read_text() if found else ""
+
+    def ended(self, job: str, timeout_s: float) -> str:
+        """Waits until the job has ended. Returns how."""
+        states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.until(lambda: self.field(job, "JobState") in states, timeout_s, lambda: f"the end of {self.output(job)}")
+        return self.field(job, "JobState")
+
+    def until(self, true: Callable[[], object], timeout_s: float, what: str | Callable[[], str]) -> None:
+        """Waits until something is true, TimeoutError after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not true():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what if isinstance(what, str) else what()} did not come within {timeout_s:g} s")
+            time.sleep(0.2)
+
+    def left(self, job: str) -> list[str]:
+        """Processes of a job that still run."""
+        return [f"{process.pid} {line}" for process, line, _ in self._of(job)]
+
+    def tasks(self, job: str, node: str, module: str) -> int:
+        """How many tasks of a job run `python -m module` on a node."""
+        return sum(on == node and f"-m {module} " in line for _, line, on in self._of(job))
+
+    def listening(self, job: str) -> set[str]:
+        """Addresses that processes of a job listen on."""
+        found = set()
+        for process, _, _ in self._of(job):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                connections = process.net_connections("inet")
+                found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+        return found
+
+    def _of(self, job: str) -> Iterator[tuple[psutil.Process, str, str]]:
+        """Processes that a job started, each with its command line and its node."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                environment = process.environ()
+                if environment.get("SLURM_JOB_ID") == job and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process, " ".join(process.cmdline()), environment.get("SLURMD_NODENAME", "")
+
+
+def _free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(listener.getsockname()[1]) for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Cluster]:
+    """A cluster in an empty folder, ended with the block."""
+    cluster = Cluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+if __name__ == "__main__":  # a cluster to try things on, until Ctrl-C
+    with running(Path(sys.argv[1])) as tried, contextlib.suppress(KeyboardInterrupt):
+        print(f"export SLURM_CONF={tried.environment['SLURM_CONF']}", flush=True)
+        signal.pause()
