@@ -76,7 +76,9 @@ def overview(config: Config, model: PretrainedConfig) -> Table:
     number = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     table.add_row("model", f"{config.actor.path}: {model.model_type}, {number} parameters, {config.actor.dtype}")
     product = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in config.parallel.sizes().items())
-    table.add_row("trainer", f"{product} = {config.parallel.world_size()} ranks")
+    table.add_row(
+        "trainer", f"{product} = {config.parallel.world_size()} rank{'s' * (config.parallel.world_size() > 1)}"
+    )
     if config.method == "rl":
         table.add_row("servers", f"{config.server.n_servers} of tp {config.server.tp_size}")
     kept = f"{size(disk.checkpoint)} x ({disk.keep} kept + 1 being written)"

@@ -118,12 +118,12 @@ def _train(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: fl
 
     update = stage("update", 3 + again, per_update, f"forward, backward, {again:.2g} of forward again")
     stages = [update]
-    if config.method == "rl":
-        passes = 1 + needs_reference(config) + needs_critic(config)
-        what = "policy" + ", reference" * needs_reference(config) + ", critic" * needs_critic(config)
-        stages.insert(0, stage("log-probs", passes, per_update * batch.minibatches, what))
-        if needs_critic(config):
-            stages.append(stage("critic", 3 + again, per_update, "its update"))
+    scored = {"policy": config.method == "rl", "reference": needs_reference(config), "critic": needs_critic(config)}
+    if passes := sum(scored.values()):
+        who = ", ".join(name for name, is_there in scored.items() if is_there)
+        stages.insert(0, stage("log-probs", passes, per_update * batch.minibatches, who))
+    if needs_critic(config):
+        stages.append(stage("critic", 3 + again, per_update, "its update"))
     return stages
 
 

@@ -187,7 +187,10 @@ def memory_of(config: Config, model: PretrainedConfig) -> list[TrainerMemory]:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether a frozen start policy is kept beside an RL run's actor."""
+    """Whether a frozen start policy is kept beside the actor."""
+    if config.method == "preference":
+        uses = getattr(algorithm_of(config.algorithm), "needs_reference", False)
+        return bool(uses) and config.reference.mode == "online"
     return config.method == "rl" and isinstance(config.algorithm, RLConfig) and config.algorithm.kl_coef > 0
 
 
