@@ -6,8 +6,8 @@ On a login node it hands a job to sbatch, sized from the configuration; inside a
 Where it runs (partition, account, time limit) say sbatch's own variables: SBATCH_PARTITION, SBATCH_ACCOUNT,
 SBATCH_TIMELIMIT. What the job does is in slurm/job.sh, to be read; the templates beside it are the same without Python.
 
-`python -m megarl.launcher.slurm plan ...` is what job.sh asks for: it makes the run's folder, and prints it and the plan
-as shell variables.
+`python -m megarl.launcher.slurm plan ...` is what job.sh asks for: it makes the run's folder, and prints it and the
+plan as shell variables.
 """
 
 from __future__ import annotations

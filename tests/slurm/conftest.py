@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from virtual_cluster import Cluster, missing, running
 
 

@@ -1,4 +1,4 @@
-"""`sbatch slurm/grpo_70b.sh` on a real Slurm: the recipe's own steps, with the model and the batch shrunk by overrides."""
+"""`sbatch slurm/grpo_70b.sh` on a real Slurm: the recipe, with its model and its batch shrunk by overrides."""
 
 from __future__ import annotations
 

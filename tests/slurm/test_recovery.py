@@ -1,4 +1,4 @@
-"""A supervised job that is stopped before its time limit, requeued and loses a node computes what an undisturbed one does."""
+"""A supervised job that is stopped before its time limit, requeued, and loses a node."""
 
 from __future__ import annotations
 

@@ -1,0 +1,112 @@
+"""What a job is made of, without a cluster: templates, the plan, the script that the launcher submits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.knobs import UserError
+from megarl.launcher import server, slurm
+from megarl.observe.run_folder import new_run
+
+SCRIPTS = Path(slurm.SCRIPTS)
+TEMPLATES = sorted(path for path in SCRIPTS.glob("*.sh") if "\n#SBATCH" in path.read_text())
+
+
+def directives(script: str) -> dict[str, str]:
+    """`#SBATCH --name=value` lines; "" for those without a value."""
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)", script, re.MULTILINE))
+
+
+def test_there_is_a_template_for_each_kind_of_run() -> None:
+    names = ["dpo.sh", "evaluate.sh", "grpo_70b.sh", "grpo_7b.sh", "grpo_moe_235b.sh", "sft.sh"]
+    assert [path.name for path in TEMPLATES] == names
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_asks_for_what_its_experiment_plans(template: Path) -> None:
+    text = template.read_text()
+    (experiment,) = re.findall(r"^(?:train|evaluate) \+experiment=(\w+)", text, re.MULTILINE)
+    arguments = [f"+experiment={experiment}"]
+    made = directives(slurm.rendered(cli.composed(arguments), arguments))
+    written = directives(text)
+    written.pop("time")
+    assert written == made
+
+
+def test_no_hyperparameter_is_written_in_a_script() -> None:
+    knobs = [path for path in cli.knob_paths() if "." in path]
+    assert len(knobs) > 100
+    for script in SCRIPTS.glob("*.sh"):
+        assert not [knob for knob in knobs if f"{knob}=" in script.read_text()]
+
+
+def test_a_rendered_script_is_a_whole_job_that_bash_can_read(tmp_path: Path) -> None:
+    arguments = ["my train.py", "+experiment=grpo_70b", "gconfig.stop=[' ']"]
+    script = slurm.rendered(cli.composed(arguments[1:2]), arguments)
+    assert directives(script)["nodes"] == "12"
+    assert script.endswith("train 'my train.py' +experiment=grpo_70b 'gconfig.stop=['\"'\"' '\"'\"']'\n")
+    (tmp_path / "job.sh").write_text(script)
+    assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")]).returncode == 0
+
+
+def plan(*overrides: str) -> slurm.Plan:
+    return slurm.plan_of(cli.composed(["+experiment=grpo_70b", *overrides]))
+
+
+def test_trainers_come_first_and_servers_on_nodes_of_their_own() -> None:
+    assert plan() == slurm.Plan(64, 8, 8, 4, 1, 4, 8, 0)
+    assert plan("server.tp_size=2", "server.n_servers=6") == slurm.Plan(64, 8, 8, 6, 4, 2, 8, 0)
+    assert plan().nodes == 12
+
+
+def test_servers_share_the_trainers_last_node_where_it_has_room_for_all() -> None:
+    small = ("parallel.tp_size=4", "parallel.pp_size=3", "parallel.cp_size=1", "server.tp_size=2")
+    assert plan(*small, "server.n_servers=2") == slurm.Plan(12, 8, 2, 2, 2, 1, 1, 4)
+    assert plan(*small, "server.n_servers=3").first_server_node == 2
+
+
+def test_supervised_runs_have_no_servers() -> None:
+    assert slurm.plan_of(cli.composed(["+experiment=sft_8b"])) == slurm.Plan(8, 8, 1, 0, 0, 0, 0, 0)
+
+
+def test_a_server_that_would_lie_on_two_nodes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"server\.tp_size=3 does not divide cluster\.gpus_per_node=8"):
+        plan("server.tp_size=3")
+
+
+def test_every_server_of_a_node_has_gpus_of_its_own() -> None:
+    assert server.devices(2, 0, 4, None) == "4,5"
+    assert server.devices(2, 1, 4, None) == "6,7"
+    assert server.devices(2, 1, 0, "3,5,6,7") == "6,7"
+    with pytest.raises(UserError, match=r"needs GPUs 4 to 5, of which CUDA_VISIBLE_DEVICES=0,1,2,3 offers 4"):
+        server.devices(2, 0, 4, "0,1,2,3")
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+
+
+@pytest.mark.usefixtures("job")
+def test_a_job_keeps_its_folder_and_makes_another_attempt_in_it(tmp_path: Path) -> None:
+    config = cli.load(["+experiment=gsm8k_grpo", f"run_root={tmp_path}"])
+    first, second = slurm.prepare(config), slurm.prepare(config)
+    assert first["RUN_FOLDER"] == second["RUN_FOLDER"] == str(tmp_path / "gsm8k_grpo" / "job_17")
+    assert [Path(values["LOGS"]).name for values in (first, second)] == ["attempt_1", "attempt_2"]
+    assert (tmp_path / "gsm8k_grpo" / "latest").readlink() == Path("job_17")
+    assert (first["RESUME"], second["RESUME"]) == ("", "")
+    assert not any(Path(second["JOB_FOLDER"]).iterdir())
+
+
+@pytest.mark.usefixtures("job")
+def test_a_run_that_its_user_resumes_stays_where_it_was(tmp_path: Path) -> None:
+    folder = new_run(tmp_path, "mine")
+    folder.config.write_text("seed: 1")
+    values = slurm.prepare(cli.load(["+experiment=gsm8k_grpo", f"run_root={tmp_path}", f"resume={folder.path}"]))
+    assert values["RUN_FOLDER"] == str(folder.path)
+    assert values["RESUME"] == ""
