@@ -32,15 +32,18 @@ SESSION = "MEGARL_TEST_SESSION"  # in the environment of every process that a te
 
 # Where several processes share the suite (`make test`), one runs the whole of a file, and of files that use the same
 # servers: what fixtures started is there once. Folders whose files take long come first.
-FLEET = ("test_weights.py", "test_weights_faults.py", "test_weights_layouts.py")
-SERVER = ("test_rollout.py", "test_server.py", "test_supervision.py")
-FOLDERS = ("sglang", "e2e", "distributed", "slurm", "kernels", "unit", "gpu")
+SERVERS_OF = (
+    ("tests/sglang/test_weights",),
+    ("tests/sglang/test_rollout", "tests/sglang/test_server", "tests/sglang/test_supervision"),
+    ("tests/slurm/",),
+)
+FOLDERS = ("sglang", "e2e", "slurm", "distributed", "kernels", "unit", "gpu")
 
 
 class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return next((shared[0] for shared in (FLEET, SERVER) if Path(file).name in shared), file)
+        return next((files[0] for files in SERVERS_OF if file.startswith(files)), file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
