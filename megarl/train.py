@@ -88,6 +88,7 @@ def script_main(script: Path, config: Config) -> int:
 def run_script(script: Path, config: Config) -> int:
     """Runs the script as Python would, on a rank; the servers that a launcher started are awaited first."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    os.environ[RUN_FOLDER] = str(find_folder(config, int(os.environ["RANK"])).path)
     job = rendezvous.job_folder()
     if job is not None and config.method == "rl" and not addresses_in_environment():
         servers, patience = range(config.server.n_servers), config.server.ready_timeout_s
