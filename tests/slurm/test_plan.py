@@ -42,7 +42,8 @@ def test_no_hyperparameter_is_written_in_a_script() -> None:
     knobs = [path for path in cli.knob_paths() if "." in path]
     assert len(knobs) > 100
     for script in SCRIPTS.glob("*.sh"):
-        assert not [knob for knob in knobs if f"{knob}=" in script.read_text()]
+        lines = [line for line in script.read_text().splitlines() if not line.startswith("#")]
+        assert not [line for line in lines if any(f"{knob}=" in line for knob in knobs)]
 
 
 def test_a_rendered_script_is_a_whole_job_that_bash_can_read(tmp_path: Path) -> None:
