@@ -95,3 +95,36 @@ def test_a_training_script_runs_beside_servers_that_the_launcher_starts(tmp_path
     assert {json.loads(line)["versions"][0] for line in samples} == {2}
     assert (run.path / "hf" / "model.safetensors").exists()
     assert not list((run.path / "weights").iterdir())
+
+
+@pytest.fixture(scope="module")
+def on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """What small programs on a cluster of three nodes of two counted GPUs left and printed."""
+    pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
+    out = tmp_path_factory.mktemp("cluster")
+    command = [sys.executable, "-m", "tests.e2e.ray_worker", str(out)]
+    return out, subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_fill_the_nodes_of_a_cluster_in_their_order_and_see_their_gpus_alone(
+    on_three_nodes: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    out, run = on_three_nodes
+    assert "whole code 0" in run.stdout, run.stdout + run.stderr
+    words = [(out / "whole" / f"rank_{rank}.log").read_text().split(maxsplit=3) for rank in range(3)]
+    assert [w[:2] for w in words] == [["0", "0"], ["1", "0"], ["2", "0"]]
+    assert {words[0][2], words[1][2]} == {"0", "1"}  # of one node
+    assert {w[3] for w in words} == {"passed on\n"}
+    server = (out / "whole" / "server_0.log").read_text().split()
+    assert sorted(server[1].split(",")) == ["0", "1"]
+
+
+def test_a_lost_actor_ends_the_run_with_its_name_and_no_room_is_one_line(
+    on_three_nodes: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, run = on_three_nodes
+    assert "lost code 70" in run.stdout, run.stdout + run.stderr
+    assert "megarl: rank 1 was lost with its Ray actor (" in run.stderr
+    assert "full refused the Ray cluster has no room for bundles of " in run.stdout
+    assert "nowhere refused launcher=ray: RAY_ADDRESS=" in run.stdout
