@@ -20,6 +20,7 @@ from typing import Any
 
 WATCH = "MEGARL_WATCH"  # folder of the records, from the local launcher to its ranks
 BEAT_S = 0.5
+GUARD_EVERY = 10  # beats between looks of ranks that watch each other over a network file system, which must see them
 FROZEN_S = 60.0  # a process that has not run for so long is stopped or starved
 GRACE_S = 30.0  # collectives themselves fail so long after parallel.timeout_s: the monitor speaks first
 EXIT_STUCK = 70  # EX_SOFTWARE
@@ -71,6 +72,10 @@ class _Recorder:
         self.beats += 1
         _BEATS.pack_into(self._map, 0, self.beats)
 
+    def show(self) -> None:
+        """Has a network file system bring the record to the other machines."""
+        self._map.flush()
+
     def write(self) -> None:
         self.changes += 1
         text = self.stage.encode()[:48], self.collective.encode()[:104]
@@ -102,14 +107,17 @@ def start(folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: 
     _recorder = _Recorder(folder, rank)
     _recorder.write()
     _record_collectives(_recorder)
-    monitor = Monitor(folder, world_size, timeout_s) if guard and rank < 2 else None
-    threading.Thread(target=_beat, args=(_recorder, monitor), name="megarl-watchdog", daemon=True).start()
+    monitor = Monitor(folder, world_size, timeout_s, BEAT_S * GUARD_EVERY) if guard and rank < 2 else None
+    threading.Thread(target=_beat, args=(_recorder, guard, monitor), name="megarl-watchdog", daemon=True).start()
 
 
-def _beat(recorder: _Recorder, monitor: Monitor | None) -> None:
+def _beat(recorder: _Recorder, guard: bool, monitor: Monitor | None) -> None:
     while True:
         recorder.beat()
-        if monitor is not None and (problem := monitor.check()):
+        looks = guard and recorder.beats % GUARD_EVERY == 0
+        if looks:
+            recorder.show()
+        if looks and monitor is not None and (problem := monitor.check()):
             print(f"megarl: {problem}", file=sys.stderr, flush=True)
             os._exit(EXIT_STUCK)  # the main thread may be inside a collective that nothing interrupts
         time.sleep(BEAT_S)
@@ -168,15 +176,17 @@ class Monitor:
     """Reads the records of all ranks and tells when one is stuck. Ages are counted by the reader, in time that it has
     itself been running, so that clocks of nodes need not agree and a job that was suspended whole goes on."""
 
-    def __init__(self, folder: Path, world_size: int, timeout_s: float) -> None:
+    def __init__(self, folder: Path, world_size: int, timeout_s: float, every_s: float = BEAT_S) -> None:
+        """`every_s` is how often `check` is called."""
         self.folder, self.world_size, self.timeout_s = folder, world_size, timeout_s
+        self._every_s = every_s
         self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # value and seconds since it changed
         self._last = time.monotonic()
 
     def check(self) -> str | None:
         """One line about ranks that are stuck: not run for FROZEN_S, or no stage and no collective for timeout_s."""
         now = time.monotonic()
-        passed, self._last = min(now - self._last, 2 * BEAT_S), now
+        passed, self._last = min(now - self._last, 2 * self._every_s), now
         frozen, still = [], []
         for rank in range(self.world_size):
             record = self._read(rank)
