@@ -226,10 +226,10 @@ def test_a_receiver_that_leaves_is_named_with_the_tensor(kind: str, grouped: Cal
     group.ends[1].abort()
     start = time.monotonic()
     with pytest.raises(TransferError, match="rank 0 of server 0 left") as error:
-        group.senders[0].send(Deadline(5), ALL, {})
+        group.senders[0].send(Deadline(60), ALL, {})
     assert error.value.peer == "rank 0 of server 0"
     assert error.value.tensor in world.whole
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 20
 
 
 def test_a_receiver_that_is_silent_ends_the_sender_by_its_deadline(grouped: Callable[..., Group]) -> None:

