@@ -205,12 +205,12 @@ def from_axolotl(arguments: list[str]) -> list[str]:
 def _help() -> str:
     experiments = ", ".join(sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml")))
     return (
-        "usage: python -m megarl.train [SCRIPT.py] [--config FILE] [+experiment=NAME] [GROUP=NAME ...] [KNOB=VALUE ...]\n"
+        "usage: python -m megarl.train [SCRIPT.py] [--config FILE] +experiment=NAME [GROUP=NAME ...] [KNOB=VALUE ...]\n"
         f"  experiments  {experiments}\n"
         f"  groups       {', '.join(sorted(groups() - {'experiment'}))}\n"
         "  knobs        docs/configuration.md, such as total_train_steps=20 actor.path=DIR parallel.tp_size=2\n"
         "  resume       resume=runs/EXPERIMENT/latest\n"
-        "  launcher     launcher=local, slurm or ray, or python -m megarl.launcher.NAME; a SCRIPT.py runs on every rank\n"
+        "  launcher     launcher=local, slurm or ray, or python -m megarl.launcher.NAME; every rank runs SCRIPT.py\n"
         "python -m megarl.preflight takes the same, and show=memory|layout|reshard, and says what would stop the run"
     )
 
