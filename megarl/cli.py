@@ -160,6 +160,8 @@ def _chosen_groups(values: dict[Any, Any], path: str) -> dict[str, Any]:
     """Takes the groups out of a file's keys: `algorithm: dapo`, and `override /algorithm: dapo` of its defaults."""
     known, chosen = groups(), {}
     for entry in values.pop("defaults", None) or []:
+        if entry == "_self_":
+            continue
         (key, name), *more = entry.items() if isinstance(entry, dict) else [(entry, None)]
         group = str(key).removeprefix("override").strip().removeprefix("/")
         if more or name is None or group not in known:

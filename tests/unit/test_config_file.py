@@ -56,7 +56,7 @@ def test_a_recipe_given_as_a_file_is_the_recipe(name: str) -> None:
         ("- 1\n", "holds a list"),
         ("actor: [", "cannot be read"),
         ("defaults:\n  - override /dta: gsm8k\n", "defaults holds {'override /dta': 'gsm8k'}"),
-        ("defaults:\n  - _self_\n", "defaults holds '_self_'"),
+        ("defaults:\n  - _self_\n  - data\n", "defaults holds 'data'"),
         ("data: gsm9k\n", "data=gsm9k does not exist; did you mean gsm8k?"),
     ],
 )
