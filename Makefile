@@ -3,12 +3,14 @@
 # make bench   every script in benchmarks/                  make clean   remove the environment and what was built
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
-# Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="total_train_steps=20").
+# Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
+# ARGS="tests/unit -k batch"), WORKERS (processes that share the tests, 2; 0 runs them in one, as a debugger needs it).
 
 PYTHON ?= python3
 VENV := .venv
 STAMPS := $(VENV)/stamps
 BIN := $(VENV)/bin
+WORKERS ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
 
 # The version that pyproject.toml pins, as name==version.
@@ -30,8 +32,6 @@ setup: $(STAMPS)/package
 train: setup
 	@exec $(BIN)/python -m megarl.train +experiment=gsm8k_grpo $(ARGS)
 
-# WORKERS processes share the tests; 0 runs them in one, as a debugger needs it.
-WORKERS ?= 2
 test: setup
 	@exec $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
