@@ -17,7 +17,9 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 from transformers import PretrainedConfig
 
 from megarl import cli
@@ -26,6 +28,7 @@ from megarl.actor.memory import TrainerMemory, count_parameters, host_memory
 from megarl.actor.shards import world_table
 from megarl.config import Config
 from megarl.knobs import UserError
+from megarl.launcher.slurm import plan_of, rendered
 from megarl.parallel.placement import places
 from megarl.reshard import report
 from megarl.reshard.geometry import server_holdings
@@ -40,7 +43,7 @@ from megarl.trainer.sizes import size
 from megarl.trainer.surroundings import around
 from megarl.versions import GPUs, gpus, versions
 
-SHOW = ("batch", "layout", "memory", "time", "reshard", "versions")
+SHOW = ("batch", "layout", "memory", "reshard", "time", "script", "versions")
 CHECK = ("invariance",)
 DRAWN_NODES = 16
 WIDTH = 130  # of what is not printed to a terminal, unless COLUMNS says another
@@ -253,7 +256,7 @@ def _table(title: str, *columns: str, show_header: bool = True) -> Table:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def main(config: Config, show: str | None) -> int:
+def main(config: Config, arguments: list[str], show: str | None) -> int:
     """Prints what was asked for, all of it by default, and what was found. Returns the exit code."""
     console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
     seen = gpus()
@@ -265,9 +268,16 @@ def main(config: Config, show: str | None) -> int:
     else:
         found = findings(config, model, folder)
         if not refusals(of_sizes(config, model)):
-            for table in tables(config, model, show, seen):
-                console.print(table)
+            found += refusals([lambda: plan_of(config)] if config.cluster.gpus_per_node else [])
+            try:
+                for table in tables(config, model, arguments, show, seen):
+                    console.print(table)
+            except UserError as error:  # of a plan that cannot be made
+                if show is not None:
+                    raise
+                found.append(Finding(str(error)))
             found += around(config, model, folder, seen)
+    found = list(dict.fromkeys(found))
     for finding in sorted(found, key=lambda finding: finding.stops, reverse=True):
         print(f"{'STOPS' if finding.stops else 'note '}  {finding.text}")
     stops = sum(finding.stops for finding in found)
@@ -275,8 +285,10 @@ def main(config: Config, show: str | None) -> int:
     return 1 if stops else 0
 
 
-def tables(config: Config, model: PretrainedConfig, show: str | None, seen: GPUs) -> Iterator[RenderableType]:
-    """What is printed, in order."""
+def tables(
+    config: Config, model: PretrainedConfig, arguments: list[str], show: str | None, seen: GPUs
+) -> Iterator[RenderableType]:
+    """What is printed, in order; `arguments` are those of the run."""
     if show is None:
         yield overview(config, model)
     if show in (None, "batch"):
@@ -293,6 +305,9 @@ def tables(config: Config, model: PretrainedConfig, show: str | None, seen: GPUs
     if show in (None, "time"):
         sync_s = report.summarise(made).seconds(bandwidth) if made is not None else 0.0
         yield time_table(config, expected(config, model, sync_s) if config.cluster.gpus_per_node else None)
+    if show == "script" or (show is None and config.cluster.gpus_per_node):
+        yield Text("Slurm script", style="bold")
+        yield Padding(Text(rendered(config, arguments)), (0, 0, 0, 2), expand=False)
     if show in (None, "versions"):
         yield versions_table(seen)
 
@@ -320,7 +335,7 @@ def command(arguments: list[str]) -> int:
         from megarl.trainer.invariance import run_invariance  # it loads Megatron
 
         return run_invariance()
-    return main(cli.composed(overrides), own.get("show"))
+    return main(cli.composed(overrides), overrides, own.get("show"))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, HUB_NAME
 from megarl.knobs import UserError
 from megarl.observe.run_folder import open_run
 from megarl.rewards import reward_fn_of
+from megarl.rollout.sglang_client import addresses_in_environment
 from megarl.trainer.expected import expected
 from megarl.trainer.findings import Finding, refusals
 from megarl.trainer.recover import check_resumable
@@ -124,7 +126,10 @@ def _of_allocation(config: Config, model: PretrainedConfig) -> list[Finding]:
     found: list[Finding] = []
     if nodes is None or not per_node:
         return found
-    needed = machines_of(config).nodes
+    machines = machines_of(config)
+    if addresses_in_environment():  # servers of somebody else
+        machines = replace(machines, servers=0)
+    needed = machines.nodes
     if needed > int(nodes):
         text = f"the run needs {needed} nodes of cluster.gpus_per_node={per_node}, and this allocation has {nodes}; "
         found.append(Finding(text + f"ask for more (sbatch --nodes={needed}), or lower server.n_servers or the layout"))
