@@ -20,6 +20,7 @@ export MEGARL_INTERFACE=${MEGARL_INTERFACE:-}
 
 # --- how long -----------------------------------------------------------------------------------------------------------
 export MEGARL_MAX_REQUEUES=${MEGARL_MAX_REQUEUES:-100} # a job that was requeued so often is left to its user
+export MEGARL_GRACE_S=${MEGARL_GRACE_S:-60}            # seconds for the other tasks to end, once one has
 export MEGARL_PROBE_S=${MEGARL_PROBE_S:-60}            # seconds in which a healthy node starts a task, after a failure
 
 # --- threads and caches -------------------------------------------------------------------------------------------------

@@ -48,14 +48,16 @@ here() {
   fi
 }
 
-# step NAME NODES TASKS TASKS_PER_NODE SRUN_OPTION COMMAND...: a job step with a log for each task, instead of this shell.
-# Steps overlap on a node that trainers and servers share: the plan says whose a GPU is.
+# step NAME NODES TASKS TASKS_PER_NODE COMMAND...: a job step with a log for each task, instead of this shell. Steps overlap
+# on a node that trainers and servers share: the plan says whose a GPU is. Ranks end together: once one has ended, srun
+# gives the others MEGARL_GRACE_S, or nothing if it failed. A server may fail while others serve.
 step() {
-  local name=$1 where=$2 tasks=$3 per_node=$4 option=$5 count
-  shift 5
+  local name=$1 where=$2 tasks=$3 per_node=$4 count together=(--kill-on-bad-exit=0)
+  shift 4
+  if [[ $name == rank ]]; then together=(--kill-on-bad-exit=1 --wait="$MEGARL_GRACE_S"); fi
   count=$(tr ',' '\n' <<<"$where" | wc -l)
   exec srun --job-name="$name" --nodes="$count" --nodelist="$where" --ntasks="$tasks" --ntasks-per-node="$per_node" \
-    --distribution=block --overlap --cpu-bind=none "$option" --output="$LOGS/${name}_%t.log" \
+    --distribution=block --overlap --cpu-bind=none "${together[@]}" --output="$LOGS/${name}_%t.log" \
     "${image_options[@]}" "${image[@]}" "$@"
 }
 
@@ -153,11 +155,11 @@ train() {
   if ((SERVERS)); then
     MEGARL_LLM_SERVER_API_KEY=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
     export MEGARL_LLM_SERVER_API_KEY
-    step server "$(names "$FIRST_SERVER_NODE" "$SERVER_NODES")" "$SERVERS" "$SERVERS_PER_NODE" --kill-on-bad-exit=0 \
+    step server "$(names "$FIRST_SERVER_NODE" "$SERVER_NODES")" "$SERVERS" "$SERVERS_PER_NODE" \
       "$MEGARL_PYTHON" -m megarl.launcher.server "$@" &
     servers=$!
   fi
-  step rank "$(names 0 "$RANK_NODES")" "$RANKS" "$RANKS_PER_NODE" --kill-on-bad-exit=1 \
+  step rank "$(names 0 "$RANK_NODES")" "$RANKS" "$RANKS_PER_NODE" \
     bash "$MEGARL_HOME/slurm/rank.sh" "$MEGARL_PYTHON" -m megarl.train "${script[@]}" "$@" &
   ranks=$!
   say "$RANKS ranks on $(names 0 "$RANK_NODES"), $SERVERS servers"
@@ -172,12 +174,18 @@ train() {
   done
   wait_for "$ranks"
   code=$?
-  if [[ -n $servers ]]; then
-    : >"$JOB_FOLDER/trainers-ended" # they end by themselves
-    wait_for "$servers"
-  fi
+  if [[ -n $servers ]]; then end_servers "$servers"; fi
   tail -n 5 "$LOGS/rank_0.log"
   finish "$code"
+}
+
+# end_servers PID: of their srun. They end by themselves, but for one on a node that has failed.
+end_servers() {
+  local until=$((SECONDS + MEGARL_GRACE_S))
+  : >"$JOB_FOLDER/trainers-ended"
+  while kill -0 "$1" 2>/dev/null && ((SECONDS < until)); do sleep 0.5; done
+  kill -TERM "$1" 2>/dev/null # srun then waits for Slurm's KillWait and no longer
+  wait_for "$1"
 }
 
 # wait_for PID: its exit code; a signal to this shell interrupts a wait.

@@ -49,7 +49,7 @@ SlurmdParameters=config_overrides
 JobRequeue=1
 ReturnToService=2
 SlurmdTimeout=300
-KillWait=10
+KillWait=5
 SchedulerParameters=sched_interval=2,bf_interval=2
 MpiDefault=none
 AccountingStorageType=accounting_storage/none
@@ -77,7 +77,8 @@ class Cluster:
             "MEGARL_HOME": str(ROOT),
             "MEGARL_PYTHON": sys.executable,
             "MEGARL_INTERFACE": "lo",
-            "MEGARL_PROBE_S": "10",
+            "MEGARL_PROBE_S": "5",
+            "MEGARL_GRACE_S": "5",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
         }
@@ -87,6 +88,7 @@ class Cluster:
     def start(self) -> None:
         """Returns once all nodes are idle."""
         folder = self.folder
+        folder.chmod(0o711)  # munged wants others to reach its socket
         for name in ("munge", "spool", "state", "gpus"):
             (folder / name).mkdir(mode=0o711)
         key = folder / "munge" / "key"
@@ -116,6 +118,10 @@ class Cluster:
 
     def start_node(self, name: str) -> None:
         self._run(name, "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), program="slurmd")
+
+    def give_up_node(self, name: str) -> None:
+        """What slurmctld does by itself once a node has been silent for SlurmdTimeout."""
+        self("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=silent")
 
     def kill_node(self, name: str) -> None:
         """What a power cut does: the node's daemon and everything that it runs is gone."""
