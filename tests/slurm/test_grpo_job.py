@@ -15,7 +15,7 @@ OVERRIDES = [
     *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
 ]
 NODES = ["--nodes=3", "--gpus-per-node=1"]  # two for a rank each, one for the server
-STEPS, START_S, END_S = 5, 120.0, 60.0
+STEPS, START_S, END_S = 5, 240.0, 120.0
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
@@ -23,6 +23,7 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
+@pytest.mark.timeout(900)
 def test_a_job_trains_through_a_requeue_with_ranks_and_servers_on_their_own_nodes(slurm: Cluster) -> None:
     job = slurm.sbatch("grpo_70b.sh", NODES, [*OVERRIDES, f"total_train_steps={STEPS}", "saver.every_steps=1"])
     folder = slurm.folder / "runs" / "grpo_70b" / f"job_{job}"
@@ -50,6 +51,7 @@ def test_a_job_trains_through_a_requeue_with_ranks_and_servers_on_their_own_node
     assert len(episodes) == len(set(episodes)) == STEPS * 8  # each prompt once, over both attempts
 
 
+@pytest.mark.timeout(600)
 def test_a_cancelled_job_leaves_nothing_behind(slurm: Cluster) -> None:
     job = slurm.sbatch("grpo_70b.sh", NODES, [*OVERRIDES, "total_train_steps=1000", "saver.every_steps=0"])
     folder = slurm.folder / "runs" / "grpo_70b" / f"job_{job}"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from virtual_cluster import ROOT, Cluster
 
 STEPS = 240
@@ -16,7 +17,7 @@ OVERRIDES = [
     *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
     *(f"total_train_steps={STEPS}", "saver.every_steps=10"),
 ]
-WAIT_S = 90.0
+WAIT_S = 180.0
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -25,6 +26,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows}
 
 
+@pytest.mark.timeout(900)
 def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -> None:
     job = slurm.sbatch("sft.sh", ["--nodes=2", "--gpus-per-node=1"], OVERRIDES)
     folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
