@@ -15,10 +15,13 @@ from transformers import Qwen3Config
 from megarl.actor.config import EngineConfig
 from megarl.actor.families import read_config
 from megarl.actor.lm import MegatronLMEngine, trained_tokens
-from megarl.actor.memory import LayerBytes, Load, TrainerMemory, trainer_memory
+from megarl.actor.memory import LayerBytes, TrainerMemory
+from megarl.config import Config
+from megarl.data.config import DatasetConfig
 from megarl.launcher.local import run_ranks
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
+from megarl.trainer.sizes import memory_of
 from megarl.types import PackedBatch
 from tests.conftest import random_model
 from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch
@@ -68,12 +71,15 @@ def measured(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 def estimate(layout: str, case: str, rank: int) -> TrainerMemory:
+    """As preflight works it out for a run of these sequences."""
     sizes, cases = LAYOUTS[layout]
-    parallel = ParallelConfig(**sizes)
-    microbatches = SEQUENCES // PER_MICROBATCH // parallel.sizes()["dp_size"]
-    load = Load(PER_MICROBATCH * LENGTH, microbatches)
-    stage = rank if layout == "pp2" else 0
-    return trainer_memory(Qwen3Config(**BIG), parallel, EngineConfig(**cases[case]), load, stage, on_gpu=False)
+    config = Config(
+        method="sft",
+        actor=EngineConfig(max_tokens_per_mb=PER_MICROBATCH * LENGTH, **cases[case]),
+        parallel=ParallelConfig(**sizes),
+        train_dataset=DatasetConfig(batch_size=SEQUENCES, max_length=LENGTH),
+    )
+    return memory_of(config, Qwen3Config(**BIG))[rank if layout == "pp2" else 0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
