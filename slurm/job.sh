@@ -203,5 +203,5 @@ wait_for() {
 
 evaluate() {
   here megarl.preflight "$@" || exit
-  exec "${image[@]}" "$MEGARL_PYTHON" -m megarl.evaluate "$@"
+  here megarl.evaluate "$@"
 }

@@ -88,6 +88,7 @@ def rendered(config: Config, arguments: list[str]) -> str:
         "job-name": config.experiment_name,
         "nodes": plan_of(config).nodes,
         "gpus-per-node": config.cluster.gpus_per_node,
+        "mem": "0",  # all of a node's
         "signal": f"B:USR1@{GRACE_S}",
         "open-mode": "append",
         "output": "%x_%j.out",
@@ -99,7 +100,7 @@ def rendered(config: Config, arguments: list[str]) -> str:
             *lines,
             "#SBATCH --exclusive",
             "#SBATCH --requeue",
-            f"source {shlex.quote(str(SCRIPTS / 'job.sh'))}",
+            f"source {shlex.quote(str(SCRIPTS / 'job.sh'))} || exit",
             shlex.join(["train", *arguments]),
             "",
         ]

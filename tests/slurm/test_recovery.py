@@ -71,3 +71,15 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
     expected = losses(undisturbed / "sft_8b" / "latest")
     assert len(expected) == STEPS
     assert losses(folder) == expected
+
+
+@pytest.mark.timeout(600)
+def test_a_cancelled_job_stops_in_order_and_leaves_nothing_behind(slurm: Cluster) -> None:
+    job = slurm.sbatch("sft.sh", ["--nodes=2", "--gpus-per-node=1"], [*OVERRIDES, "total_train_steps=100000"])
+    folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
+    slurm.until(lambda: losses(folder), WAIT_S, lambda: f"step 1 of {slurm.output(job)}")
+    slurm("scancel", job)
+    assert slurm.ended(job, WAIT_S) == "CANCELLED"
+    slurm.until(lambda: not slurm.left(job), WAIT_S, lambda: f"the end of {slurm.left(job)}")
+    assert max(p.name for p in (folder / "checkpoints").iterdir()) == f"step_{max(losses(folder)):06d}"
+    assert slurm.field(job, "Restarts") == "0"

@@ -159,6 +159,11 @@ class Cluster:
                 [program or name, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=self.environment
             )
 
+    def kill_sglang(self, job: str) -> None:
+        """Kills the process of the one SGLang server of a job, as a fault of its own would."""
+        (server,) = [process for process, line, _ in self._of(job) if "megarl.rollout.sglang_server" in line]
+        server.kill()
+
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *command: str, check: bool = True) -> str:
