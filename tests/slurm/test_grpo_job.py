@@ -34,9 +34,8 @@ def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> Non
     assert slurm.listening(job) == {"127.0.0.1"}
     killed = len(steps_of(folder))
     slurm.kill_sglang(job)  # its task starts it again, and the trainer brings it the weights
-    slurm.until(
-        lambda: len(steps_of(folder)) >= killed + 2, START_S, lambda: f"a step after the kill: {slurm.output(job)}"
-    )
+    goal = killed + 2
+    slurm.until(lambda: len(steps_of(folder)) >= goal, START_S, lambda: f"step {goal} of {slurm.output(job)}")
     assert sum(row["sync/servers_brought_back"] for row in steps_of(folder)) == 1
     slurm("scontrol", "requeue", job)
     slurm.until(lambda: slurm.field(job, "JobState") == "PENDING", END_S, "the requeue")

@@ -161,8 +161,8 @@ class Cluster:
 
     def kill_sglang(self, job: str) -> None:
         """Kills the process of the one SGLang server of a job, as a fault of its own would."""
-        (server,) = [process for process, line, _ in self._of(job) if "megarl.rollout.sglang_server" in line]
-        server.kill()
+        servers = [process for process, line, _ in self._of(job) if "megarl.rollout.sglang_server" in line]
+        min(servers, key=lambda process: process.create_time()).kill()  # the others are its children
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
