@@ -11,6 +11,7 @@ is one that is never sampled, so that every completion of both sides has all 32 
 otherwise. Sides run in turn, round by round, each a whole training run of which the steps after the first WARM count;
 wall and processor seconds (of every process of the side) are per step, medians over the rounds. TRL runs as it is
 fastest here: `generate` with its cache, one microbatch, no checkpointing of activations, no logging but its default.
+Both have an allocator that keeps its memory.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ END = "<|system|>"  # which the model was never taught to write
 WARM, STEPS = 10, 60
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 POLL_S = 0.02
+# What a server need not do here: keep prefixes, which no weight sync leaves, and turn tokens into text.
+SERVER_ARGUMENTS = (
+    "disable_radix_cache=true",
+    "skip_tokenizer_init=true",
+    "disable_overlap_schedule=true",
+    "scheduler_recv_interval=8",
+)
 
 
 def write_model(folder: Path) -> None:
@@ -93,6 +101,7 @@ def megarl_command(root: Path, ahead: int) -> list[str]:
         "actor.optimizer.lr_decay_style=constant", f"actor.optimizer.clip_grad={CLIP_GRAD}",
         "actor.optimizer.adam_beta2=0.999", "evaluator.every_steps=0", "evaluator.at_start=false",
         "evaluator.at_end=false", "saver.every_steps=0", "saver.export_hf=false", "logger.tensorboard=false",
+        "actor.shared_prefix=true", *(f"+sglang.{argument}" for argument in SERVER_ARGUMENTS),
     ]  # fmt: skip
     return [sys.executable, "-m", "megarl.train", *settings]
 
@@ -114,8 +123,9 @@ def processor_seconds(process: Any) -> float:
 def measure(command: list[str], steps_file: Path, threads: int, log: Path) -> dict[str, float]:
     """Wall and processor seconds of a step of the run that `command` starts, which writes a line a step."""
     import psutil
+    from timing import WARM_ALLOCATOR
 
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | WARM_ALLOCATOR | {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
     lines: list[str] = []
     used: dict[int, float] = {}
     with log.open("ab") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
