@@ -54,8 +54,8 @@ def ninja_of_package() -> str:
     return str(Path(ninja.BIN_DIR) / "ninja")
 
 
-# configs/ and assets/ stand at the root, where readers look for them, and are shipped inside the package.
-DATA_FOLDERS = [name for name in ("configs", "assets") if (ROOT / name).is_dir()]
+# configs/, assets/ and slurm/ stand at the root, where readers look for them, and are shipped inside the package.
+DATA_FOLDERS = [name for name in ("configs", "assets", "slurm") if (ROOT / name).is_dir()]
 
 setup(
     packages=[*find_packages(include=["megarl", "megarl.*"]), *(f"megarl.{name}" for name in DATA_FOLDERS)],

@@ -15,7 +15,7 @@ set -uo pipefail
 : "${SLURM_JOB_ID:?this is for a Slurm job: sbatch slurm/grpo_70b.sh, or python -m megarl.launcher.slurm}"
 MEGARL_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export MEGARL_HOME
-export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH}
+if [[ -f $MEGARL_HOME/pyproject.toml ]]; then export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH}; fi # a checkout
 # shellcheck source=slurm/env.sh
 source "$MEGARL_HOME/slurm/env.sh"
 
