@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 REWARD = "rollout/reward"  # mean over the step's completions
 STALENESS = "rollout/staleness"  # mean over trained tokens: trainer version minus token version
-ROLLOUT_TOKENS_PER_S = "rollout/tokens_per_s"  # sampled tokens
+ROLLOUT_TOKENS_PER_S = "rollout/tokens_per_s"  # sampled tokens, over the time in which episodes are under way
 TRAIN_TOKENS_PER_S = "train/tokens_per_s"  # prompt and completion tokens through forward and backward
 ACCURACY = "eval/accuracy"  # fraction of held-out problems solved, or of pairs in order
 MARGIN = "eval/margin"  # by how much held-out chosen completions are ahead of rejected ones, in rewards
