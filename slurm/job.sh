@@ -15,9 +15,11 @@ set -uo pipefail
 : "${SLURM_JOB_ID:?this is for a Slurm job: sbatch slurm/grpo_70b.sh, or python -m megarl.launcher.slurm}"
 MEGARL_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export MEGARL_HOME
-if [[ -f $MEGARL_HOME/pyproject.toml ]]; then export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH}; fi # a checkout
 # shellcheck source=slurm/env.sh
 source "$MEGARL_HOME/slurm/env.sh"
+if [[ -z $MEGARL_IMAGE && -f $MEGARL_HOME/pyproject.toml ]]; then # a checkout; an image has a megarl of its own
+  export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH}
+fi
 
 # The plan (megarl/launcher/slurm.py): which nodes of the job, in its order, run what.
 RANKS=0 RANKS_PER_NODE=0 RANK_NODES=0 SERVERS=0 SERVERS_PER_NODE=0 SERVER_NODES=0 FIRST_SERVER_NODE=0 FIRST_SERVER_GPU=0
@@ -132,7 +134,7 @@ prepare() {
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   if ((!${SLURM_RESTART_COUNT:-0})); then here megarl.preflight "$@" || exit; fi
   plan=$(here megarl.launcher.slurm plan "$@") || exit
-  eval "$plan"
+  eval "$(grep -E '^[A-Z_]+=' <<<"$plan")" # the command may have said more
   export MEGARL_RUN_FOLDER=$RUN_FOLDER MEGARL_JOB_FOLDER=$JOB_FOLDER MEGARL_LOGS=$LOGS
   export MEGARL_FIRST_SERVER_GPU=$FIRST_SERVER_GPU
   say "run folder $RUN_FOLDER, logs $LOGS"
