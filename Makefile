@@ -1,6 +1,7 @@
 # make train   set up, then train the bundled demo          make test    set up, then the whole test suite
 # make lint    style and types of every language            make format  rewrite the files in that style
-# make bench   every script in benchmarks/                  make clean   remove the environment and what was built
+# make bench   every script in benchmarks/                  make doctor  what is installed, what is missing and what it is for
+# make clean   remove the environment and what was built
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
 # Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
@@ -25,9 +26,16 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE))
 
 .DELETE_ON_ERROR:
-.PHONY: setup train test test-unit test-asan test-gpu lint format bench lock clean
+.PHONY: setup doctor train test test-unit test-asan test-gpu lint format bench lock clean
 
 setup: $(STAMPS)/package
+
+# With what is there: the environment of `make setup`, or on a GPU machine the one that is active.
+doctor:
+	@python=$(if $(wildcard $(STAMPS)/package),$(BIN)/python,$(PYTHON)); \
+	  $$python -c "import psutil, rich" 2>/dev/null || \
+	  { echo "make: nothing is installed for $$python yet: make setup, or docs/install_gpu.md where there are GPUs"; exit 1; }; \
+	  exec $$python -m megarl.doctor
 
 train: setup
 	@exec $(BIN)/python -m megarl.train +experiment=gsm8k_grpo $(ARGS)

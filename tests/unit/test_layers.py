@@ -19,7 +19,7 @@ LAYERS = (
     {"config"},
     {"trainer", "axolotl"},
     {"cli"},
-    {"train", "evaluate", "preflight", "export", "report", "samples"},
+    {"train", "evaluate", "preflight", "doctor", "export", "report", "samples"},
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 JOINS = {("config", "trainer")}  # the root of the configuration joins the trainer's knobs to those of the stages

@@ -1,0 +1,37 @@
+# megarl with everything that it uses on GPUs (docs/install_gpu.md):
+#   docker build --build-arg MAX_JOBS=16 --tag megarl .
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 -it megarl
+FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+ENV DEBIAN_FRONTEND=noninteractive \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    VIRTUAL_ENV=/opt/megarl \
+    PATH=/opt/megarl/bin:$PATH
+
+# g++ and Python's headers build csrc/; SGLang's kernels load libnuma; git is for apex, where it is wanted.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends g++ git libnuma1 make python3.12-dev python3.12-venv \
+ && rm -rf /var/lib/apt/lists/* \
+ && python3.12 -m venv "$VIRTUAL_ENV"
+
+WORKDIR /opt/src/megarl
+
+# Layers that change seldom come first: a change of megarl's source rebuilds the last two alone.
+COPY requirements/gpu.txt requirements/gpu_built.txt requirements/
+RUN python -m pip install --requirement requirements/gpu.txt
+
+# How many compilers run at once (each takes some 4 GB), and for which GPUs: A100, H100, B200.
+ARG MAX_JOBS=8
+ARG TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0"
+RUN NVTE_BUILD_MAX_JOBS="$MAX_JOBS" NVTE_FRAMEWORK=pytorch \
+    python -m pip install --no-build-isolation --requirement requirements/gpu_built.txt
+
+COPY . .
+RUN MEGARL_CUDA=1 python -m pip install --no-build-isolation --no-deps --editable . \
+ && python -m megarl.doctor
+
+WORKDIR /workspace
+CMD ["/bin/bash"]

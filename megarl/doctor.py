@@ -1,0 +1,171 @@
+"""Says what is installed on this machine, what is missing, and what that would speed up: python -m megarl.doctor
+
+Exit code 1 where something is missing that megarl cannot run without here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from megarl.versions import GPUs, gpus, version_of, versions
+
+NEEDED, FASTER, OPTIONAL = "needed", "faster", "optional"
+GIB = 2**30
+WIDTH = 120  # of what is not printed to a terminal
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that may be installed, and what it is for."""
+
+    name: str
+    found: str | None
+    kind: str  # needed, faster (runs without it, more slowly) or optional
+    brings: str
+    remedy: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.found is not None:
+            return "ok"
+        return {NEEDED: "MISSING", FASTER: "missing", OPTIONAL: "-"}[self.kind]
+
+
+def machine(seen: GPUs) -> str:
+    """This machine in a line."""
+    memory = psutil.virtual_memory().total / GIB
+    cores = len(os.sched_getaffinity(0))
+    if not seen.names:
+        found = "no GPU"
+    else:
+        found = f"{len(seen.names)} x {seen.names[0]} of {min(seen.memory_mib) / 1024:.0f} GiB, driver {seen.driver}"
+    return f"{platform.machine()}, {cores} core{'s' * (cores > 1)}, {memory:.0f} GiB; {found}"
+
+
+def everywhere() -> list[Part]:
+    """What megarl needs on any machine."""
+    found = versions()
+    python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    setup = "make setup, or docs/install_gpu.md"
+    return [
+        Part("Python", python if supported else None, NEEDED, "3.11 or 3.12", "make setup PYTHON=python3.11"),
+        Part("torch", found["torch"], NEEDED, "tensors, collectives", setup),
+        Part("Megatron-core", found["Megatron-core"], NEEDED, "the actor", setup),
+        Part("transformers", found["transformers"], NEEDED, "configs and tokenizers of checkpoints", setup),
+        Part("kernels (megarl._C)", kernels(), NEEDED, "log-probs, advantages, losses", "make setup"),
+        Part("SGLang", found["SGLang"], NEEDED, "rollouts; SFT and preferences do without", setup),
+    ]
+
+
+def kernels() -> str | None:
+    """How megarl's own kernels were built; None where they were not."""
+    try:
+        from megarl.ops import native
+    except ImportError:
+        return None
+    return "CPU and CUDA" if native.HAS_CUDA else "CPU"
+
+
+def on_gpus() -> list[Part]:
+    """What counts on a machine with GPUs."""
+    found, requirements = versions(), "pip install -r requirements/gpu_built.txt"
+    cuda = kernels() == "CPU and CUDA"
+    build = "MEGARL_CUDA=1 pip install --no-build-isolation --no-deps -e ."
+    te = found["Transformer Engine"]
+    apex = "fused Adam and clipping, which Transformer Engine has too: nothing beside it"
+    return [
+        Part(
+            "torch on CUDA", _cuda_of_torch(), NEEDED, "without it nothing here runs on the GPU", "docs/install_gpu.md"
+        ),
+        Part("CUDA kernels", "built" if cuda else None, NEEDED, "megarl._C on the GPU", build),
+        Part("NCCL", found["NCCL"], NEEDED, "collectives between GPUs", "it comes with torch's CUDA build"),
+        Part("sglang-kernel", version_of("sglang-kernel"), NEEDED, "SGLang's own CUDA kernels", "docs/install_gpu.md"),
+        Part(
+            "flashinfer",
+            version_of("flashinfer-python"),
+            FASTER,
+            "SGLang's attention and sampling",
+            "docs/install_gpu.md",
+        ),
+        Part(
+            "Transformer Engine", te, FASTER, "fused layers, attention that is never stored, fused Adam", requirements
+        ),
+        Part("flash-attn", found["flash-attn"], FASTER, "attention that Transformer Engine may choose", requirements),
+        Part("apex", found["apex"], OPTIONAL if te else FASTER, apex, "docs/install_gpu.md"),
+        Part("nvcc", _program("nvcc"), OPTIONAL, "builds the CUDA kernels", "the CUDA 13 toolkit"),
+    ]
+
+
+def _cuda_of_torch() -> str | None:
+    """The CUDA version of torch's build, where it sees a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else None
+
+
+def on_clusters() -> list[Part]:
+    """What runs on several machines."""
+    network = "found" if any(Path("/sys/class/infiniband").glob("*")) else None
+    shared = f"{shutil.disk_usage('/dev/shm').total / GIB:.0f} GiB" if Path("/dev/shm").is_dir() else None
+    return [
+        Part("Slurm", _program("sbatch"), OPTIONAL, "launcher=slurm, sbatch slurm/grpo_70b.sh", "of the cluster"),
+        Part("Ray", versions()["Ray"], OPTIONAL, "launcher=ray", "pip install ray"),
+        Part(
+            "InfiniBand, RoCE",
+            network,
+            OPTIONAL,
+            "collectives past the CPU; without it NCCL goes over TCP",
+            "the driver",
+        ),
+        Part("/dev/shm", shared, OPTIONAL, "reshard.transport=shm; in a container --ipc=host", "mount it"),
+    ]
+
+
+def _program(name: str) -> str | None:
+    found = shutil.which(name)
+    return str(Path(found).parent) if found else None
+
+
+def command() -> int:
+    """Prints the table and what to do. Returns the exit code."""
+    console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
+    seen = gpus()
+    groups = {"Everywhere": everywhere(), "On clusters": on_clusters()}
+    if seen.names:
+        groups = {"Everywhere": groups["Everywhere"], "On GPUs": on_gpus(), "On clusters": groups["On clusters"]}
+    table = Table(title=f"megarl here: {machine(seen)}", title_justify="left", title_style="bold")
+    for name in ("", "", "found", "what it brings"):
+        table.add_column(name, no_wrap=name != "what it brings")
+    for parts in groups.values():
+        table.add_section()
+        for part in parts:
+            table.add_row(part.verdict, part.name, part.found or "-", part.brings)
+    console.print(table)
+    everything = [part for parts in groups.values() for part in parts]
+    missing = [part for part in everything if part.verdict == "MISSING"]
+    slower = [part for part in everything if part.verdict == "missing"]
+    for part in missing:
+        print(f"MISSING  {part.name}: {part.brings}; {part.remedy}")
+    for part in slower:
+        print(f"faster   with {part.name}: {part.brings}; {part.remedy}")
+    if not seen.names:
+        print("note     no GPU: everything runs on the CPU, for models that fit it; docs/install_gpu.md is for GPUs")
+    print("nothing that is needed is missing" if not missing else f"{len(missing)} needed, and missing")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,99 @@
+"""The versions for GPUs against pyproject.toml's, and against what the packages themselves ask for; the doctor."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megarl import doctor
+from megarl.versions import GPUs
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins(name: str) -> dict[str, str]:
+    """The versions of a requirements file, by canonical name."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements" / name).read_text().splitlines()]
+    return {canonical(r.name): exact(r) for r in (Requirement(line) for line in lines if line)}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def exact(requirement: Requirement) -> str:
+    (one,) = requirement.specifier
+    assert one.operator == "==", requirement
+    return one.version
+
+
+GPU, BUILT = pins("gpu.txt"), pins("gpu_built.txt")
+
+
+def test_what_megarl_imports_has_the_same_version_with_and_without_gpus() -> None:
+    for line in [*PYPROJECT["project"]["dependencies"], *PYPROJECT["dependency-groups"]["build"], "sglang==0.5.23"]:
+        requirement = Requirement(line)
+        name = canonical(requirement.name)
+        assert name in GPU, f"requirements/gpu.txt lacks {line}"
+        if name != "torch":
+            assert GPU[name] == exact(requirement), name
+    assert "sglang==0.5.23" in PYPROJECT["dependency-groups"]["sglang-no-deps"]
+
+
+def test_torch_is_the_one_that_sglangs_kernels_are_compiled_for() -> None:
+    asked = [Requirement(line) for line in importlib.metadata.requires("sglang") or []]
+    (torch,) = [r for r in asked if r.name == "torch"]
+    assert GPU["torch"] in torch.specifier
+
+
+def test_sglang_accepts_every_version_that_is_pinned_beside_it() -> None:
+    asked = [Requirement(line) for line in importlib.metadata.requires("sglang") or []]
+    ours = [r for r in asked if not (r.marker and "extra" in str(r.marker)) and canonical(r.name) in GPU]
+    assert len(ours) > 5
+    assert [str(r) for r in ours if GPU[canonical(r.name)] not in r.specifier] == []
+
+
+def test_transformer_engine_is_one_that_megatron_core_asks_for() -> None:
+    asked = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or []]
+    (engine,) = [r for r in asked if r.name == "transformer-engine"]
+    assert BUILT["transformer-engine"] in engine.specifier
+    assert {"core_cu13", "pytorch"} <= engine.extras
+
+
+def test_the_image_installs_these_files_and_builds_the_cuda_kernels() -> None:
+    image = (ROOT / "Dockerfile").read_text()
+    for line in ("requirements/gpu.txt", "requirements/gpu_built.txt", "MEGARL_CUDA=1", "nvidia/cuda:13."):
+        assert line in image
+    page = (ROOT / "docs" / "install_gpu.md").read_text()
+    assert f"asks for {GPU['torch']}" in page
+    assert "APEX_CUDA_EXT" in page
+
+
+def test_the_doctor_finds_nothing_missing_where_the_tests_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.command() == 0
+    text = capsys.readouterr().out
+    assert "nothing that is needed is missing" in text
+    assert importlib.metadata.version("megatron-core") in text
+    assert text.count("\n") < 40  # one screen
+
+
+def test_the_doctor_says_what_a_gpu_machine_lacks_and_what_it_would_bring(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the driver's answer. What is installed is read as it is, and none of it is for GPUs here."""
+    if doctor.version_of("transformer-engine") is not None:
+        pytest.skip("this machine has what the test expects to be missing")
+    monkeypatch.setattr(doctor, "gpus", lambda: GPUs(("NVIDIA H100",) * 8, (81559,) * 8, "580.65"))
+    assert doctor.command() == 1
+    text = capsys.readouterr().out
+    assert "8 x NVIDIA H100 of 80 GiB, driver 580.65" in text
+    assert re.search(r"MISSING  NCCL: .*torch's CUDA build", text)
+    assert re.search(r"faster   with Transformer Engine: .*; pip install -r requirements/gpu_built.txt", text)
+    assert re.search(r"faster   with apex: .*nothing beside it", text)  # as there is no Transformer Engine
+    assert text.count("\n") < 50
