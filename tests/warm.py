@@ -6,21 +6,21 @@ The imports cost every process 5 s of a core, and the suite starts over a hundre
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver, get_context
 from subprocess import STDOUT, TimeoutExpired
 from typing import BinaryIO
 
 import torch
 
-from megarl.launcher.local import PARENT
+from megarl.launcher import local
 from megarl.processes import die_with_parent
 
-PRELOAD = ("megarl.actor.critic", "megarl.actor.lm", "megarl.actor.policy", "megarl.reshard.session", "megarl.train")
-CONTEXT = multiprocessing.get_context("forkserver")
+PRELOAD = ("megarl.actor.critic", "megarl.actor.policy", "megarl.trainer.rl", "megarl.trainer.sft")
+CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([*PRELOAD, __name__])
 
 
@@ -67,7 +67,7 @@ def become(environment: dict[str, str], output: str | None) -> None:
     os.setsid()
     die_with_parent(os.getppid())
     os.environ.clear()
-    os.environ.update(environment | ({PARENT: str(os.getppid())} if PARENT in environment else {}))
+    os.environ.update(environment | ({local.PARENT: str(os.getppid())} if local.PARENT in environment else {}))
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
     if output:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -76,6 +76,9 @@ def become(environment: dict[str, str], output: str | None) -> None:
 
 
 def run_module(module: str, arguments: list[str], environment: dict[str, str], output: str | None) -> None:
+    """Runs a module as `python -m` does. The ranks of a command are forked from the server that it was forked from."""
     become(environment, output)
+    forkserver._forkserver.ensure_running = lambda: None  # a child of it would start a server of its own
+    local.subprocess = sys.modules[__name__]
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

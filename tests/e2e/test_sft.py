@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,10 @@ from megarl import cli
 from megarl.data.sft import get_gsm8k_sft_dataset
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
-from tests import warm
-from tests.e2e import test_main_job
 from tests.e2e.test_main_job import Command, steps_in
 
+pytestmark = pytest.mark.usefixtures("warm_commands")
 TINY = Path(cli.ASSETS) / "tiny"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def commands_start_in_a_moment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_main_job, "subprocess", warm)
-        yield
 
 
 def trained(root: Path, *arguments: str) -> RunFolder:
