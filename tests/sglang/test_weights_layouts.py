@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,10 @@ from weights_support import TOLERANCE, Served, logprobs
 
 from megarl.reshard.store import Deadline
 from megarl.rollout.sglang_server import SGLangServers
+from tests import warm
+from tests.sglang import weights_rank
 from tests.sglang.tiny_models import make_model
 
-WORKER = Path(__file__).with_name("weights_rank.py")
 DEADLINE_S = 150
 
 
@@ -39,62 +38,44 @@ class Trainer:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-        shared["PYTHONPATH"] = str(WORKER.parents[2])
         self.logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
-        self.processes = []
+        self.processes, self.pipes = [], []
         for rank, log in enumerate(self.logs):
-            with log.open("w") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, str(WORKER)],
-                    env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
+            ours, its = warm.CONTEXT.Pipe()
+            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = warm.CONTEXT.Process(target=weights_rank.main, args=(its, environment, str(log)))
+            process.start()
+            its.close()  # so that a rank's end is seen
             self.processes.append(process)
-        with self._watched():
-            for process in self.processes:  # servers that are asked meanwhile would keep the machine from them
-                assert process.stdout is not None
-                while (line := process.stdout.readline()) != "ready\n":
-                    assert line, self.said()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Kills ranks that take too long: their output then ends."""
-        timer = threading.Timer(DEADLINE_S, self.end)
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+            self.pipes.append(ours)
 
     def said(self) -> str:
         return "\n".join(log.read_text()[-3000:] for log in self.logs)
 
     def run(self, **settings: Any) -> list[list[Any]]:
-        """What each rank printed in a run, up to its end or the rank's own."""
-        line = json.dumps({"family": "qwen3", "types": ["gloo"], "exported": str(self.exported)} | settings) + "\n"
-        with self._watched():
-            for process in self.processes:
-                assert process.stdin is not None
-                process.stdin.write(line)
-                process.stdin.flush()
-            found = [list(self._lines(process)) for process in self.processes]
+        """What each rank told in a run, up to its end or the rank's own. Ranks that take too long are killed."""
+        order = {"family": "qwen3", "types": ["gloo"], "exported": str(self.exported)} | settings
+        timer = threading.Timer(DEADLINE_S, self.end)
+        timer.start()
+        try:
+            for pipe in self.pipes:
+                pipe.send(order)
+            found = [list(told_by(pipe)) for pipe in self.pipes]
+        finally:
+            timer.cancel()
         assert all(found), self.said()
         return found
-
-    def _lines(self, process: subprocess.Popen[str]) -> Iterator[Any]:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line[:1] in "[{":
-                if (told := json.loads(line)) == {}:
-                    return
-                yield told
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
+            process.join()
+
+
+def told_by(pipe: Connection) -> Iterator[Any]:
+    with suppress(EOFError):
+        while (told := pipe.recv()) is not None:
+            yield told
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,15 @@
 """One rank of a Megatron trainer that pushes: takes the weights of a new random model for each version, and syncs.
 
-Reads runs from its input, one line of JSON each: the layout, the servers, the versions; RANK and WORLD_SIZE are as
-torchrun sets them. Prints "ready", then a line of JSON after each push, or after its failure, and one after each run.
+Takes runs from a pipe: the layout, the servers, the versions; RANK and WORLD_SIZE are as torchrun sets them. Tells what
+came of each push, or of its failure, and None after each run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import zlib
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.transports.gloo import GlooTransport
 from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.types import WeightUpdateMeta
+from tests import warm
 from tests.sglang.tiny_models import make_model
 
 
@@ -64,7 +64,7 @@ def push(engine: MegatronEngine, session: WeightSession, rollout: RemoteSGLangEn
     return report
 
 
-def carry_out(run: dict[str, Any]) -> None:
+def carry_out(run: dict[str, Any], pipe: Connection) -> None:
     """One run: a session of its own for an engine of its own."""
     family = run["family"]
     engine = MegatronEngine(EngineConfig(path=run["checkpoint"]), ParallelConfig(**run["layout"]))
@@ -83,22 +83,16 @@ def carry_out(run: dict[str, Any]) -> None:
             report = push(engine, session, rollout, WeightUpdateMeta(kind, path, version))
         except WeightSyncError as error:
             failed = {name: getattr(error, name) for name in ("server", "rank", "phase", "tensor")}
-            print(json.dumps({"failed": str(error), **failed}), flush=True)
+            pipe.send({"failed": str(error), **failed})
             os._exit(3)  # as a trainer that stops: its other ranks may be gone
-        print(json.dumps([report.version, report.bytes, report.verified]), flush=True)
+        pipe.send([report.version, report.bytes, report.verified])
     engine.save(Path(run["exported"]))
     session.close()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        carry_out(json.loads(line))
+def main(pipe: Connection, environment: dict[str, str], log: str) -> None:
+    warm.become(environment, log)
+    while True:
+        carry_out(pipe.recv(), pipe)
         groups.leave_layout()
-        print("{}", flush=True)
-    groups.destroy()
-
-
-if __name__ == "__main__":
-    main()
+        pipe.send(None)
