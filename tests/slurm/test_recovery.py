@@ -74,8 +74,10 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
 
 
 @pytest.mark.timeout(600)
-def test_a_cancelled_job_stops_in_order_and_leaves_nothing_behind(slurm: Cluster) -> None:
-    job = slurm.sbatch("sft.sh", ["--nodes=2", "--gpus-per-node=1"], [*OVERRIDES, "total_train_steps=100000"])
+def test_a_job_of_the_launcher_that_is_cancelled_stops_in_order_and_leaves_nothing_behind(slurm: Cluster) -> None:
+    launcher = [sys.executable, "-m", "megarl.launcher.slurm", "+experiment=sft_8b", *OVERRIDES]
+    job = slurm(*launcher, "total_train_steps=100000").split()[-1]  # "Submitted batch job 7"
+    assert slurm.field(job, "NumNodes") == "2"
     folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
     slurm.until(lambda: losses(folder), WAIT_S, lambda: f"step 1 of {slurm.output(job)}")
     slurm("scancel", job)

@@ -22,7 +22,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 NODES, GPUS = 4, 8
-COMMAND_S = 30.0
+COMMAND_S = 60.0
 START_S = 30.0
 CONF = """\
 ClusterName=virtual
