@@ -75,6 +75,7 @@ class Cluster:
         self.environment = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "MEGARL_HOME": str(ROOT),
+            "PYTHONPATH": str(ROOT),
             "MEGARL_PYTHON": sys.executable,
             "MEGARL_INTERFACE": "lo",
             "MEGARL_PROBE_S": "5",
