@@ -39,6 +39,9 @@ class Config:
     seed: int = knob(1, "seed of the data order and of the sampling streams")
     total_train_steps: int = knob(100, "optimizer batches to train on; learning-rate schedules end there")
     run_root: str = knob("runs", "folder that run folders are made in")
+    deterministic: bool = knob(
+        False, "log-probs of rollout and trainer equal in every bit, or the run stops; method=rl on CPU, and slower"
+    )
     resume: str | None = knob(None, "run folder to go on from, at its last checkpoint")
     launcher: str = knob("local", "what starts ranks and servers: local (this machine), slurm or ray")
     actor: EngineConfig = knob(factory=EngineConfig, meaning="the model that is trained")
@@ -75,7 +78,11 @@ def check(config: Config) -> None:
 
 def checks(config: Config) -> tuple[Callable[[Config], None], ...]:
     """The checks of this configuration, each for itself: `megarl.preflight` lists all that fail."""
-    return (_check_run, *{"rl": RL_CHECKS, "preference": PREFERENCE_CHECKS}.get(config.method, ()))
+    return (
+        _check_run,
+        _check_deterministic,
+        *{"rl": RL_CHECKS, "preference": PREFERENCE_CHECKS}.get(config.method, ()),
+    )
 
 
 def _check_run(config: Config) -> None:
@@ -93,6 +100,18 @@ def _check_run(config: Config) -> None:
             f"{config.total_train_steps}; lower one or raise the other"
         )
     config.actor.optimizer.check_length(config.total_train_steps)
+
+
+def _check_deterministic(config: Config) -> None:
+    if not config.deterministic:
+        return
+    if config.method != "rl":
+        raise UserError(f"deterministic=true is about rollouts, which method={config.method} has none of; leave it out")
+    if config.server.device == "cuda":
+        raise UserError("deterministic=true holds on CPU only: set server.device=cpu, or deterministic=false")
+    for name, only in (("dtype", "float32"), ("tp_size", 1), ("cpu_threads", 1)):
+        if (value := getattr(config.server, name)) != only:
+            raise UserError(f"server.{name}={value} must be {only} with deterministic=true; change one of them")
 
 
 def _check_algorithm(config: Config) -> None:

@@ -134,20 +134,24 @@ class PackedAttention(torch.nn.Module):
         for block in packed_seq_params.blocks:
             q = _padded(query, block.queries, block.num_seqs)
             k, v = (_padded(x, block.keys, block.num_seqs) for x in (key, value))
-            out = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=block.mask,
-                is_causal=block.mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=k.shape[1] != q.shape[1],
-            )
+            out = self.attend(q, k, v, block.mask)
             flat = out.transpose(1, 2).reshape(block.num_seqs * block.length, -1)
             outputs.append(flat.index_select(0, block.valid))
         assert packed_seq_params.restore is not None
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, packed_seq_params.restore)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """`[num_seqs, heads, length, dim]` of one block; `mask` as the block's."""
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
 
 
 def _padded(values: Tensor, rows: Tensor, num_seqs: int) -> Tensor:

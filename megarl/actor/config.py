@@ -112,8 +112,8 @@ def check_config(config: EngineConfig) -> None:
             raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
 
 
-def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False) -> None:
-    """Refuses what this machine's devices cannot do.
+def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False, deterministic: bool = False) -> None:
+    """Refuses what this machine's devices cannot do; `deterministic` is the run's knob.
 
     Raises:
         UserError: naming the knob.
@@ -124,6 +124,8 @@ def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False) -> N
             f"actor.backend=te needs the package transformer_engine and a GPU, and {missing} was not found; set it to "
             "auto or local"
         )
+    if deterministic and has_gpu:
+        raise UserError("deterministic=true holds on CPU only, and this machine has a GPU; set it to false")
     if config.offload_optimizer and not has_gpu:
         raise UserError(
             "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "

@@ -22,7 +22,7 @@ from megarl.actor.balance import SequenceCost
 from megarl.actor.checkpoint import EngineState, Snapshot
 from megarl.actor.config import EngineConfig, check_config, check_device
 from megarl.actor.context_parallel import Cut
-from megarl.actor.families import as_scalar, check_layout, is_scalar, read_config
+from megarl.actor.families import as_scalar, check_deterministic, check_layout, is_scalar, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.microbatch import Microbatch, build, check_batch, plan, shift_right
 from megarl.actor.optimizer import build_optimizer, build_scheduler
@@ -44,15 +44,16 @@ class MegatronEngine(TrainEngine):
         *,
         scalar: bool = False,
         trainable: bool = True,
+        deterministic: bool = False,
     ) -> None:
         """`scalar`: one number a token in place of the vocabulary (see `critic.py`). `trainable=False`: neither
-        gradients nor an optimizer are made room for (see `reference.py`)."""
+        gradients nor an optimizer are made room for (see `reference.py`). `deterministic`: see `row_invariant.py`."""
         self.config = config
         self.trainable = trainable
         self._updates: WeightUpdates | None = None
         self.parallel = parallel or ParallelConfig()
         check_config(config)
-        check_device(config, platform.has_gpu(), platform.has_transformer_engine())
+        check_device(config, platform.has_gpu(), platform.has_transformer_engine(), deterministic)
         # its attention finds keys by sequence bounds, which shared prompts do not have
         self._te = config.backend != "local" and platform.has_transformer_engine() and not config.shared_prefix
         self.hf_config = read_config(config.path)
@@ -61,6 +62,9 @@ class MegatronEngine(TrainEngine):
         elif is_scalar(self.hf_config):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         check_layout(self.hf_config, self.parallel)
+        self.deterministic = deterministic
+        if deterministic:
+            check_deterministic(self.hf_config, self.parallel, config.dtype)
         if config.shared_prefix and (self.parallel.cp_size > 1 or self.parallel.sequence_parallel):
             raise UserError(
                 f"actor.shared_prefix=true takes whole sequences on every rank: set it to false, or parallel.cp_size="
@@ -71,10 +75,17 @@ class MegatronEngine(TrainEngine):
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.groups = process_groups.initialize(self.parallel)
+        if self.deterministic:
+            torch.set_num_threads(1)  # where more threads cut the work depends on the batch
         self._cut = Cut.of(self.groups)
         self._skipped = SkippedSteps(self.config.max_skipped_steps)
         self.modules: list[GPTModel] = model.build(
-            self.hf_config, self.groups, model.DTYPES[self.config.dtype], self.config.recompute, self._te
+            self.hf_config,
+            self.groups,
+            model.DTYPES[self.config.dtype],
+            self.config.recompute,
+            self._te,
+            self.deterministic,
         )
         if self.config.init == "random":
             hf.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
@@ -171,6 +182,7 @@ class MegatronEngine(TrainEngine):
             self.config.temperature,
             with_entropy,
             self.config.kept_logits_mb * 2**20,
+            self.deterministic,
         )
         logprobs, entropy = (mb.whole(x, self.groups.cp) if x is not None else None for x in found)
         assert logprobs is not None

@@ -252,6 +252,24 @@ def check_layout(config: PretrainedConfig, parallel: ParallelConfig) -> None:
     parallel.stage_layers(config.num_hidden_layers)
 
 
+def check_deterministic(config: PretrainedConfig, parallel: ParallelConfig, dtype: str) -> None:
+    """Refuses what a deterministic run has no operations for (see `row_invariant.py`).
+
+    Raises:
+        UserError: a mixture of experts; a dtype other than float32; sums over the ranks of tp or cp.
+    """
+    if moe_shape(config) is not None:
+        raise UserError(
+            f"deterministic=true does not cover the experts of a '{config.model_type}' model: set it to false, or "
+            "train a dense model"
+        )
+    needed = {"actor.dtype": (dtype, "float32")}
+    needed |= {f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp_size", "cp_size")}
+    for name, (value, only) in needed.items():
+        if value != only:
+            raise UserError(f"{name}={value} must be {only} with deterministic=true; change one of them")
+
+
 def _check_no_experts(config: PretrainedConfig, parallel: ParallelConfig) -> None:
     for name, value, default in (("ep_size", parallel.ep_size, 1), ("etp_size", parallel.etp_size, parallel.tp_size)):
         if value not in (None, default):

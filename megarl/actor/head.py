@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.actor.context_parallel import LocalTokens
+from megarl.ops import row_invariant
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
 from megarl.parallel.groups import Groups
 
@@ -75,15 +76,20 @@ def logprobs(
     temperature: float,
     with_entropy: bool,
     kept_bytes: int,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
 
     Only rows with a label are computed. Logits for backward are kept if they fit into `kept_bytes` (6 * rows * V * H
     operations in all); if not, they are computed again in backward, a chunk at a time (8 * rows * V * H), and the
-    weight's gradient goes straight into the main gradient.
+    weight's gradient goes straight into the main gradient. `deterministic`: by the functions that a rollout server
+    uses; all logits are held.
     """
     weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
     rows = (labels != -1).nonzero().squeeze(1)
+    if deterministic:
+        kept = row_invariant.linear(hidden.index_select(0, rows), weight)
+        return _spread(row_invariant.logprobs(kept, labels[rows], temperature, vocab_size, with_entropy), rows, labels)
     fits = rows.numel() * weight.shape[0] * weight.element_size() <= kept_bytes
     if not (torch.is_grad_enabled() and fits):
         return linear_logprobs(
@@ -108,6 +114,11 @@ def logprobs(
         with_entropy=with_entropy,
         inplace_backward=True,
     )
+    return _spread(found, rows, labels)
+
+
+def _spread(found: tuple[Tensor, Tensor | None], rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What was found for `rows` among all tokens, 0 elsewhere."""
     zeros = found[0].new_zeros(labels.shape)
     logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in found)
     assert logprob is not None

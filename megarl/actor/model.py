@@ -26,6 +26,8 @@ from megarl.actor.families import (
 from megarl.actor.head import HeadlessGPT, ValueHead
 from megarl.actor.moe import mark_experts, moe_fields
 from megarl.actor.norm import RMSNorm
+from megarl.actor.row_invariant import RowInvariantAttention, RowInvariantColumnLinear, RowInvariantRowLinear
+from megarl.ops import row_invariant
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups
 
@@ -41,7 +43,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none"
+    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none", deterministic: bool = False
 ) -> TransformerConfig:
     """Megatron's config for the HF config on this layout."""
     family, layout = FAMILIES[config.model_type], groups.layout
@@ -56,7 +58,7 @@ def transformer_config(
         layernorm_epsilon=config.rms_norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=row_invariant.silu if deterministic else F.silu,
         add_bias_linear=False,
         add_qkv_bias=attention_biases(config)[0],
         qk_layernorm=family.qk_norm,
@@ -98,7 +100,7 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _layer_specs(config: PretrainedConfig, layers: range, te: bool) -> TransformerBlockSubmodules:
+def _layer_specs(config: PretrainedConfig, layers: range, te: bool, deterministic: bool) -> TransformerBlockSubmodules:
     """What the given layers are made of; some may have experts and some not.
 
     `te` puts Transformer Engine's modules in their places, norms apart from the matrices behind them, so that native
@@ -132,8 +134,12 @@ def _layer_specs(config: PretrainedConfig, layers: range, te: bool) -> Transform
             if moe is None or not moe.layers[layer]:
                 parts.mlp.submodules.linear_fc1 = provider.column_parallel_linear()
                 parts.mlp.submodules.linear_fc2 = provider.row_parallel_linear()
+        if deterministic:
+            attention.core_attention = RowInvariantAttention
+            attention.linear_qkv = parts.mlp.submodules.linear_fc1 = RowInvariantColumnLinear
+            attention.linear_proj = parts.mlp.submodules.linear_fc2 = RowInvariantRowLinear
         if attention_biases(config)[1]:
-            attention.linear_proj = BiasedRowParallelLinear
+            attention.linear_proj = BiasedRowInvariantLinear if deterministic else BiasedRowParallelLinear
         specs.append(spec)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
@@ -145,18 +151,27 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*args, **{**kwargs, "bias": True})
 
 
+class BiasedRowInvariantLinear(BiasedRowParallelLinear, RowInvariantRowLinear):
+    """The same for a deterministic run."""
+
+
 def build(
-    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none", te: bool = False
+    config: PretrainedConfig,
+    groups: Groups,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    te: bool = False,
+    deterministic: bool = False,
 ) -> list[GPTModel]:
     """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`). `te`: of Transformer
-    Engine's modules."""
-    megatron = transformer_config(config, groups, dtype, recompute)
+    Engine's modules; `deterministic`: of those of `row_invariant.py`."""
+    megatron = transformer_config(config, groups, dtype, recompute, deterministic)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
         with platform.scope():
             module = HeadlessGPT(
                 config=megatron,
-                transformer_layer_spec=_layer_specs(config, layers, te),
+                transformer_layer_spec=_layer_specs(config, layers, te, deterministic),
                 vocab_size=padded_vocab_size(config, groups.tp_size),
                 max_sequence_length=config.max_position_embeddings,
                 pre_process=groups.pp_rank == 0 and stage == 0,

@@ -36,9 +36,14 @@ class MegatronPPOActor(MegatronEngine):
     """The engine with the policy methods of AReaL's actor."""
 
     def __init__(
-        self, config: EngineConfig, algorithm: PolicyAlgorithm, parallel: ParallelConfig | None = None
+        self,
+        config: EngineConfig,
+        algorithm: PolicyAlgorithm,
+        parallel: ParallelConfig | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
-        super().__init__(config, parallel)
+        super().__init__(config, parallel, deterministic=deterministic)
         self.algorithm = algorithm
 
     def compute_logp(self, batch: PackedBatch) -> Tensor:

@@ -74,7 +74,7 @@ def serve(config: Config) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = mine
     own = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
     model = local_folder(config.actor.path)
-    with SGLangServers(own, model, logs, WEIGHT_LOADER, config.sglang, key, first=index) as servers:
+    with SGLangServers(own, model, logs, WEIGHT_LOADER, config.sglang, api_key=key, first=index) as servers:
         servers.start()
         (server,) = servers.servers
         while not server.answers():

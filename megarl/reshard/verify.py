@@ -60,6 +60,17 @@ def check_first_logprobs(difference: float, bound: float, version: int, servers:
         )
 
 
+def check_equal_logprobs(trainer: Tensor, rollout: Tensor) -> None:
+    """Raises LogprobMismatchError unless both, of the same tokens under the same weights, are equal in every bit."""
+    if different := int((trainer != rollout).sum()):
+        largest = float((trainer - rollout).abs().max())
+        raise LogprobMismatchError(
+            f"deterministic=true, but {different} of {trainer.numel()} log-probs differ between rollout and trainer, "
+            f"by up to {largest:.3g}: this machine's matrix products, or arguments under sglang, depend on the batch; "
+            "leave out such arguments, or set it to false"
+        )
+
+
 def digest(tensor: Tensor) -> str:
     """Hex XXH3-128 of a tensor's dtype, shape and bytes in row-major order."""
     state = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

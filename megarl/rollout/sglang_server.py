@@ -34,6 +34,7 @@ import psutil
 
 from megarl.knobs import UserError, knob
 from megarl.processes import die_with_parent
+from megarl.rollout.sglang_cpu import DETERMINISTIC
 
 log = logging.getLogger(__name__)
 
@@ -187,13 +188,16 @@ class SGLangServer:
 
     owned = True
 
-    def __init__(self, index: int, config: SGLangServerConfig, port: int, args: dict[str, Any], log_dir: Path):
+    def __init__(
+        self, index: int, config: SGLangServerConfig, port: int, args: dict[str, Any], logs: Path, deterministic: bool
+    ):
+        self.deterministic = deterministic
         self.index = index
         self.config = config
         self.port = port
         self.args = args
-        self.args_path = log_dir / f"sglang-{index}.yaml"
-        self.log_path = log_dir / f"sglang-{index}.log"
+        self.args_path = logs / f"sglang-{index}.yaml"
+        self.log_path = logs / f"sglang-{index}.log"
         self.process: subprocess.Popen[bytes] | None = None
         self.scratch: str | None = None
         self.started_at = 0.0
@@ -233,6 +237,7 @@ class SGLangServer:
             # Ranks find each other by a file and talk over the loopback device: torch's TCP store listens everywhere.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
             "GLOO_SOCKET_IFNAME": "lo",
+            DETERMINISTIC: "1" if self.deterministic else "",
         }
         if self.config.tp_size > 1:  # SGLang binds each rank to cores, and refuses more ranks than NUMA nodes otherwise
             cores = sorted(os.sched_getaffinity(0))
@@ -356,8 +361,8 @@ class SGLangServers:
 
     `model_path` is a local HF checkpoint folder, `log_dir` an existing folder for logs and argument files,
     `custom_weight_loader` the import path of the function that receives weights inside the server, `sglang` more of
-    SGLang's ServerArgs by field name. `api_key` is made up if not given, `first` the number of the first server among
-    those of the run. The constructor raises UserError for whatever is wrong before anything starts.
+    SGLang's ServerArgs by field name, `deterministic` the run's knob. `api_key` is made up if not given, `first` the
+    number of the first server of all. The constructor raises UserError for whatever is wrong before anything starts.
     """
 
     def __init__(
@@ -367,6 +372,7 @@ class SGLangServers:
         log_dir: str | Path,
         custom_weight_loader: str | None = None,
         sglang: Mapping[str, Any] | None = None,
+        deterministic: bool = False,
         api_key: str = "",
         first: int = 0,
     ):
@@ -394,10 +400,10 @@ class SGLangServers:
         if not uses_gpu(config):
             args |= CPU_ARGS
         args |= dict(sglang or {})
-        self.servers = [
-            SGLangServer(i, config, port, args | {"port": port, "random_seed": config.random_seed + i}, Path(log_dir))
-            for i, port in enumerate(ports, first)
-        ]
+        self.servers = []
+        for i, port in enumerate(ports, first):
+            own = args | {"port": port, "random_seed": config.random_seed + i}
+            self.servers.append(SGLangServer(i, config, port, own, Path(log_dir), deterministic))
 
     @property
     def addresses(self) -> list[str]:

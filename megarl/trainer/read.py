@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.actor.config import check_config as check_engine
 from megarl.actor.config import check_device
-from megarl.actor.families import as_scalar, check_layout, local_folder, read_config
+from megarl.actor.families import as_scalar, check_deterministic, check_layout, local_folder, read_config
 from megarl.algorithms import RewardModelConfig, algorithm_of
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
@@ -48,13 +48,15 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         UserError: model, layout, tokenizer or data that cannot be used, in one line.
     """
     check_engine(config.actor)
-    check_device(config.actor, platform.has_gpu(), platform.has_transformer_engine())
+    check_device(config.actor, platform.has_gpu(), platform.has_transformer_engine(), config.deterministic)
     model = read_config(config.actor.path)
     if config.resume:
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
         check_resumable(open_run(config.resume).path, trained, config.actor.dtype)
     check_layout(model, config.parallel)
+    if config.deterministic:
+        check_deterministic(model, config.parallel, config.actor.dtype)
     tokenizer = load_tokenizer(config.actor.path)
     set_chat_template(tokenizer, config.data.chat_template)
     check_vocabulary(tokenizer, model.vocab_size, config.actor.path)

@@ -36,7 +36,7 @@ class Models:
     @staticmethod
     def build(config: Config, algorithm: Any) -> Models:
         spec = FinetuneSpec(1, config.total_train_steps, 1)
-        models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel))
+        models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel, deterministic=config.deterministic))
         models.actor.initialize(ft_spec=spec)
         if algorithm.needs_reference:
             models.reference = MegatronReference(config.actor, config.parallel)

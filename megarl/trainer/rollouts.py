@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from megarl.actor.families import local_folder
 from megarl.algorithms import Algorithm
 from megarl.config import Config
-from megarl.knobs import function_of
+from megarl.knobs import UserError, function_of
 from megarl.observe.logger import keep_lines
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
@@ -22,7 +22,7 @@ from megarl.parallel.broadcast import broadcast_batch, broadcast_json
 from megarl.parallel.rendezvous import job_folder
 from megarl.reshard.session import SyncReport, WeightSession, WeightSyncError
 from megarl.reshard.sglang import WEIGHT_LOADER
-from megarl.reshard.verify import check_first_logprobs
+from megarl.reshard.verify import check_equal_logprobs, check_first_logprobs
 from megarl.rewards import reward_fn_of
 from megarl.rewards.answers import answer_of
 from megarl.rewards.pool import RewardPool
@@ -77,14 +77,22 @@ class Rollouts:
             self._rewards = self._open.enter_context(RewardPool(functions, config.rewards))
             self._servers: SGLangServers | ExternalServers
             key = os.environ.get(KEY_VARIABLE, "")
-            if addresses := addresses_in_environment():
+            addresses = addresses_in_environment()
+            if config.deterministic and (addresses or job_folder() is not None):
+                raise UserError(
+                    "deterministic=true needs servers that this run starts on this machine: set it to false, or leave "
+                    "out servers that run elsewhere"
+                )
+            if addresses:
                 self._servers = ExternalServers(addresses, key, WEIGHT_LOADER)
             elif (job := job_folder()) is not None:
                 server = config.server
                 self._servers = JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s)
             else:
                 model = local_folder(config.actor.path)
-                self._servers = SGLangServers(config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang)
+                self._servers = SGLangServers(
+                    config.server, model, self.folder.logs, WEIGHT_LOADER, config.sglang, config.deterministic
+                )
             self._open.callback(self._servers.stop)
             try:
                 self._servers.start()
@@ -252,8 +260,12 @@ class Rollouts:
         """Holds the first tokens sampled after a sync to the trainer's `prox_logp` of them: a last, independent proof.
 
         Raises:
-            LogprobMismatchError: they differ by more than reshard.max_logprob_diff on average.
+            LogprobMismatchError: they differ by more than reshard.max_logprob_diff on average; deterministic=true: any
+                token sampled under the trainer's version differs at all.
         """
+        if self.config.deterministic:
+            same = batch["loss_mask"].bool() & (batch["versions"] == self.version)
+            check_equal_logprobs(batch["prox_logp"][same], batch["rollout_logprobs"][same])
         bound = self.config.reshard.max_logprob_diff
         if self._unchecked is None or not bound:
             return
