@@ -18,7 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -231,18 +231,28 @@ def smoothed(curve: Curve, window: int) -> Curve:
 
 
 def show(results: Mapping[str, Mapping[int, Mapping[str, Curve]]]) -> None:
-    """The table: start and end of every run, means with their standard error over seeds, and the ratio."""
-    ends: dict[str, list[float]] = {}
+    """The table: every measured checkpoint, means with their standard error over seeds, and the ratios."""
     print(f"{'side':<8} {'seed':>4}  accuracy after steps")
     for side, runs in results.items():
         for seed, run in runs.items():
             steps = "  ".join(f"{step}: {value:.1%}" for step, value in sorted(run["accuracy"].items()))
             print(f"{side:<8} {seed:>4}  {steps}")
-        ends[side] = [run["accuracy"][max(run["accuracy"])] for run in runs.values()]
-    for side, values in ends.items():
-        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
-        print(f"{side:<8} at the end {statistics.mean(values):.1%} ± {error:.1%} over {len(values)} seeds")
-    print(f"megarl / TRL: {statistics.mean(ends['megarl']) / statistics.mean(ends['TRL']):.3f}")
+    last = max(next(iter(results["TRL"].values()))["accuracy"])
+    measures: dict[str, Callable[[Mapping[str, Curve]], float]] = {
+        "accuracy at the end": lambda run: run["accuracy"][last],
+        "accuracy, mean of checkpoints": lambda run: statistics.mean(v for k, v in run["accuracy"].items() if k),
+        "training reward, last quarter": lambda run: statistics.mean([*run["reward"].values()][-last // 4 :]),
+    }
+    for name, of in measures.items():
+        found = {side: [of(run) for run in runs.values()] for side, runs in results.items()}
+        texts = [f"{side} {statistics.mean(values):.1%} ± {error(values):.1%}" for side, values in found.items()]
+        ratio = statistics.mean(found["megarl"]) / statistics.mean(found["TRL"])
+        print(f"{name}: {', '.join(texts)}; ratio {ratio:.3f}")
+
+
+def error(values: Sequence[float]) -> float:
+    """Standard error of the mean over seeds."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
 
 
 def main() -> None:

@@ -15,11 +15,13 @@ import pytest
 from megarl import cli
 from megarl.actor.policy import rollout_mismatch
 from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
+from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
 from megarl.reshard.sglang import WEIGHT_LOADER
 from megarl.rollout.sglang_server import SGLangServers
 from megarl.trainer import rl, rollouts
 from megarl.trainer.read import read_inputs
+from megarl.types import PackedBatch
 
 NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
 EXPERIMENTS = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo"}
@@ -70,10 +72,17 @@ def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[d
             stats = models.update(batch)
             mismatch = rollout_mismatch(batch, sampled.version)
             sampled.push(version=step)
-            found.append({**stats, **mismatch, "reward": float(batch["rewards"].mean())})
+            found.append({**stats, **mismatch, **gain(models, batch), "reward": float(batch["rewards"].mean())})
         moved = {key: float((value - before[key]).abs().max()) for key, value in models.actor.named_weights()}
         models.destroy()
     return found, moved
+
+
+def gain(models: rl.Models, batch: PackedBatch) -> dict[str, float]:
+    """What the update was for: by how much it made the batch's better completions likelier than its worse ones,
+    mean over tokens of advantage x change of the log-prob. Unlike the next rewards, it is no matter of luck."""
+    change = models.actor.compute_logp(batch) - batch["prox_logp"]
+    return {"gain": float((batch["advantages"] * change)[batch["loss_mask"].bool()].mean())}
 
 
 @pytest.mark.timeout(300)
@@ -89,6 +98,7 @@ def test_a_method_trains_on_its_own_completions(name: str, tmp_path: Path) -> No
         assert figures["skipped_steps"] == 0
         assert figures["logprob_diff_max"] < 1e-3
     assert any(figures["grad_norm"] > 0 for figures in found)
+    assert sum(figures["gain"] for figures in found) > 0
     assert max(moved.values()) > 1e-5
     if name in RISES:
         rewards = [figures["reward"] for figures in found]
@@ -108,3 +118,48 @@ def test_a_reference_in_the_loss_reports_its_kl(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found[0]["ref_kl"] == pytest.approx(0.0, abs=1e-6)
     assert found[1]["ref_kl"] > 1e-7
+
+
+SHORT_ANSWERS = """
+def half(model, processing_class, prompts, generation_config):
+    texts = []
+    for prompt in prompts:
+        ids = processing_class.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_tensors="pt")
+        output = model.generate(input_ids=ids["input_ids"], max_new_tokens=9)[0][ids["input_ids"].shape[1]:]
+        texts.append(processing_class.decode(output, skip_special_tokens=True))
+    return texts
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("lent")
+def test_completions_of_a_function_of_ones_own_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rollouts.py").write_text(SHORT_ANSWERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found, moved = steps_of(
+        "grpo", 2, tmp_path, "train_dataset.batch_size=8", "algorithm.n_minibatches=1",
+        "rollout.rollout_func=own_rollouts.half", "rewards.functions=[gsm8k_flexible]",
+    )  # fmt: skip
+    assert all(figures["logprob_diff_max"] == 0.0 for figures in found)  # the trainer's own stand in
+    assert max(moved.values()) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.rollout_func=no_such_module.half"], "rollout_func=no_such_module.half cannot be imported"),
+        (["rollout.rollout_func=half"], "rollout_func=half must be MODULE.FUNCTION"),
+        (["rollout.rollout_func=a.b", "algorithm=remax"], "rollout_func=a.b: ReMax samples in a way of its own"),
+    ],
+)
+def test_a_rollout_function_that_cannot_be_used_is_told_before_a_server_starts(
+    overrides: list[str], says: str, tmp_path: Path
+) -> None:
+    def start() -> None:
+        config = cli.load(["+experiment=gsm8k_grpo", f"run_root={tmp_path}", *overrides])
+        folder, inputs = new_run(config.run_root, "told"), read_inputs(config, 0)
+        with rollouts.Rollouts(config, folder, inputs, algorithm_of(config.algorithm)):
+            raise AssertionError("the servers are started")
+
+    with pytest.raises(UserError, match=says):
+        start()
