@@ -48,7 +48,7 @@ class Case:
 
 SHORT_RL = ("total_train_steps=40", "evaluator.every_steps=20")
 # Losses without a clip, or with one that keeps every token's gradient, fall over at the recipe's 5e-4.
-RATES = {"rloo": 2e-4, "cispo": 2e-4, "reinforce": 2e-4}
+RATES = {"rloo": 2e-4, "cispo": 2e-4, "reinforce": 2e-4, "remax": 2e-4}
 
 
 def cases() -> dict[str, Case]:

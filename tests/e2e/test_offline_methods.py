@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -20,6 +21,7 @@ from megarl.observe.run_folder import RunFolder
 from megarl.train import make_folder
 from megarl.trainer import preference
 from megarl.trainer.read import read_inputs
+from tests.e2e.test_main_job import Command
 
 # By experiment: steps, and by how much the held-out margin must rise.
 RECIPES = {"dpo": (60, 0.02), "ipo": (40, 0.001), "kto": (60, 0.2), "orpo": (40, 0.001), "simpo": (40, 0.02)}
@@ -101,6 +103,24 @@ def test_log_probs_of_the_reference_stored_or_as_they_come_train_alike_and_a_res
             torch.testing.assert_close(weights(online)[tensor], value, rtol=0, atol=1e-4)
             assert torch.equal(weights(resumed)[tensor], value), (name, tensor)
     assert AutoModelForCausalLM.from_pretrained(straight.path / "hf") is not None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("warm_commands")
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_four_ranks_train_to_the_figures_of_one(name: str, trained: Trained, tmp_path: Path) -> None:
+    """Tensor and data parallel, by the command; reference log-probs and KTO's estimate of the KL among it."""
+    small = (FEW, "valid_dataset.split='test[:32]'", "train_dataset.batch_size=8", "total_train_steps=4")
+    alone = trained(name, *small)
+    command = Command(tmp_path, f"+experiment={name}", *small, "parallel.tp_size=2", "parallel.dp_size=2")
+    assert command.wait() == 0, command.output.read_text()[-3000:]
+    one, four = (read_metrics(run.metrics) for run in (alone, RunFolder((tmp_path / name / "latest").resolve())))
+    assert len(four) == len(one) == 5
+    for a, b in zip(one, four, strict=True):
+        same = {key for key in a if key.startswith(("train/", "eval/"))} - {"train/tokens_per_s"}
+        same -= {"train/accuracy", "eval/accuracy"}  # the policy begins as the reference: rounding decides such ties
+        assert "train/loss" in same or a["step"] == 0
+        assert {key: b[key] for key in same} == pytest.approx({key: a[key] for key in same}, rel=2e-4, abs=1e-5)
 
 
 def test_a_second_start_reads_the_log_probs_of_the_first(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
