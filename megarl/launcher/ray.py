@@ -33,6 +33,7 @@ PACKAGE = "ray==2.60.0"  # as pyproject.toml pins it
 ADDRESS = "RAY_ADDRESS"
 OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing goes through it
 PLACE_DEADLINE_S = 300.0  # for the cluster to have room, and for the processes to be started
+ANSWER_S = 10.0  # for a cluster to accept a connection
 LOOK_S = 0.2
 LOST = 70  # exit code of a process whose actor died: EX_SOFTWARE
 PASSED_ON = ("MEGARL_", "NCCL_", "GLOO_", "HF_", "OMP_", "SGLANG_", "PYTHONPATH")  # beginnings of variables
@@ -73,6 +74,8 @@ def _cluster(job: Job) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise UserError(f'launcher=ray needs Ray: pip install "{PACKAGE}", or choose launcher=local') from error
+    if address is not None:
+        _check_answers(address)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
     try:
         if address is not None:
@@ -98,6 +101,19 @@ def _cluster(job: Job) -> Iterator[Any]:
         ray.shutdown()
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _check_answers(address: str) -> None:
+    """Refuses a cluster's `host:port` at which nobody listens; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return  # "auto": Ray finds the one of this machine
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), ANSWER_S).close()
+    except OSError as error:
+        raise UserError(
+            f"launcher=ray: {ADDRESS}={address} does not answer ({error}); start it, or unset it"
+        ) from error
 
 
 def bundles(job: Job) -> tuple[list[dict[str, int]], list[dict[str, int]]]:

@@ -67,7 +67,6 @@ def main(out: Path) -> None:
         run(out / "full", 0.5, servers=3)
     finally:
         cluster.shutdown()
-    run(out / "nowhere", 0.5)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def test_a_training_script_runs_beside_servers_that_the_launcher_starts(tmp_path
     """The walk-through's loop: rollouts, log-probs, advantages, update, weights as files, versions."""
     script = [str(ROOT / "examples" / "gsm8k_grpo.py"), "--config", str(ROOT / "examples" / "gsm8k_grpo.yaml")]
     command = Command(
-        tmp_path, *script, "total_train_steps=2", "train_dataset.batch_size=4", "valid_dataset.split='test[:8]'",
-        "algorithm.kl_coef=0.01", "logger.tensorboard=false", module="megarl.launcher.local",
+        tmp_path, *script, "parallel=dp2", "total_train_steps=2", "train_dataset.batch_size=4",
+        "valid_dataset.split='test[:8]'", "algorithm.kl_coef=0.01", "logger.tensorboard=false", module="megarl.launcher.local",
     )  # fmt: skip
     assert command.wait() == 0, command.output.read_text()[-3000:]
     run = RunFolder(tmp_path / "gsm8k_grpo_script" / "latest")
@@ -127,4 +127,3 @@ def test_a_lost_actor_ends_the_run_with_its_name_and_no_room_is_one_line(
     assert "lost code 70" in run.stdout, run.stdout + run.stderr
     assert "megarl: rank 1 was lost with its Ray actor (" in run.stderr
     assert "full refused the Ray cluster has no room for bundles of " in run.stdout
-    assert "nowhere refused launcher=ray: RAY_ADDRESS=" in run.stdout

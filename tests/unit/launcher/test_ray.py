@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def test_ranks_fill_nodes_in_their_order_and_each_server_lies_on_one_node() -> N
 def test_without_gpus_all_ranks_lie_on_one_node() -> None:
     assert ray.bundles(job(3, 1)) == ([{"CPU": 3}], [{"CPU": 1}])
     assert ray.bundles(job(1, 0)) == ([{"CPU": 1}], [])
+
+
+def test_a_cluster_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setenv(ray.ADDRESS, f"127.0.0.1:{port}")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with pytest.raises(UserError, match=f"RAY_ADDRESS=127.0.0.1:{port} does not answer"):
+        ray.launch(job(1, 0))
 
 
 def test_without_ray_one_line_says_how_to_install_what_pyproject_pins(monkeypatch: pytest.MonkeyPatch) -> None:
