@@ -34,13 +34,6 @@ END = "<|system|>"  # which the model was never taught to write
 WARM, STEPS = 10, 60
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 POLL_S = 0.02
-# What a server need not do here: keep prefixes, which no weight sync leaves, and turn tokens into text.
-SERVER_ARGUMENTS = (
-    "disable_radix_cache=true",
-    "skip_tokenizer_init=true",
-    "disable_overlap_schedule=true",
-    "scheduler_recv_interval=8",
-)
 
 
 def write_model(folder: Path) -> None:
@@ -101,7 +94,7 @@ def megarl_command(root: Path, ahead: int) -> list[str]:
         "actor.optimizer.lr_decay_style=constant", f"actor.optimizer.clip_grad={CLIP_GRAD}",
         "actor.optimizer.adam_beta2=0.999", "evaluator.every_steps=0", "evaluator.at_start=false",
         "evaluator.at_end=false", "saver.every_steps=0", "saver.export_hf=false", "logger.tensorboard=false",
-        "actor.shared_prefix=true", *(f"+sglang.{argument}" for argument in SERVER_ARGUMENTS),
+        "actor.shared_prefix=true", "+sglang.disable_overlap_schedule=true",
     ]  # fmt: skip
     return [sys.executable, "-m", "megarl.train", *settings]
 

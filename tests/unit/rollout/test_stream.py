@@ -171,6 +171,33 @@ def test_every_prompt_is_trained_on_or_rejected_once_and_none_is_too_old(
     stream.close()
 
 
+def test_the_rate_of_sampling_counts_the_time_in_which_episodes_are_under_way(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("megarl.rollout.stream.time.perf_counter", lambda: now)
+    engine = Engine()
+    stream, workflow = begin(thread, engine, staleness=0, batch_size=2)
+
+    async def one_batch(seconds: float) -> None:
+        nonlocal now
+        batch = asyncio.ensure_future(stream._next_batch())
+        while len(workflow.open) < 2:
+            await asyncio.sleep(0)
+        now += seconds
+        for waiting in list(workflow.open.values()):
+            waiting.set_result(1.0)
+        await batch
+
+    for seconds in (4.0, 0.5):
+        thread.run(one_batch(seconds), 60.0, "a batch")
+        assert stream.tokens_per_s == 2 / seconds  # an episode has one trained token
+        now += 100.0  # training, while nothing may be sampled
+        engine.version += 1
+        stream.set_version(engine.version)
+    stream.close()
+
+
 def test_without_staleness_a_batch_is_the_next_prompts_in_order(thread: LoopThread) -> None:
     engine = Engine()
     stream, workflow = begin(thread, engine, 0, 4, size=6)
