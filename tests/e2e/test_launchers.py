@@ -84,7 +84,8 @@ def test_a_training_script_runs_beside_servers_that_the_launcher_starts(tmp_path
     script = [str(ROOT / "examples" / "gsm8k_grpo.py"), "--config", str(ROOT / "examples" / "gsm8k_grpo.yaml")]
     command = Command(
         tmp_path, *script, "parallel=dp2", "total_train_steps=2", "train_dataset.batch_size=4",
-        "valid_dataset.split='test[:8]'", "algorithm.kl_coef=0.01", "logger.tensorboard=false", module="megarl.launcher.local",
+        "valid_dataset.split='test[:8]'", "algorithm.kl_coef=0.01", "logger.tensorboard=false",
+        module="megarl.launcher.local",
     )  # fmt: skip
     assert command.wait() == 0, command.output.read_text()[-3000:]
     run = RunFolder(tmp_path / "gsm8k_grpo_script" / "latest")
