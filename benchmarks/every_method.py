@@ -134,13 +134,13 @@ def draw(results: Mapping[str, Mapping[int, Mapping[str, Curve]]], path: Path) -
         axes.set_visible(True)
         for values in runs.values():
             axes.plot([s for s, _ in values[metric]], [factor * v for _, v in values[metric]], marker="o", markersize=3)
-        kind = {ACCURACY: "held-out accuracy (%)", MARGIN: "held-out margin", LOSS: "held-out loss"}[metric]
+        kind = {ACCURACY: "accuracy (%)", MARGIN: "margin", LOSS: "loss"}[metric]
         axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
         axes.set_title(kind, loc="right", fontsize=7, color="#52606d")
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
-    figure.supxlabel("training steps; one line a seed", fontsize=9)
+    figure.supxlabel("training steps; all on held-out data, one line a seed", fontsize=9)
     figure.savefig(path)
 
 
