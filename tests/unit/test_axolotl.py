@@ -110,7 +110,8 @@ def test_grpo_with_a_server_rewards_and_a_transform() -> None:
     expected = {
         "method": "rl", "algorithm": "grpo", "algorithm.kl_coef": 0.001, "algorithm.aggregate": "token",
         "gconfig.max_new_tokens": 256, "gconfig.n_samples": 4, "rewards.functions": ["rewards.right", "rewards.short"],
-        "rewards.weights": [1.0, 2.0], "rollout.rollout_func": "env.solve", "server.host": "127.0.0.1", "server.port": 8000, "server.tp_size": 2,
+        "rewards.weights": [1.0, 2.0], "rollout.rollout_func": "env.solve",
+        "server.host": "127.0.0.1", "server.port": 8000, "server.tp_size": 2,
         "server.dtype": "bfloat16", "server.ready_timeout_s": 300, "sglang.mem_fraction_static": 0.85,
         "sglang.context_length": 2048, "parallel.cp_size": 2, "actor.recompute": "full", "actor.dtype": "bfloat16",
         "actor.path": "some/model", "actor.optimizer.lr": 1e-5, "actor.optimizer.lr_decay_style": "cosine",
