@@ -11,11 +11,20 @@ import pytest
 from virtual_cluster import ROOT, Cluster
 
 STEPS = 240
+DATA = ("path=arithmetic", "name=main", "type=gsm8k", "max_length=64", "split=train")
 OVERRIDES = [
-    *("model=tiny", "data=arithmetic", "actor.init=checkpoint", "parallel.tp_size=1", "parallel.dp_size=2"),
+    *(f"{name}.{knob}" for name in ("train_dataset", "valid_dataset") for knob in DATA),
+    *(
+        "model=tiny",
+        "data.chat_template=''",
+        "data.on_bad_row=error",
+        "actor.init=checkpoint",
+        "parallel.tp_size=1",
+        "parallel.dp_size=2",
+    ),
     *("parallel.sequence_parallel=false", "cluster.gpus_per_node=1", "train_dataset.batch_size=16"),
     *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
-    *(f"total_train_steps={STEPS}", "saver.every_steps=10"),
+    *(f"total_train_steps={STEPS}", "saver.every_steps=10", "valid_dataset.split=test[:32]"),
 ]
 WAIT_S = 180.0
 

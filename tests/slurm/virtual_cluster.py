@@ -209,7 +209,7 @@ class Cluster:
 
     def tasks(self, job: str, node: str, module: str) -> int:
         """How many tasks of a job run `python -m module` on a node."""
-        return sum(on == node and f"-m {module} " in line for _, line, on in self._of(job))
+        return sum(on == node and line.startswith(f"{sys.executable} -m {module} ") for _, line, on in self._of(job))
 
     def listening(self, job: str) -> set[str]:
         """Addresses that processes of a job listen on."""
