@@ -443,10 +443,8 @@ class SGLangServers:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGTERM}
-    )  # Slurm tells all processes of a job that it ends, and the
-    # trainer may need this one for its last step; who started it ends it by SIGKILL
+    # Slurm tells every process of a job that it ends, and the trainer may need this one for its last step.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     entry = sys.argv[2]
     sys.argv = [entry, *sys.argv[3:]]
     runpy.run_module(entry, run_name="__main__", alter_sys=True)
