@@ -27,7 +27,7 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
 def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> None:
     job = slurm.sbatch("grpo_70b.sh", NODES, [*OVERRIDES, f"total_train_steps={STEPS}", "saver.every_steps=1"])
     folder = slurm.folder / "runs" / "grpo_70b" / f"job_{job}"
-    slurm.until(lambda: len(steps_of(folder)) >= 1, START_S, lambda: f"step 1 of {slurm.output(job)}")
+    slurm.reaches(job, lambda: len(steps_of(folder)) >= 1, START_S, "step 1")
     nodes = ("node0", "node1", "node2")
     assert [slurm.tasks(job, node, "megarl.train") for node in nodes] == [1, 1, 0]
     assert [slurm.tasks(job, node, "megarl.launcher.server") for node in nodes] == [0, 0, 1]
@@ -35,7 +35,7 @@ def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> Non
     killed = len(steps_of(folder))
     slurm.kill_sglang(job)  # its task starts it again, and the trainer brings it the weights
     goal = killed + 2
-    slurm.until(lambda: len(steps_of(folder)) >= goal, START_S, lambda: f"step {goal} of {slurm.output(job)}")
+    slurm.reaches(job, lambda: len(steps_of(folder)) >= goal, START_S, f"step {goal}")
     assert sum(row["sync/servers_brought_back"] for row in steps_of(folder)) == 1
     slurm("scontrol", "requeue", job)
     slurm.until(lambda: slurm.field(job, "JobState") == "PENDING", END_S, "the requeue")

@@ -24,7 +24,7 @@ OVERRIDES = [
     ),
     *("parallel.sequence_parallel=false", "cluster.gpus_per_node=1", "train_dataset.batch_size=16"),
     *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
-    *(f"total_train_steps={STEPS}", "saver.every_steps=10", "valid_dataset.split=test[:32]"),
+    *(f"total_train_steps={STEPS}", "saver.every_steps=10", "valid_dataset.split='test[:32]'"),
 ]
 WAIT_S = 180.0
 
@@ -42,13 +42,11 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
 
     def at_step(more: int) -> None:
         goal = max(losses(folder), default=0) + more
-        slurm.until(
-            lambda: max(losses(folder), default=0) >= goal, WAIT_S, lambda: f"step {goal} of {slurm.output(job)}"
-        )
+        slurm.reaches(job, lambda: max(losses(folder), default=0) >= goal, WAIT_S, f"step {goal}")
 
     def attempt(number: int) -> None:
         logs = folder / "logs" / f"attempt_{number}"
-        slurm.until(logs.is_dir, WAIT_S, lambda: f"attempt {number} of {slurm.output(job)}")
+        slurm.reaches(job, logs.is_dir, WAIT_S, f"attempt {number}")
 
     at_step(5)
     slurm("scancel", "--batch", "--signal=USR1", job)  # what Slurm sends before the time limit
@@ -88,7 +86,7 @@ def test_a_job_of_the_launcher_that_is_cancelled_stops_in_order_and_leaves_nothi
     job = slurm(*launcher, "total_train_steps=100000").split()[-1]  # "Submitted batch job 7"
     assert slurm.field(job, "NumNodes") == "2"
     folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
-    slurm.until(lambda: losses(folder), WAIT_S, lambda: f"step 1 of {slurm.output(job)}")
+    slurm.reaches(job, lambda: losses(folder), WAIT_S, "step 1")
     slurm("scancel", job)
     assert slurm.ended(job, WAIT_S) == "CANCELLED"
     slurm.until(lambda: not slurm.left(job), WAIT_S, lambda: f"the end of {slurm.left(job)}")

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 NODES, GPUS = 4, 8
 COMMAND_S = 60.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 START_S = 30.0
 CONF = """\
 ClusterName=virtual
@@ -96,7 +97,7 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         for gpu in range(GPUS):
-            (folder / "gpus" / f"gpu{gpu}").touch()
+            (folder / "gpus" / f"gpu{gpu}").symlink_to("/dev/null")  # Slurm asks for a device
         ctld, *ports = _free_ports(NODES + 1)
         nodes = "".join(
             f"NodeName=node{i} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=1000000 "
@@ -191,9 +192,13 @@ class Cluster:
 
     def ended(self, job: str, timeout_s: float) -> str:
         """Waits until the job has ended. Returns how."""
-        states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.until(lambda: self.field(job, "JobState") in states, timeout_s, lambda: f"the end of {self.output(job)}")
+        self.until(lambda: self.field(job, "JobState") in ENDED, timeout_s, lambda: f"the end of {self.output(job)}")
         return self.field(job, "JobState")
+
+    def reaches(self, job: str, true: Callable[[], object], timeout_s: float, what: str) -> None:
+        """Waits until something is true of a job that goes on."""
+        self.until(lambda: true() or self.field(job, "JobState") in ENDED, timeout_s, lambda: what + self.output(job))
+        assert true(), f"the job ended before {what}: {self.output(job)}"
 
     def until(self, true: Callable[[], object], timeout_s: float, what: str | Callable[[], str]) -> None:
         """Waits until something is true, TimeoutError after `timeout_s`."""
