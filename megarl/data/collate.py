@@ -99,6 +99,7 @@ class Batches:
             num_workers=config.num_workers,
             collate_fn=collate_fn,
             drop_last=config.drop_last,
+            generator=torch.Generator().manual_seed(config.seed),  # else each start of it draws from the run's own
         )
         self._rows: Iterator[Any] | None = None
 

@@ -20,7 +20,8 @@ ARGUMENTS = [
     "algorithm.n_minibatches=2", "gconfig.n_samples=4", "gconfig.max_new_tokens=24", "saver.export_hf=false",
     f"total_train_steps={STEPS}", "saver.every_steps=3", "saver.keep=9",
 ]  # fmt: skip
-MEASURED = ("time", "tokens_per_s")  # differs from run to run, and so do the counts of a server's process
+# Wall times, and what the next step's completions record before or after a step is logged.
+MEASURED = ("time", "tokens_per_s", "truncated")
 
 
 class Taped(Command):
