@@ -1,0 +1,125 @@
+"""The engine of a deterministic run: bits that do not depend on the packing, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.actor.config import EngineConfig, check_device
+from megarl.actor.policy import MegatronPPOActor
+from megarl.algorithms import GRPO, GRPOConfig
+from megarl.knobs import UserError
+from megarl.ops.logprob import gather_logprobs
+from megarl.parallel import groups
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch, cu_seqlens_of
+
+LENGTHS = [9, 14, 7, 130, 11, 2, 70, 64]
+
+
+@pytest.fixture(autouse=True)
+def own_world_and_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    groups.destroy()
+    torch.set_num_threads(threads)
+
+
+def actor_of(folder: Path, **knobs: object) -> MegatronPPOActor:
+    algorithm = GRPO(GRPOConfig())
+    actor = MegatronPPOActor(EngineConfig(path=str(folder), **knobs), algorithm, deterministic=True)  # type: ignore[arg-type]
+    actor.initialize()
+    return actor
+
+
+def batch_of(seed: int = 0) -> PackedBatch:
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = cu_seqlens_of(torch.tensor(LENGTHS))
+    total = int(cu_seqlens[-1])
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[cu_seqlens[:-1].long()] = False
+    ids = torch.randint(2, 340, (total,), generator=generator)
+    return PackedBatch(cu_seqlens, {"input_ids": ids, "loss_mask": mask})
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("qwen3", {"tied": True}), ("qwen2", {"tied": False}), ("llama", {"attention_bias": True, "tied": False})],
+)
+def test_log_probs_have_the_same_bits_however_sequences_are_packed(
+    checkpoints: Callable[..., Path], family: str, fields: dict[str, bool]
+) -> None:
+    actor, batch = actor_of(checkpoints(family, **fields), temperature=0.7), batch_of()
+    together = actor.compute_logp(batch).split(LENGTHS)
+    for i, expected in enumerate(together):
+        assert torch.equal(actor.compute_logp(batch.select([i])), expected)
+    pair = actor.compute_logp(batch.select([6, 1]))
+    assert torch.equal(pair, torch.cat([together[6], together[1]]))
+    ids = batch["input_ids"][: LENGTHS[0]]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(actor.config.path, dtype=torch.float32)
+        plain = gather_logprobs(model(ids[None]).logits[0, :-1], ids[1:], 0.7)
+    torch.testing.assert_close(together[0][1:], plain, atol=2e-5, rtol=1e-5)
+
+
+def test_prompts_that_a_group_shares_change_no_bit(checkpoints: Callable[..., Path]) -> None:
+    prompt, completions = list(range(40, 75)), [[5, 6, 7], [8] * 20, [9, 10]]
+    sequences = [prompt + completion for completion in completions]
+    lengths = [len(sequence) for sequence in sequences]
+    mask = torch.cat([torch.arange(length) >= len(prompt) for length in lengths])
+    ids = torch.cat([torch.tensor(sequence) for sequence in sequences])
+    batch = PackedBatch(
+        cu_seqlens_of(torch.tensor(lengths)),
+        {"input_ids": ids, "loss_mask": mask},
+        {"group_ids": torch.zeros(3, dtype=torch.long)},
+    )
+    apart = actor_of(checkpoints("qwen3", tied=True)).compute_logp(batch)
+    groups.destroy()
+    shared = actor_of(checkpoints("qwen3", tied=True), shared_prefix=True).compute_logp(batch)
+    assert torch.equal(shared, apart)
+    assert bool((apart[mask] != 0).all())
+
+
+def test_an_update_is_that_of_the_usual_layers(checkpoints: Callable[..., Path]) -> None:
+    batch = batch_of()
+    rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
+    batch.set_sequences("rewards", rewards)
+    batch.set_sequences("group_ids", torch.arange(8) // 4)
+    figures = []
+    for deterministic in (True, False):
+        config = EngineConfig(path=str(checkpoints("qwen3", tied=True)))
+        actor = MegatronPPOActor(config, GRPO(GRPOConfig()), deterministic=deterministic)
+        actor.initialize()
+        batch.set_tokens("prox_logp", actor.compute_logp(batch))
+        batch.set_tokens("rollout_logprobs", batch["prox_logp"].clone())
+        actor.compute_advantages(batch)
+        figures.append(actor.ppo_update(batch))
+        actor.destroy()
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-5)
+    assert figures[0]["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "knobs", "layout", "says"),
+    [
+        ("qwen3_moe", {}, {}, "does not cover the experts of a 'qwen3_moe' model"),
+        ("qwen3", {"dtype": "bfloat16"}, {}, "actor.dtype=bfloat16 must be float32 with deterministic=true"),
+        ("qwen3", {}, {"tp_size": 2}, "parallel.tp_size=2 must be 1 with deterministic=true"),
+        ("qwen3", {}, {"cp_size": 2}, "parallel.cp_size=2 must be 1 with deterministic=true"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused(
+    checkpoints: Callable[..., Path], family: str, knobs: dict[str, str], layout: dict[str, int], says: str
+) -> None:
+    config = EngineConfig(path=str(checkpoints(family, tied=False)), **knobs)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=says):
+        MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(**layout), deterministic=True)  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match="deterministic=true holds on CPU only, and this machine has a GPU"):
+        check_device(EngineConfig(), has_gpu=True, deterministic=True)
