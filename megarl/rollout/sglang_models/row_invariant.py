@@ -19,7 +19,6 @@ from sglang.srt.layers.sampler import Sampler
 
 from megarl.ops.row_invariant import attention, linear, logprobs, silu
 from megarl.rollout.sglang_cpu import DETERMINISTIC
-from megarl.rollout.sglang_models import batched_decode  # noqa: F401  registers its backend first
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +108,7 @@ def _sample_and_score(
 
 
 if os.environ.get(DETERMINISTIC):
+    from megarl.rollout.sglang_models import batched_decode  # noqa: F401  registers its backend first
     UnquantizedLinearMethod.apply = _linear
     SiluAndMul.forward = _silu_and_mul
     LogitsProcessor._compute_lm_head = _lm_head
