@@ -133,7 +133,8 @@ class Cluster:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 environment = process.environ()
-                if environment.get("SLURMD_NODENAME") == name and "SLURM_STEP_ID" in environment:
+                ours = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if ours and environment.get("SLURMD_NODENAME") == name and "SLURM_STEP_ID" in environment:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         for parent in process.parents():
                             if parent.name().startswith("slurmstepd"):
@@ -230,7 +231,8 @@ class Cluster:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 environment = process.environ()
-                if environment.get("SLURM_JOB_ID") == job and process.status() != psutil.STATUS_ZOMBIE:
+                ours = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                if ours and environment.get("SLURM_JOB_ID") == job and process.status() != psutil.STATUS_ZOMBIE:
                     yield process, " ".join(process.cmdline()), environment.get("SLURMD_NODENAME", "")
 
 
