@@ -109,6 +109,7 @@ def _sample_and_score(
 
 if os.environ.get(DETERMINISTIC):
     from megarl.rollout.sglang_models import batched_decode  # noqa: F401  registers its backend first
+
     UnquantizedLinearMethod.apply = _linear
     SiluAndMul.forward = _silu_and_mul
     LogitsProcessor._compute_lm_head = _lm_head
