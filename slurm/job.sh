@@ -91,7 +91,8 @@ requeue() {
   exit 0
 }
 
-# failed_nodes: those of the job's nodes that do not start a task.
+# failed_nodes: those of the job's nodes that do not start a task. This shell runs on the first of them: where that does
+# not either, the fault is not the nodes'.
 failed_nodes() {
   local node probes=() failed=()
   for node in "${nodes[@]}"; do
@@ -102,7 +103,7 @@ failed_nodes() {
   for node in "${!nodes[@]}"; do
     wait "${probes[$node]}" || failed+=("${nodes[$node]}")
   done
-  (IFS=, && echo "${failed[*]}")
+  if [[ ${failed[0]:-} != "${nodes[0]}" ]]; then (IFS=, && echo "${failed[*]}"); fi
 }
 
 # finish CODE: requeues, or ends with the exit code of the trainers.

@@ -58,6 +58,7 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
     at_step(15)  # past a checkpoint
     slurm.kill_node("node1")
     slurm.until(lambda: slurm.field(job, "ExcNodeList") == "node1", WAIT_S, lambda: slurm.output(job))
+    slurm.until(lambda: slurm("sinfo", "-h", "-n", "node0", "-o", "%t").strip() == "idle", WAIT_S, "node0 to be free")
     slurm.give_up_node("node1")
     attempt(4)
     assert "node1" not in slurm("scontrol", "show", "hostnames", slurm.field(job, "NodeList")).split()
