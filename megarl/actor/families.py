@@ -263,7 +263,7 @@ def check_deterministic(config: PretrainedConfig, parallel: ParallelConfig, dtyp
             f"deterministic=true does not cover the experts of a '{config.model_type}' model: set it to false, or "
             "train a dense model"
         )
-    needed = {"actor.dtype": (dtype, "float32")}
+    needed: dict[str, tuple[str | int, str | int]] = {"actor.dtype": (dtype, "float32")}
     needed |= {f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp_size", "cp_size")}
     for name, (value, only) in needed.items():
         if value != only:
