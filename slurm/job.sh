@@ -91,8 +91,7 @@ requeue() {
   exit 0
 }
 
-# failed_nodes: those of the job's nodes that do not start a task. This shell runs on the first of them: where that does
-# not either, the fault is not the nodes'.
+# failed_nodes: those of the job's nodes that do not start a task.
 failed_nodes() {
   local node probes=() failed=()
   for node in "${nodes[@]}"; do
@@ -103,7 +102,7 @@ failed_nodes() {
   for node in "${!nodes[@]}"; do
     wait "${probes[$node]}" || failed+=("${nodes[$node]}")
   done
-  if [[ ${failed[0]:-} != "${nodes[0]}" ]]; then (IFS=, && echo "${failed[*]}"); fi
+  (IFS=, && echo "${failed[*]}")
 }
 
 # finish CODE: requeues, or ends with the exit code of the trainers.
@@ -116,6 +115,9 @@ finish() {
     fi
   elif ((code)) && [[ -z $asked ]]; then
     failed=$(failed_nodes)
+    # This shell runs on the first node: where that starts no task either, the allocation is broken and not a node. (Slurm
+    # 22.05 gives a job that lost a node such a one at times: "Unable to create step ... Invalid generic resource".)
+    if [[ ${failed%%,*} == "${nodes[0]}" ]]; then requeue; fi
     if [[ -n $failed ]]; then requeue "$failed"; fi
     for log in $(grep -lsE 'Error|megarl: ' "$LOGS"/{rank,server}_*.log | head -n 3); do
       say "the end of $log:"
