@@ -37,7 +37,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.mark.timeout(900)
 def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -> None:
-    # Without GPUs: Slurm 22.05 may start a job that lost a node before it has let go of its GPUs, and then refuses steps.
+    # Without GPUs: Slurm 22.05 may start a job that lost a node before it has let go of its GPUs, and refuse its steps.
     job = slurm.sbatch("sft.sh", ["--nodes=2", "--gpus-per-node=0"], OVERRIDES)
     folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
 
