@@ -82,7 +82,10 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     memory = int(sys.argv[2])
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's business
+    # Ctrl-C, and the SIGTERM that Slurm sends to all processes of a job, are the trainer's business: it finishes its step
+    # first, and still needs rewards. A handler, as what a reward starts would inherit it if they were ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers are reaped by the kernel
     message = receive(control)
     if message is None:

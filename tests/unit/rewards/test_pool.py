@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,19 @@ def test_a_cancelled_call_ends_its_process_and_keeps_no_place() -> None:
 
     with RewardPool([double], RewardConfig(workers=1, max_workers=1)) as pool:
         assert run(cancel) == 2.0
+
+
+def test_signals_to_all_processes_of_a_job_leave_rewards_alone() -> None:
+    async def score_all() -> list[Any]:
+        await pool("p", "c", [1], [2], i=0, what="")
+        for pid in children():
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        return await asyncio.gather(*(pool("p", "c", [1], [2], i=i, what="") for i in range(20)))
+
+    with RewardPool([double], RewardConfig()) as pool:
+        assert run(score_all) == [2.0 * i for i in range(20)]
+        assert not pool.failures
 
 
 def test_functions_of_the_calling_script_need_no_module() -> None:
