@@ -75,20 +75,42 @@ signal_step() {
 
 # requeue [NODES]: the job again, later, without NODES (a comma between names) and those excluded before.
 requeue() {
-  local without=${1:-} before
   if ((${SLURM_RESTART_COUNT:-0} >= MEGARL_MAX_REQUEUES)); then
     say "requeued MEGARL_MAX_REQUEUES=$MEGARL_MAX_REQUEUES times already; not again"
     exit 1
   fi
   trap '' TERM # which a requeue sends this shell
+  say "requeued${1:+ without $1}"
+  scontrol requeue "$SLURM_JOB_ID" || exit 1
+  exclude "${1:-}"
+  exit 0
+}
+
+# exclude NODES: from the next attempt of a job that is being requeued.
+exclude() {
+  local before
   before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
   if [[ $before == "(null)" ]]; then before=""; fi
-  say "requeued${without:+ without $without}"
-  scontrol requeue "$SLURM_JOB_ID" || exit 1
-  if [[ -n $without ]]; then
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$without${before:+,$before}"
-  fi
-  exit 0
+  if [[ -n $1 ]]; then scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1${before:+,$before}"; fi
+}
+
+# leave NODES: the job again without NODES, which start no task. Silent ones Slurm finds down, and requeues the job itself. We
+# wait for that: Slurm 22.05 gives a job that was requeued before no GPUs ("Invalid generic resource"), and would not
+# start it earlier either. A node that answers Slurm and starts nothing is never found down.
+leave() {
+  local limit found="" second
+  limit=$(($(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p') + 60))
+  trap 'found=1' TERM
+  say "$1 starts no task; Slurm has $limit s to find it down"
+  for ((second = 0; second < limit; second++)); do
+    if [[ -n $found ]]; then
+      exclude "$1"
+      exit 1
+    fi
+    sleep 1 &
+    wait $!
+  done
+  requeue "$1"
 }
 
 # failed_nodes: those of the job's nodes that do not start a task.
@@ -115,10 +137,7 @@ finish() {
     fi
   elif ((code)) && [[ -z $asked ]]; then
     failed=$(failed_nodes)
-    # This shell runs on the first node: where that starts no task either, the allocation is broken and not a node. (Slurm
-    # 22.05 gives a job that lost a node such a one at times: "Unable to create step ... Invalid generic resource".)
-    if [[ ${failed%%,*} == "${nodes[0]}" ]]; then requeue; fi
-    if [[ -n $failed ]]; then requeue "$failed"; fi
+    if [[ -n $failed ]]; then leave "$failed"; fi
     for log in $(grep -lsE 'Error|megarl: ' "$LOGS"/{rank,server}_*.log | head -n 3); do
       say "the end of $log:"
       tail -n 15 "$log"

@@ -37,8 +37,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.mark.timeout(900)
 def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -> None:
-    # Without GPUs: Slurm 22.05 may start a job that lost a node before it has let go of its GPUs, and refuse its steps.
-    job = slurm.sbatch("sft.sh", ["--nodes=2", "--gpus-per-node=0"], OVERRIDES)
+    job = slurm.sbatch("sft.sh", ["--nodes=2"], OVERRIDES)
     folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
 
     def at_step(more: int) -> None:
@@ -58,9 +57,9 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
     attempt(3)
     at_step(15)  # past a checkpoint
     slurm.kill_node("node1")
-    slurm.until(lambda: slurm.field(job, "ExcNodeList") == "node1", WAIT_S, lambda: slurm.output(job))
-    slurm.until(lambda: slurm("sinfo", "-h", "-n", "node0", "-o", "%t").strip() == "idle", WAIT_S, "node0 to be free")
+    slurm.reaches(job, lambda: "node1 starts no task" in slurm.output(job), WAIT_S, "the failed node's name")
     slurm.give_up_node("node1")
+    slurm.until(lambda: slurm.field(job, "ExcNodeList") == "node1", WAIT_S, lambda: slurm.output(job))
     attempt(4)
     assert "node1" not in slurm("scontrol", "show", "hostnames", slurm.field(job, "NodeList")).split()
     assert slurm.ended(job, WAIT_S) == "COMPLETED"
@@ -86,7 +85,7 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
 def test_a_job_of_the_launcher_that_is_cancelled_stops_in_order_and_leaves_nothing_behind(slurm: Cluster) -> None:
     launcher = [sys.executable, "-m", "megarl.launcher.slurm", "+experiment=sft_8b", *OVERRIDES]
     job = slurm(*launcher, "total_train_steps=100000").split()[-1]  # "Submitted batch job 7"
-    assert slurm.field(job, "NumNodes") == "2"
+    assert slurm.field(job, "NumNodes") in ("2", "2-2")  # the second while it waits
     folder = slurm.folder / "runs" / "sft_8b" / f"job_{job}"
     slurm.reaches(job, lambda: losses(folder), WAIT_S, "step 1")
     slurm("scancel", job)
