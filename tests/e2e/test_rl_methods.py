@@ -125,7 +125,7 @@ def half(model, processing_class, prompts, generation_config):
     texts = []
     for prompt in prompts:
         ids = processing_class.apply_chat_template(prompt["messages"], add_generation_prompt=True, return_tensors="pt")
-        output = model.generate(input_ids=ids["input_ids"], max_new_tokens=9)[0][ids["input_ids"].shape[1]:]
+        output = model.generate(input_ids=ids["input_ids"], max_new_tokens=14)[0][ids["input_ids"].shape[1]:]
         texts.append(processing_class.decode(output, skip_special_tokens=True))
     return texts
 """
