@@ -82,8 +82,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     memory = int(sys.argv[2])
     die_with_parent(os.getppid())
-    # Ctrl-C, and the SIGTERM that Slurm sends to all processes of a job, are the trainer's business: it finishes its step
-    # first, and still needs rewards. A handler, as what a reward starts would inherit it if they were ignored.
+    # Ctrl-C, and the SIGTERM that Slurm sends to all processes of a job, are the trainer's business: it finishes its
+    # step first, and still needs rewards. A handler, as what a reward starts would inherit it if they were ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers are reaped by the kernel
