@@ -26,6 +26,8 @@ from megarl.launcher.local import PARENT, run_ranks
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
+from megarl.reshard.sglang import WEIGHT_LOADER
+from megarl.rollout.external import JobServers
 from megarl.rollout.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
 from megarl.rollout.sglang_server import check_config as check_server
 from megarl.trainer.announce import announce
@@ -91,9 +93,10 @@ def run_script(script: Path, config: Config) -> int:
     os.environ[RUN_FOLDER] = str(find_folder(config, int(os.environ["RANK"])).path)
     job = rendezvous.job_folder()
     if job is not None and config.method == "rl" and not addresses_in_environment():
-        servers, patience = range(config.server.n_servers), config.server.ready_timeout_s
-        found = [rendezvous.awaited(job, rendezvous.server_name(index), patience) for index in servers]
-        os.environ[ADDRESSES_VARIABLE] = ",".join(found)
+        key, server = os.environ.get(KEY_VARIABLE, ""), config.server
+        servers = JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s)
+        servers.wait_ready()
+        os.environ[ADDRESSES_VARIABLE] = ",".join(servers.addresses)
     sys.argv = [str(script), *_without_script(sys.argv[1:])]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
