@@ -299,12 +299,16 @@ class MegatronEngine(TrainEngine):
             if mb.indices:
                 where = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
                 full[where.to(self.device)] = output
+        return list(self._everywhere(full).split(batch.lengths.tolist() if per_token else 1))
+
+    def _everywhere(self, rows: Tensor) -> Tensor:
+        """Rows of the global batch, on the host of every rank. The last stage has found them, each on one dp rank and
+        zero on the others. A collective."""
         if self.groups.dp_size > 1 and self.groups.is_last_stage:
-            dist.all_reduce(full, group=self.groups.dp)  # each row is written by one rank and zero elsewhere
+            dist.all_reduce(rows, group=self.groups.dp)
         if self.groups.pp_size > 1:
-            dist.broadcast(full, dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
-        host = full.cpu()
-        return list(host.split(batch.lengths.tolist() if per_token else 1))
+            dist.broadcast(rows, dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
+        return rows.cpu()
 
     # -- weights and state --------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class PolicyAlgorithm(Protocol):
     """What `MegatronPPOActor` asks of an algorithm."""
 
     n_minibatches: int
+    needs_prox_logp: bool
 
     def advantages(self, batch: PackedBatch) -> Tensor:
         """float32 `[total_tokens]`, token-aligned."""
@@ -61,11 +62,32 @@ class MegatronPPOActor(MegatronEngine):
 
         Minibatch j of n takes sequences j, j + n, j + 2n, ..., so from all over the batch. Returns the mean of the
         figures of the steps taken (maxima of those named `*_max`) and the number of `skipped_steps`.
+
+        A batch for one minibatch may come without `prox_logp`, which is set then: no weight changes before the
+        update's own forward pass is over, so its log-probs are those of the proximal policy.
         """
         algorithm = self.algorithm
-        return update_in_minibatches(
-            self, batch, algorithm.n_minibatches, algorithm.loss, algorithm.loss_weight, "logprobs"
+        count, weight = algorithm.n_minibatches, algorithm.loss_weight
+        if "prox_logp" in batch:
+            return update_in_minibatches(self, batch, count, algorithm.loss, weight, "logprobs")
+        if count > 1:
+            raise ValueError(
+                f"the batch has no prox_logp, and algorithm.n_minibatches={count} steps change the policy in between; "
+                "set it to compute_logp(batch) before the update"
+            )
+        present = torch.zeros(batch.total_tokens, device=self.device)
+
+        def loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            data.set_tokens("prox_logp", logprobs.detach())
+            present.index_add_(0, data["token"], data["prox_logp"])  # which is 0 where no token is trained on
+            return algorithm.loss(logprobs, entropy, data)
+
+        tokens = {**batch.tokens, "token": torch.arange(batch.total_tokens)}
+        stats = update_in_minibatches(
+            self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, "logprobs"
         )
+        batch.set_tokens("prox_logp", self._everywhere(present))
+        return stats
 
 
 def update_in_minibatches(

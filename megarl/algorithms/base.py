@@ -112,6 +112,7 @@ class Algorithm(ABC):
 
     min_group: int = 1  # completions of a prompt that the advantages need
     needs_critic: ClassVar[bool] = False  # whether `advantages` reads `values`
+    needs_prox_logp: bool = True  # whether `prox_logp` is read before the update's first forward pass has found it
     workflow: ClassVar[str] = "rlvr"  # how prompts are sampled
 
     def __init__(self, config: RLConfig) -> None:
@@ -154,6 +155,7 @@ class PolicyGradient(Algorithm):
     ) -> None:
         super().__init__(config)
         self.base = config
+        self.needs_prox_logp = config.n_minibatches > 1 or (self.needs_reference and config.kl_in == "reward")
         self.settings = PolicyLossSettings(
             objective=objective,
             ratio=ratio,

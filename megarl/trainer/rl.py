@@ -54,9 +54,14 @@ class Models:
         return {ACTOR: self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def score(self, batch: PackedBatch) -> None:
-        """Sets `prox_logp`, `ref_logp` and `values` of the batch, as far as the algorithm reads them."""
-        batch["prox_logp"] = self.actor.compute_logp(batch)
-        if "rollout_logprobs" not in batch:  # the workflow could not know them
+        """Sets `prox_logp`, `ref_logp` and `values` of the batch, as far as they are read before the update.
+
+        After the update `prox_logp` is there in any case.
+        """
+        unknown = "rollout_logprobs" not in batch  # the workflow could not know them: the trainer's stand in
+        if unknown or self.actor.algorithm.needs_prox_logp:
+            batch["prox_logp"] = self.actor.compute_logp(batch)
+        if unknown:
             batch["rollout_logprobs"] = batch["prox_logp"].clone()
         if self.reference is not None:
             batch["ref_logp"] = self.reference.compute_logp(batch)
@@ -103,12 +108,12 @@ def loop(run: Run, rollouts: Rollouts, models: Models) -> None:
             batch = rollouts.next_batch()
         with stage("logprobs"):
             models.score(batch)
-            rollouts.check_logprobs(batch)
-            mismatch = rollout_mismatch(batch, rollouts.version)
         with stage("advantages"):
             models.actor.compute_advantages(batch)
         with stage("update"):
             stats = models.update(batch)
+            rollouts.check_logprobs(batch)  # before anything is made of the update: a sync, a checkpoint
+            mismatch = rollout_mismatch(batch, rollouts.version)
         with stage("weights"):
             rollouts.push(version=step)
         with stats_tracker.scope("train"):

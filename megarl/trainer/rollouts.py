@@ -257,7 +257,8 @@ class Rollouts:
             self._sync(lambda: self._weights.resync(self._actor))
 
     def check_logprobs(self, batch: PackedBatch) -> None:
-        """Holds the first tokens sampled after a sync to the trainer's `prox_logp` of them: a last, independent proof.
+        """Holds the first tokens sampled after a sync to the trainer's `prox_logp` of them: a last, independent proof,
+        asked for after each update and before the next sync.
 
         Raises:
             LogprobMismatchError: they differ by more than reshard.max_logprob_diff on average; deterministic=true: any

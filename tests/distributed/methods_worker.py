@@ -18,6 +18,7 @@ from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.lm import lm_loss, trained_tokens
+from megarl.actor.policy import MegatronPPOActor
 from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -50,7 +51,8 @@ def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
         value_head_std=0.5,
         optimizer=OptimizerConfig(lr=1e-30, clip_grad=0.0),
     )
-    policy, scalar = MegatronEngine(config, parallel), MegatronScalarEngine(config, parallel)
+    policy = MegatronPPOActor(config, algorithm_of(method_config("grpo")), parallel)
+    scalar = MegatronScalarEngine(config, parallel)
     for engine in (policy, scalar):
         engine.initialize()
         engine.train()
@@ -76,6 +78,10 @@ def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
         step(name, policy, algorithm.loss, algorithm.loss_weight, "logprobs")
         if name == "ppo":
             step("ppo's critic", scalar, algorithm.value_loss, algorithm.value_loss_weight, "values")
+    del batch.tokens["prox_logp"]
+    stats = policy.ppo_update(batch)
+    assert torch.allclose(batch["prox_logp"], present * batch["loss_mask"], atol=1e-6, rtol=1e-6)
+    figures["an update that finds prox_logp"] = [stats["loss"], stats["grad_norm"]]
     return figures
 
 

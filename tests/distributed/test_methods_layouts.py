@@ -23,7 +23,7 @@ TWO: dict[str, dict[str, Any]] = {
     "cp2": {"cp_size": 2},
     "dp2": {"dp_size": 2},
 }
-METHODS = ("sft", *ALGORITHMS, "ppo's critic")
+METHODS = ("sft", *ALGORITHMS, "ppo's critic", "an update that finds prox_logp")
 PROMPT = 3
 LENGTHS = torch.tensor([19, 33, 11, 26, 48, 17, 21, 9])
 

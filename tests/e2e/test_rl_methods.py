@@ -6,11 +6,13 @@ The server is started once. Each method begins by pushing the start weights, and
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl import cli
 from megarl.actor.policy import rollout_mismatch
@@ -18,9 +20,11 @@ from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
 from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
 from megarl.reshard.sglang import WEIGHT_LOADER
+from megarl.reshard.verify import LogprobMismatchError
 from megarl.rollout.sglang_server import SGLangServers
 from megarl.trainer import rl, rollouts
 from megarl.trainer.read import read_inputs
+from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 
 NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
@@ -67,9 +71,9 @@ def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[d
         for step in range(2, steps + 2):
             batch = sampled.next_batch()
             models.score(batch)
-            sampled.check_logprobs(batch)
             models.actor.compute_advantages(batch)
             stats = models.update(batch)
+            sampled.check_logprobs(batch)
             mismatch = rollout_mismatch(batch, sampled.version)
             sampled.push(version=step)
             found.append({**stats, **mismatch, **gain(models, batch), "reward": float(batch["rewards"].mean())})
@@ -118,6 +122,33 @@ def test_a_reference_in_the_loss_reports_its_kl(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found[0]["ref_kl"] == pytest.approx(0.0, abs=1e-6)
     assert found[1]["ref_kl"] > 1e-7
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("lent")
+def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_or_saved(tmp_path: Path) -> None:
+    config = cli.load(
+        [
+            "+experiment=gsm8k_grpo", "algorithm.n_minibatches=1", "train_dataset.batch_size=8", "saver.every_steps=1",
+            f"run_root={tmp_path}", "evaluator.at_start=false",
+        ]
+    )  # fmt: skip
+    algorithm = algorithm_of(config.algorithm)
+    folder, inputs = new_run(config.run_root, "other"), read_inputs(config, 0)
+    with rollouts.Rollouts(config, folder, inputs, algorithm) as sampled:
+        models = rl.Models.build(config, algorithm)
+        with Run(config, folder, models.saved, {"rollouts": sampled}, time.monotonic()) as run:
+            sampled.connect(models.actor, 0)
+            sampled.push(version=1)
+            served = sampled.version
+            with torch.no_grad():
+                for module in models.actor.modules:
+                    module.decoder.final_layernorm.weight.mul_(3.0)
+            with pytest.raises(LogprobMismatchError, match="log-probs that differ from the trainer's"):
+                rl.loop(run, sampled, models)
+        assert sampled.version == served
+        models.destroy()
+    assert not list(folder.checkpoints.glob("*"))
 
 
 SHORT_ANSWERS = """

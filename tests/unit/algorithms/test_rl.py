@@ -190,6 +190,30 @@ def test_advantages_loss_and_gradient_are_the_papers(name: str, knobs: dict[str,
     assert all(math.isfinite(float(value)) for value in metrics.values())
 
 
+@pytest.mark.parametrize(
+    ("knobs", "needed"),
+    [
+        ({}, False),
+        ({"n_minibatches": 2}, True),  # the second step has another policy
+        ({"kl_coef": 0.3, "kl_in": "reward"}, True),  # the rewards are made before the update
+        ({"kl_coef": 0.3, "kl_in": "loss"}, False),
+        ({"correction": "truncate"}, False),
+    ],
+)
+@pytest.mark.parametrize("name", RL_NAMES)
+def test_the_proximal_log_probs_are_asked_for_where_they_are_read_before_the_update(
+    name: str, knobs: dict[str, Any], needed: bool
+) -> None:
+    config: Any = ALGORITHMS[name][0](aggregate_tokens=24, **knobs)  # type: ignore[call-arg]
+    algorithm, batch = algorithm_of(config), make_batch()
+    if config.kl_coef and config.kl_in == "reward":  # some methods' default
+        needed = True
+    assert algorithm.needs_prox_logp == needed
+    if not needed:
+        del batch.tokens["prox_logp"]
+        batch["advantages"] = algorithm.advantages(batch)
+
+
 @pytest.mark.parametrize("name", RL_NAMES)
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_parts(name: str, aggregate: str) -> None:
