@@ -151,6 +151,7 @@ def pack(result: Any, workflow: str) -> PackedBatch:
 def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch | None, dict[str, int]]:
     """The samples of a group that can be trained on (None without any), and how many were left out, by reason."""
     bad = torch.zeros(group.num_seqs, dtype=torch.bool)
+    owner = torch.repeat_interleave(torch.arange(group.num_seqs), group.lengths)  # of each token
     dropped: dict[str, int] = {}
 
     def leave_out(reason: str, found: Tensor) -> None:
@@ -160,7 +161,7 @@ def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch 
         bad = bad | found
 
     def any_token(flags: Tensor) -> Tensor:
-        return torch.stack([part.any() for part in flags.split(group.lengths.tolist())])
+        return torch.zeros_like(bad).index_fill_(0, owner[flags], True)
 
     if "reward_failed" in group:
         leave_out("reward failed", group["reward_failed"].bool())
@@ -175,6 +176,8 @@ def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch 
     ids = group["input_ids"]
     if vocab_size is not None and bool(((ids < 0) | (ids >= vocab_size)).any()):
         leave_out("token outside the vocabulary", any_token((ids < 0) | (ids >= vocab_size)))
+    if not bad.any():
+        return group, dropped
     kept = (~bad).nonzero().squeeze(1).tolist()
     return (group.select(kept) if kept else None), dropped
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from megarl.knobs import UserError
 from megarl.types import ModelResponse, Reward, RewardError
@@ -62,8 +61,10 @@ def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float |
     if len(transcripts) != len(rewards):
         raise ValueError(f"{len(transcripts)} responses need as many rewards, got {len(rewards)}")
 
+    longest = max(len(t.tokens) for t in transcripts)
+
     def padded(rows: list[list[Any]], dtype: torch.dtype, fill: float) -> Tensor:
-        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True, padding_value=fill)
+        return torch.tensor([row + [fill] * (longest - len(row)) for row in rows], dtype=dtype)
 
     failed = [isinstance(reward, RewardError) for reward in rewards]
     trained = [[s and not lost for s in t.sampled] for t, lost in zip(transcripts, failed, strict=True)]
