@@ -1,8 +1,10 @@
 """Reward functions in supervised processes: one that hangs, crashes or eats memory costs its own sample and no other.
 
-call --> an idle worker, or a new one where all are stuck --> value, or RewardError
-             |
-             +-- no answer within time_limit_s: killed, a new one takes its place
+calls made together --> shared out over idle workers, or new ones where all are stuck --> value, or RewardError
+                             |
+                             +-- no answer within time_limit_s: killed, another takes its place and what is left
+
+A worker answers call by call, and hands back the rest of a share that takes long.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,7 @@ from megarl.knobs import UserError, knob
 from megarl.rewards import worker
 from megarl.types import Reward, RewardError
 
-PATIENCE_S = 0.1  # a call waits this long for a worker before more are forked
+PATIENCE_S = 0.1  # calls wait this long for a worker, or behind a slow one, before others take them
 FORK_DEADLINE_S = 30.0
 START_DEADLINE_S = 120.0  # importing the reward functions
 
@@ -79,9 +81,9 @@ class RewardPool:
         self.failures: collections.Counter[str] = collections.Counter()  # by cause
         self._idle: collections.deque[_Worker] = collections.deque()
         self._live: set[_Worker] = set()
-        self._waiting: collections.deque[asyncio.Future[_Worker]] = collections.deque()
+        self._queue: collections.deque[_Call] = collections.deque()  # no worker has them yet
         self._forking = 0
-        self._freed = 0  # how often a worker became free
+        self._answers = 0
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()  # of the control socket
@@ -138,88 +140,112 @@ class RewardPool:
         Raises:
             RewardError: the call took too long, its process died, or a function raised or returned no finite number.
         """
-        call = pickle.dumps({"args": (prompt, completions, prompt_ids, completion_ids), "data": data})
-        taken = await self._take()
-        cause, answer = "", {}
+        pickled = pickle.dumps({"args": (prompt, completions, prompt_ids, completion_ids), "data": data})
+        loop = asyncio.get_running_loop()
+        call = _Call(pickled, loop.create_future())
+        self._queue.append(call)
+        if len(self._queue) == 1:
+            loop.call_soon(self._hand_out)  # with all other calls that are made in this turn of the loop
         try:
-            answer = await asyncio.wait_for(taken.ask(call), self.config.time_limit_s)
-        except TimeoutError:
-            cause = f"no answer within rewards.time_limit_s={self.config.time_limit_s:g}"
-            self.failures["time"] += 1
-        except (ConnectionError, asyncio.IncompleteReadError):
-            cause = "its process died (exit, crash or memory limit)"
-            self.failures["died"] += 1
-        finally:
-            if answer:
-                self._hand_on(taken)
-            else:  # hung, dead or cancelled: another takes its place when a call needs it
-                self._end(taken)
-                if self._waiting and len(self._live) + self._forking < self.config.workers:
-                    self._grow(1)
-        if "error" in answer:
-            self.failures["raised"] += 1
-        if cause or "error" in answer:
-            raise RewardError(cause or answer["error"])
-        values: list[float] = answer["values"]
-        return values
-
-    async def _take(self) -> _Worker:
-        """An idle worker, or the first that becomes free."""
-        if self._idle:
-            return self._idle.pop()
-        turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        if len(self._live) + self._forking < self.config.workers:
-            self._grow(1)
-        elif self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._grow_while_stuck())
-        try:
-            return await turn
+            return await call.values
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given a worker in the same moment
-                self._hand_on(turn.result())
+            for each in [each for each in self._live if each.scoring is call]:
+                self._end(each)
             raise
 
+    def _hand_out(self) -> None:
+        """Shares the calls that wait out over the idle workers. Where there are none, more are made."""
+        while self._queue and self._idle:
+            count = -(-len(self._queue) // len(self._idle))
+            share = collections.deque(self._queue.popleft() for _ in range(count))
+            self._begin(self._work(self._idle.pop(), share))
+        if self._queue:
+            self._grow(self.config.workers - len(self._live) - self._forking)
+            if self._watch is None or self._watch.done():
+                self._watch = self._begin(self._grow_while_stuck())
+
+    async def _work(self, worker_: _Worker, share: collections.deque[_Call]) -> None:
+        """Has a worker score a share, one call after the other. What it does not get to goes back to the queue."""
+        worker_.send([call.pickled for call in share])
+        while share:
+            worker_.scoring = call = share.popleft()
+            others = asyncio.get_running_loop().call_later(PATIENCE_S, self._take_back, share)
+            try:
+                async with asyncio.timeout(self.config.time_limit_s):
+                    answer = await worker_.answer()
+            except TimeoutError:
+                self._fail(call, "time", f"no answer within rewards.time_limit_s={self.config.time_limit_s:g}")
+                self._end(worker_)
+                break
+            except (ConnectionError, asyncio.IncompleteReadError):
+                self._fail(call, "died", "its process died (exit, crash or memory limit)")
+                self._end(worker_)
+                break
+            finally:
+                others.cancel()
+            self._answers += 1
+            if "error" in answer:
+                self._fail(call, "raised", answer["error"])
+            elif not call.values.done():  # its caller may have been cancelled
+                call.values.set_result(answer["values"])
+            if not answer["more"]:
+                break
+            if not share:  # it goes on with calls that others have taken meanwhile
+                self._end(worker_)
+        worker_.scoring = None
+        self._queue.extendleft(reversed(share))
+        self._free(worker_)
+
+    def _take_back(self, share: collections.deque[_Call]) -> None:
+        """Lets others have the calls behind a slow one."""
+        self._queue.extendleft(reversed(share))
+        share.clear()
+        self._hand_out()
+
+    def _fail(self, call: _Call, cause: str, says: str) -> None:
+        if not call.values.done():  # else its caller was cancelled
+            self.failures[cause] += 1
+            call.values.set_exception(RewardError(says))
+
+    def _free(self, worker_: _Worker) -> None:
+        """A worker is done with its share, or has ended. Once nothing is left to do, those that are too many end."""
+        if worker_ in self._live:
+            self._idle.append(worker_)
+        self._hand_out()
+        while len(self._idle) == len(self._live) > self.config.workers:
+            self._end(self._idle.pop())
+
     async def _grow_while_stuck(self) -> None:
-        """While calls wait and no worker has become free for a while, their number is doubled, up to the most."""
-        while self._waiting:
-            seen = self._freed
+        """While calls wait and none is answered for a while, the workers are doubled, up to the most."""
+        while self._queue:
+            seen = self._answers
             await asyncio.sleep(PATIENCE_S)
-            if self._freed == seen and self._forking == 0:
+            if self._answers == seen and self._forking == 0:
                 self._grow(max(len(self._live), 1))
 
     def _grow(self, count: int) -> None:
         room = self.config.max_workers - len(self._live) - self._forking
-        for _ in range(min(count, room, len(self._waiting))):
+        for _ in range(min(count, room, len(self._queue))):
             self._forking += 1
-            task = asyncio.create_task(self._fork())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._fork())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _fork(self) -> None:
         try:
             made = await _Worker.made_by(self._forked)
         except (OSError, RewardError) as error:
-            if self._waiting:
-                self._waiting.popleft().set_exception(RewardError(f"no process could be made to score it: {error}"))
-        else:
-            self._live.add(made)
-            self._hand_on(made)
-        finally:
             self._forking -= 1
-
-    def _hand_on(self, free: _Worker) -> None:
-        """Gives a worker to the call that has waited longest; without one it idles, or ends as one too many."""
-        self._freed += 1
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():  # its caller may have been cancelled
-                turn.set_result(free)
-                return
-        if len(self._live) > self.config.workers:
-            self._end(free)
+            if self._queue:
+                self._fail(self._queue.popleft(), "died", f"no process could be made to score it: {error}")
         else:
-            self._idle.append(free)
+            self._forking -= 1
+            self._live.add(made)
+            self._free(made)
 
     def _end(self, worker_: _Worker) -> None:
         worker_.kill()
@@ -242,6 +268,12 @@ class RewardPool:
         return answer
 
 
+@dataclass(eq=False)
+class _Call:
+    pickled: bytes
+    values: asyncio.Future[list[float]]
+
+
 class _Worker:
     """A process that scores, and the streams to it."""
 
@@ -250,6 +282,7 @@ class _Worker:
         self.reader = reader
         self.writer = writer
         self.loop = asyncio.get_running_loop()
+        self.scoring: _Call | None = None
 
     @staticmethod
     async def made_by(fork: Callable[[socket.socket], int]) -> _Worker:
@@ -259,9 +292,12 @@ class _Worker:
         ours.setblocking(False)
         return _Worker(pid, *await asyncio.open_unix_connection(sock=ours))
 
-    async def ask(self, call: bytes) -> dict[str, Any]:
-        self.writer.write(worker.HEADER.pack(len(call)) + call)
-        await self.writer.drain()
+    def send(self, calls: list[bytes]) -> None:
+        share = pickle.dumps(calls)
+        self.writer.write(worker.HEADER.pack(len(share)) + share)
+
+    async def answer(self) -> dict[str, Any]:
+        """To the next call of the share; `more` says whether another one follows."""
         (size,) = worker.HEADER.unpack(await self.reader.readexactly(worker.HEADER.size))
         answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
         return answer

@@ -2,8 +2,8 @@
 
 Started as `python -m megarl.rewards.worker FD MEMORY_BYTES`; FD is a Unix socket. The first message on it is the
 pickled reward functions (they come from the parent, which may hand over any code of its own). Every later message
-carries one end of a socket pair; a worker is forked on it and its pid answered. A worker reads pickled calls from the
-parent and answers JSON, so that nothing of what a call returns is ever unpickled.
+carries one end of a socket pair; a worker is forked on it and its pid answered. A worker reads shares of pickled calls
+from the parent and answers JSON, so that nothing of what a call returns is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import signal
 import socket
 import struct
 import sys
+import time
 from typing import Any
 
 from megarl.processes import die_with_parent
 
 HEADER = struct.Struct("!Q")
+SHARE_S = 0.02  # well below `pool.PATIENCE_S`, after which the parent gives what is left of a share to others
 
 
 def receive(connection: socket.socket) -> bytes | None:
@@ -68,13 +70,19 @@ async def _awaited(value: Any) -> Any:
 
 
 def serve(connection: socket.socket, functions: list[Any]) -> None:
-    """Answers calls until the parent hangs up."""
+    """Answers shares of calls until the parent hangs up, each call at once. After SHARE_S, a share is left to others."""
     while (message := receive(connection)) is not None:
-        try:
-            answer: dict[str, Any] = {"values": score(functions, pickle.loads(message))}
-        except (Exception, SystemExit) as error:  # the sample's fate, told to the parent; the worker goes on
-            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-        send(connection, json.dumps(answer).encode())
+        calls: list[bytes] = pickle.loads(message)
+        until = time.monotonic() + SHARE_S
+        for number, call in enumerate(calls, 1):
+            try:
+                answer: dict[str, Any] = {"values": score(functions, pickle.loads(call))}
+            except (Exception, SystemExit) as error:  # the sample's fate, told to the parent; the worker goes on
+                answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            answer["more"] = number < len(calls) and time.monotonic() < until
+            send(connection, json.dumps(answer).encode())
+            if not answer["more"]:
+                break
 
 
 def main() -> None:

@@ -93,6 +93,20 @@ def test_a_cancelled_call_ends_its_process_and_keeps_no_place() -> None:
         assert run(cancel) == 2.0
 
 
+def test_calls_made_together_with_one_that_hangs_do_not_wait_for_it() -> None:
+    async def score_all() -> list[float]:
+        hanging = asyncio.create_task(pool("", "", [], [], i=0, what="hang"))
+        others = await asyncio.gather(*(pool("", "", [], [], i=i) for i in range(1, 20)))
+        assert not hanging.done()
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        return [float(other) for other in others]
+
+    with RewardPool([double], RewardConfig(workers=1, time_limit_s=60.0)) as pool:
+        assert run(score_all) == [2.0 * i for i in range(1, 20)]
+        assert not pool.failures
+
+
 def test_signals_to_all_processes_of_a_job_leave_rewards_alone() -> None:
     async def score_all() -> list[Any]:
         await pool("p", "c", [1], [2], i=0, what="")
