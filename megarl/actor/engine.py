@@ -25,7 +25,7 @@ from megarl.actor.context_parallel import Cut
 from megarl.actor.families import as_scalar, check_deterministic, check_layout, is_scalar, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.microbatch import Microbatch, build, check_batch, plan, shift_right
-from megarl.actor.optimizer import build_optimizer, build_scheduler
+from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_norm
 from megarl.knobs import UserError
 from megarl.parallel import groups as process_groups
 from megarl.parallel import platform
@@ -226,7 +226,7 @@ class MegatronEngine(TrainEngine):
             norm = float(self.optimizer.get_grad_norm())
             finite = on_all_ranks(math.isfinite(loss) and math.isfinite(norm) and gradients_are_finite(self.ddps))
             if finite:
-                self.optimizer.step()
+                step_by_norm(self.optimizer, norm)
         self._skipped.record(not finite, loss, norm)
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": float(not finite)}
 

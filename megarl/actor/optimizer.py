@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.actor.api import FinetuneSpec
@@ -37,6 +38,18 @@ def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -
         overlap_cpu_optimizer_d2h_h2d=config.offload_optimizer,
     )
     return get_megatron_optimizer(megatron, ddps)
+
+
+def step_by_norm(optimizer: Any, norm: float) -> None:
+    """Clips gradients that are ready (`prepare_grads`) by their norm and steps.
+
+    Megatron's `ChainedOptimizer.step` (optimizer/optimizer.py:1307) without its first half, which would prepare the
+    gradients and take their norm again.
+    """
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0 and not part.is_stub_optimizer and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
 
 
 def build_scheduler(adam: OptimizerConfig, optimizer: Any, ft_spec: FinetuneSpec | None) -> OptimizerParamScheduler:

@@ -33,8 +33,14 @@ def run(
 
     def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         mb = next(iterator)
-        output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
-        return output, lambda out: process(out, mb)
+        with platform.outside_scope():
+            output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
+
+        def finish(out: Tensor) -> Any:
+            with platform.outside_scope():
+                return process(out, mb)
+
+        return output, finish
 
     iterators = [iter(microbatches) for _ in ddps]
     with platform.scope():

@@ -46,6 +46,9 @@ def test_cuda_means_cpu_inside_the_scope_only() -> None:
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.ones(2).cuda().device.type == "cpu"
         assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+        with platform.outside_scope():
+            assert torch.ones(2).type() == "torch.FloatTensor"
+        assert torch.ones(2).type() == "torch.cuda.FloatTensor"
     assert torch.ones(2).type() == "torch.FloatTensor"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device="cuda")
