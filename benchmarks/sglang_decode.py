@@ -1,13 +1,14 @@
-"""Tokens a second of SGLang's decode on CPU: batched attention against its own loop over sequences, side by side.
+"""Tokens a second of SGLang's decode on CPU, side by side: its own, with our attention, with whole steps of ours.
 
-`python benchmarks/sglang_decode.py`: two servers of the same 4.5M-parameter model, asked in turn for 64 completions.
-`--clock cpu` counts the servers' processor time, for a machine that others use as well. Then both are asked for the
+`python benchmarks/sglang_decode.py`: three servers of the same 4.5M-parameter model, asked in turn for 64 completions.
+`--clock cpu` counts the servers' processor time, for a machine that others use as well. Then all are asked for the
 same greedy completions, and how far the log-probs of their tokens are apart is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import tempfile
@@ -25,7 +26,8 @@ from megarl.data.tokenizer import write_tokenizer
 from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
-LOOP = {"SGLANG_DISABLED_MODEL_ARCHS": "batched_decode"}  # SGLang then skips the module that replaces its loop
+# The modules of `megarl.rollout.sglang_models` that SGLang then skips.
+SIDES = {"SGLang's own": "batched_decode,dense,fused_step", "our attention": "dense,fused_step", "our steps": ""}
 
 
 def write_model(folder: Path) -> None:
@@ -40,14 +42,12 @@ def write_model(folder: Path) -> None:
     write_tokenizer(folder)
 
 
-def start(name: str, root: Path, environment: dict[str, str]) -> SGLangServers:
+def start(name: str, root: Path, skipped: str) -> SGLangServers:
     (root / name).mkdir()
     config = SGLangServerConfig(device="cpu", max_total_tokens=16384)
     servers = SGLangServers(config, root / "model", root / name)
-    os.environ.update(environment)
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = skipped
     servers.start()
-    for variable in environment:
-        del os.environ[variable]
     return servers
 
 
@@ -61,11 +61,11 @@ def generate(servers: SGLangServers, temperature: float = 1.0) -> Any:
         return json.load(answer)
 
 
-def apart(loop: SGLangServers, batched: SGLangServers) -> tuple[float, int]:
+def apart(own: SGLangServers, ours: SGLangServers) -> tuple[float, int]:
     """The largest difference of log-probs of greedy completions, and over how many tokens: up to the first where the
     two sides' choices differ, as they may where two tokens are all but equal."""
     largest, compared = 0.0, 0
-    for one, other in zip(generate(loop, 0.0), generate(batched, 0.0), strict=True):
+    for one, other in zip(generate(own, 0.0), generate(ours, 0.0), strict=True):
         pairs = zip(*(side["meta_info"]["output_token_logprobs"] for side in (one, other)), strict=True)
         for (mine, token, _), (theirs, chosen, _) in pairs:
             if token != chosen:
@@ -89,24 +89,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_model(root / "model")
-        loop, batched = start("loop", root, LOOP), start("batched", root, {})
-        clocks = {"wall": time.perf_counter, "cpu": lambda: processor_seconds(loop) + processor_seconds(batched)}
+        servers = {name: start(name, root, skipped) for name, skipped in SIDES.items()}
+        clocks = {"wall": time.perf_counter, "cpu": lambda: sum(processor_seconds(s) for s in servers.values())}
         try:
-            loop.wait_ready()
-            batched.wait_ready()
-            sides = {"loop": lambda: generate(loop), "batched": lambda: generate(batched)}
-            seconds = side_by_side(sides, rounds=5, clock=clocks[args.clock])
-            largest, compared = apart(loop, batched)
+            for side in servers.values():
+                side.wait_ready()
+            calls = {name: functools.partial(generate, side) for name, side in servers.items()}
+            seconds = side_by_side(calls, rounds=5, clock=clocks[args.clock])
+            own, *ours = servers
+            differences = {name: apart(servers[own], servers[name]) for name in ours}
         finally:
-            loop.stop()
-            batched.stop()
+            for side in servers.values():
+                side.stop()
     print(
         f"{machine('cpu')}; {BATCH} completions of {NEW_TOKENS} tokens, medians of 5 rounds in turn, {args.clock} time"
     )
     for name, value in seconds.items():
-        print(f"  {name:8s} {value:6.2f} s  {BATCH * NEW_TOKENS / value:7.0f} tokens/s")
-    print(f"  batched / loop: {seconds['loop'] / seconds['batched']:.2f} x tokens/s (goal 1.3)")
-    print(f"  log-probs of {compared} greedy tokens: at most {largest:.1e} apart (goal 5e-6)")
+        print(f"  {name:13s} {value:6.2f} s  {BATCH * NEW_TOKENS / value:7.0f} tokens/s")
+    for name, (largest, compared) in differences.items():
+        print(f"  {name}: {seconds[own] / seconds[name]:.2f} x SGLang's tokens/s (goal 1.3), ", end="")
+        print(f"log-probs of {compared} greedy tokens at most {largest:.1e} apart (goal 5e-6)")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,11 @@ typedef uint32_t UIntLanes __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t ShortLanes __attribute__((vector_size(2 * kLanes)));
 typedef double DoubleLanes __attribute__((vector_size(8 * kLanes)));
 
+template <class A, int kWidth>
+struct Vector {
+  typedef A type __attribute__((vector_size(sizeof(A) * kWidth)));
+};
+
 template <class A>
 struct LanesOf;
 template <>
@@ -201,14 +206,41 @@ MEGARL_HD DoubleLanes exp2_lanes(DoubleLanes& w) {
   return e;
 }
 
-template <class A>
-MEGARL_HD A horizontal_sum(lanes_t<A> v) {
-  A lane[kLanes];
-  std::memcpy(lane, &v, sizeof(v));
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+// By halves: lane i and lane i + width are added until one lane is left.
+template <class A, int kWidth = kLanes>
+MEGARL_HD A horizontal_sum(typename Vector<A, kWidth>::type v) {
+  if constexpr (kWidth == 2) {
+    return v[0] + v[1];
+  } else {
+    using Half = typename Vector<A, kWidth / 2>::type;
+    Half halves[2];
+    std::memcpy(halves, &v, sizeof(v));
+    return horizontal_sum<A, kWidth / 2>(halves[0] + halves[1]);
+  }
 }
+
+// Lane i of the result is horizontal_sum(v[i]), to the bit. `v` may be overwritten.
+#ifdef __AVX512F__
+template <int kWidth = kLanes / 2>
+MEGARL_HD FloatLanes horizontal_sums(FloatLanes (&v)[kLanes]) {
+  IntLanes own,
+      other;  // of each lane: in the first of two vectors where its bit kWidth is 0, else in the second
+  for (int i = 0; i < kLanes; ++i) {
+    own[i] = i & kWidth ? i + kLanes : i;
+    other[i] = (i ^ kWidth) + (i & kWidth ? kLanes : 0);
+  }
+  for (int i = 0; i < kWidth; ++i)
+    v[i] = __builtin_shuffle(v[i], v[i + kWidth], own) + __builtin_shuffle(v[i], v[i + kWidth], other);
+  if constexpr (kWidth > 1) return horizontal_sums<kWidth / 2>(v);
+  return v[0];
+}
+#else
+MEGARL_HD FloatLanes horizontal_sums(const FloatLanes (&v)[kLanes]) {
+  float sums[kLanes];
+  for (int i = 0; i < kLanes; ++i) sums[i] = horizontal_sum<float>(v[i]);
+  return load_lanes(sums);
+}
+#endif
 
 // The greatest lane; NaN lanes are passed over.
 template <class A>

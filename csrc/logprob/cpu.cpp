@@ -1,8 +1,6 @@
-#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
+#include "../common/isa.h"
 #include "../common/parallel.h"
 #include "api.h"
 #include "rows.h"
@@ -10,28 +8,8 @@
 namespace megarl {
 namespace {
 
-// The row kernels of the best instruction set of this machine, or of the one that MEGARL_CPU_ISA names (tests
-// use it to reach the others).
-AllRowKernels choose_kernels() {
-  const char* named = std::getenv("MEGARL_CPU_ISA");
-  const std::string wanted = named ? named : "";
-#ifdef MEGARL_X86_LEVELS
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool bf16 = v4 && __builtin_cpu_supports("avx512bf16");
-  if (bf16 && (wanted.empty() || wanted == "avx512bf16")) return avx512bf16::row_kernels();
-  if (v4 && (wanted.empty() || wanted == "avx512")) return avx512::row_kernels();
-  if (v3 && (wanted.empty() || wanted == "avx2")) return avx2::row_kernels();
-#endif
-  if (wanted.empty() || wanted == "baseline") return baseline::row_kernels();
-  throw std::runtime_error(
-      "MEGARL_CPU_ISA is '" + wanted +
-      "', which this processor or build has not; use baseline, avx2, avx512, avx512bf16 or none");
-}
-
 const AllRowKernels& machine_kernels() {
-  static const AllRowKernels kernels = choose_kernels();
+  static const AllRowKernels kernels = MEGARL_BEST_COPY(row_kernels)();
   return kernels;
 }
 

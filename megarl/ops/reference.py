@@ -261,3 +261,71 @@ def policy_loss(
         for c in (ratio, weight)
     ]
     return PolicyLoss(loss, torch.stack([*sums, *maxima]))
+
+
+def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `megarl.ops.decode.add_rms_norm`."""
+    if update is not None:
+        residual += update
+    return residual * (residual.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """See `megarl.ops.decode.rotate_and_store`. Leaves `qkv` as it is."""
+    _, kv_heads, dim = keys.shape
+    q, k, v = qkv.view(len(qkv), -1, dim).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
+    cos, sin = (part[:, None] for part in cos_sin[positions].chunk(2, -1))
+
+    def rotated(heads: Tensor, norm: Tensor | None) -> Tensor:
+        x = heads if norm is None else add_rms_norm(heads, None, norm, eps)
+        low, high = x.chunk(2, -1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+    keys[slots], values[slots] = rotated(k, k_norm), v
+    return rotated(q, q_norm)
+
+
+def paged_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    requests: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """See `megarl.ops.decode.paged_attention`."""
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    for row, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
+        slots = table[request, max(0, position + 1 - window) if window else 0 : position + 1].long()
+        k, v = (cache[slots].float().transpose(0, 1) for cache in (keys, values))
+        q = queries[row].float().view(len(k), -1, queries.shape[2])
+        weights = (q @ k.transpose(1, 2) * scale).softmax(-1)
+        out[row] = (weights @ v).flatten(0, 1)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `megarl.ops.decode.silu_mul`."""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """See `megarl.ops.decode.sample`. In float64; leaves `logits` as they are."""
+    logprobs = (logits.double() / temperature[:, None]).log_softmax(-1)
+    cumulative = logprobs.exp().cumsum(-1)
+    tokens = (cumulative > uniform[:, None] * cumulative[:, -1:]).int().argmax(-1)
+    return tokens.int(), logprobs.gather(1, tokens[:, None])[:, 0].float()

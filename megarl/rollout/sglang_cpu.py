@@ -25,6 +25,7 @@ STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "triton", "IPython")
 # costs half a second of the server's start.
 HIDDEN = ("triton.knobs", "megatron.core")
 
+LONGEST_PROMPT = 256  # new tokens of a sequence for `fused_step`; beyond, SGLang's attention over it is faster
 DETERMINISTIC = "MEGARL_DETERMINISTIC"  # in a server's environment: it takes `sglang_models/row_invariant.py`
 
 # Read at import. One OpenMP thread: more of them spin, which makes a server beside a busy process 40x slower.

@@ -1,4 +1,4 @@
-"""Batched decode against SGLang's own loop over sequences, on a model of 4.5M parameters."""
+"""Generation steps by our kernels against SGLang's own modules and its loop over sequences: 4.5M parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from megarl.rollout.sglang_cpu import LONGEST_PROMPT
 from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
 from tests.sglang.tiny_models import save_tokenizer
 
 PROMPTS = [[30 + i, *range(40, 43 + 5 * i)] for i in range(9)]  # of 4 to 44 tokens
+PROMPTS += [[40 + i % 250 for i in range(LONGEST_PROMPT + 20)]]  # which SGLang's own modules prefill
 NEW_TOKENS = 16
 
 
@@ -84,14 +86,19 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.mark.timeout(240)
 def test_logprobs_are_those_of_the_loop_over_sequences(start: Callable[..., SGLangServers]) -> None:
-    loop, batched, split = start("batched_decode"), start(), start(tp_size=2)
-    for servers in (loop, batched, split):
+    own = start("batched_decode,dense,fused_step")
+    ours = {"attention": start("dense,fused_step"), "whole steps": start(), "two ranks": start(tp_size=2)}
+    for servers in (own, *ours.values()):
         servers.wait_ready()
-    expected = generate(loop)
-    for servers in (batched, split):
+    expected = generate(own)
+    for name, servers in ours.items():
+        generate(servers)  # so that what is compared finds the first tokens of its prompts in the cache
         for (ids, logprobs), (other_ids, others) in zip(generate(servers), expected, strict=True):
-            assert ids == other_ids
+            assert ids == other_ids, name
             torch.testing.assert_close(logprobs, others, atol=5e-6, rtol=0)
-    says = "attention over a batch of sequences"
-    batching = [says in servers.servers[0].log_path.read_text() for servers in (loop, batched, split)]
-    assert batching == [False, True, True]
+    for says, where in (
+        ("attention over a batch of sequences", {"attention", "whole steps", "two ranks"}),
+        ("generation steps in a few calls", {"whole steps"}),
+    ):
+        logs = {name: servers.servers[0].log_path.read_text() for name, servers in {"own": own, **ours}.items()}
+        assert {name for name, text in logs.items() if says in text} == where
