@@ -176,9 +176,10 @@ class PackedBatch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """int64: positions of the tokens of the sequences `indices`, in that order."""
-        bounds = self.cu_seqlens.tolist()
-        parts = [torch.arange(bounds[i], bounds[i + 1]) for i in indices]
-        return torch.cat(parts).to(self.device) if parts else torch.empty(0, dtype=torch.long, device=self.device)
+        index = torch.as_tensor(list(indices), dtype=torch.long, device=self.device)
+        lengths = self.lengths[index]
+        moved = self.cu_seqlens[:-1].long()[index] - (lengths.cumsum(0) - lengths)  # from a sequence's place to its new
+        return torch.arange(int(lengths.sum()), device=self.device) + moved.repeat_interleave(lengths)
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
         """A batch of the sequences `indices`, in that order."""

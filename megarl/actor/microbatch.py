@@ -135,10 +135,11 @@ def plan(
 
 def shift_left(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Token-aligned to position-aligned: `out[i] = values[i + 1]` inside a sequence, 0 at its last position."""
-    out = torch.zeros_like(values)
-    out[:-1] = values[1:]
-    out[_last_positions(cu_seqlens)] = 0
-    return out
+    return _shifted(values, _last_positions(cu_seqlens))
+
+
+def _shifted(values: Tensor, last: Tensor) -> Tensor:
+    return values.roll(-1).index_fill_(0, last, 0)
 
 
 def shift_right(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -173,11 +174,10 @@ def build(
     shared = share(host) if shared_prefix else None
     packed = packed_for_te(padded, device) if te else packed_sequences(padded, device, cut, shared)
     part = host.to(device)
-    aligned = PackedBatch(
-        part.cu_seqlens, {k: shift_left(v, part.cu_seqlens) for k, v in part.tokens.items()}, part.sequences
-    )
+    last = _last_positions(part.cu_seqlens)
+    aligned = PackedBatch(part.cu_seqlens, {k: _shifted(v, last) for k, v in part.tokens.items()}, part.sequences)
     labels = aligned["input_ids"].clone()
-    labels[_last_positions(part.cu_seqlens)] = -1
+    labels[last] = -1
     trained = labels
     if "loss_mask" in aligned.tokens:
         trained = labels.masked_fill(~aligned["loss_mask"].bool(), -1)

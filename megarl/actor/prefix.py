@@ -8,7 +8,10 @@ causal, the common beginning's activations are the same in every sequence of the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from megarl.actor.context_parallel import LocalTokens
 from megarl.knobs import UserError
@@ -33,28 +36,37 @@ def groups_of(batch: PackedBatch) -> list[list[int]]:
     return list(found.values())
 
 
-def common_length(batch: PackedBatch, members: list[int]) -> int:
-    """How many tokens the sequences `members` begin with in common."""
-    bounds, ids = batch.cu_seqlens.tolist(), batch["input_ids"]
-    first = ids[bounds[members[0]] : bounds[members[0] + 1]]
-    common = first.numel()
-    for member in members[1:]:
-        other = ids[bounds[member] : bounds[member + 1]][:common]
-        differing = (first[: other.numel()] != other).nonzero()
-        common = int(differing[0]) if differing.numel() else other.numel()
-    return common
+@dataclass(frozen=True)
+class _Beginnings:
+    """How each token of a packed batch stands to its group. All int64."""
+
+    common: Tensor  # [groups]: how many tokens the group's sequences begin with in common
+    shared: Tensor  # [total_tokens]: that number, of the token's group
+    position: Tensor  # [total_tokens]: its place in its sequence
+    twin: Tensor  # [total_tokens]: the token at that place in its group's first sequence; past that one's end, any
+
+
+def _beginnings(batch: PackedBatch, groups: list[list[int]]) -> _Beginnings:
+    lengths, starts, ids = batch.lengths, batch.cu_seqlens[:-1].long(), batch["input_ids"]
+    group = torch.empty(batch.num_seqs, dtype=torch.long)
+    for number, members in enumerate(groups):
+        group[members] = number
+    first = torch.tensor([members[0] for members in groups], dtype=torch.long)[group]
+    position = torch.arange(batch.total_tokens) - starts.repeat_interleave(lengths)
+    twin = (starts[first].repeat_interleave(lengths) + position).clamp(max=batch.total_tokens - 1)
+    of_token = group.repeat_interleave(lengths)
+    # the first place where a token differs from its twin; none lies behind the end of a sequence
+    common = torch.full((len(groups),), batch.total_tokens).scatter_reduce(0, group, lengths, "amin")
+    differs = ids != ids[twin]
+    common = common.scatter_reduce(0, of_token[differs], position[differs], "amin")
+    return _Beginnings(common, common[of_token], position, twin)
 
 
 def share(batch: PackedBatch) -> LocalTokens:
     """Which tokens of a packed batch (on the host) the model is given, each group's common beginning once."""
-    total, bounds = batch.total_tokens, batch.cu_seqlens.tolist()
-    source, owned = torch.arange(total), torch.ones(total, dtype=torch.bool)
-    for members in groups_of(batch):
-        common, start = common_length(batch, members), bounds[members[0]]
-        for member in members[1:]:
-            repeated = slice(bounds[member], bounds[member] + common)
-            source[repeated] = torch.arange(start, start + common)
-            owned[repeated] = False
+    found, own = _beginnings(batch, groups_of(batch)), torch.arange(batch.total_tokens)
+    source = torch.where(found.position < found.shared, found.twin, own)
+    owned = source == own
     place = owned.long().cumsum(0) - 1
     return LocalTokens(owned.nonzero().squeeze(1), place[source])
 
@@ -69,8 +81,9 @@ def units(batch: PackedBatch, max_tokens: int, shared: bool) -> tuple[list[list[
         return [[i] for i in range(batch.num_seqs)], lengths
     found: list[list[int]] = []
     sizes: list[int] = []
-    for members in groups_of(batch):
-        common = common_length(batch, members) if shared else 0
+    groups = groups_of(batch)
+    commons = _beginnings(batch, groups).common.tolist() if shared else [0] * len(groups)
+    for members, common in zip(groups, commons, strict=True):
         for place, member in enumerate(members):
             added = lengths[member] - common
             if place == 0 or (not paired and sizes[-1] + added > max_tokens):
