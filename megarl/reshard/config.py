@@ -35,7 +35,7 @@ class ReshardConfig:
     )
     host: str = knob("", "IPv4 address of the trainer for weights; none: 127.0.0.1, on a cluster MEGARL_INTERFACE's")
     connect_deadline_s: float = knob(60.0, "seconds for a server to join the trainer's group, once per server")
-    control_deadline_s: float = knob(30.0, "seconds for each of pause, begin, end, flush, version and continue")
+    control_deadline_s: float = knob(30.0, "seconds for each of pause, begin, end, version and continue")
     transfer_deadline_s: float = knob(300.0, "seconds for all weights to be sent, applied and read back")
 
     def __post_init__(self) -> None:

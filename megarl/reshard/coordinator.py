@@ -93,13 +93,10 @@ class Coordinator:
         with self.timed("pause"):
             self.call_all("/pause_generation", {"mode": self.config.pause_mode})
         with self.timed("begin"):
-            self.each(self._begin)
+            self._open_sessions()
 
     def commit(self, version: int) -> None:
         """Puts the servers back to work at `version`. What they hold is proven: one that fails here is left behind."""
-        if self.config.pause_mode != "in_place":  # there running requests keep their caches, and a flush is refused
-            with self.timed("flush"):
-                self.call_all("/flush_cache", {})
         with self.timed("version"):
             label = {"new_version": str(version), "abort_all_requests": False}
             self.call_all("/update_weight_version", label)
@@ -136,16 +133,22 @@ class Coordinator:
             return False
         return True
 
-    def _begin(self, link: ServerLink) -> None:
-        """Opens an update session, in place of one that a failed push may have left open."""
+    def _open_sessions(self) -> None:
+        """Opens an update session on every server at once, in place of one that a failed push may have left open."""
         deadline = Deadline(self.config.control_deadline_s)
-        try:
-            link.control.call("/begin_weight_update", {}, deadline)
-        except ServerControlError as error:
-            if "already open" not in str(error):
-                raise
-            link.control.call("/end_weight_update", {}, deadline)
-            link.control.call("/begin_weight_update", {}, deadline)
+        calls: dict[ServerLink, Any] = {}
+        self.each(lambda link: calls.update({link: link.control.send("/begin_weight_update", {}, deadline)}))
+
+        def opened(link: ServerLink) -> None:
+            try:
+                calls[link].result(deadline)
+            except ServerControlError as error:
+                if "already open" not in str(error):
+                    raise
+                link.control.call("/end_weight_update", {}, deadline)
+                link.control.call("/begin_weight_update", {}, deadline)
+
+        self.each(opened)
 
     def call_all(self, path: str, body: dict[str, Any] | None) -> list[tuple[ServerLink, dict[str, Any]]]:
         """One request to every active server at once. Returns the answers of those that did not fail."""

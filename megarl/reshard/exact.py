@@ -155,6 +155,8 @@ def _collect(attempt: Attempt, chief: Coordinator, deadline: Deadline) -> list[d
                 outcomes[rank] = read(attempt.store, name, deadline)
                 if outcomes[rank] == {}:
                     outcomes[rank] = read_bulk(attempt.store, name + "/sent", deadline)
+        if None not in outcomes:
+            break
         failed = any(outcome is not None and "error" in outcome for outcome in outcomes)
         if failed or any(link.verdict(None) for link in chief.active):
             attempt.member.leave()

@@ -13,7 +13,7 @@ from megarl.reshard.layout import Box
 from megarl.reshard.receive import Order
 from megarl.reshard.reference import ABANDONED, dtype_of, header_key
 from megarl.reshard.sglang import PendingCall, ServerControl, ServerControlError, order_body
-from megarl.reshard.store import POLL_S, Deadline, read, read_bulk, write
+from megarl.reshard.store import Deadline, read, read_bulk, write
 from megarl.reshard.transports.gloo import SENDER, GlooTransport
 from megarl.reshard.world import boxes_of
 
@@ -67,9 +67,10 @@ class ServerLink:
         return Member(self.index, self.epoch, self.tp_size)
 
     def open(
-        self, store: Store, host: str, port: int, session: int, sequence: int, carrier: str, wait_s: float
+        self, store: Store, host: str, port: int, session: int, sequence: int, carrier: str, flush: bool, wait_s: float
     ) -> None:
-        """Sends the request that makes the server's ranks call `receive`; its answer comes when they are done."""
+        """Sends the request that makes the server's ranks call `receive`; its answer comes when they are done, and
+        have dropped their caches if `flush`."""
         if self.carrier not in ("", carrier):
             self.leave()
         self.sequence = sequence
@@ -87,7 +88,7 @@ class ServerLink:
             sequence=sequence,
             deadline_ms=int(wait_s * 1000),
         )
-        body = order_body(order, self.tp_size)
+        body = order_body(order, self.tp_size, flush)
         self.pending = self.control.send("/update_weights_from_tensor", body, Deadline(wait_s))
 
     def join(self, carrier: str, deadline: Deadline) -> None:
@@ -137,14 +138,8 @@ class ServerLink:
         Without a deadline, what has gone wrong so far.
         """
         assert self.pending is not None, "open first"
-        while not self.pending.answered():
-            if deadline is None:
-                return None
-            try:
-                deadline.left()
-            except TimeoutError:
-                return ServerControlError(f"it did not answer within {deadline.seconds:g} s")
-            time.sleep(POLL_S)
+        if not self.pending.answered(0.0 if deadline is None else max(deadline.end - time.monotonic(), 0.0)):
+            return None if deadline is None else ServerControlError(f"it did not answer within {deadline.seconds:g} s")
         try:
             self._answer(Deadline(EXPLAIN_S))
         except (RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A sync of the servers with the trainer's weights: pause, begin, transfer, end, verify, flush, version, continue.
+"""A sync of the servers with the trainer's weights: pause, begin, transfer, end, verify, version, continue.
 
 All trainer ranks call `push` together. Rank 0 alone talks to the servers; ranks agree through a store, every wait of
 which has a deadline. A failure leaves the servers that took part paused: none of them serves a mix of versions. The
@@ -230,8 +230,11 @@ class WeightSession:
         stayed = all(link.carrier == carrier and not link.dirty for link in chief.active)
         with chief.timed("connect", config.connect_deadline_s):
             deadline = Deadline(config.connect_deadline_s)
+            flush = config.pause_mode != "in_place"  # there running requests keep their caches
             chief.each(
-                lambda link: link.open(self._store, self._host, self._port, self._id, self.sequence, carrier, wait_s)
+                lambda link: link.open(
+                    self._store, self._host, self._port, self._id, self.sequence, carrier, flush, wait_s
+                )
             )
             chief.each(lambda link: link.join(carrier, deadline))
             # A server that was silent has used up the phase's time: what the others told is there already.

@@ -37,10 +37,10 @@ class PendingCall:
         self.connection = connection
         self.path = path
 
-    def answered(self) -> bool:
-        """Whether the answer has come, or the connection has ended."""
+    def answered(self, within_s: float = 0.0) -> bool:
+        """Whether the answer comes, or the connection ends, within so many seconds."""
         sock = self.connection.sock
-        return sock is None or bool(select.select([sock], [], [], 0)[0])
+        return sock is None or bool(select.select([sock], [], [], within_s)[0])
 
     def result(self, deadline: Deadline) -> dict[str, Any]:
         """The answer. Raises ServerControlError if it is a refusal, TimeoutError if it is late."""
@@ -108,13 +108,14 @@ class ServerControl:
 # --- The loader ------------------------------------------------------------------------------------------------------
 
 
-def order_body(order: receiver.Order, tp_size: int) -> dict[str, Any]:
-    """The body of the request that makes every rank of a server call `receive` with an order.
+def order_body(order: receiver.Order, tp_size: int, flush: bool) -> dict[str, Any]:
+    """The body of the request that makes every rank of a server call `receive` with an order, and then drop its caches
+    if `flush`.
 
     SGLang wants a pickle in base64 for each rank, and reads it there against an allow-list.
     """
     payload = b64encode(pickle.dumps([(receiver.ORDER, order.tensor())])).decode()
-    return {"serialized_named_tensors": [payload] * tp_size, "load_format": WEIGHT_LOADER, "flush_cache": False}
+    return {"serialized_named_tensors": [payload] * tp_size, "load_format": WEIGHT_LOADER, "flush_cache": flush}
 
 
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import DistStoreError, Store, TCPStore
 
 POLL_S = 0.002
+WATCH_S = 0.05  # between two looks of a `watch`
 
 
 class Deadline:
@@ -72,13 +73,12 @@ def read_bulk(store: Store, key: str, deadline: Deadline, watch: Callable[[], No
 
 def await_key(store: Store, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> None:
     """Returns when `key` is there. Raises TimeoutError after the deadline, and whatever `watch` raises."""
-    if watch is None:
+    while True:
+        left = deadline.left()
         try:
-            store.wait([key], timedelta(seconds=deadline.left()))
+            store.wait([key], timedelta(seconds=left if watch is None else min(left, WATCH_S)))
+            return
         except DistStoreError as error:
-            raise TimeoutError(f"{key} did not come within {deadline.seconds:g} s: {error}") from error
-        return
-    while not store.check([key]):
-        watch()
-        deadline.left()
-        time.sleep(POLL_S)
+            if watch is None:
+                raise TimeoutError(f"{key} did not come within {deadline.seconds:g} s: {error}") from error
+            watch()

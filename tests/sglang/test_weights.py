@@ -23,7 +23,7 @@ from megarl.rollout.sglang_server import SGLangServers
 from megarl.types import WeightUpdateMeta
 from tests.sglang.tiny_models import make_model
 
-PHASES = ["check", "pause", "begin", "connect", "plan", "transfer", "apply", "end", "verify", "flush", "version"]
+PHASES = ["check", "pause", "begin", "connect", "plan", "transfer", "apply", "end", "verify", "version"]
 
 
 @pytest.fixture
