@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from megarl.rollout.api import GenerationError
 from megarl.types import GenerationHyperparameters
@@ -48,7 +49,7 @@ def parse_answer(body: bytes, count: int, address: str) -> list[Piece]:
     NaN, as SGLang's own may be, upon which `executor.quarantine` leaves it out.
     """
     try:
-        answers = json.loads(body)
+        answers = orjson.loads(body)
         if len(answers) != count:
             raise ValueError(f"{len(answers)} completions instead of {count}")
         return [_parse_piece(answer["output_ids"], answer["meta_info"]) for answer in answers]
@@ -63,7 +64,7 @@ def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> Piece:
     if not output_ids and reason == "abort":
         return Piece([], [], [], reason)
     scored = meta["output_token_logprobs"]
-    logprobs = [float(entry[0]) for entry in scored]
+    logprobs = [math.nan if entry[0] is None else float(entry[0]) for entry in scored]  # null: not finite
     versions: list[int] = []
     whole = [entry[1] for entry in scored] == output_ids
     for span in meta["weight_versions"]:

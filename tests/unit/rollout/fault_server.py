@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from megarl.rollout.executor import LoopThread
@@ -24,6 +25,11 @@ def answer(ids: list[int], version: str = "0", reason: str = "length") -> dict[s
             "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
         },
     }
+
+
+def respond(answers: list[dict[str, Any]]) -> web.Response:
+    """The answer as SGLang writes it: what is not finite as null."""
+    return web.Response(body=orjson.dumps(answers), content_type="application/json")
 
 
 def tokens_of(body: dict[str, Any]) -> list[dict[str, Any]]:

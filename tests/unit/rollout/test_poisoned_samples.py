@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from fault_server import Server, answer
+from fault_server import Server, answer, respond
 from torch import Tensor
 
 from megarl.actor import hf
@@ -59,7 +59,7 @@ def sampled(start_server: Callable[..., Server], connect: Callable[..., Any], gr
     """What the client makes of a server that answers the i-th prompt with `groups[i]`."""
 
     async def reply(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-        return web.json_response(groups[body["input_ids"][0][0] - 20])
+        return respond(groups[body["input_ids"][0][0] - 20])
 
     engine: RemoteSGLangEngine = connect(start_server(reply))
     engine.vocab_size = VOCAB_SIZE
@@ -101,7 +101,7 @@ def test_the_others_are_sampled_as_if_it_had_not_been_there(start_server, connec
 @pytest.mark.parametrize("kind", POISONS)
 def test_it_is_counted_under_its_reason(start_server, connect, kind: str) -> None:
     async def reply(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-        return web.json_response([SOUND[0][0], POISONS[kind][0]])
+        return respond([SOUND[0][0], POISONS[kind][0]])
 
     engine = connect(start_server(reply))
     engine.vocab_size = VOCAB_SIZE

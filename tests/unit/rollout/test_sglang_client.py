@@ -242,7 +242,7 @@ def broken(**meta: Any) -> bytes:
         (b"{}", "0 completions instead of 1"),
         (b'[{"output_ids": [4]}]', "KeyError: 'meta_info'"),
         (broken(finish_reason={"type": "tired"}), "finish_reason 'tired'"),
-        (broken(output_token_logprobs=[[-1.0, 4, None], [None, 5, None]]), "TypeError"),
+        (broken(output_token_logprobs=[[-1.0, 4, None], 5]), "TypeError"),
         (broken(weight_versions=[{"version": "default", "start": 0, "end": 2}]), "'default' is not a number"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_malformed_answer_is_an_error_that_shows_it(body, what):
     [
         {"output_token_logprobs": [[-1.0, 4, None]]},
         {"output_token_logprobs": [[-1.0, 4, None], [-1.0, 6, None]]},
-        {"output_token_logprobs": [[-1.0, 4, None], [float("nan"), 5, None]]},
+        {"output_token_logprobs": [[-1.0, 4, None], [None, 5, None]]},
         {"weight_versions": [{"version": "0", "start": 0, "end": 1}]},
         {"weight_versions": [{"version": "0", "start": 1, "end": 2}]},
         {"weight_versions": [{"version": "0", "start": 1, "end": 3}]},
