@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,32 +158,25 @@ class RewardPool:
         """Shares the calls that wait out over the idle workers. Where there are none, more are made."""
         while self._queue and self._idle:
             count = -(-len(self._queue) // len(self._idle))
-            share = collections.deque(self._queue.popleft() for _ in range(count))
-            self._begin(self._work(self._idle.pop(), share))
-        if self._queue:
-            self._grow(self.config.workers - len(self._live) - self._forking)
-            if self._watch is None or self._watch.done():
-                self._watch = self._begin(self._grow_while_stuck())
+            self._begin(self._work(self._idle.pop(), [self._queue.popleft() for _ in range(count)]))
+        self._grow(self.config.workers - len(self._live) - self._forking)
+        if self._watch is None or self._watch.done():
+            self._watch = self._begin(self._watch_over())
 
-    async def _work(self, worker_: _Worker, share: collections.deque[_Call]) -> None:
+    async def _work(self, worker_: _Worker, share: list[_Call]) -> None:
         """Has a worker score a share, one call after the other. What it does not get to goes back to the queue."""
-        worker_.send([call.pickled for call in share])
-        while share:
-            worker_.scoring = call = share.popleft()
-            others = asyncio.get_running_loop().call_later(PATIENCE_S, self._take_back, share)
+        worker_.send(share)
+        while worker_.share:
+            call = worker_.next()
             try:
-                async with asyncio.timeout(self.config.time_limit_s):
-                    answer = await worker_.answer()
-            except TimeoutError:
-                self._fail(call, "time", f"no answer within rewards.time_limit_s={self.config.time_limit_s:g}")
-                self._end(worker_)
-                break
+                answer = await worker_.answer()
             except (ConnectionError, asyncio.IncompleteReadError):
-                self._fail(call, "died", "its process died (exit, crash or memory limit)")
+                if worker_.late:
+                    self._fail(call, "time", f"no answer within rewards.time_limit_s={self.config.time_limit_s:g}")
+                else:
+                    self._fail(call, "died", "its process died (exit, crash or memory limit)")
                 self._end(worker_)
                 break
-            finally:
-                others.cancel()
             self._answers += 1
             if "error" in answer:
                 self._fail(call, "raised", answer["error"])
@@ -190,17 +184,16 @@ class RewardPool:
                 call.values.set_result(answer["values"])
             if not answer["more"]:
                 break
-            if not share:  # it goes on with calls that others have taken meanwhile
+            if not worker_.share:  # it goes on with calls that others have taken meanwhile
                 self._end(worker_)
         worker_.scoring = None
-        self._queue.extendleft(reversed(share))
+        self._take_back(worker_)
         self._free(worker_)
 
-    def _take_back(self, share: collections.deque[_Call]) -> None:
-        """Lets others have the calls behind a slow one."""
-        self._queue.extendleft(reversed(share))
-        share.clear()
-        self._hand_out()
+    def _take_back(self, worker_: _Worker) -> None:
+        """Lets others have what a worker has not begun."""
+        self._queue.extendleft(reversed(worker_.share))
+        worker_.share.clear()
 
     def _fail(self, call: _Call, cause: str, says: str) -> None:
         if not call.values.done():  # else its caller was cancelled
@@ -211,16 +204,27 @@ class RewardPool:
         """A worker is done with its share, or has ended. Once nothing is left to do, those that are too many end."""
         if worker_ in self._live:
             self._idle.append(worker_)
-        self._hand_out()
+        if self._queue:
+            self._hand_out()
         while len(self._idle) == len(self._live) > self.config.workers:
             self._end(self._idle.pop())
 
-    async def _grow_while_stuck(self) -> None:
-        """While calls wait and none is answered for a while, the workers are doubled, up to the most."""
-        while self._queue:
+    async def _watch_over(self) -> None:
+        """While there is work: ends workers that are late, has others do what waits behind slow ones, and doubles the
+        workers, up to the most, where calls wait and none is answered."""
+        while self._queue or len(self._idle) < len(self._live):
             seen = self._answers
-            await asyncio.sleep(PATIENCE_S)
-            if self._answers == seen and self._forking == 0:
+            await asyncio.sleep(min(PATIENCE_S, self.config.time_limit_s))
+            for each in [each for each in self._live if each.scoring is not None]:
+                waited = time.monotonic() - each.since
+                if waited > self.config.time_limit_s:
+                    each.late = True
+                    self._end(each)
+                elif waited > PATIENCE_S:
+                    self._take_back(each)
+            if self._queue and self._idle:
+                self._hand_out()
+            elif self._answers == seen and self._forking == 0:
                 self._grow(max(len(self._live), 1))
 
     def _grow(self, count: int) -> None:
@@ -282,7 +286,10 @@ class _Worker:
         self.reader = reader
         self.writer = writer
         self.loop = asyncio.get_running_loop()
+        self.share: collections.deque[_Call] = collections.deque()  # not begun
         self.scoring: _Call | None = None
+        self.since = 0.0  # when it began with that
+        self.late = False
 
     @staticmethod
     async def made_by(fork: Callable[[socket.socket], int]) -> _Worker:
@@ -292,9 +299,16 @@ class _Worker:
         ours.setblocking(False)
         return _Worker(pid, *await asyncio.open_unix_connection(sock=ours))
 
-    def send(self, calls: list[bytes]) -> None:
-        share = pickle.dumps(calls)
-        self.writer.write(worker.HEADER.pack(len(share)) + share)
+    def send(self, share: list[_Call]) -> None:
+        self.share.extend(share)
+        message = pickle.dumps([call.pickled for call in share])
+        self.writer.write(worker.HEADER.pack(len(message)) + message)
+
+    def next(self) -> _Call:
+        """The call that it scores now."""
+        self.scoring = self.share.popleft()
+        self.since = time.monotonic()
+        return self.scoring
 
     async def answer(self) -> dict[str, Any]:
         """To the next call of the share; `more` says whether another one follows."""

@@ -70,7 +70,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def serve(connection: socket.socket, functions: list[Any]) -> None:
-    """Answers shares of calls until the parent hangs up, each call at once. A share ends after SHARE_S: others go on."""
+    """Answers shares of calls until the parent hangs up, call by call. A share ends after SHARE_S: others go on."""
     while (message := receive(connection)) is not None:
         calls: list[bytes] = pickle.loads(message)
         until = time.monotonic() + SHARE_S
