@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 BLOCK = 16  # tokens: beginnings are remembered at multiples of it, and whole
 REMEMBERED = 1 << 16  # beginnings
-MOST_UNEVEN = 32  # completions that a server may have more than the least loaded one, to be preferred for a beginning
+MOST_UNEVEN = 32  # completions that a server may have more than the least loaded one, to be preferred for what it read:
+# one for each block of a beginning, all of them for a whole prompt (a group stays together)
 POLL_S = 0.1
 
 
@@ -125,21 +126,22 @@ class Router:
         if not able:
             return None
         least = min(able, key=lambda address: (self._load[address], self._asked[address]))
-        reader = self._reader(ids)
-        if reader in able and self._load[reader] <= self._load[least] + MOST_UNEVEN:
+        reader, worth = self._reader(ids)
+        if reader in able and self._load[reader] <= self._load[least] + worth:
             return reader
         return least
 
     # -- beginnings ---------------------------------------------------------------------------------------------
 
-    def _reader(self, ids: Sequence[int]) -> str:
-        """The server that has read the most of `ids`, at least half of them; "" if none has."""
+    def _reader(self, ids: Sequence[int]) -> tuple[str, int]:
+        """The server that has read the most of `ids`, at least half of them, and how uneven loads may be for it; ""
+        if none has. Prompts of one template begin alike, which must not bring all of them to one server."""
         for length, key in reversed(_beginnings(ids)):
             if 2 * length < len(ids):
                 break
             if (address := self._known.get(key)) is not None:
-                return address
-        return ""
+                return address, MOST_UNEVEN if length == len(ids) else min(MOST_UNEVEN, length // BLOCK)
+        return "", 0
 
     def _remember(self, ids: Sequence[int], address: str) -> None:
         for _, key in _beginnings(ids):

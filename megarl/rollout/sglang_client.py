@@ -87,7 +87,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._saved: dict[str, Any] | None = None  # a stream's state, until there is one
         self._thread: LoopThread | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._waiting: dict[tuple[int, ...], list[tuple[dict[str, Any], asyncio.Future[Piece]]]] = {}
+        self._waiting: dict[tuple[int, ...], list[tuple[list[int], dict[str, Any], asyncio.Future[Piece]]]] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     def initialize(
@@ -260,7 +260,7 @@ class RemoteSGLangEngine(InferenceEngine):
         versions: list[int] = []
         fruitless = 0
         while True:
-            piece = await self._ask(req.input_ids + tokens, sampling_params(req.gconfig, len(tokens)))
+            piece = await self._ask(req.input_ids, tokens, sampling_params(req.gconfig, len(tokens)))
             tokens += piece.tokens
             logprobs += piece.logprobs
             versions += piece.versions
@@ -313,21 +313,21 @@ class RemoteSGLangEngine(InferenceEngine):
                 "started with --weight-version 0"
             ) from error
 
-    async def _ask(self, input_ids: list[int], params: dict[str, Any]) -> Piece:
-        """Queues one completion. Those for the same tokens, queued in one turn of the loop, are sent together."""
+    async def _ask(self, prompt: list[int], written: list[int], params: dict[str, Any]) -> Piece:
+        """Queues a completion that goes on after `prompt + written`. Those of one prompt, queued in one turn of the
+        loop, are sent together: a group when it starts, and what is left of it when a weight update aborted it."""
         loop = asyncio.get_running_loop()
-        key = tuple(input_ids)
+        key = tuple(prompt)
         if key not in self._waiting:
             self._waiting[key] = []
             loop.call_soon(self._send_group, key)
         future: asyncio.Future[Piece] = loop.create_future()
-        self._waiting[key].append((params, future))
+        self._waiting[key].append((prompt + written, params, future))
         return await future
 
     def _send_group(self, key: tuple[int, ...]) -> None:
-        group = self._waiting.pop(key)
-        futures = [future for _, future in group]
-        task = asyncio.get_running_loop().create_task(self._serve(list(key), [params for params, _ in group], futures))
+        inputs, params, futures = zip(*self._waiting.pop(key), strict=True)
+        task = asyncio.get_running_loop().create_task(self._serve(inputs, params, futures))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -339,10 +339,13 @@ class RemoteSGLangEngine(InferenceEngine):
             future.add_done_callback(give_up)
 
     async def _serve(
-        self, input_ids: list[int], params: list[dict[str, Any]], futures: list[asyncio.Future[Piece]]
+        self,
+        inputs: Sequence[list[int]],
+        params: Sequence[dict[str, Any]],
+        futures: Sequence[asyncio.Future[Piece]],
     ) -> None:
         try:
-            pieces = await self._post(input_ids, params)
+            pieces = await self._post(inputs, params)
         except Exception as error:
             for future in futures:
                 if not future.done():
@@ -352,12 +355,12 @@ class RemoteSGLangEngine(InferenceEngine):
                 if not future.done():
                     future.set_result(piece)
 
-    async def _post(self, input_ids: list[int], params: list[dict[str, Any]]) -> list[Piece]:
+    async def _post(self, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> list[Piece]:
         """Sends a group, again on lost connections and 5xx, each time to a server not tried yet if there is one."""
-        body = {"input_ids": [input_ids] * len(params), "sampling_params": params, "return_logprob": True}
+        body = {"input_ids": inputs, "sampling_params": params, "return_logprob": True}
         tried: list[str] = []
         while True:
-            async with self.router.place(input_ids, len(params), tried, self.config.batch_timeout_s) as address:
+            async with self.router.place(inputs[0], len(params), tried, self.config.batch_timeout_s) as address:
                 try:
                     status, answer = await self.router.unless_lost(address, self._post_once(address, body))
                 except ServerLost:  # not the request's fault: whoever is left answers it
@@ -371,8 +374,8 @@ class RemoteSGLangEngine(InferenceEngine):
                 else:
                     if status == 200:
                         pieces = parse_answer(answer, len(params), address)
-                        for piece in pieces:
-                            self.router.answered(input_ids + piece.tokens, address)
+                        for ids, piece in zip(inputs, pieces, strict=True):
+                            self.router.answered(ids + piece.tokens, address)
                         return pieces
                     failure = f"{address} answered {status}: {excerpt(answer)}"
                     if status < 500:

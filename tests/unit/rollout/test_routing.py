@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Coroutine
@@ -63,6 +64,20 @@ def test_a_group_and_later_turns_go_to_the_server_that_has_read_their_beginning(
             pass
         async with router.place(PROMPT, MOST_UNEVEN + 1, (), 1) as loaded, router.place(PROMPT, 1, (), 1) as spared:
             assert (loaded, spared) == (first, other)
+
+    on_a_loop(check())
+
+
+def test_prompts_that_only_begin_alike_are_spread_over_the_servers() -> None:
+    template = list(range(16))
+
+    async def check() -> None:
+        router = routed()
+        asked: list[str] = []
+        async with contextlib.AsyncExitStack() as groups:
+            for i in range(8):
+                asked.append(await groups.enter_async_context(router.place([*template, 50 + i], 8, (), 1)))
+        assert sorted(asked) == ["a"] * 4 + ["b"] * 4
 
     on_a_loop(check())
 

@@ -210,6 +210,21 @@ def test_an_aborted_completion_goes_on_after_its_tokens_with_their_versions(star
     assert stats_tracker.export()["rollout/interruptions"] == 1
 
 
+def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, connect):
+    async def aborts(body, request):
+        ended = [answer([7, 0], reason="stop")]
+        return web.json_response([answer([7], reason="abort"), *ended, answer([8, 9], reason="abort")])
+
+    async def ends(body, request):
+        return web.json_response([answer([5, 0], reason="stop"), answer([0], reason="stop")])
+
+    server = start_server(in_turn(aborts, ends))
+    responses = ask(connect(server), *[request(4, max_new_tokens=6)] * 3)
+    assert [response.output_tokens for response in responses] == [[7, 5, 0], [7, 0], [8, 9, 0]]
+    assert [body["input_ids"] for body in server.bodies] == [[[4]] * 3, [[4, 7], [4, 8, 9]]]
+    assert [params["max_new_tokens"] for params in server.bodies[1]["sampling_params"]] == [5, 4]
+
+
 def test_a_completion_aborted_at_its_last_token_is_complete(start_server, connect):
     async def aborts(body, request):
         return web.json_response([answer([7, 8, 9], reason="abort")])
