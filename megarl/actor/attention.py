@@ -18,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from megarl.actor.context_parallel import Cut, LocalTokens, gather_keys_values
 
 WHOLE = Cut()
+MOST_MASKED = 2048  # keys: a mask of more would take memory that matters
+CAUSAL_ROWS = 32  # queries that torch's causal attention takes at once on the CPU, with all keys that one of them sees
 
 
 @dataclass(frozen=True)
@@ -57,32 +59,36 @@ def packed_sequences(
     """Plans attention for sequences laid end to end; `cu_seqlens` is int32 `[num_seqs + 1]`, on the host, padded as
     `cut` needs it. With `shared` (and no cut) the model is given the tokens `shared.source` of them only.
 
-    A block holds chunks of lengths in (2^(k-1), 2^k], so that less than half of it is padding.
+    A block holds chunks of lengths in (2^(k-1), 2^k], so that less than half of it is padding. Queries of a beginning
+    that another sequence computes are left out where that is less work (`_left_out`).
     """
     starts, sizes = cu_seqlens.long()[:-1] // cut.cp_size, cut.chunk_lengths(cu_seqlens)
-    classes = (sizes.clamp(min=1) - 1).double().add(1).log2().ceil().long()
     total = int(cu_seqlens[-1]) // cut.cp_size
-    given, place = torch.ones(total, dtype=torch.bool), torch.arange(total)
+    given, place, skipped = torch.ones(total, dtype=torch.bool), torch.arange(total), torch.zeros_like(sizes)
     if shared is not None:
         given, place = torch.zeros_like(given).index_fill_(0, shared.source, True), shared.rows
+        skipped = _left_out(sizes, given) if device.type == "cpu" else skipped
+    taken = sizes - skipped
+    classes = _size_class(sizes) * 64 + _size_class(taken)
     positions = torch.empty(int(given.sum()), dtype=torch.long)
     blocks, order = [], []
     for half, chunk in enumerate(cut.my_chunks()):
-        for value in classes[sizes > 0].unique().tolist():
-            members = ((classes == value) & (sizes > 0)).nonzero().squeeze(1)
-            size, length = sizes[members, None], int(sizes[members].max())
-            slots = torch.minimum(torch.arange(length), size - 1)
+        for value in classes[taken > 0].unique().tolist():
+            members = ((classes == value) & (taken > 0)).nonzero().squeeze(1)
+            size, count, length = sizes[members, None], taken[members, None], int(taken[members].max())
+            slots = skipped[members, None] + torch.minimum(torch.arange(length), count - 1)
             queries = starts[members, None] + half * size + slots
-            valid = ((torch.arange(length) < size) & given[queries]).flatten().nonzero().squeeze(1)
+            valid = ((torch.arange(length) < count) & given[queries]).flatten().nonzero().squeeze(1)
             queries = place[queries]
             at = chunk * size + slots
             order.append(queries.flatten()[valid])
             positions[order[-1]] = at.flatten()[valid]
             keys, key_length, mask = queries, length, None
-            if cut.cp_size > 1:
-                key_length = (chunk + 1) * length
+            if cut.cp_size > 1 or bool((count < size).any()):
+                key_length = (chunk + 1) * int(size.max())
                 key_slots = torch.minimum(torch.arange(key_length), (chunk + 1) * size - 1)
                 keys = cut.rows(cu_seqlens, members[:, None].expand_as(key_slots), key_slots)
+                keys = keys if shared is None else place[keys]
                 mask = (torch.arange(key_length) <= at[..., None])[:, None].to(device)
             where = (t.flatten().to(device) for t in (queries, valid, keys))
             blocks.append(Block(len(members), length, next(where), next(where), key_length, next(where), mask))
@@ -90,6 +96,20 @@ def packed_sequences(
     restore = torch.empty_like(order_all)
     restore[order_all] = torch.arange(len(order_all))
     return PackedSequences(qkv_format="thd", positions=positions.to(device), blocks=blocks, restore=restore.to(device))
+
+
+def _size_class(sizes: Tensor) -> Tensor:
+    """int64: k for sizes in (2^(k-1), 2^k], 0 up to 1."""
+    return sizes.clamp(min=1).double().log2().ceil().long()
+
+
+def _left_out(sizes: Tensor, given: Tensor) -> Tensor:
+    """int64 `[num_seqs]`: how many queries at the beginning of each sequence are left out: those that the model is not
+    `given`, where masked attention of the others to all keys has fewer scores than causal attention of all."""
+    ends = sizes.cumsum(0)
+    counted = torch.nn.functional.pad(given.long().cumsum(0), (1, 0))
+    rest = counted[ends] - counted[ends - sizes]
+    return torch.where((2 * rest < sizes + CAUSAL_ROWS) & (sizes <= MOST_MASKED), sizes - rest, 0)
 
 
 def packed_for_te(cu_seqlens: Tensor, device: torch.device) -> PackedSequences:

@@ -33,5 +33,6 @@ class RowInvariantAttention(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         length = query.shape[2]
-        causal = torch.ones(1, length, length, dtype=torch.bool, device=query.device).tril()
-        return row_invariant.attention(query, key, value, causal, self.softmax_scale)
+        if mask is None:
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril()
+        return row_invariant.attention(query, key, value, mask[:, 0], self.softmax_scale)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megarl.actor.attention import PackedAttention, packed_sequences
 from megarl.actor.balance import SequenceCost
@@ -144,22 +145,56 @@ def test_blocks_hold_every_token_once_and_half_of_them_at_least_are_tokens(lengt
     assert packed.positions.tolist() == [p for n in lengths for p in range(n)]
 
 
-def test_packed_attention_is_attention_of_each_sequence_alone() -> None:
-    class Config:
-        kv_channels = 8
-        context_parallel_size = 1
+class HeadsOfEight:
+    kv_channels = 8
+    context_parallel_size = 1
 
-    torch.manual_seed(0)
-    lengths = torch.tensor([5, 1, 17, 16, 3])
-    total = int(lengths.sum())
-    query, key, value = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
-    out = PackedAttention(Config())(
-        query, key, value, None, packed_seq_params=packed_sequences(cu_seqlens_of(lengths), torch.device("cpu"))
-    )
+
+def attention_alone(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """Causal attention of each sequence by itself: `[tokens, heads * dim]`."""
     expected = []
     for q, k, v in zip(*(x.split(lengths.tolist()) for x in (query, key, value)), strict=True):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / 8**0.5
         scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
         expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1))
-    torch.testing.assert_close(out, torch.cat(expected), atol=1e-6, rtol=1e-5)
+    return torch.cat(expected)
+
+
+def test_packed_attention_is_attention_of_each_sequence_alone() -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([5, 1, 17, 16, 3])
+    total = int(lengths.sum())
+    query, key, value = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
+    packed = packed_sequences(cu_seqlens_of(lengths), torch.device("cpu"))
+    out = PackedAttention(HeadsOfEight())(query, key, value, None, packed_seq_params=packed)
+    torch.testing.assert_close(out, attention_alone(query, key, value, lengths), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prompts", [(40, 3), (5, 70), (2100, 1)])
+def test_attention_after_a_shared_prompt_is_attention_of_each_sequence_alone(prompts: tuple[int, int]) -> None:
+    """Long completions after a short prompt, and short ones after a long one: then only one sequence of the group has
+    queries in the prompt, unless the mask of the others were too large."""
+    batch = grouped([(prompts[0], [60, 3, 9, 3]), (prompts[1], [8, 200, 8]), (1, [1])])
+    shared = share(batch)
+    packed = packed_sequences(batch.cu_seqlens, torch.device("cpu"), shared=shared)
+    torch.manual_seed(0)
+    given = shared.source.numel()
+    query, key, value = (torch.randn(given, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    out = PackedAttention(HeadsOfEight())(query, key, value, None, packed_seq_params=packed)
+    whole = [x[shared.rows] for x in (query, key, value)]
+    expected = attention_alone(*whole, batch.lengths)[shared.source]  # type: ignore[arg-type]
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    gradient = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(x, (query, key, value), gradient) for x in (out, expected))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    masked = [block for block in packed.blocks if block.mask is not None]
+    assert masked
+    assert all(block.length < block.key_length <= 2048 for block in masked)
+
+
+def test_a_sequence_that_is_another_ones_has_no_queries() -> None:
+    batch = grouped([(9, [4, 4])])
+    batch["input_ids"][13:] = batch["input_ids"][:13]
+    packed = packed_sequences(batch.cu_seqlens, torch.device("cpu"), shared=share(batch))
+    assert [(block.num_seqs, block.length, block.mask) for block in packed.blocks] == [(1, 13, None)]
