@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.link import EXPLAIN_S, RankFailure, ServerLink
-from megarl.reshard.sglang import ServerControlError
+from megarl.reshard.sglang import PendingCall, ServerControlError
 from megarl.reshard.store import Deadline
 
 log = logging.getLogger(__name__)
@@ -84,16 +84,26 @@ class Coordinator:
 
     # --- phases ---
 
-    def begin(self, version: int, *, again: bool) -> None:
-        """Pauses the servers and opens an update session on each. `again` where some serve `version` already."""
+    def begin(self, version: int, order: Callable[[ServerLink], None], *, again: bool) -> None:
+        """Pauses the servers and sends each its `order`, at once: a server pauses first. `again` where some serve
+        `version` already."""
         self.seconds = {}
         self.active = list(self.links)
         with self.timed("check"):
             self._check(version if again else version - 1)
+        paused: dict[ServerLink, PendingCall] = {}
         with self.timed("pause"):
-            self.call_all("/pause_generation", {"mode": self.config.pause_mode})
+            deadline = Deadline(self.config.control_deadline_s)
+
+            def send(link: ServerLink) -> None:
+                paused[link] = link.control.send("/pause_generation", {"mode": self.config.pause_mode}, deadline)
+                order(link)
+
+            self.each(send)
+            self.each(lambda link: paused[link].result(deadline))
         with self.timed("begin"):
-            self._open_sessions()
+            deadline = Deadline(self.config.control_deadline_s)
+            self.each(lambda link: link.begun(deadline))
 
     def commit(self, version: int) -> None:
         """Puts the servers back to work at `version`. What they hold is proven: one that fails here is left behind."""
@@ -133,33 +143,22 @@ class Coordinator:
             return False
         return True
 
-    def _open_sessions(self) -> None:
-        """Opens an update session on every server at once, in place of one that a failed push may have left open."""
-        deadline = Deadline(self.config.control_deadline_s)
-        calls: dict[ServerLink, Any] = {}
-        self.each(lambda link: calls.update({link: link.control.send("/begin_weight_update", {}, deadline)}))
-
-        def opened(link: ServerLink) -> None:
-            try:
-                calls[link].result(deadline)
-            except ServerControlError as error:
-                if "already open" not in str(error):
-                    raise
-                link.control.call("/end_weight_update", {}, deadline)
-                link.control.call("/begin_weight_update", {}, deadline)
-
-        self.each(opened)
+    def end(self) -> None:
+        """Waits until every server has ended its update session."""
+        with self.timed("end"):
+            deadline = Deadline(self.config.control_deadline_s)
+            self.each(lambda link: link.ended(deadline))
 
     def call_all(self, path: str, body: dict[str, Any] | None) -> list[tuple[ServerLink, dict[str, Any]]]:
         """One request to every active server at once. Returns the answers of those that did not fail."""
         deadline = Deadline(self.config.control_deadline_s)
-        calls: dict[ServerLink, Any] = {}
+        calls: dict[ServerLink, PendingCall] = {}
         answers: list[tuple[ServerLink, dict[str, Any]]] = []
         self.each(lambda link: calls.update({link: link.control.send(path, body, deadline)}))
         self.each(lambda link: answers.append((link, calls[link].result(deadline))))
         return answers
 
-    def each(self, action: Callable[[ServerLink], None], links: Sequence[ServerLink] | None = None) -> None:
+    def each(self, action: Callable[[ServerLink], object], links: Sequence[ServerLink] | None = None) -> None:
         """Does `action` with every active server; the policy decides about one where it fails."""
         for link in list(self.active if links is None else links):
             try:

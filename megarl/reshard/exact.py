@@ -185,8 +185,7 @@ def _prove(attempt: Attempt, chief: Coordinator, outcomes: list[dict[str, Any]])
             for number, server, rank in attempt.job.places():
                 if server.index == link.index:
                     results[number] = told[rank]
-    with chief.timed("end"):
-        chief.call_all("/end_weight_update", {})
+    chief.end()
     with chief.timed("verify", attempt.transfer_s):
         sample = Sample(attempt.job.modulus, attempt.job.remainder)
         sent = [{int(bucket): digests for bucket, digests in outcome["digests"]} for outcome in outcomes]

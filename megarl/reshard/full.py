@@ -50,8 +50,7 @@ def run(
     results: dict[ServerLink, list[dict[str, Any]]] = {}
     with chief.timed("apply", config.transfer_deadline_s):
         chief.each(lambda link: results.update({link: link.finish(sender.deadline)}))
-    with chief.timed("end"):
-        chief.call_all("/end_weight_update", {})
+    chief.end()
     verified = 0
 
     def check(link: ServerLink) -> None:

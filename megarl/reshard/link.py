@@ -44,6 +44,8 @@ class ServerLink:
         self.carrier = ""  # that the group was joined for; "": not joined
         self.layout: list[dict[str, Any]] = []  # what each rank published
         self.pending: PendingCall | None = None
+        self._begun: PendingCall | None = None
+        self._ended: PendingCall | None = None
         self._answered: bool | Exception | None = None
         self.sequence = 0
         self._store: Store | None = None
@@ -69,8 +71,8 @@ class ServerLink:
     def open(
         self, store: Store, host: str, port: int, session: int, sequence: int, carrier: str, flush: bool, wait_s: float
     ) -> None:
-        """Sends the request that makes the server's ranks call `receive`; its answer comes when they are done, and
-        have dropped their caches if `flush`."""
+        """Sends the order that makes the server's ranks call `receive`, in an update session of its own. It is answered
+        when they are done, and have dropped their caches if `flush`."""
         if self.carrier not in ("", carrier):
             self.leave()
         self.sequence = sequence
@@ -89,7 +91,24 @@ class ServerLink:
             deadline_ms=int(wait_s * 1000),
         )
         body = order_body(order, self.tp_size, flush)
-        self.pending = self.control.send("/update_weights_from_tensor", body, Deadline(wait_s))
+        deadline = Deadline(wait_s)
+        self._begun = self.control.send("/begin_weight_update", {}, deadline)
+        self.pending = self.control.send("/update_weights_from_tensor", body, deadline)
+        self._ended = self.control.send("/end_weight_update", {}, deadline)
+
+    def begun(self, deadline: Deadline) -> None:
+        """Waits until the update session is open: this one, or one that a failed push has left."""
+        assert self._begun is not None, "open first"
+        try:
+            self._begun.result(deadline)
+        except ServerControlError as error:
+            if "already open" not in str(error):
+                raise
+
+    def ended(self, deadline: Deadline) -> None:
+        """Waits until the update session has ended."""
+        assert self._ended is not None, "open first"
+        self._ended.result(deadline)
 
     def join(self, carrier: str, deadline: Deadline) -> None:
         """Reads what each rank holds, unless it is known; the group itself is joined by the trainer ranks."""

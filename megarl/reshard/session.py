@@ -26,6 +26,7 @@ from megarl.reshard.config import ReshardConfig
 from megarl.reshard.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
 from megarl.reshard.exact import Attempt, Moved
 from megarl.reshard.job import Job, key, read_job, remove_attempt, write_job
+from megarl.reshard.link import ServerLink
 from megarl.reshard.send import Shard, TrainerMember
 from megarl.reshard.store import Deadline, join_store, open_store, read, write, write_bulk
 from megarl.reshard.verify import Sample
@@ -225,22 +226,22 @@ class WeightSession:
         """Pauses the servers, sends them the order and learns what they hold. Returns what is to be done."""
         chief, config = self._chief, self.config
         assert chief is not None, "rank 0 prepares"
-        chief.begin(version, again=version == self.version)
         wait_s = config.connect_deadline_s + config.transfer_deadline_s
-        stayed = all(link.carrier == carrier and not link.dirty for link in chief.active)
+        flush = config.pause_mode != "in_place"  # there running requests keep their caches
+        stayed: list[bool] = []
+
+        def order(link: ServerLink) -> None:
+            stayed.append(link.carrier == carrier and not link.dirty)
+            link.open(self._store, self._host, self._port, self._id, self.sequence, carrier, flush, wait_s)
+
+        chief.begin(version, order, again=version == self.version)
         with chief.timed("connect", config.connect_deadline_s):
             deadline = Deadline(config.connect_deadline_s)
-            flush = config.pause_mode != "in_place"  # there running requests keep their caches
-            chief.each(
-                lambda link: link.open(
-                    self._store, self._host, self._port, self._id, self.sequence, carrier, flush, wait_s
-                )
-            )
             chief.each(lambda link: link.join(carrier, deadline))
             # A server that was silent has used up the phase's time: what the others told is there already.
             world = "" if carrier in ("full", "disk") else self._describe(chief, Deadline(config.connect_deadline_s))
         self._since_anchor += 1
-        delta = config.delta and stayed and world == self._planned and self._since_anchor < config.anchor_every
+        delta = config.delta and all(stayed) and world == self._planned and self._since_anchor < config.anchor_every
         if not delta:
             self._since_anchor = 0
         self._planned = world

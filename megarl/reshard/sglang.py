@@ -6,10 +6,9 @@ The trainer's HTTP request carries a few integers; tensors and the report on the
 
 from __future__ import annotations
 
-import http.client
 import json
 import pickle
-import select
+import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,11 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from megarl.reshard import receive as receiver
+from megarl.reshard.connection import Connection
 from megarl.reshard.geometry import Geometry, check_plain, fragments
 from megarl.reshard.layout import Fragment
 from megarl.reshard.store import Deadline
 
 WEIGHT_LOADER = "megarl.reshard.sglang.receive"  # for SGLang's --custom-weight-loader
+
+KEEP_S = 2.0  # below the 5 s after which SGLang closes an idle connection
 
 # --- The endpoints ---------------------------------------------------------------------------------------------------
 
@@ -33,58 +35,61 @@ class ServerControlError(RuntimeError):
 class PendingCall:
     """A request that was sent and not yet answered."""
 
-    def __init__(self, connection: http.client.HTTPConnection, path: str):
+    def __init__(self, connection: Connection, number: int, path: str):
         self.connection = connection
+        self.number = number
         self.path = path
 
     def answered(self, within_s: float = 0.0) -> bool:
         """Whether the answer comes, or the connection ends, within so many seconds."""
-        sock = self.connection.sock
-        return sock is None or bool(select.select([sock], [], [], within_s)[0])
+        return self.connection.answered(self.number, within_s)
 
     def result(self, deadline: Deadline) -> dict[str, Any]:
         """The answer. Raises ServerControlError if it is a refusal, TimeoutError if it is late."""
+        if not self.answered(max(deadline.end - time.monotonic(), 0.0)):
+            self.cancel()
+            raise TimeoutError(f"no answer to {self.path} within {deadline.seconds:g} s")
         try:
-            if self.connection.sock is not None:
-                self.connection.sock.settimeout(deadline.left())
-            response = self.connection.getresponse()
-            body = response.read()
-        except TimeoutError:
-            raise TimeoutError(f"no answer to {self.path} within {deadline.seconds:g} s") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerControlError(f"{self.path} was not answered: {type(error).__name__}: {error}") from error
-        finally:
-            self.connection.close()
+            status, body = self.connection.answer(self.number)
+        except ConnectionError as error:
+            raise ServerControlError(f"{self.path} was not answered: {error}") from error
         try:
             answer = json.loads(body) if body[:1] == b"{" else {"message": body.decode(errors="replace")}
         except ValueError as error:
             raise ServerControlError(f"{self.path} was answered with {body[:200]!r}, which is not JSON") from error
-        if response.status != 200 or answer.get("success") is False:
-            raise ServerControlError(f"{self.path} was refused with {response.status}: {answer}")
+        if status != 200 or answer.get("success") is False:
+            raise ServerControlError(f"{self.path} was refused with {status}: {answer}")
         return answer
 
     def cancel(self) -> None:
-        """Gives the answer up."""
+        """Gives the answer up, and those to later requests."""
         self.connection.close()
 
 
 class ServerControl:
-    """The weight-update endpoints of one server. `call` sends and waits, `send` only sends."""
+    """The weight-update endpoints of one server. `call` sends and waits, `send` only sends: what is sent before an
+    answer has come is done in its turn."""
 
     def __init__(self, address: str, api_key: str):
         self.address = address
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+        self._connection: Connection | None = None
 
     def send(self, path: str, body: dict[str, Any] | None, deadline: Deadline) -> PendingCall:
         """Sends a request: a POST with a body, a GET without."""
-        connection = http.client.HTTPConnection(self.address, timeout=deadline.left())
+        content = b"" if body is None else json.dumps(body).encode()
         try:
-            content = None if body is None else json.dumps(body)
-            connection.request("GET" if body is None else "POST", path, content, self._headers)
+            if self._connection is None or self._connection.idle_s() > KEEP_S:
+                if self._connection is not None:
+                    self._connection.close()
+                self._connection = Connection(self.address, deadline.left())
+            method = "GET" if body is None else "POST"
+            number = self._connection.ask(method, path, self._headers, content, deadline.left())
         except OSError as error:
-            connection.close()
+            if self._connection is not None:
+                self._connection.close()
             raise ServerControlError(f"{path} could not be sent: {type(error).__name__}: {error}") from error
-        return PendingCall(connection, path)
+        return PendingCall(self._connection, number, path)
 
     def call(self, path: str, body: dict[str, Any] | None, deadline: Deadline) -> dict[str, Any]:
         return self.send(path, body, deadline).result(deadline)

@@ -18,6 +18,8 @@ class FaultProxy:
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # a connection takes several requests, as the server's do
+
             def _forward(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 fault = proxy.faults.get(self.path)
