@@ -10,15 +10,14 @@ namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// x [n] / rms(x) * weight, to `out`, which may be `x`.
-MEGARL_HD void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+// 1 / rms(x) of x [n].
+MEGARL_HD float inverse_rms(const float* x, int64_t n, float eps) {
   FloatLanes squares = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) squares += load_lanes(x + i) * load_lanes(x + i);
   float sum = horizontal_sum<float>(squares);
   for (; i < n; ++i) sum += x[i] * x[i];
-  const float scale = 1.0f / std::sqrt(sum / static_cast<float>(n) + eps);
-  for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
+  return 1.0f / std::sqrt(sum / static_cast<float>(n) + eps);
 }
 
 void add_norm(const AddNormArgs& a, int64_t row) {
@@ -27,17 +26,29 @@ void add_norm(const AddNormArgs& a, int64_t row) {
     const float* update = a.update + row * a.width;
     for (int64_t i = 0; i < a.width; ++i) residual[i] += update[i];
   }
-  rms_norm(residual, a.weight, a.width, a.eps, a.out + row * a.width);
+  const float scale = inverse_rms(residual, a.width, a.eps);
+  float* out = a.out + row * a.width;
+  for (int64_t i = 0; i < a.width; ++i) out[i] = residual[i] * scale * a.weight[i];
 }
+
+// Half of the lanes: half a head is a whole number of them.
+constexpr int kHalf = kLanes / 2;
+using HalfLanes = Vector<float, kHalf>::type;
 
 // One head in place: the norm, then the rotation of its halves into each other.
 MEGARL_HD void norm_and_rotate(float* x, int64_t dim, const float* norm, float eps, const float* cos_sin) {
-  if (norm) rms_norm(x, norm, dim, eps, x);
+  const float scale = norm ? inverse_rms(x, dim, eps) : 1.0f;
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const float low = x[i], high = x[i + half], cos = cos_sin[i], sin = cos_sin[i + half];
-    x[i] = low * cos - high * sin;
-    x[i + half] = high * cos + low * sin;
+  for (int64_t i = 0; i < half; i += kHalf) {
+    HalfLanes low = load_raw<HalfLanes>(x + i), high = load_raw<HalfLanes>(x + i + half);
+    if (norm) {
+      low = low * scale * load_raw<HalfLanes>(norm + i);
+      high = high * scale * load_raw<HalfLanes>(norm + i + half);
+    }
+    const HalfLanes cos = load_raw<HalfLanes>(cos_sin + i), sin = load_raw<HalfLanes>(cos_sin + i + half);
+    const HalfLanes turned_low = low * cos - high * sin, turned_high = high * cos + low * sin;
+    std::memcpy(x + i, &turned_low, sizeof(turned_low));
+    std::memcpy(x + i + half, &turned_high, sizeof(turned_high));
   }
 }
 

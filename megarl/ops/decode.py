@@ -57,8 +57,11 @@ def rotate_and_store(
     rows, width = qkv.shape
     _, kv_heads, dim = keys.shape
     heads = width // dim - 2 * kv_heads
-    if heads < 1 or (heads + 2 * kv_heads) * dim != width:
-        raise ValueError(f"qkv has {width} columns, which are no queries beside 2 x {kv_heads} heads of {dim}")
+    if heads < 1 or (heads + 2 * kv_heads) * dim != width or dim % LANES:
+        raise ValueError(
+            f"qkv has {width} columns beside a cache of {kv_heads} heads of {dim}: they must be heads of that size, "
+            f"a multiple of {LANES}, with queries before the keys and values"
+        )
     _check("qkv", qkv, (rows, width))
     _check_cache(keys, values)
     _check("slots", slots, (rows,), torch.int64)

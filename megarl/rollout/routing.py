@@ -50,6 +50,7 @@ class Router:
         self._load: dict[str, int] = {}  # completions under way, of servers in service
         self._asked: dict[str, int] = {}  # completions ever
         self._lost: dict[str, asyncio.Future[None]] = {}  # done when the server is taken out of service
+        self._awaited: dict[asyncio.Future[None], None] = {}  # of requests that wait for room, in their order
         self._known: OrderedDict[int, str] = OrderedDict()  # who has read a beginning, by its hash
 
     @property
@@ -67,6 +68,7 @@ class Router:
                 self._load[address] = 0
                 self._asked.setdefault(address, 0)
                 self._lost[address] = asyncio.get_running_loop().create_future()
+        self._changed()
 
     def refresh(self) -> None:
         """Takes over what the fleet says now."""
@@ -90,7 +92,7 @@ class Router:
                 self._check_outlook()
             if time.monotonic() > deadline:
                 raise GenerationError(f"no server had room for a request within {timeout_s:g} s")
-            await asyncio.sleep(POLL_S)
+            await self._change(POLL_S)
         self._load[address] += count
         self._asked[address] += count
         lost = self._lost[address]
@@ -100,6 +102,21 @@ class Router:
         finally:
             if not lost.done():  # else it may be back in service, with a count of its own
                 self._load[address] -= count
+                self._changed()
+
+    async def _change(self, timeout_s: float) -> None:
+        """Returns when there may be room, or after `timeout_s`. Who came first is woken first."""
+        change = asyncio.get_running_loop().create_future()
+        self._awaited[change] = None
+        try:
+            await asyncio.wait({change}, timeout=timeout_s)
+        finally:
+            del self._awaited[change]
+
+    def _changed(self) -> None:
+        for change in self._awaited:
+            if not change.done():
+                change.set_result(None)
 
     async def unless_lost(self, address: str, answer: Coroutine[Any, Any, T]) -> T:
         """What `answer` returns. Cancels it and raises ServerLost if the server is taken out of service."""
