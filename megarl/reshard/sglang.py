@@ -6,6 +6,7 @@ The trainer's HTTP request carries a few integers; tensors and the report on the
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import time
@@ -123,11 +124,31 @@ def order_body(order: receiver.Order, tp_size: int, flush: bool) -> dict[str, An
     return {"serialized_named_tensors": [payload] * tp_size, "load_format": WEIGHT_LOADER, "flush_cache": flush}
 
 
+@functools.cache
+def rest_while_paused() -> None:
+    """Has this process's scheduler sleep while it is paused, where it sleeps when it is idle (`sleep_on_idle`).
+
+    SGLang's own asks without a break whether something has come. Two paused servers then take both cores of a machine
+    that has no more, and a sync waits for its turn at every step.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    @functools.wraps(record)
+    def record_and_rest(scheduler: Scheduler) -> None:
+        record(scheduler)
+        scheduler.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_rest
+
+
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Carries out the trainer's order in one rank. SGLang calls this; what it returns is ignored."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
+    rest_while_paused()
 
     def live() -> Sequence[Fragment]:
         check_plain(model)

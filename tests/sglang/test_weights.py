@@ -56,6 +56,16 @@ def test_pushed_weights_are_what_a_tied_qwen3_serves(qwen3: Served) -> None:
     assert list(report.seconds) == [*PHASES, "continue"]
 
 
+def test_a_paused_server_takes_no_processor_time(qwen3: Served) -> None:
+    qwen3.push(weights_of(make_model("qwen3", True, seed=3)))
+    deadline = Deadline(30)
+    qwen3.control().call("/pause_generation", {"mode": "retract"}, deadline)
+    before = sum(qwen3.scheduler().cpu_times()[:2])
+    time.sleep(1.0)
+    assert sum(qwen3.scheduler().cpu_times()[:2]) - before < 0.3  # it was 1.0
+    qwen3.control().call("/continue_generation", {}, deadline)
+
+
 @pytest.mark.parametrize(
     ("family", "tp_size", "kv_heads"), [("qwen2", 1, 2), ("llama", 2, 1)], ids=["qwen2", "llama-tp2-padded-heads"]
 )
