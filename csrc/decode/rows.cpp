@@ -63,20 +63,52 @@ void rotate_store(const RotateStoreArgs& a, int64_t row) {
   std::memcpy(a.values + a.slots[row] * kv_width, keys + kv_width, kv_width * sizeof(float));
 }
 
+// As many lanes as a register of this copy has; the compiler keeps wider vectors in memory. Of 16-bit floats
+// always kLanes, which is what their conversions take.
+#if defined(__AVX512F__)
+constexpr int kRegister = kLanes;
+#elif defined(__AVX2__)
+constexpr int kRegister = kLanes / 2;
+#else
+constexpr int kRegister = kLanes / 4;
+#endif
+using Register = Vector<float, kRegister>::type;
+
+MEGARL_HD Register load_register(const float* p) {
+  return load_raw<Register>(p);
+}
+template <class T>
+MEGARL_HD FloatLanes load_register(const T* p) {
+  return load_lanes(p);
+}
+MEGARL_HD void store_register(float* p, Register v) {
+  std::memcpy(p, &v, sizeof(v));
+}
+template <class T>
+MEGARL_HD void store_register(T* p, FloatLanes v) {
+  store_lanes(p, v);
+}
+
 // scores [n] = keys . query * scale. Key j is at keys + slots[j] * stride.
 template <class T>
 MEGARL_HD void dot_products(const T* query, const T* keys, const int32_t* slots, int64_t stride, int64_t n,
                             int64_t dim, float scale, float* scores) {
+  using V = decltype(load_register(query));
+  constexpr int kWidth = sizeof(V) / sizeof(float);
   for (int64_t start = 0; start < n; start += kLanes) {
     const int count = n - start < kLanes ? static_cast<int>(n - start) : kLanes;
-    FloatLanes sums[kLanes] = {};
+    V sums[kLanes] = {};
     for (int j = 0; j < count; ++j) {
       const T* key = keys + slots[start + j] * stride;
-      FloatLanes sum = {};
-      for (int64_t i = 0; i < dim; i += kLanes) sum += load_lanes(query + i) * load_lanes(key + i);
+      V sum = {};
+      for (int64_t i = 0; i < dim; i += kWidth) sum += load_register(query + i) * load_register(key + i);
       sums[j] = sum;
     }
-    store_lanes(scores + start, horizontal_sums(sums) * scale);
+    if constexpr (kWidth == kLanes) {
+      store_lanes(scores + start, horizontal_sums(sums) * scale);
+    } else {
+      for (int j = 0; j < count; ++j) scores[start + j] = horizontal_sum<float, kWidth>(sums[j]) * scale;
+    }
   }
 }
 
@@ -111,14 +143,15 @@ void paged_attention(const PagedAttentionArgs& a, int64_t row, float* scores) {
     T* out = static_cast<T*>(a.out) + (row * a.heads + h) * a.dim;
     dot_products(query, keys, slots, stride, visible, a.dim, a.scale, scores);
     const float scale = 1.0f / exponentials(scores, visible);
-    for (int64_t i = 0; i < a.dim; i += kLanes) {
-      FloatLanes even = {}, odd = {};
+    using V = decltype(load_register(values));
+    for (int64_t i = 0; i < a.dim; i += sizeof(V) / sizeof(float)) {
+      V even = {}, odd = {};
       for (int64_t j = 0; j + 1 < visible; j += 2) {
-        even += load_lanes(values + slots[j] * stride + i) * scores[j];
-        odd += load_lanes(values + slots[j + 1] * stride + i) * scores[j + 1];
+        even += load_register(values + slots[j] * stride + i) * scores[j];
+        odd += load_register(values + slots[j + 1] * stride + i) * scores[j + 1];
       }
-      if (visible % 2) even += load_lanes(values + slots[visible - 1] * stride + i) * scores[visible - 1];
-      store_lanes(out + i, (even + odd) * scale);
+      if (visible % 2) even += load_register(values + slots[visible - 1] * stride + i) * scores[visible - 1];
+      store_register(out + i, (even + odd) * scale);
     }
   }
 }
