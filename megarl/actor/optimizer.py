@@ -13,7 +13,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.knobs import UserError
-from megarl.parallel import platform
 
 
 def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -> Any:
@@ -38,11 +37,7 @@ def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -
         optimizer_offload_fraction=1.0 if config.offload_optimizer else 0.0,
         overlap_cpu_optimizer_d2h_h2d=config.offload_optimizer,
     )
-    optimizer = get_megatron_optimizer(megatron, ddps)
-    if not platform.has_gpu():  # it is torch's then, which steps in one pass over memory where asked to, not in ten
-        for group in optimizer.param_groups:
-            group["fused"] = True
-    return optimizer
+    return get_megatron_optimizer(megatron, ddps)
 
 
 def step_by_norm(optimizer: Any, norm: float) -> None:

@@ -19,6 +19,8 @@ class Connection:
         self._address = address
         self._socket = socket.create_connection((host, int(port)), timeout_s)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._readable = select.poll()  # select() takes no descriptor beyond 1023
+        self._readable.register(self._socket, select.POLLIN)
         self._received = b""
         self._answers: list[tuple[int, bytes]] = []  # status and body, in the order of the requests
         self._asked = 0
@@ -39,7 +41,7 @@ class Connection:
         """Whether the answer to a request comes, or the connection ends, within so many seconds."""
         end = time.monotonic() + within_s
         while len(self._answers) <= number and not self.ended:
-            if not select.select([self._socket], [], [], max(end - time.monotonic(), 0.0))[0]:
+            if not self._readable.poll(max(end - time.monotonic(), 0.0) * 1000):
                 return False
             self._receive()
         return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -65,3 +68,24 @@ def test_what_a_lost_connection_did_not_answer_is_an_error_at_once(pair: tuple[C
     with pytest.raises(ConnectionError, match="the server closed the connection"):
         connection.answer(numbers[1])
     assert connection.idle_s() == float("inf")
+
+
+def test_a_process_with_more_than_a_thousand_open_files_can_wait() -> None:
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < 1200:
+        pytest.skip(f"this process may open {limit} files")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1200), limit))
+    with contextlib.ExitStack() as files:
+        while files.enter_context(open(os.devnull)).fileno() < 1050:
+            pass
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            connection = Connection(f"127.0.0.1:{listener.getsockname()[1]}", 5.0)
+            peer, _ = listener.accept()
+            with peer:
+                number = connection.ask("GET", "/", {}, b"", 5.0)
+                assert not connection.answered(number, 0.01)
+                peer.sendall(OK + b"a0")
+                assert connection.answered(number, 5.0)
+            connection.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
