@@ -56,7 +56,7 @@ struct SiluMulArgs {
 // temperature[row]), and its log-prob there. The logits are overwritten. A row without a finite sum of
 // probabilities gives token 0 and NaN.
 struct SampleArgs {
-  int64_t rows, vocab, row_stride;
+  int64_t rows, vocab;
   float* logits;
   const float* temperature;
   const double* uniform;

@@ -47,9 +47,9 @@ void register_decode(py::module_& m) {
       unlocked);
   m.def(
       "sample",
-      [](int threads, int64_t rows, int64_t vocab, int64_t row_stride, uintptr_t logits,
-         uintptr_t temperature, uintptr_t uniform, uintptr_t tokens, uintptr_t logprobs) {
-        sample_cpu({rows, vocab, row_stride, pointer<float>(logits), pointer<float>(temperature),
+      [](int threads, int64_t rows, int64_t vocab, uintptr_t logits, uintptr_t temperature, uintptr_t uniform,
+         uintptr_t tokens, uintptr_t logprobs) {
+        sample_cpu({rows, vocab, pointer<float>(logits), pointer<float>(temperature),
                     pointer<double>(uniform), pointer<int32_t>(tokens), pointer<float>(logprobs)},
                    threads);
       },

@@ -182,7 +182,7 @@ void silu_mul(const SiluMulArgs& a, int64_t row) {
 }
 
 void sample(const SampleArgs& a, int64_t row) {
-  float* x = a.logits + row * a.row_stride;
+  float* x = a.logits + row * a.vocab;
   const float scale = kLog2E / a.temperature[row];
   FloatLanes best = FloatLanes{} - INFINITY;
   for (int64_t i = 0; i < a.vocab; i += kLanes) best = max_lanes(load_padded(x, i, a.vocab, -INFINITY), best);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.ops.native import _C, DTYPE_CODES, check
+from megarl.ops.native import _C, DTYPE_CODES, address, check
 
 LANES = 16  # head_dim must be a multiple
 ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +26,7 @@ def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: f
         _check("update", update, (rows, width))
     out = torch.empty_like(residual)
     _C.add_norm(
-        *(torch.get_num_threads(), rows, width, _address(update), weight.data_ptr(), eps),
+        *(torch.get_num_threads(), rows, width, address(update), weight.data_ptr(), eps),
         *(residual.data_ptr(), out.data_ptr()),
     )
     return out
@@ -71,7 +71,7 @@ def rotate_and_store(
         if norm is not None:
             _check(name, norm, (dim,))
     _C.rotate_store(
-        *(torch.get_num_threads(), rows, heads, kv_heads, dim, qkv.data_ptr(), _address(q_norm), _address(k_norm)),
+        *(torch.get_num_threads(), rows, heads, kv_heads, dim, qkv.data_ptr(), address(q_norm), address(k_norm)),
         *(eps, cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), keys.data_ptr(), values.data_ptr()),
     )
     return qkv.view(rows, heads + 2 * kv_heads, dim)[:, :heads]
@@ -148,14 +148,10 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
     _check("uniform", uniform, (rows,), torch.float64)
     tokens, logprobs = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
     _C.sample(
-        *(torch.get_num_threads(), rows, vocab, vocab, logits.data_ptr(), temperature.data_ptr(), uniform.data_ptr()),
+        *(torch.get_num_threads(), rows, vocab, logits.data_ptr(), temperature.data_ptr(), uniform.data_ptr()),
         *(tokens.data_ptr(), logprobs.data_ptr()),
     )
     return tokens, logprobs
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _check(

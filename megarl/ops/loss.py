@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.knobs import knob
-from megarl.ops.native import _C, DTYPE_CODES, check, where
+from megarl.ops.native import _C, DTYPE_CODES, address, check, where
 
 # Positions are the kernel's codes.
 OBJECTIVES = ("clip", "cispo")
@@ -217,8 +217,8 @@ def _policy_loss(
     sums = torch.empty(_C.loss_sums, dtype=torch.float64, device=device)
     _C.policy_loss(
         *(where(logprobs), shape[0], sequences, DTYPE_CODES[dtype], _native_settings(numbers, codes)),
-        *(_address(t) for t in (logprobs, old, advantages, ref, rollout, entropy, mask)),
-        *(_address(sequence_ratio), _address(cu_seqlens if sequences else None), loss.data_ptr()),
+        *(address(t) for t in (logprobs, old, advantages, ref, rollout, entropy, mask)),
+        *(address(sequence_ratio), address(cu_seqlens if sequences else None), loss.data_ptr()),
         *(d_logprob.data_ptr(), d_ratio.data_ptr() if sequence_ratio is not None else 0),
         *(partials.data_ptr(), sums.data_ptr()),
     )
@@ -260,10 +260,6 @@ def _native_settings(numbers: list[float], codes: list[int]) -> Any:
         correction_high=correction_high,
         entropy_coef=entropy_coef,
     )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return tensor.data_ptr() if tensor is not None else 0
 
 
 @torch.library.custom_op("megarl::segment_sum", mutates_args=())

@@ -39,6 +39,11 @@ def check(
         raise ValueError(f"{name} has strides {tensor.stride()}, it must be contiguous; call .contiguous() first")
 
 
+def address(tensor: Tensor | None) -> int:
+    """What a kernel is handed for a tensor; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def where(tensor: Tensor) -> _C.Where:
     """The device, stream and thread count that a kernel on `tensor` runs with."""
     if tensor.device.type == "cuda":

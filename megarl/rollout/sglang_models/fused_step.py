@@ -53,14 +53,10 @@ class Layer:
 
     def is_plain(self) -> bool:
         """Whether `__call__` computes what SGLang's modules would."""
-        linears = {QKVParallelLinear: self.qkv, MergedColumnParallelLinear: self.gate_up}
-        plain = [type(module) is kind for kind, module in linears.items()]
-        plain += [type(module) is RowParallelLinear for module in (self.out, self.down)]
-        plain += [
-            type(m.quant_method) is UnquantizedLinearMethod for m in (self.qkv, self.gate_up, self.out, self.down)
-        ]
-        if not all(plain):
-            return False
+        kinds = (QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
+        for module, kind in zip((self.qkv, self.out, self.gate_up, self.down), kinds, strict=True):
+            if type(module) is not kind or type(module.quant_method) is not UnquantizedLinearMethod:
+                return False
         rotary, attention = self.rotary, self.attention
         return (
             self.qkv.weight.dtype is torch.float32
@@ -187,7 +183,7 @@ class FusedSampler(Sampler):
             info.is_any_greedy or info.sampling_seed is not None or info.sampling_mask_batch_indices is not None
             or info.grammars
         )  # fmt: skip
-        if filtered or more or special or logits.dtype is not torch.float32 or os.environ.get(DETERMINISTIC):
+        if filtered or more or special or logits.dtype is not torch.float32:
             return super().forward(
                 logits_output, info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions,
                 logprob_logits=logprob_logits,
@@ -200,4 +196,5 @@ class FusedSampler(Sampler):
         return tokens
 
 
-register_sampler_backend("pytorch", FusedSampler)
+if not os.environ.get(DETERMINISTIC):  # there `row_invariant` scores what SGLang's own samples
+    register_sampler_backend("pytorch", FusedSampler)
