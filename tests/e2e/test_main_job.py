@@ -30,6 +30,7 @@ from tests.conftest import random_model
 
 ASSETS = Path(cli.ASSETS)
 DEADLINE_S = 240.0
+STEPS = 48  # the last quarter is above the first by 0.16 to 0.22 (four runs); in 16 steps a rise was a matter of luck
 
 
 class Command:
@@ -70,9 +71,9 @@ def steps_in(run: RunFolder) -> list[int]:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
-    """A GRPO run of 16 steps, and what it printed."""
+    """A GRPO run of `STEPS` steps, and what it printed."""
     root = tmp_path_factory.mktemp("short")
-    command = Command(root, "+experiment=gsm8k_grpo", "total_train_steps=16", "evaluator.every_steps=0")
+    command = Command(root, "+experiment=gsm8k_grpo", f"total_train_steps={STEPS}", "evaluator.every_steps=0")
     code = command.wait()
     text = command.output.read_text()
     assert code == 0, text[-3000:]
@@ -84,9 +85,9 @@ def test_the_reward_rises_and_every_sync_is_proven(short_run: tuple[RunFolder, s
     run, _ = short_run
     rows = read_metrics(run.metrics)
     trained = [row for row in rows if row["step"] > 0]
-    assert [int(row["step"]) for row in rows] == list(range(17))
+    assert [int(row["step"]) for row in rows] == list(range(STEPS + 1))
     rewards = [row["rollout/reward"] for row in trained]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.02, rewards
+    assert sum(rewards[-12:]) / 12 > sum(rewards[:12]) / 12 + 0.05, rewards
     assert all(row["sync/verified"] == 1 for row in trained)
     assert max(row["train/logprob_diff_max"] for row in trained) <= 1e-4
     assert all(row["rollout/staleness"] == 0 for row in trained)
@@ -103,7 +104,7 @@ def test_the_run_says_what_it_does_and_leaves_what_it_promises(short_run: tuple[
     ):
         assert fact in text
     summary = json.loads(run.summary.read_text())
-    assert summary["steps"] == summary["weights_verified"] == 16
+    assert summary["steps"] == summary["weights_verified"] == STEPS
     assert summary["accuracy_problems"] >= 200
     assert 0 < summary["time_to_first_step_s"] < summary["wall_s"]
     for key in ("accuracy_before", "accuracy_after", "tokens_per_s_rollout", "tokens_per_s_train"):
@@ -116,8 +117,9 @@ def test_the_run_says_what_it_does_and_leaves_what_it_promises(short_run: tuple[
     before, after = load_file(ASSETS / "tiny" / "model.safetensors"), load_file(run.path / "hf" / "model.safetensors")
     assert before.keys() == after.keys()
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
-    samples = [json.loads(line) for line in (run.path / "evaluations" / "step-000016.jsonl").read_text().splitlines()]
-    assert {s["versions"][0] for s in samples} == {16}
+    lines = (run.path / "evaluations" / f"step-{STEPS:06}.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert {s["versions"][0] for s in samples} == {STEPS}
 
 
 @pytest.mark.timeout(500)
