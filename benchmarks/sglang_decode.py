@@ -1,6 +1,6 @@
-"""Tokens a second of SGLang's decode on CPU, side by side: its own, with our attention, with whole steps of ours.
+"""Tokens a second of SGLang's decode on CPU: its own, with our attention, with whole steps of ours, with several at once.
 
-`python benchmarks/sglang_decode.py`: three servers of the same 4.5M-parameter model, asked in turn for 64 completions.
+`python benchmarks/sglang_decode.py`: four servers of the same 4.5M-parameter model, asked in turn for 64 completions.
 `--clock cpu` counts the servers' processor time, for a machine that others use as well. Then all are asked for the
 same greedy completions, and how far the log-probs of their tokens are apart is printed.
 """
@@ -26,8 +26,13 @@ from megarl.data.tokenizer import write_tokenizer
 from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
-# The modules of `megarl.rollout.sglang_models` that SGLang then skips.
-SIDES = {"SGLang's own": "batched_decode,dense,fused_step", "our attention": "dense,fused_step", "our steps": ""}
+# The modules of `megarl.rollout.sglang_models` that SGLang then skips, and whether it takes several steps at once.
+SIDES = {
+    "SGLang's own": ("batched_decode,dense,fused_step", False),
+    "our attention": ("dense,fused_step", False),
+    "our steps": ("", False),
+    "several of them": ("", True),
+}
 
 
 def write_model(folder: Path) -> None:
@@ -42,11 +47,14 @@ def write_model(folder: Path) -> None:
     write_tokenizer(folder)
 
 
-def start(name: str, root: Path, skipped: str) -> SGLangServers:
+def start(name: str, root: Path, skipped: str, several: bool) -> SGLangServers:
     (root / name).mkdir()
     config = SGLangServerConfig(device="cpu", max_total_tokens=16384)
     servers = SGLangServers(config, root / "model", root / name)
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = skipped
+    if not several:
+        for name in ("speculative_algorithm", "speculative_num_draft_tokens"):
+            del servers.servers[0].args[name]
     servers.start()
     return servers
 
@@ -89,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_model(root / "model")
-        servers = {name: start(name, root, skipped) for name, skipped in SIDES.items()}
+        servers = {name: start(name, root, *side) for name, side in SIDES.items()}
         clocks = {"wall": time.perf_counter, "cpu": lambda: sum(processor_seconds(s) for s in servers.values())}
         try:
             for side in servers.values():

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "triton", "IPython")
@@ -26,6 +26,7 @@ STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "triton", "IPython")
 HIDDEN = ("triton.knobs", "megatron.core")
 
 LONGEST_PROMPT = 256  # new tokens of a sequence for `fused_step`; beyond, SGLang's attention over it is faster
+SEVERAL_STEPS = "SEVERAL_STEPS"  # the name of `sglang_models/several_steps.py` among SGLang's algorithms
 DETERMINISTIC = "MEGARL_DETERMINISTIC"  # in a server's environment: it takes `sglang_models/row_invariant.py`
 
 # Read at import. One OpenMP thread: more of them spin, which makes a server beside a busy process 40x slower.
@@ -35,6 +36,21 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.rollout.sglang_models",
 }
+
+
+def args_for(tp_size: int, deterministic: bool, given: Collection[str]) -> dict[str, Any]:
+    """ServerArgs of a server on CPU, for a user who gave those named in `given`."""
+    found: dict[str, Any] = {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "sleep_on_idle": True,  # otherwise an idle server burns a core
+    }
+    if tp_size == 1 and not deterministic and not any("speculative" in name or "lora" in name for name in given):
+        found["speculative_algorithm"] = SEVERAL_STEPS
+        found["speculative_num_draft_tokens"] = 4  # SGLang reserves slots for twice as many: 8 steps
+        found["disable_overlap_schedule"] = True
+    return found
 
 
 class Missing:
@@ -136,6 +152,8 @@ def main() -> None:
 
     install()
     fork_workers()
+    if not os.environ.get(DETERMINISTIC):
+        importlib.import_module("megarl.rollout.sglang_models.several_steps")  # SGLang's arguments may name it
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 

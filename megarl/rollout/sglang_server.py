@@ -35,7 +35,7 @@ import psutil
 
 from megarl.knobs import UserError, knob
 from megarl.processes import die_with_parent
-from megarl.rollout.sglang_cpu import DETERMINISTIC
+from megarl.rollout.sglang_cpu import DETERMINISTIC, args_for
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,6 @@ FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range, so that no ou
 STOP_DEADLINE_S = 10.0
 LOG_TAIL_LINES = 25
 
-CPU_ARGS = {
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "sleep_on_idle": True,  # otherwise an idle server burns a core
-}
 # ServerArgs that a knob or megarl itself sets, with the way to change each.
 OWNED = {
     "model_path": "it is the actor's checkpoint",
@@ -399,7 +393,7 @@ class SGLangServers:
         if custom_weight_loader:
             args["custom_weight_loader"] = [custom_weight_loader]
         if not uses_gpu(config):
-            args |= CPU_ARGS
+            args |= args_for(config.tp_size, deterministic, given=sglang or ())
         args |= dict(sglang or {})
         self.servers = []
         for i, port in enumerate(ports, first):

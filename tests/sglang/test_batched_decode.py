@@ -68,6 +68,8 @@ def start(
     def make(skipped: str = "", **knobs: Any) -> SGLangServers:
         config = SGLangServerConfig(device="cpu", max_total_tokens=8192, **knobs)
         started.append(SGLangServers(config, checkpoint, tmp_path_factory.mktemp("logs")))
+        for name in ("speculative_algorithm", "speculative_num_draft_tokens") if skipped else ():
+            del started[-1].servers[0].args[name]
         with monkeypatch_module.context() as patch:
             patch.setitem(os.environ, "SGLANG_DISABLED_MODEL_ARCHS", skipped)
             started[-1].start()

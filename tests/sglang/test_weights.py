@@ -167,9 +167,8 @@ def test_requests_in_flight_carry_the_version_of_each_token_and_its_exact_logpro
     threads = [threading.Thread(target=lambda p=p: answers.append(mended.generate(450, p))) for p in prompts]
     for thread in threads:
         thread.start()
-    for seed in range(5):
-        time.sleep(0.15)
-        model = make_model("qwen3", True, seed=200 + seed)
+    for model in [make_model("qwen3", True, seed=200 + i) for i in range(5)]:
+        time.sleep(0.05)
         mended.push(weights_of(model))
         models[mended.version] = model
     for thread in threads:

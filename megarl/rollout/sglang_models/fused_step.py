@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 
 from megarl.ops import decode
 from megarl.rollout.sglang_cpu import DETERMINISTIC, LONGEST_PROMPT
+from megarl.rollout.sglang_models.several_steps import only_temperature
 
 log = logging.getLogger(__name__)
 
@@ -177,13 +178,8 @@ class FusedSampler(Sampler):
     ) -> Tensor:
         """As SGLang's `forward`."""
         info, logits = sampling_info, logits_output.next_token_logits
-        filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
-        more = any(top_logprobs_nums) or any(token_ids_logprobs) or logprob_logits is not None
-        special = (
-            info.is_any_greedy or info.sampling_seed is not None or info.sampling_mask_batch_indices is not None
-            or info.grammars
-        )  # fmt: skip
-        if filtered or more or special or logits.dtype is not torch.float32:
+        plain = only_temperature(info, top_logprobs_nums, token_ids_logprobs) and logprob_logits is None
+        if not plain or logits.dtype is not torch.float32:
             return super().forward(
                 logits_output, info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions,
                 logprob_logits=logprob_logits,
