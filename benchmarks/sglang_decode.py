@@ -1,4 +1,4 @@
-"""Tokens a second of SGLang's decode on CPU: its own, with our attention, with whole steps of ours, with several at once.
+"""Tokens a second of SGLang's decode on CPU: its own, with our attention, with steps of ours, with several at once.
 
 `python benchmarks/sglang_decode.py`: four servers of the same 4.5M-parameter model, asked in turn for 64 completions.
 `--clock cpu` counts the servers' processor time, for a machine that others use as well. Then all are asked for the
