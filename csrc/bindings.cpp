@@ -7,6 +7,7 @@ void register_advantage(py::module_& m);
 void register_index(py::module_& m);
 void register_loss(py::module_& m);
 void register_decode(py::module_& m);
+void register_layer(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "megarl's kernels. Arguments are raw addresses: call them through megarl.ops, which checks them.";
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, m) {
   register_index(m);
   register_loss(m);
   register_decode(m);
+  register_layer(m);
 }
 
 }  // namespace megarl

@@ -156,19 +156,6 @@ void paged_attention(const PagedAttentionArgs& a, int64_t row, float* scores) {
   }
 }
 
-// The group of lanes at `i` of n elements; `pad` follows the last one.
-MEGARL_HD FloatLanes load_padded(const float* x, int64_t i, int64_t n, float pad) {
-  if (i + kLanes <= n) return load_lanes(x + i);
-  float buffer[kLanes];
-  for (int k = 0; k < kLanes; ++k) buffer[k] = i + k < n ? x[i + k] : pad;
-  return load_lanes(buffer);
-}
-
-MEGARL_HD void store_group(float* x, int64_t i, int64_t n, FloatLanes v) {
-  if (i + kLanes <= n) return store_lanes(x + i, v);
-  store_tail(x + i, v, static_cast<int>(n - i));
-}
-
 void silu_mul(const SiluMulArgs& a, int64_t row) {
   const float* gate = a.gate_up + row * 2 * a.width;
   const float* up = gate + a.width;

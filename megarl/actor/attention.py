@@ -49,6 +49,7 @@ class PackedSequences(PackedSeqParams):
     """
 
     positions: Tensor | None = None  # int64 [local tokens]: place of each token in its sequence
+    cos_sin: Tensor | None = None  # float32 [local tokens, dim]: of their rotary angles, where fused.py has set it
     blocks: list[Block] = field(default_factory=list)
     restore: Tensor | None = None  # int64 [local tokens]: from the blocks' order back to token order
 

@@ -145,16 +145,17 @@ class LayerBytes:
         item, tp = ITEM_BYTES[engine.dtype], parallel.tp_size
         spread = tp if parallel.sequence_parallel else 1  # tokens of the parts that tp does not cut
         hidden = model.hidden_size * item / spread
-        norm = 2 * hidden if on_gpu else (2 * 4 * model.hidden_size / spread + hidden)
+        fused = item == 4 and not on_gpu  # the layers of fused.py, which keep their inputs alone
+        norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
         dim = head_dim(model)
         q = model.num_attention_heads * dim / tp
         kv = max(1.0, model.num_key_value_heads / tp) * dim
         core = (2 * q + 2 * kv * parallel.cp_size) * item + 4 * q / dim
         queries = _qk_norm(q, kv, item, on_gpu) if FAMILIES[model.model_type].qk_norm else 0.0
-        view = 0 if queries and item == 4 and not on_gpu else q + 2 * kv  # value is a view of all three projections
-        inputs = (q + kv + view) * item  # which the norm of the keys may hold already
-        around = 2 * norm + queries + q * item + 4 * dim * item
-        mlp, matrix, width = _mlp(model, parallel, item)
+        keys = kv if queries or not fused else 0  # neither normed nor rotated yet they are, like values, a view of
+        inputs = (q + keys + q + 2 * kv) * item  # all three projections
+        around = 2 * norm + queries + q * item + (0 if fused else 4 * dim * item)
+        mlp, matrix, width = _mlp(model, parallel, item, fused)
         inside = around + core + mlp
         kept = {"none": inside, "selective": around + inputs, "full": hidden}[engine.recompute]
         working = 4 * width * item + 3 * hidden * spread
@@ -164,17 +165,17 @@ class LayerBytes:
 def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
     if on_gpu:
         return (2 * q + 3 * kv) * item
-    return (3 * q + 3 * kv) * 4 if item == 4 else (2 * q + 2 * kv) * 4
+    return (q + kv) * 4 if item == 4 else (2 * q + 2 * kv) * 4
 
 
-def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int) -> tuple[float, int, float]:
+def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bool) -> tuple[float, int, float]:
     """Of the MLP, or of all experts that a token visits: bytes kept inside, of the largest gradient, and its width."""
-    moe = moe_shape(model)
+    moe, tensors = moe_shape(model), 3 if fused else 5  # gate and up, their product; silu(gate) and up apart
     if moe is None:
         width = model.intermediate_size / parallel.tp_size
-        return 5 * width * item, int(2 * width * model.hidden_size * item), width
+        return tensors * width * item, int(2 * width * model.hidden_size * item), width
     width = moe.width / parallel.expert_tp_size
-    routed = moe.topk * (3 * model.hidden_size + 5 * width) * item + 3 * 4 * moe.experts
+    routed = moe.topk * (3 * model.hidden_size + tensors * width) * item + 3 * 4 * moe.experts
     return routed, int(2 * width * model.hidden_size * item), moe.topk * width
 
 

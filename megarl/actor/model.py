@@ -23,6 +23,7 @@ from megarl.actor.families import (
     padded_vocab_size,
     rotary_inv_freq,
 )
+from megarl.actor.fused import CosSinRotary, FusedRMSNorm, FusedSwiGLU, RotatingAttention
 from megarl.actor.head import HeadlessGPT, ValueHead
 from megarl.actor.moe import mark_experts, moe_fields
 from megarl.actor.norm import RMSNorm
@@ -42,6 +43,12 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
+def has_kernels(dtype: torch.dtype, deterministic: bool) -> bool:
+    """Whether layers are of `fused.py`. A deterministic run keeps torch's norms and rotary embedding, whose bits are
+    those of the rollout server."""
+    return dtype == torch.float32 and not deterministic and not platform.has_gpu()
+
+
 def transformer_config(
     config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none", deterministic: bool = False
 ) -> TransformerConfig:
@@ -59,6 +66,7 @@ def transformer_config(
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=row_invariant.silu if deterministic else F.silu,
+        use_te_activation_func=has_kernels(dtype, deterministic),  # the layer spec's, which takes gate and up as one
         add_bias_linear=False,
         add_qkv_bias=attention_biases(config)[0],
         qk_layernorm=family.qk_norm,
@@ -100,15 +108,18 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _layer_specs(config: PretrainedConfig, layers: range, te: bool, deterministic: bool) -> TransformerBlockSubmodules:
+def _layer_specs(
+    config: PretrainedConfig, layers: range, te: bool, deterministic: bool, fused: bool
+) -> TransformerBlockSubmodules:
     """What the given layers are made of; some may have experts and some not.
 
-    `te` puts Transformer Engine's modules in their places, norms apart from the matrices behind them, so that native
-    parameters have the same names and shapes with either. Experts stay Megatron's own.
+    `fused` takes those of `fused.py`. `te` puts Transformer Engine's modules in their places, norms apart from the
+    matrices behind them, so that native parameters have the same names and shapes with either. Experts stay Megatron's
+    own.
     """
     qk_norm = FAMILIES[config.model_type].qk_norm
-    norm: Any = RMSNorm
-    norm_qk: Any = RMSNorm
+    norm: Any = FusedRMSNorm if fused else RMSNorm
+    norm_qk: Any = norm
     if te:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the package
 
@@ -126,7 +137,11 @@ def _layer_specs(config: PretrainedConfig, layers: range, te: bool, deterministi
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
         if qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm_qk
-        attention.core_attention = PackedAttention
+        attention.core_attention = RotatingAttention if fused else PackedAttention
+        if fused:
+            mlp = parts.mlp.submodules
+            gated = mlp if moe is None or not moe.layers[layer] else mlp.experts.submodules
+            gated.activation_func = FusedSwiGLU
         if te:
             attention.core_attention = provider.core_attention()
             attention.linear_qkv = provider.column_parallel_linear()
@@ -166,12 +181,13 @@ def build(
     """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`). `te`: of Transformer
     Engine's modules; `deterministic`: of those of `row_invariant.py`."""
     megatron = transformer_config(config, groups, dtype, recompute, deterministic)
+    fused = has_kernels(dtype, deterministic)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
         with platform.scope():
             module = HeadlessGPT(
                 config=megatron,
-                transformer_layer_spec=_layer_specs(config, layers, te, deterministic),
+                transformer_layer_spec=_layer_specs(config, layers, te, deterministic, fused),
                 vocab_size=padded_vocab_size(config, groups.tp_size),
                 max_sequence_length=config.max_position_embeddings,
                 pre_process=groups.pp_rank == 0 and stage == 0,
@@ -185,6 +201,6 @@ def build(
         mark_experts(module)
         if module.post_process and is_scalar(config):
             module.output_layer = ValueHead(megatron)
-        module.rotary_pos_emb = PackedRotary(rotary_inv_freq(config))
+        module.rotary_pos_emb = (CosSinRotary if fused else PackedRotary)(rotary_inv_freq(config))
         modules.append(module.to(platform.device()))
     return modules

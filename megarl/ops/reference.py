@@ -264,7 +264,7 @@ def policy_loss(
 
 
 def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """See `megarl.ops.decode.add_rms_norm`."""
+    """See `megarl.ops.decode.add_rms_norm`; without `update` also `megarl.ops.layer.rms_norm`."""
     if update is not None:
         residual += update
     return residual * (residual.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
@@ -285,12 +285,9 @@ def rotate_and_store(
     """See `megarl.ops.decode.rotate_and_store`. Leaves `qkv` as it is."""
     _, kv_heads, dim = keys.shape
     q, k, v = qkv.view(len(qkv), -1, dim).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
-    cos, sin = (part[:, None] for part in cos_sin[positions].chunk(2, -1))
 
     def rotated(heads: Tensor, norm: Tensor | None) -> Tensor:
-        x = heads if norm is None else add_rms_norm(heads, None, norm, eps)
-        low, high = x.chunk(2, -1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+        return rotate(heads if norm is None else add_rms_norm(heads, None, norm, eps), cos_sin[positions])
 
     keys[slots], values[slots] = rotated(k, k_norm), v
     return rotated(q, q_norm)
@@ -317,8 +314,14 @@ def paged_attention(
     return out
 
 
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """See `megarl.ops.layer.rotate`."""
+    (low, high), (cos, sin) = x.chunk(2, -1), cos_sin[:, None].chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `megarl.ops.decode.silu_mul`."""
+    """See `megarl.ops.decode.silu_mul` and `megarl.ops.layer.silu_mul`."""
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 

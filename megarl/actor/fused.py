@@ -1,0 +1,53 @@
+"""Megarl's layers on `ops/layer.py`: for float32 on the CPU. Their parameters are those of the plain ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.actor.attention import PackedAttention, PackedRotary
+from megarl.actor.norm import RMSNorm
+from megarl.ops import layer
+
+
+class FusedRMSNorm(RMSNorm):
+    """RMSNorm with its gradient in one pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return layer.rms_norm(x, self.weight, self.eps)
+
+
+class FusedSwiGLU(torch.nn.Module):
+    """An MLP's gated activation: Megatron hands the halves over as one where `use_te_activation_func` is set."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        return layer.silu_mul(gate_up)
+
+
+class CosSinRotary(PackedRotary):
+    """Cosines and sines once for all layers. `RotatingAttention` finds them in the packed sequences; Megatron is given
+    no angles and rotates nothing."""
+
+    def get_rotary_seq_len(self, *args: Any) -> Tensor:
+        positions = super().get_rotary_seq_len(*args)
+        angles = positions[:, None].float() * self.inv_freq
+        args[4].cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return positions
+
+    def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> None:  # type: ignore[override]
+        return None
+
+
+class RotatingAttention(PackedAttention):
+    """Attention that rotates queries and keys itself."""
+
+    def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Tensor:
+        query, key = (layer.rotate(x, packed_seq_params.cos_sin) for x in (query, key))
+        return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
