@@ -208,7 +208,7 @@ def test_logits_kept_or_computed_twice_give_the_same_step(checkpoints: Callable[
         torch.testing.assert_close(trained, everything.masked_fill(~batch["loss_mask"], 0.0), atol=1e-6, rtol=0)
         seen.append((engine.train_lm(batch), gradients(engine)))
     (chunks, chunk_gradients), (kept, kept_gradients) = seen
-    assert chunks == pytest.approx(kept, rel=1e-6)
+    assert chunks == pytest.approx(kept, rel=1e-5)
     for name, gradient in chunk_gradients.items():
         torch.testing.assert_close(gradient, kept_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
 
