@@ -22,6 +22,7 @@ WATCH = "MEGARL_WATCH"  # folder of the records, from the local launcher to its 
 BEAT_S = 0.5
 GUARD_EVERY = 10  # beats between looks of ranks that watch each other over a network file system, which must see them
 FROZEN_S = 60.0  # a process that has not run for so long is stopped or starved
+FROZEN_PART = 0.8  # of parallel.timeout_s, if that is sooner: what does not run makes no progress either
 GRACE_S = 30.0  # collectives themselves fail so long after parallel.timeout_s: the monitor speaks first
 EXIT_STUCK = 70  # EX_SOFTWARE
 SHOWN = 4  # ranks described in one line
@@ -184,7 +185,10 @@ class Monitor:
         self._last = time.monotonic()
 
     def check(self) -> str | None:
-        """One line about ranks that are stuck: not run for FROZEN_S, or no stage and no collective for timeout_s."""
+        """One line about ranks that are stuck: not run for FROZEN_S, or no stage and no collective for timeout_s.
+
+        With a short timeout_s the first is told after FROZEN_PART of it, so before the second, which it implies.
+        """
         now = time.monotonic()
         passed, self._last = min(now - self._last, 2 * self._every_s), now
         frozen, still = [], []
@@ -192,7 +196,7 @@ class Monitor:
             record = self._read(rank)
             if record is None:
                 continue
-            if self._age((rank, "beats"), record[0], passed) > min(FROZEN_S, self.timeout_s):
+            if self._age((rank, "beats"), record[0], passed) > min(FROZEN_S, FROZEN_PART * self.timeout_s):
                 frozen.append(rank)
             if self._age((rank, "changes"), record[1], passed) > self.timeout_s:
                 still.append(rank)

@@ -18,7 +18,7 @@ from megarl.launcher.local import run_ranks
 from megarl.parallel.watchdog import EXIT_STUCK
 from tests.distributed.health_worker import LAYOUTS, MOST
 
-TIMEOUT_S = 12  # parallel.timeout_s of the broken runs
+TIMEOUT_S = 30  # parallel.timeout_s of the broken runs: start-up on a busy machine, between two collectives, takes less
 END_S = 240  # until which they must have ended, start-up on a busy machine included
 
 LAUNCH = """

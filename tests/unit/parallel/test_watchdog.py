@@ -1,0 +1,36 @@
+"""What the monitor says of ranks that are stuck: records of real recorders, a clock of the test's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.parallel import watchdog
+
+
+@pytest.mark.parametrize("timeout_s", [10.0, 600.0])
+@pytest.mark.parametrize(
+    ("runs", "says"), [(False, r"rank 1 does not run \(stopped or starved\); "), (True, "rank 1 makes no progress ")]
+)
+def test_a_rank_that_does_not_run_is_told_from_one_that_makes_no_progress(
+    timeout_s: float, runs: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    waiting, stuck = (watchdog._Recorder(tmp_path, rank) for rank in range(2))
+    for recorder in (waiting, stuck):
+        recorder.join("all_reduce over default_pg (ranks 0, 1)")
+    waiting.turn(watchdog.WAITS)
+    monitor = watchdog.Monitor(tmp_path, 2, timeout_s)
+    said = None
+    while said is None:
+        assert now <= timeout_s + 2 * watchdog.BEAT_S
+        waiting.beat()
+        if runs or now < timeout_s / 10:  # it stops a while after it last joined a collective
+            stuck.beat()
+        now += watchdog.BEAT_S
+        said = monitor.check()
+    assert re.match(says, said), said
