@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from megarl.trainer import invariance
 
 
-@pytest.mark.timeout(600)
 def test_every_layout_gives_the_numbers_of_the_single_process(capsys: pytest.CaptureFixture[str]) -> None:
     code = invariance.run_invariance()
     table = capsys.readouterr().out

@@ -19,7 +19,6 @@ from megarl.trainer.read import read_inputs
 STEPS = 4
 
 
-@pytest.mark.timeout(300)
 def test_no_bit_differs_between_rollout_and_trainer(tmp_path: Path) -> None:
     """At a temperature that float32 does not hold exactly, with weights that move, and completions of all lengths."""
     threads = torch.get_num_threads()

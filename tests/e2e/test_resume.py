@@ -22,14 +22,13 @@ from megarl.actor.stored import StoredState
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from tests.e2e.resume_worker import POINTS
-from tests.e2e.test_main_job import Command
+from tests.e2e.test_main_job import DEADLINE_S, Command
 
 STEPS = 90
 ARGUMENTS = [
     "+experiment=gsm8k_sft", "train_dataset.batch_size=4", f"total_train_steps={STEPS}", "saver.every_steps=3",
     "evaluator.every_steps=0", "actor.optimizer.lr_decay_style=linear", "actor.optimizer.warmup_steps=5",
 ]  # fmt: skip
-DEADLINE_S = 120.0
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
@@ -117,7 +116,6 @@ def assert_same_end(one: RunFolder, other: RunFolder) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.timeout(280)
 def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_an_undisturbed_one(
     runs: Runs, undisturbed: RunFolder
 ) -> None:
@@ -149,7 +147,6 @@ def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_an_undisturbed_one(
     assert not [p.name for p in runs.folder("killed").checkpoints.iterdir() if p.suffix], "left by a killed run"
 
 
-@pytest.mark.timeout(280)
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     runs: Runs, undisturbed: RunFolder
 ) -> None:
@@ -169,7 +166,6 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     assert_same_end(undisturbed, run)
 
 
-@pytest.mark.timeout(280)
 def test_a_run_goes_on_with_more_ranks_on_another_layout(undisturbed: RunFolder, tmp_path: Path) -> None:
     copy = RunFolder(shutil.copytree(undisturbed.path, tmp_path / "run"))
     arguments = [a for a in ARGUMENTS if not a.startswith("total_train_steps")]

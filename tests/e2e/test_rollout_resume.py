@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from tests.e2e.test_main_job import Command, steps_in
@@ -51,7 +49,6 @@ def digests(checkpoint: Path) -> dict[str, Any]:
     return {name: facts for name, facts in files.items() if name != "trainer.json"}
 
 
-@pytest.mark.timeout(300)
 def test_a_run_killed_and_resumed_does_the_same_steps_again_to_the_bit(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     first = Taped(tmp_path, *ARGUMENTS)
