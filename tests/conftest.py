@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from hypothesis import settings
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -27,6 +28,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Hypothesis' own profile for machines that are slow at times: no deadline an example, and the same examples every time.
+settings.load_profile("ci")
 
 SESSION = "MEGARL_TEST_SESSION"  # in the environment of every process that a test starts
 

@@ -85,7 +85,7 @@ def test_without_shuffle_the_files_order_is_kept_and_the_last_batch_may_be_short
     assert [indices(next(batches)) for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 13), batch_size=st.integers(1, 5), shuffle=st.booleans(), drop_last=st.booleans(),
     stops=st.lists(st.integers(0, 9), min_size=1, max_size=4),

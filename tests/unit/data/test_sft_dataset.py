@@ -33,7 +33,7 @@ class Plain:
         self.eos_token_id, self.encode = tokenizer.eos_token_id, tokenizer.encode
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(question=st.text(max_size=20), answer=st.text(max_size=20))
 def test_no_token_spans_prompt_and_answer(question: str, answer: str, tokenizer: Any) -> None:
     for chosen in (tokenizer, Plain(tokenizer)):

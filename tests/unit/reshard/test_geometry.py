@@ -335,7 +335,7 @@ def worlds(draw: st.DrawFn) -> Worlds:
 
 
 @given(worlds())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_plan_between_real_layouts_delivers_everything_once_and_bit_equal(worlds: Worlds) -> None:
     config, parallel = worlds.config, worlds.parallel
     try:

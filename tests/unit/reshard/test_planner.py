@@ -88,7 +88,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_plan_of_random_worlds_delivers_every_element_once_and_bit_equal_to_the_whole_tensors(world: World) -> None:
     checkpoint = checkpoint_of(world.shapes)
     made = world.plan()
@@ -99,7 +99,7 @@ def test_a_plan_of_random_worlds_delivers_every_element_once_and_bit_equal_to_th
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_ends_go_through_their_messages_in_one_global_order(world: World) -> None:
     made = world.plan()
     sent = {}
@@ -117,7 +117,7 @@ def test_both_ends_go_through_their_messages_in_one_global_order(world: World) -
 
 
 @given(worlds())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_hash_depends_on_the_inputs_and_on_nothing_else(world: World) -> None:
     made = world.plan()
     assert made.hash == world.plan().hash
@@ -125,7 +125,7 @@ def test_the_hash_depends_on_the_inputs_and_on_nothing_else(world: World) -> Non
 
 
 @given(worlds())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_neighbour_on_the_same_node_sends_whenever_there_is_one(world: World) -> None:
     made, topology = world.plan(), world.topology()
     for source, destination, bucket in zip(

@@ -67,7 +67,7 @@ def algebras(draw: st.DrawFn) -> BatchAlgebra:
     return BatchAlgebra(rows, samples, minibatches, dp, longest, most, multiple=draw(st.integers(1, 3)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(algebras())
 def test_of_sequences_of_full_length_the_trainer_makes_just_these(algebra: BatchAlgebra) -> None:
     steps = steps_of(algebra, packed([algebra.longest] * algebra.sequences))
@@ -79,7 +79,7 @@ def test_of_sequences_of_full_length_the_trainer_makes_just_these(algebra: Batch
         assert max(len(indices) for microbatches in replicas for indices in microbatches) <= algebra.per_microbatch
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(algebras(), st.data())
 def test_of_shorter_sequences_none_is_lost_and_no_microbatch_too_large(
     algebra: BatchAlgebra, data: st.DataObject
@@ -99,7 +99,7 @@ def test_of_shorter_sequences_none_is_lost_and_no_microbatch_too_large(
     assert seen == algebra.sequences
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(3, 30), st.integers(2, 9))
 def test_the_two_sequences_of_a_pair_are_counted_as_they_are_kept(rows: int, dp: int, longest: int, fits: int) -> None:
     algebra = BatchAlgebra(rows * dp, 2, 1, dp, longest, fits * longest, together=2)
