@@ -50,11 +50,14 @@ def prompts(n: int) -> list[dict[str, Any]]:
 
 def test_groups_come_in_the_order_of_the_prompts_whatever_ends_first(engine):
     ended = []
+    turns = [asyncio.Event() for _ in range(6)]
+    turns[5].set()
 
     class Backwards(RolloutWorkflow):
         async def arun_episode(self, engine, data):
-            await asyncio.sleep(0.02 * (5 - data["i"]))
+            await turns[data["i"] + 1].wait()
             ended.append(data["i"])
+            turns[data["i"]].set()
             return group(data["i"], n=1 + data["i"] % 2)
 
     batch = engine.rollout_batch(prompts(5), workflow=Backwards())
@@ -222,13 +225,12 @@ def test_ctrl_c_gets_through_at_once_and_cancels_the_episodes(engine):
 
     class Hangs(RolloutWorkflow):
         async def arun_episode(self, engine, data):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
                 await asyncio.sleep(3600)
             finally:
                 cancelled.set()
 
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine.rollout_batch(prompts(1), Hangs())

@@ -151,8 +151,8 @@ def test_waiting_for_a_free_connection_does_not_count_as_waiting_for_the_server(
         await asyncio.sleep(0.25)
         return web.json_response(tokens_of(body))
 
-    engine = connect(start_server(slow), request_timeout_s=0.6, max_connections=1)
-    assert len(ask(engine, request(1), request(2), request(3), request(4))) == 4
+    engine = connect(start_server(slow), request_timeout_s=1.5, max_connections=1)
+    assert len(ask(engine, *(request(i) for i in range(1, 9)))) == 8  # the last waits for 1.75 s
 
 
 def test_a_failed_episode_closes_the_connections_of_the_others(start_server, connect):
