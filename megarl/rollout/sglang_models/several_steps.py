@@ -90,8 +90,7 @@ class SeveralSteps(BaseSpecWorker):
             and not info.has_custom_logit_processor
             and not batch.has_grammar
             and not batch.return_hidden_states
-            # Among several tokens SGLang ends at the first such text of its list, not at the first in the answer.
-            and not any(r.sampling_params.stop_strs or r.sampling_params.stop_regex_strs for r in batch.reqs)
+            and not any(_ends_elsewhere(request) for request in batch.reqs)
         )
 
     def _sample(self, batch: Any, slots: Tensor) -> tuple[Any, Tensor]:
@@ -139,6 +138,13 @@ def only_temperature(info: Any, top_logprobs_nums: list[int], token_ids_logprobs
         or info.grammars
     )  # fmt: skip
     return not (filtered or special or any(top_logprobs_nums) or any(token_ids_logprobs))
+
+
+def _ends_elsewhere(request: Any) -> bool:
+    """Whether SGLang would not find the right end among several tokens: of a request that is being aborted it keeps
+    all, and of several texts that stop one it takes the first of its list, not the first in the answer."""
+    params = request.sampling_params
+    return bool(request.to_finish or params.stop_strs or params.stop_regex_strs)
 
 
 def write_slots(requests: Tensor, table: Tensor, start: Tensor, end: Tensor, slots: Tensor, width: int) -> None:
