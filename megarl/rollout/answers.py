@@ -1,16 +1,17 @@
-"""What SGLang's `/generate` is asked, and its answers as tokens with log-probs and weight versions."""
+"""What SGLang's `/generate` is asked, and its answers as tokens with log-probs and weight versions, put together."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import orjson
 
 from megarl.rollout.api import GenerationError
-from megarl.types import GenerationHyperparameters
+from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 log = logging.getLogger(__name__)
 EXCERPT = 500
@@ -24,6 +25,39 @@ class Piece:
     logprobs: list[float]
     versions: list[int]
     stop_reason: str
+
+
+@dataclass
+class Draft:
+    """A completion that is being written, piece by piece."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reason: str = "abort"
+    fruitless: int = 0  # pieces without a token, in a row
+
+    def add(self, piece: Piece, most: int) -> None:
+        """Goes on by a piece; a completion of `most` tokens is complete even if it was aborted there."""
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.versions += piece.versions
+        self.reason = "length" if piece.stop_reason == "abort" and len(self.tokens) >= most else piece.stop_reason
+        self.fruitless = 0 if piece.tokens else self.fruitless + 1
+
+    def response(self, req: ModelRequest) -> ModelResponse:
+        """What it is once it is complete."""
+        reason: Literal["length", "stop"] = "length" if self.reason == "length" else "stop"
+        return ModelResponse(list(req.input_ids), self.tokens, self.logprobs, self.versions, reason)
+
+
+@dataclass
+class Asked:
+    """Completions of one prompt that somebody waits for: the tokens that each goes on from, and how it is sampled."""
+
+    inputs: list[list[int]]
+    params: list[dict[str, Any]]
+    pieces: asyncio.Future[list[Piece]]
 
 
 def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[str, Any]:

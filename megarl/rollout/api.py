@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,11 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """One completion of `req.input_ids`. `req.gconfig.n_samples` is the workflow's business and is ignored."""
+        """One completion of `req.input_ids`. `req.gconfig.n_samples` is for `agenerate_group` and is ignored."""
+
+    async def agenerate_group(self, req: ModelRequest) -> list[ModelResponse]:
+        """`req.gconfig.n_samples` completions of `req.input_ids`, once all are there."""
+        return list(await asyncio.gather(*(self.agenerate(req) for _ in range(req.gconfig.n_samples))))
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:

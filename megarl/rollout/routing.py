@@ -161,6 +161,8 @@ class Router:
         return "", 0
 
     def _remember(self, ids: Sequence[int], address: str) -> None:
+        if len(self._load) < 2:  # there is nothing to choose
+            return
         for _, key in _beginnings(ids):
             self._known[key] = address
             self._known.move_to_end(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import orjson
 
 from megarl.knobs import UserError, knob
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout.answers import Piece, excerpt, named, parse_answer, sampling_params, version_of
+from megarl.rollout.answers import Asked, Draft, Piece, excerpt, named, parse_answer, sampling_params, version_of
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
 from megarl.rollout.routing import Fleet, Router, ServerLost
@@ -87,7 +89,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._saved: dict[str, Any] | None = None  # a stream's state, until there is one
         self._thread: LoopThread | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._waiting: dict[tuple[int, ...], list[tuple[list[int], dict[str, Any], asyncio.Future[Piece]]]] = {}
+        self._waiting: dict[tuple[int, ...], list[Asked]] = {}  # by prompt
         self._sending: set[asyncio.Task[None]] = set()
 
     def initialize(
@@ -255,30 +257,33 @@ class RemoteSGLangEngine(InferenceEngine):
         `rid` is the caller's own: the servers never see it, so requests may share one. Raises `RequestRefused` on a
         4xx answer, `GenerationError` on anything else that leaves no completion.
         """
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        fruitless = 0
-        while True:
-            piece = await self._ask(req.input_ids, tokens, sampling_params(req.gconfig, len(tokens)))
-            tokens += piece.tokens
-            logprobs += piece.logprobs
-            versions += piece.versions
-            reason = piece.stop_reason
-            if reason == "abort" and len(tokens) >= req.gconfig.max_new_tokens:
-                reason = "length"
-            if reason != "abort":
-                break
-            stats_tracker.total(interruptions=1)
-            fruitless = 0 if piece.tokens else fruitless + 1
-            if fruitless > self.config.max_retries:
-                raise GenerationError(f"request {req.rid} was aborted {fruitless} times in a row without a new token")
-            if fruitless:
-                await asyncio.sleep(self.config.retry_delay_s)
-        stats_tracker.scalar(truncated=float(reason == "length"))
-        return ModelResponse(
-            list(req.input_ids), tokens, logprobs, versions, "length" if reason == "length" else "stop"
-        )
+        (response,) = await self._complete(req, 1)
+        return response
+
+    async def agenerate_group(self, req: ModelRequest) -> list[ModelResponse]:
+        """`req.gconfig.n_samples` completions, each as `agenerate` has it."""
+        return await self._complete(req, req.gconfig.n_samples)
+
+    async def _complete(self, req: ModelRequest, count: int) -> list[ModelResponse]:
+        drafts = [Draft() for _ in range(count)]
+        unfinished = drafts
+        while unfinished:
+            pieces = await self._ask(req, [draft.tokens for draft in unfinished])
+            for draft, piece in zip(unfinished, pieces, strict=True):
+                draft.add(piece, req.gconfig.max_new_tokens)
+            unfinished = [draft for draft in unfinished if draft.reason == "abort"]
+            if unfinished:
+                stats_tracker.total(interruptions=len(unfinished))
+                fruitless = max(draft.fruitless for draft in unfinished)
+                if fruitless > self.config.max_retries:
+                    raise GenerationError(
+                        f"request {req.rid} was aborted {fruitless} times in a row without a new token"
+                    )
+                if fruitless:
+                    await asyncio.sleep(self.config.retry_delay_s)
+        for draft in drafts:
+            stats_tracker.scalar(truncated=float(draft.reason == "length"))
+        return [draft.response(req) for draft in drafts]
 
     async def _open(self, addresses: Sequence[str], api_key: str | None) -> None:
         config = self.config
@@ -313,51 +318,54 @@ class RemoteSGLangEngine(InferenceEngine):
                 "started with --weight-version 0"
             ) from error
 
-    async def _ask(self, prompt: list[int], written: list[int], params: dict[str, Any]) -> Piece:
-        """Queues a completion that goes on after `prompt + written`. Those of one prompt, queued in one turn of the
-        loop, are sent together: a group when it starts, and what is left of it when a weight update aborted it."""
+    async def _ask(self, req: ModelRequest, written: list[list[int]]) -> list[Piece]:
+        """Queues completions that go on after the prompt and what is `written`. Those of one prompt, queued in one turn
+        of the loop, are sent together: a group when it starts, and what is left of it when a weight update aborted it.
+        """
         loop = asyncio.get_running_loop()
-        key = tuple(prompt)
+        asked = Asked(
+            [req.input_ids + tokens for tokens in written],
+            [sampling_params(req.gconfig, len(tokens)) for tokens in written],
+            loop.create_future(),
+        )
+        key = tuple(req.input_ids)
         if key not in self._waiting:
             self._waiting[key] = []
             loop.call_soon(self._send_group, key)
-        future: asyncio.Future[Piece] = loop.create_future()
-        self._waiting[key].append((prompt + written, params, future))
-        return await future
+        self._waiting[key].append(asked)
+        return await asked.pieces
 
     def _send_group(self, key: tuple[int, ...]) -> None:
-        inputs, params, futures = zip(*self._waiting.pop(key), strict=True)
-        task = asyncio.get_running_loop().create_task(self._serve(inputs, params, futures))
+        group = self._waiting.pop(key)
+        task = asyncio.get_running_loop().create_task(self._serve(group))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-        def give_up(_: asyncio.Future[Piece]) -> None:
-            if all(future.cancelled() for future in futures):
+        def give_up(_: asyncio.Future[list[Piece]]) -> None:
+            if all(asked.pieces.cancelled() for asked in group):
                 task.cancel()  # closes the connection, upon which the server drops the requests
 
-        for future in futures:
-            future.add_done_callback(give_up)
+        for asked in group:
+            asked.pieces.add_done_callback(give_up)
 
-    async def _serve(
-        self,
-        inputs: Sequence[list[int]],
-        params: Sequence[dict[str, Any]],
-        futures: Sequence[asyncio.Future[Piece]],
-    ) -> None:
+    async def _serve(self, group: Sequence[Asked]) -> None:
+        inputs = [ids for asked in group for ids in asked.inputs]
+        params = [each for asked in group for each in asked.params]
         try:
-            pieces = await self._post(inputs, params)
+            pieces = iter(await self._post(inputs, params))
         except Exception as error:
-            for future in futures:
-                if not future.done():
-                    future.set_exception(error)
+            for asked in group:
+                if not asked.pieces.done():
+                    asked.pieces.set_exception(error)
         else:
-            for future, piece in zip(futures, pieces, strict=True):
-                if not future.done():
-                    future.set_result(piece)
+            for asked in group:
+                found = list(itertools.islice(pieces, len(asked.inputs)))
+                if not asked.pieces.done():
+                    asked.pieces.set_result(found)
 
     async def _post(self, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> list[Piece]:
         """Sends a group, again on lost connections and 5xx, each time to a server not tried yet if there is one."""
-        body = {"input_ids": inputs, "sampling_params": params, "return_logprob": True}
+        body = orjson.dumps({"input_ids": inputs, "sampling_params": params, "return_logprob": True})
         tried: list[str] = []
         while True:
             async with self.router.place(inputs[0], len(params), tried, self.config.batch_timeout_s) as address:
@@ -388,10 +396,11 @@ class RemoteSGLangEngine(InferenceEngine):
             if address not in self.router.addresses:
                 tried.pop()  # the server had died: that says nothing about the request
 
-    async def _post_once(self, address: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    async def _post_once(self, address: str, body: bytes) -> tuple[int, bytes]:
         if self._session is None:
             raise GenerationError("the rollout engine is not initialized; call initialize() first")
-        async with self._session.post(f"http://{address}/generate", json=body) as response:
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(f"http://{address}/generate", data=body, headers=headers) as response:
             return response.status, await response.read()
 
 

@@ -24,9 +24,7 @@ class ReMaxRLVRWorkflow(RLVRWorkflow):
         input_ids = prompt_ids(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
         sampled = ModelRequest(input_ids=input_ids, gconfig=self.gconfig)
         greedy = ModelRequest(input_ids=input_ids, gconfig=self.gconfig.new(greedy=True, n_samples=1))
-        *responses, base = await asyncio.gather(
-            *(engine.agenerate(sampled) for _ in range(self.gconfig.n_samples)), engine.agenerate(greedy)
-        )
+        responses, base = await asyncio.gather(engine.agenerate_group(sampled), engine.agenerate(greedy))
         prompt = self.tokenizer.decode(input_ids)
         everyone = [*responses, base]
         completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in everyone]

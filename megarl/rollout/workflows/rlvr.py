@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +35,7 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         input_ids = prompt_ids(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
         request = ModelRequest(input_ids=input_ids, gconfig=self.gconfig)
-        responses = await asyncio.gather(*(engine.agenerate(request) for _ in range(self.gconfig.n_samples)))
+        responses = await engine.agenerate_group(request)
         prompt = self.tokenizer.decode(input_ids)
         completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in responses]
         ids = [r.output_tokens for r in responses]

@@ -32,6 +32,15 @@ class Asks(RolloutWorkflow):
         return pad_responses(self.responses, [0.0] * len(self.responses))
 
 
+class AsksGroups(Asks):
+    """Sends each request for all samples of it."""
+
+    async def arun_episode(self, engine, data):
+        groups = await asyncio.gather(*(engine.agenerate_group(request) for request in self.requests))
+        self.responses = [response for group in groups for response in group]
+        return pad_responses(self.responses, [0.0] * len(self.responses))
+
+
 def request(*ids: int, rid: str = "r", **sampling: Any) -> ModelRequest:
     return ModelRequest(
         rid=rid, input_ids=list(ids), gconfig=GenerationHyperparameters(**{"max_new_tokens": 3} | sampling)
@@ -210,7 +219,15 @@ def test_an_aborted_completion_goes_on_after_its_tokens_with_their_versions(star
     assert stats_tracker.export()["rollout/interruptions"] == 1
 
 
-def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, connect):
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asks(*[request(4, max_new_tokens=6)] * 3),
+        AsksGroups(request(4, max_new_tokens=6, n_samples=3)),
+        AsksGroups(request(4, max_new_tokens=6, n_samples=2), request(4, max_new_tokens=6)),
+    ],
+)
+def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, connect, asked):
     async def aborts(body, request):
         ended = [answer([7, 0], reason="stop")]
         return web.json_response([answer([7], reason="abort"), *ended, answer([8, 9], reason="abort")])
@@ -219,8 +236,8 @@ def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, co
         return web.json_response([answer([5, 0], reason="stop"), answer([0], reason="stop")])
 
     server = start_server(in_turn(aborts, ends))
-    responses = ask(connect(server), *[request(4, max_new_tokens=6)] * 3)
-    assert [response.output_tokens for response in responses] == [[7, 5, 0], [7, 0], [8, 9, 0]]
+    connect(server).rollout_batch([{}], asked)
+    assert [response.output_tokens for response in asked.responses] == [[7, 5, 0], [7, 0], [8, 9, 0]]
     assert [body["input_ids"] for body in server.bodies] == [[[4]] * 3, [[4, 7], [4, 8, 9]]]
     assert [params["max_new_tokens"] for params in server.bodies[1]["sampling_params"]] == [5, 4]
 
