@@ -227,6 +227,7 @@ class PackedBatch:
         mask = data["attention_mask"].bool() if "attention_mask" in data else torch.ones(shape, dtype=torch.bool)
         if mask.shape != shape:
             raise UserError(f"attention_mask has shape {tuple(mask.shape)}, input_ids has {tuple(shape)}")
+        present = mask.flatten().nonzero().squeeze(1)
         tokens, sequences = {}, {}
         for key, value in data.items():
             if key == "attention_mask":
@@ -234,7 +235,7 @@ class PackedBatch:
             if shape[0] == 1 and value.shape[:1] != (1,):
                 value = value.unsqueeze(0)
             if value.shape == shape:
-                tokens[key] = value[mask]
+                tokens[key] = value.take(present)
             elif value.ndim and value.shape[0] == shape[0]:
                 sequences[key] = value
             else:

@@ -110,7 +110,9 @@ async def run_episode(
         results = [result for result in await asyncio.gather(*runs) if result is not None]
         if not results:
             return Episode(prompt_id, None, f"rejected by {name}")
-        group, dropped = quarantine(PackedBatch.concat([pack(result, name) for result in results]), engine.vocab_size)
+        groups = [pack(result, name) for result in results]
+        whole = PackedBatch.concat(groups) if len(groups) > 1 else groups[0]
+        group, dropped = quarantine(whole, engine.vocab_size)
     except Exception as error:
         kind = UserError if isinstance(error, UserError) else WorkflowError
         cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -156,6 +158,8 @@ def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch 
 
     def leave_out(reason: str, found: Tensor) -> None:
         nonlocal bad
+        if not found.any():
+            return
         if count := int((found & ~bad).sum()):
             dropped[reason] = count
         bad = bad | found

@@ -67,17 +67,17 @@ def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float |
     def padded(rows: list[list[Any]], dtype: Any, fill: float) -> Tensor:  # by numpy, which reads lists 4 times as fast
         return torch.from_numpy(np.array([row + [fill] * (longest - len(row)) for row in rows], dtype))
 
-    failed = [isinstance(reward, RewardError) for reward in rewards]
-    trained = [[s and not lost for s in t.sampled] for t, lost in zip(transcripts, failed, strict=True)]
+    lengths = torch.tensor([len(t.tokens) for t in transcripts])
+    failed = torch.tensor([isinstance(reward, RewardError) for reward in rewards])
     totals = [0.0 if isinstance(reward, RewardError) else float(reward) for reward in rewards]
     result = {
         "input_ids": padded([t.tokens for t in transcripts], np.int64, 0),
-        "attention_mask": padded([[True] * len(t.tokens) for t in transcripts], np.bool_, False),
-        "loss_mask": padded(trained, np.bool_, False),
+        "attention_mask": torch.arange(longest) < lengths[:, None],
+        "loss_mask": padded([t.sampled for t in transcripts], np.bool_, False) & ~failed[:, None],
         "rollout_logprobs": padded([t.logprobs for t in transcripts], np.float32, 0.0),
         "versions": padded([t.versions for t in transcripts], np.int32, -1),
         "rewards": torch.tensor(totals, dtype=torch.float32),
-        "reward_failed": torch.tensor(failed),
+        "reward_failed": failed,
     }
     parts = [reward.parts for reward in rewards if isinstance(reward, Reward)]
     if parts:
