@@ -84,12 +84,18 @@ def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[d
 
 def gain(models: rl.Models, batch: PackedBatch) -> dict[str, float]:
     """What the update was for: by how much it made the batch's better completions likelier than its worse ones,
-    mean over tokens of advantage x change of the log-prob. Unlike the next rewards, it is no matter of luck."""
+    mean over tokens of advantage x change of the log-prob. Of a critic, how much nearer its values came to the batch's
+    returns: by how much the mean squared error fell. Unlike what the next prompts earn, neither is a matter of luck."""
+    mask = batch["loss_mask"].bool()
     change = models.actor.compute_logp(batch) - batch["prox_logp"]
-    return {"gain": float((batch["advantages"] * change)[batch["loss_mask"].bool()].mean())}
+    gains = {"gain": float((batch["advantages"] * change)[mask].mean())}
+    if models.critic is not None:
+        values = (batch["values"], models.critic.compute_values(batch))
+        before, after = (float(((v - batch["returns"]) ** 2)[mask].mean()) for v in values)
+        gains["critic_gain"] = before - after
+    return gains
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("lent")
 def test_a_method_trains_on_its_own_completions(name: str, tmp_path: Path) -> None:
@@ -109,10 +115,9 @@ def test_a_method_trains_on_its_own_completions(name: str, tmp_path: Path) -> No
         third = len(rewards) // 3
         assert sum(rewards[-third:]) > sum(rewards[:third]), rewards
     if name == "ppo":
-        assert found[-1]["critic_loss"] < found[0]["critic_loss"]
+        assert all(figures["critic_gain"] > 0 for figures in found)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("lent")
 def test_a_reference_in_the_loss_reports_its_kl(tmp_path: Path) -> None:
     """The policy starts where the reference is, and leaves it."""
@@ -124,7 +129,6 @@ def test_a_reference_in_the_loss_reports_its_kl(tmp_path: Path) -> None:
     assert found[1]["ref_kl"] > 1e-7
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("lent")
 def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_or_saved(tmp_path: Path) -> None:
     config = cli.load(
@@ -162,7 +166,6 @@ def half(model, processing_class, prompts, generation_config):
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.usefixtures("lent")
 def test_completions_of_a_function_of_ones_own_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_rollouts.py").write_text(SHORT_ANSWERS)
