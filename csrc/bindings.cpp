@@ -8,6 +8,7 @@ void register_index(py::module_& m);
 void register_loss(py::module_& m);
 void register_decode(py::module_& m);
 void register_layer(py::module_& m);
+void register_attention(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "megarl's kernels. Arguments are raw addresses: call them through megarl.ops, which checks them.";
@@ -24,6 +25,7 @@ PYBIND11_MODULE(_C, m) {
   register_loss(m);
   register_decode(m);
   register_layer(m);
+  register_attention(m);
 }
 
 }  // namespace megarl

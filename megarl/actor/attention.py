@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.actor.context_parallel import Cut, LocalTokens, gather_keys_values
+from megarl.ops.attention import Sequences
 
 WHOLE = Cut()
 MOST_MASKED = 2048  # keys: a mask of more would take memory that matters
@@ -52,6 +53,7 @@ class PackedSequences(PackedSeqParams):
     cos_sin: Tensor | None = None  # float32 [local tokens, dim]: of their rotary angles, where fused.py has set it
     blocks: list[Block] = field(default_factory=list)
     restore: Tensor | None = None  # int64 [local tokens]: from the blocks' order back to token order
+    sequences: Sequences | None = None  # what fused.py's attention takes in place of blocks
 
 
 def packed_sequences(
@@ -113,7 +115,27 @@ def _left_out(sizes: Tensor, given: Tensor) -> Tensor:
     return torch.where((2 * rest < sizes + CAUSAL_ROWS) & (sizes <= MOST_MASKED), sizes - rest, 0)
 
 
-def packed_for_te(cu_seqlens: Tensor, device: torch.device) -> PackedSequences:
+def packed_for_kernel(
+    cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
+) -> PackedSequences:
+    """The same for the attention of `fused.py`, which takes sequences as they lie, without a cut."""
+    sizes, own = cu_seqlens.diff().long(), torch.arange(int(cu_seqlens[-1]))
+    positions = own - cu_seqlens[:-1].long().repeat_interleave(sizes)
+    if shared is None:
+        return PackedSequences(
+            qkv_format="thd", positions=positions, sequences=Sequences(cu_seqlens, own, torch.zeros_like(sizes))
+        )
+    before = torch.searchsorted(shared.source, cu_seqlens.long())  # tokens given before each bound
+    return PackedSequences(
+        qkv_format="thd",
+        positions=positions[shared.source],
+        sequences=Sequences(cu_seqlens, shared.rows, sizes - before.diff()),
+    )
+
+
+def packed_for_te(
+    cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
+) -> PackedSequences:
     """The same for Transformer Engine's attention, which cuts padded sequences in zigzag order itself: bounds for the
     kernels, and one table of angles, from which Megatron's rotary code takes each rank's part."""
     bounds, longest = cu_seqlens.to(device), int(cu_seqlens.diff().max())

@@ -78,6 +78,7 @@ class MegatronEngine(TrainEngine):
         if self.deterministic:
             torch.set_num_threads(1)  # where more threads cut the work depends on the batch
         self._cut = Cut.of(self.groups)
+        self._pack = model.packing(model.DTYPES[self.config.dtype], self._te, self.deterministic, self.groups)
         self._skipped = SkippedSteps(self.config.max_skipped_steps)
         self.modules: list[GPTModel] = model.build(
             self.hf_config,
@@ -150,7 +151,7 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         mine = self.groups.dp_rank
         return [
-            build(batch, part, weight / total, self.device, self._cut, shared, self._te)
+            build(batch, part, weight / total, self.device, self._cut, shared, self._pack)
             for part, weight in zip(rows[mine], weights[mine], strict=True)
         ]
 

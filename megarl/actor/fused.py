@@ -1,4 +1,4 @@
-"""Megarl's layers on `ops/layer.py`: for float32 on the CPU. Their parameters are those of the plain ones."""
+"""Layers on `ops/layer.py` and `ops/attention.py`, for float32 on the CPU. Parameters are those of the plain ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.actor.attention import PackedAttention, PackedRotary
+from megarl.actor.attention import PackedAttention, PackedRotary, PackedSequences
 from megarl.actor.norm import RMSNorm
 from megarl.ops import layer
+from megarl.ops.attention import packed_attention
 
 
 class FusedRMSNorm(RMSNorm):
@@ -32,7 +33,7 @@ class FusedSwiGLU(torch.nn.Module):
 
 
 class CosSinRotary(PackedRotary):
-    """Cosines and sines once for all layers. `RotatingAttention` finds them in the packed sequences; Megatron is given
+    """Cosines and sines once for all layers. `FusedAttention` finds them in the packed sequences; Megatron is given
     no angles and rotates nothing."""
 
     def get_rotary_seq_len(self, *args: Any) -> Tensor:
@@ -45,9 +46,16 @@ class CosSinRotary(PackedRotary):
         return None
 
 
-class RotatingAttention(PackedAttention):
-    """Attention that rotates queries and keys itself."""
+class FusedAttention(PackedAttention):
+    """Attention that rotates queries and keys itself. Sequences that context parallelism cuts go in padded blocks."""
 
-    def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Tensor:
-        query, key = (layer.rotate(x, packed_seq_params.cos_sin) for x in (query, key))
-        return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **packed: Any
+    ) -> Tensor:
+        sequences: PackedSequences = packed["packed_seq_params"]
+        assert sequences.cos_sin is not None
+        query, key = (layer.rotate(x, sequences.cos_sin) for x in (query, key))
+        if self.cp is not None:
+            return super().forward(query, key, value, attention_mask, packed_seq_params=sequences)
+        assert sequences.sequences is not None
+        return packed_attention(query, key, value, sequences.sequences, self.softmax_scale).flatten(1)

@@ -150,7 +150,8 @@ class LayerBytes:
         dim = head_dim(model)
         q = model.num_attention_heads * dim / tp
         kv = max(1.0, model.num_key_value_heads / tp) * dim
-        core = (2 * q + 2 * kv * parallel.cp_size) * item + 4 * q / dim
+        blocks = 0 if fused and parallel.cp_size == 1 else q  # what attention gives before padding is taken off
+        core = (q + blocks + 2 * kv * parallel.cp_size) * item + 4 * q / dim
         queries = _qk_norm(q, kv, item, on_gpu) if FAMILIES[model.model_type].qk_norm else 0.0
         keys = kv if queries or not fused else 0  # neither normed nor rotated yet they are, like values, a view of
         inputs = (q + keys + q + 2 * kv) * item  # all three projections

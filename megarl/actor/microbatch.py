@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.actor.attention import WHOLE, PackedSequences, packed_for_te, packed_sequences
+from megarl.actor.attention import WHOLE, PackedSequences, packed_sequences
 from megarl.actor.balance import SequenceCost, karmarkar_karp
 from megarl.actor.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.actor.prefix import share, units
@@ -163,16 +163,16 @@ def build(
     device: torch.device,
     cut: Cut = WHOLE,
     shared_prefix: bool = False,
-    te: bool = False,
+    pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSequences] = packed_sequences,
 ) -> Microbatch:
     """The microbatch of the sequences `indices`, cut for this rank. An empty one takes the first sequence with weight
-    0, so that every rank runs the same collectives. `te`: for Transformer Engine's attention."""
+    0, so that every rank runs the same collectives. `pack`: what the model's attention is handed (`attention.py`)."""
     host = batch.select(indices or [0])
     padded = cut.padded_cu_seqlens(host.cu_seqlens)
     whole = cut.cp_size == 1 and int(padded[-1]) == host.total_tokens
     local = None if whole else local_tokens(host.cu_seqlens, padded, cut).to(device)
     shared = share(host) if shared_prefix else None
-    packed = packed_for_te(padded, device) if te else packed_sequences(padded, device, cut, shared)
+    packed = pack(padded, device, cut, shared)
     part = host.to(device)
     last = _last_positions(part.cu_seqlens)
     aligned = PackedBatch(part.cu_seqlens, {k: _shifted(v, last) for k, v in part.tokens.items()}, part.sequences)

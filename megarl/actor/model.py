@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megarl.actor.attention import PackedAttention, PackedRotary
+from megarl.actor.attention import (
+    PackedAttention,
+    PackedRotary,
+    PackedSequences,
+    packed_for_kernel,
+    packed_for_te,
+    packed_sequences,
+)
+from megarl.actor.context_parallel import Cut, LocalTokens
 from megarl.actor.families import (
     FAMILIES,
     attention_biases,
@@ -23,7 +32,7 @@ from megarl.actor.families import (
     padded_vocab_size,
     rotary_inv_freq,
 )
-from megarl.actor.fused import CosSinRotary, FusedRMSNorm, FusedSwiGLU, RotatingAttention
+from megarl.actor.fused import CosSinRotary, FusedAttention, FusedRMSNorm, FusedSwiGLU
 from megarl.actor.head import HeadlessGPT, ValueHead
 from megarl.actor.moe import mark_experts, moe_fields
 from megarl.actor.norm import RMSNorm
@@ -47,6 +56,15 @@ def has_kernels(dtype: torch.dtype, deterministic: bool) -> bool:
     """Whether layers are of `fused.py`. A deterministic run keeps torch's norms and rotary embedding, whose bits are
     those of the rollout server."""
     return dtype == torch.float32 and not deterministic and not platform.has_gpu()
+
+
+def packing(
+    dtype: torch.dtype, te: bool, deterministic: bool, groups: Groups
+) -> Callable[[torch.Tensor, torch.device, Cut, LocalTokens | None], PackedSequences]:
+    """What turns a microbatch's sequences into what the attention of the model's layers takes."""
+    if te:
+        return packed_for_te
+    return packed_for_kernel if has_kernels(dtype, deterministic) and groups.cp_size == 1 else packed_sequences
 
 
 def transformer_config(
@@ -137,7 +155,7 @@ def _layer_specs(
         parts.input_layernorm = parts.pre_mlp_layernorm = norm
         if qk_norm:
             attention.q_layernorm = attention.k_layernorm = norm_qk
-        attention.core_attention = RotatingAttention if fused else PackedAttention
+        attention.core_attention = FusedAttention if fused else PackedAttention
         if fused:
             mlp = parts.mlp.submodules
             gated = mlp if moe is None or not moe.layers[layer] else mlp.experts.submodules

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.ops.advantage import Aggregation, GroupMode
+from megarl.ops.attention import Sequences
 from megarl.ops.index import TokenIndex
 from megarl.ops.linear import TokenLossFn
 from megarl.ops.loss import PolicyLoss, PolicyLossSettings
@@ -311,6 +312,20 @@ def paged_attention(
         q = queries[row].float().view(len(k), -1, queries.shape[2])
         weights = (q @ k.transpose(1, 2) * scale).softmax(-1)
         out[row] = (weights @ v).flatten(0, 1)
+    return out
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """See `megarl.ops.attention.packed_attention`."""
+    out = torch.zeros_like(query)
+    bounds = sequences.cu_seqlens.tolist()
+    for begin, end, skipped in zip(bounds, bounds[1:], sequences.skipped.tolist(), strict=False):
+        rows = sequences.rows[begin:end]
+        q = query[rows[skipped:]].transpose(0, 1)
+        k, v = (x[rows].transpose(0, 1).repeat_interleave(len(q) // x.shape[1], 0) for x in (key, value))
+        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)[skipped:]
+        weights = (q @ k.transpose(1, 2) * scale).masked_fill(later, float("-inf")).softmax(-1)
+        out = out.index_put((rows[skipped:],), (weights @ v).transpose(0, 1))
     return out
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CASES = "test_decode or test_layer or float64 or bits or infinity or nan or oracle and (7 or 4097)"
+CASES = "test_decode or test_layer or test_attention or float64 or bits or infinity or nan or oracle and (7 or 4097)"
 
 
 def pytest_under(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,9 @@ def pytest_under(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has several instruction sets")
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 def test_the_values_are_right_on(isa):
-    files = [str(HERE / f"test_{name}.py") for name in ("logprob_values", "logprob_bits", "decode", "layer")]
+    files = [
+        str(HERE / f"test_{name}.py") for name in ("logprob_values", "logprob_bits", "decode", "layer", "attention")
+    ]
     ran = pytest_under(isa, *files, "-k", CASES)
     if "which this processor or build has not" in ran.stdout:
         pytest.skip(f"this processor has no {isa}")

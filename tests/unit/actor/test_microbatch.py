@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.actor.attention import PackedAttention, packed_sequences
+from megarl.actor.attention import PackedAttention, packed_for_kernel, packed_sequences
 from megarl.actor.balance import SequenceCost
+from megarl.actor.fused import FusedAttention
 from megarl.actor.microbatch import build, partition, plan, shift_left, shift_right
 from megarl.actor.prefix import share
 from megarl.knobs import UserError
@@ -98,10 +99,11 @@ def test_the_model_is_given_each_common_beginning_once() -> None:
     shared = share(batch)
     assert shared.source.numel() == 6 + 3 + 1 + 2 + 4 + 2 + 2 + 2
     assert torch.equal(batch["input_ids"][shared.source][shared.rows], batch["input_ids"])
-    packed = packed_sequences(batch.cu_seqlens, torch.device("cpu"), shared=shared)
     position = torch.cat([torch.arange(n) for n in batch.lengths.tolist()])
-    assert packed.positions is not None
-    assert torch.equal(packed.positions[shared.rows], position)
+    for pack in (packed_sequences, packed_for_kernel):
+        packed = pack(batch.cu_seqlens, torch.device("cpu"), shared=shared)
+        assert packed.positions is not None
+        assert torch.equal(packed.positions[shared.rows], position)
 
 
 def test_shared_prompts_need_to_know_the_groups() -> None:
@@ -186,8 +188,15 @@ def test_attention_after_a_shared_prompt_is_attention_of_each_sequence_alone(pro
     expected = attention_alone(*whole, batch.lengths)[shared.source]  # type: ignore[arg-type]
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
     gradient = torch.randn_like(out)
-    found, wanted = (torch.autograd.grad(x, (query, key, value), gradient) for x in (out, expected))
+    found, wanted = (torch.autograd.grad(x, (query, key, value), gradient, retain_graph=True) for x in (out, expected))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    unturned = torch.cat([torch.ones(given, 4), torch.zeros(given, 4)], -1)
+    for_kernel = packed_for_kernel(batch.cu_seqlens, torch.device("cpu"), shared=shared)
+    for_kernel.cos_sin = unturned
+    fused = FusedAttention(HeadsOfEight())(query, key, value, None, packed_seq_params=for_kernel)
+    torch.testing.assert_close(fused, expected, atol=1e-6, rtol=1e-5)
+    of_fused = torch.autograd.grad(fused, (query, key, value), gradient)
+    torch.testing.assert_close(of_fused, wanted, atol=1e-5, rtol=1e-4)
     masked = [block for block in packed.blocks if block.mask is not None]
     assert masked
     assert all(block.length < block.key_length <= 2048 for block in masked)
