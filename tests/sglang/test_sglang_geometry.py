@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megarl.rollout.sglang_server import free_ports
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/sglang/geometry_worker.py"
@@ -20,8 +21,7 @@ def ranks_of(
     checkpoints: list[Path], tp_size: int, ep_size: int = 1, padded: bool = True
 ) -> list[list[dict[str, Any]]]:
     """What each rank reports of each checkpoint. `padded`: as SGLang does on CPU, else as on a GPU."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_ports("127.0.0.1", 1)[0]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
@@ -36,7 +36,7 @@ def ranks_of(
     reports = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=150)
+            out, err = process.communicate(timeout=450)
             assert process.returncode == 0, err[-3000:]
             reports.append([json.loads(line) for line in out.splitlines() if line.startswith('{"checkpoint"')])
     finally:

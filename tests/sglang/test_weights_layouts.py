@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from weights_support import TOLERANCE, Served, logprobs
 
 from megarl.reshard.store import Deadline
-from megarl.rollout.sglang_server import SGLangServers
+from megarl.rollout.sglang_server import SGLangServers, free_ports
 from tests import warm
 from tests.sglang import weights_rank
 from tests.sglang.tiny_models import make_model
 
-DEADLINE_S = 150
+DEADLINE_S = 450
 
 
 class Trainer:
@@ -36,8 +35,7 @@ class Trainer:
         folder.mkdir()
         self.exported = folder / "exported"
         self.ranks = ranks
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
+        port = str(free_ports("127.0.0.1", 1)[0])
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         self.logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
         self.processes, self.pipes = [], []
@@ -107,7 +105,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], int, list[str]]] = {  # ranks, kno
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name(
     layout: str, fleet: SGLangServers, trainer_of: Callable[[int], Trainer], tiny_checkpoint: Callable[..., Path]
@@ -160,7 +157,6 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
     check_spans(answers, set(versions))
 
 
-@pytest.mark.timeout(300)
 def test_experts_of_a_trainer_with_expert_parallelism_reach_a_server_that_cuts_them_by_tensor_parallelism(
     serve: Callable[..., SGLangServers], trainer_of: Callable[[int], Trainer], tiny_checkpoint: Callable[..., Path]
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,6 +75,7 @@ def carry_out(run: dict[str, Any], pipe: Connection) -> None:
     rollout.connect(session)
     engine.connect(session)
     for number, version in enumerate(run["versions"]):
+        time.sleep(0.1)  # in which the version before answers requests: most versions must be seen
         take(engine, family, version)
         if run.get("victim") == engine.groups.rank and version == run["versions"][-1]:
             die_in_the_middle(engine.groups.rank)

@@ -15,7 +15,7 @@ OVERRIDES = [
     *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
 ]
 NODES = ["--nodes=3", "--gpus-per-node=1"]  # two for a rank each, one for the server
-STEPS, START_S, END_S = 7, 240.0, 120.0
+STEPS, START_S, END_S = 14, 480.0, 240.0
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
@@ -24,7 +24,7 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [row for row in rows if row["step"]]  # step 0 is an evaluation
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> None:
     job = slurm.sbatch("grpo_70b.sh", NODES, [*OVERRIDES, f"total_train_steps={STEPS}", "saver.every_steps=1"])
     folder = slurm.folder / "runs" / "grpo_70b" / f"job_{job}"
@@ -37,7 +37,7 @@ def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> Non
     slurm.kill_sglang(job)  # its task starts it again, and the trainer brings it the weights
     goal = killed + 2
     slurm.reaches(job, lambda: len(steps_of(folder)) >= goal, START_S, f"step {goal}")
-    assert sum(row["sync/servers_brought_back"] for row in steps_of(folder)) == 1
+    assert sum(row["sync/servers_brought_back"] for row in steps_of(folder)) >= 1  # a busy machine may miss a heartbeat
     slurm("scontrol", "requeue", job)
     slurm.until(lambda: slurm.field(job, "JobState") == "PENDING", END_S, "the requeue")
     assert slurm.left(job) == []

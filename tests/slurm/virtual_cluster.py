@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+
+from megarl.rollout.sglang_server import free_ports
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
@@ -79,8 +80,8 @@ class Cluster:
             "PYTHONPATH": str(ROOT),
             "MEGARL_PYTHON": sys.executable,
             "MEGARL_INTERFACE": "lo",
-            "MEGARL_PROBE_S": "5",
-            "MEGARL_GRACE_S": "5",
+            "MEGARL_PROBE_S": "15",
+            "MEGARL_GRACE_S": "30",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
         }
@@ -98,7 +99,7 @@ class Cluster:
         key.chmod(0o400)
         for gpu in range(GPUS):
             (folder / "gpus" / f"gpu{gpu}").symlink_to("/dev/null")  # Slurm asks for a device
-        ctld, *ports = _free_ports(NODES + 1)
+        ctld, *ports = free_ports("127.0.0.1", NODES + 1)
         nodes = "".join(
             f"NodeName=node{i} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=1000000 "
             f"Gres=gpu:{GPUS} State=UNKNOWN\n"
@@ -234,14 +235,6 @@ class Cluster:
                 ours = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
                 if ours and environment.get("SLURM_JOB_ID") == job and process.status() != psutil.STATUS_ZOMBIE:
                     yield process, " ".join(process.cmdline()), environment.get("SLURMD_NODENAME", "")
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(listener.getsockname()[1]) for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 @contextlib.contextmanager
