@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -23,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 def listeners(family: list[psutil.Process]) -> set[str]:
     """The addresses that these processes listen on."""
-    found = [c.laddr.ip for p in family for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    found = []
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has just ended
+            found += [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     return {address.removeprefix("::ffff:") for address in found}
 
 
@@ -38,7 +42,6 @@ def no_cluster_is_given() -> Iterator[None]:
         yield
 
 
-@pytest.mark.timeout(600)
 def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
     command = Command(tmp_path / "ray", *ARGUMENTS, "total_train_steps=100000", "launcher=ray")
@@ -46,7 +49,11 @@ def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name
     command.wait_for(lambda: len(losses(run)) == STEPS, "third step")
     family = command.family()
     assert listeners(family) == {"127.0.0.1"}
-    ranks = {p.environ()["RANK"]: p for p in family if "megarl.train" in p.cmdline()}
+    ranks = {}
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "megarl.train" in process.cmdline():
+                ranks[process.environ()["RANK"]] = process
     ranks["1"].kill()
     assert command.wait() not in (0, None)
     text = command.output.read_text()
@@ -55,7 +62,6 @@ def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name
     assert losses(run) == losses_of_the_local_launcher(tmp_path / "local")
 
 
-@pytest.mark.timeout(600)
 def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
     command = Command(
@@ -78,7 +84,6 @@ def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path
     assert "rank" in shown.stdout
 
 
-@pytest.mark.timeout(600)
 def test_a_training_script_runs_beside_servers_that_the_launcher_starts(tmp_path: Path) -> None:
     """The walk-through's loop: rollouts, log-probs, advantages, update, weights as files, versions."""
     script = [str(ROOT / "examples" / "gsm8k_grpo.py"), "--config", str(ROOT / "examples" / "gsm8k_grpo.yaml")]
@@ -107,7 +112,6 @@ def on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subp
     return out, subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
-@pytest.mark.timeout(300)
 def test_ranks_fill_the_nodes_of_a_cluster_in_their_order_and_see_their_gpus_alone(
     on_three_nodes: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
