@@ -38,12 +38,18 @@ class Draft:
     fruitless: int = 0  # pieces without a token, in a row
 
     def add(self, piece: Piece, most: int) -> None:
-        """Goes on by a piece; a completion of `most` tokens is complete even if it was aborted there."""
+        """Goes on by a piece; a completion of `most` tokens is complete even if it was aborted there.
+
+        Of an aborted one SGLang has not looked whether the last token ends it, so that token is sampled again.
+        """
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.versions += piece.versions
         self.reason = "length" if piece.stop_reason == "abort" and len(self.tokens) >= most else piece.stop_reason
         self.fruitless = 0 if piece.tokens else self.fruitless + 1
+        if self.reason == "abort":
+            for values in (self.tokens, self.logprobs, self.versions):
+                del values[-1:]
 
     def response(self, req: ModelRequest) -> ModelResponse:
         """What it is once it is complete."""

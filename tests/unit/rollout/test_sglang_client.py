@@ -201,9 +201,9 @@ def test_the_least_loaded_server_is_asked(start_server, connect):
     assert (len(first.bodies), len(second.bodies)) == (1, 3)
 
 
-def test_an_aborted_completion_goes_on_after_its_tokens_with_their_versions(start_server, connect):
+def test_an_aborted_completion_goes_on_after_all_its_tokens_but_the_last_with_their_versions(start_server, connect):
     async def aborts(body, request):
-        return web.json_response([answer([7, 8], version="3", reason="abort")])
+        return web.json_response([answer([7, 8, 0], version="3", reason="abort")])  # 0 would have ended it
 
     async def ends(body, request):
         return web.json_response([answer([9, 0], version="4", reason="stop")])
@@ -230,7 +230,7 @@ def test_an_aborted_completion_goes_on_after_its_tokens_with_their_versions(star
 def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, connect, asked):
     async def aborts(body, request):
         ended = [answer([7, 0], reason="stop")]
-        return web.json_response([answer([7], reason="abort"), *ended, answer([8, 9], reason="abort")])
+        return web.json_response([answer([7, 3], reason="abort"), *ended, answer([8, 9, 3], reason="abort")])
 
     async def ends(body, request):
         return web.json_response([answer([5, 0], reason="stop"), answer([0], reason="stop")])
