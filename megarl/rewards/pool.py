@@ -21,12 +21,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-import orjson
 
 from megarl.knobs import UserError, knob
 from megarl.rewards import worker
@@ -73,7 +72,6 @@ class RewardPool:
 
     `await pool(prompt, completions, prompt_ids, completion_ids, **data)` gives the weighted sum, with the functions'
     values in its `parts`; `await pool.score(...)` gives those alone. Both raise `RewardError` where a function failed.
-    `await pool.of_group(...)` has what the call gives, or raises, for each of many completions.
     The functions are those of `RLVRWorkflow`: `(prompt, completions, prompt_ids, completion_ids, **data) -> float`,
     sync or async. A context manager, made in a thread that lives as long as it; used from one asyncio loop.
     """
@@ -132,20 +130,8 @@ class RewardPool:
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> Reward:
-        return self._sum(await self.score(prompt, completions, prompt_ids, completion_ids, **data))
-
-    async def of_group(
-        self,
-        prompt: str,
-        completions: Sequence[str],
-        prompt_ids: list[int],
-        completion_ids: Sequence[list[int]],
-        data: Mapping[str, Any],
-    ) -> list[Reward | RewardError]:
-        """The reward of each completion of a prompt, or why there is none."""
-        samples = zip(completions, completion_ids, strict=True)
-        found = await self._scored([((prompt, text, prompt_ids, ids), data) for text, ids in samples])
-        return [each if isinstance(each, RewardError) else self._sum(each) for each in found]
+        values = await self.score(prompt, completions, prompt_ids, completion_ids, **data)
+        return Reward(sum(weight * value for weight, value in zip(self.weights, values, strict=True)), values)
 
     async def score(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
@@ -155,25 +141,16 @@ class RewardPool:
         Raises:
             RewardError: the call took too long, its process died, or a function raised or returned no finite number.
         """
-        (found,) = await self._scored([((prompt, completions, prompt_ids, completion_ids), data)])
-        if isinstance(found, RewardError):
-            raise found
-        return found
-
-    def _sum(self, values: list[float]) -> Reward:
-        return Reward(sum(weight * value for weight, value in zip(self.weights, values, strict=True)), values)
-
-    async def _scored(self, asked: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
-        """The functions' values for the arguments and data of each call, or its `RewardError`."""
+        pickled = pickle.dumps({"args": (prompt, completions, prompt_ids, completion_ids), "data": data})
         loop = asyncio.get_running_loop()
-        calls = [_Call(pickle.dumps({"args": args, "data": data}), loop.create_future()) for args, data in asked]
-        if not self._queue:
+        call = _Call(pickled, loop.create_future())
+        self._queue.append(call)
+        if len(self._queue) == 1:
             loop.call_soon(self._hand_out)  # with all other calls that are made in this turn of the loop
-        self._queue.extend(calls)
         try:
-            return await asyncio.gather(*(call.values for call in calls), return_exceptions=True)
+            return await call.values
         except asyncio.CancelledError:
-            for each in [each for each in self._live if each.scoring in calls]:
+            for each in [each for each in self._live if each.scoring is call]:
                 self._end(each)
             raise
 
@@ -336,7 +313,7 @@ class _Worker:
     async def answer(self) -> dict[str, Any]:
         """To the next call of the share; `more` says whether another one follows."""
         (size,) = worker.HEADER.unpack(await self.reader.readexactly(worker.HEADER.size))
-        answer: dict[str, Any] = orjson.loads(await self.reader.readexactly(size))
+        answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
         return answer
 
     def kill(self) -> None:

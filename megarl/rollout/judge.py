@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from megarl.types import RewardError
 
@@ -16,21 +16,6 @@ logger = logging.getLogger(__name__)
 RewardFn = Callable[
     ..., Any
 ]  # (prompt, completions, prompt_ids, completion_ids, **data) -> float, or an awaitable of one
-
-
-@runtime_checkable
-class GroupReward(Protocol):
-    """A reward function that can score all completions of a prompt together, such as `RewardPool`."""
-
-    async def of_group(
-        self,
-        prompt: str,
-        completions: Sequence[str],
-        prompt_ids: list[int],
-        completion_ids: Sequence[list[int]],
-        data: Mapping[str, Any],
-    ) -> Sequence[float | RewardError]:
-        """The reward of each completion, or why there is none."""
 
 
 async def judge(
@@ -47,12 +32,6 @@ async def judge(
     the other episodes nor their requests. A time limit, and processes that survive a crash, are `RewardPool`'s.
     """
     samples = list(zip(completions, completion_ids, strict=True))
-    if isinstance(reward_fn, GroupReward):
-        try:
-            found: Sequence[Any] = await reward_fn.of_group(prompt, completions, prompt_ids, completion_ids, data)
-        except Exception as error:  # the samples', not the run's: masked and counted
-            found = [error] * len(samples)
-        return [_failure(reward_fn, each) if isinstance(each, Exception) else each for each in found]
     if is_async(reward_fn):
 
         async def one(text: str, ids: list[int]) -> float | RewardError:

@@ -81,21 +81,6 @@ def test_several_rewards_are_weighted_and_async_ones_awaited() -> None:
         assert run(both) == (18.0, [16.0, 4.0])
 
 
-def test_a_group_has_a_reward_or_a_reason_for_each_completion() -> None:
-    def inverse(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], one: float) -> float:
-        return one / len(completions)
-
-    async def group() -> list[Any]:
-        return await pool.of_group("", ["ab", "", "abcd"], [], [[1], [], [2]], {"one": 1.0})
-
-    with RewardPool([inverse], RewardConfig(weights=[2.0])) as pool:
-        half, failure, quarter = run(group)
-        assert (half, half.parts, quarter, quarter.parts) == (1.0, (0.5,), 0.5, (0.25,))
-        assert isinstance(failure, RewardError)
-        assert "ZeroDivisionError" in str(failure)
-        assert dict(pool.failures) == {"raised": 1}
-
-
 def test_a_cancelled_call_ends_its_process_and_keeps_no_place() -> None:
     async def cancel() -> float:
         task = asyncio.create_task(pool("", "", [], [], i=1, what="hang"))
