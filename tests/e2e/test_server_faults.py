@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +17,11 @@ import pytest
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from megarl.rollout.sglang_server import answers_at
-from tests.e2e.test_main_job import Command, steps_in
+from tests.e2e.test_main_job import DEADLINE_S, Command, steps_in
 
 KILL_EVERY_S = float(os.environ.get("MEGARL_KILL_EVERY_S", "5"))
-STEPS = int(os.environ.get("MEGARL_KILLED_STEPS", "20"))  # 50 for the figure in docs/numbers.md
-LIMIT_S = 20.0 * STEPS + 120
+STEPS = int(os.environ.get("MEGARL_KILLED_STEPS", "20"))  # at least; 50 for the figure in docs/numbers.md
+LIMIT_S = 60.0 * STEPS  # each step may wait for a server to start
 SMALL = [
     "+experiment=gsm8k_grpo", "evaluator.every_steps=0", "evaluator.at_start=false", "server.n_servers=2",
     "train_dataset.batch_size=4", "algorithm.n_minibatches=1", "gconfig.n_samples=8", "gconfig.max_new_tokens=24",
@@ -52,22 +51,31 @@ def answering(run: RunFolder) -> list[str]:
 
 
 def kill_in_turn(command: Command, run: RunFolder, every_s: float) -> list[tuple[str, int]]:
-    """Kills -9 a server that answers every `every_s` seconds, the one that was killed longest ago, until the run ends;
-    a moment at which none answers passes. Returns who was killed, and how many were left then."""
+    """Kills -9 a server that answers every `every_s` seconds, the one that was killed longest ago, until `STEPS` steps
+    are done, servers were brought back and the last one left was killed too. Returns who was killed, and how many were
+    left then.
+
+    A moment passes at which none answers, or but one and no step was done since the last kill: servers that serve
+    alone for seconds may do none on a slow machine.
+    """
     killed: list[tuple[str, int]] = []
+    steps_then = 0
     deadline = time.monotonic() + LIMIT_S
-    moment = time.monotonic() - every_s  # the first at once
     while time.monotonic() < deadline:
-        moment += every_s
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            command.process.wait(max(moment - time.monotonic(), 0.01))
-            return killed
-        if up := answering(run):
+        steps, up = len(steps_in(run)), answering(run)
+        if len(up) > 1 or (up and steps > steps_then):
             last = {name: i for i, (name, _) in enumerate(killed)}
             name = min(up, key=lambda name: last.get(name, -1))
             if (process := servers_of(command).get(name)) is not None:
                 process.kill()
                 killed.append((name, len(up) - 1))
+                steps_then = steps
+        time.sleep(every_s)
+        assert command.process.poll() is None, command.output.read_text()[-3000:]
+        rows = read_metrics(run.metrics)
+        back = sum(row["sync/servers_brought_back"] for row in rows)
+        if len(rows) >= STEPS and back >= 2 and any(left == 0 for _, left in killed):
+            return killed
     raise AssertionError(f"{len(steps_in(run))} steps in {LIMIT_S:g} s:\n{command.output.read_text()[-3000:]}")
 
 
@@ -99,38 +107,36 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command.kill()
 
 
-@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.timeout(LIMIT_S + DEADLINE_S)
 def test_a_server_killed_every_5_seconds_costs_no_prompt_and_repeats_none(
     begin: Callable[..., Command], tmp_path: Path
 ) -> None:
-    command = begin(f"total_train_steps={STEPS}", "server.max_restarts=1000", "rollout.max_head_offpolicyness=1")
+    command = begin("total_train_steps=100000", "server.max_restarts=1000", "rollout.max_head_offpolicyness=1")
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     command.wait_for(lambda: len(steps_in(run)) >= 1, "first step")
-    started = time.time()
+    before, started = len(steps_in(run)), time.time()
     killed = kill_in_turn(command, run, KILL_EVERY_S)
+    os.killpg(command.process.pid, signal.SIGTERM)
     assert command.wait() == 0, command.output.read_text()[-3000:]
     rows = read_metrics(run.metrics)
-    seconds = rows[-1]["time"] - started
+    seconds, done = rows[-1]["time"] - started, len(rows) - before
     last_ones = sum(left == 0 for _, left in killed)
     print(
-        f"{len(killed)} kills, {last_ones} of them of the last server left, in {seconds:.0f} s and {STEPS - 1} steps: "
-        f"{(STEPS - 1) / seconds:.2f} steps/s, {32 * (STEPS - 1) / seconds:.1f} completions/s"
+        f"{len(killed)} kills, {last_ones} of them of the last server left, in {seconds:.0f} s and {done} steps: "
+        f"{done / seconds:.2f} steps/s, {32 * done / seconds:.1f} completions/s"
     )
-    assert killed, "the run ended before a server was killed"
-    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
     trained = [episode for episode in episodes_of(run) if "samples" in episode]
-    assert [episode["samples"] + sum(episode.get("dropped", {}).values()) for episode in trained] == [8] * 4 * STEPS
+    assert [episode["samples"] + sum(episode.get("dropped", {}).values()) for episode in trained] == [8] * 4 * len(rows)
     assert_every_prompt_is_accounted_for(run)
     assert max(row["rollout/staleness_max"] for row in rows) <= 1
     assert max(row.get("train/logprob_diff_max", 0.0) for row in rows) <= 1e-3
     # A server that was started again holds the checkpoint, as version 0: the bound on staleness says that no token of
     # it was trained on. In the sync that brought it back every piece of it was proven by digests, as of the other.
-    assert sum(row["sync/servers_brought_back"] for row in rows) >= 1
     of_one = rows[0]["sync/pieces"] / 2
-    assert [row["sync/pieces"] / row["sync/servers"] for row in rows] == pytest.approx([of_one] * STEPS)
+    assert [row["sync/pieces"] / row["sync/servers"] for row in rows] == pytest.approx([of_one] * len(rows))
 
 
-@pytest.mark.timeout(300)
 def test_a_resumed_run_keeps_the_bound_on_staleness_and_ends_when_all_servers_die(
     begin: Callable[..., Command], tmp_path: Path
 ) -> None:
