@@ -10,16 +10,6 @@
 namespace megarl {
 namespace {
 
-// As many lanes as a register of this copy has; the compiler keeps wider vectors in memory.
-#if defined(__AVX512F__)
-constexpr int kRegister = kLanes;
-#elif defined(__AVX2__)
-constexpr int kRegister = kLanes / 2;
-#else
-constexpr int kRegister = kLanes / 4;
-#endif
-using Register = Vector<float, kRegister>::type;
-
 constexpr int kTile = 8;      // rows of a product that are computed at once, a register of each
 constexpr int kQueries = 64;  // of one head, in a block: their weights stay in the second-level cache
 
@@ -89,22 +79,26 @@ struct Part {
 
 // weights [seen] = 2^(scores - shift), and 0 up to `columns`; returns their sum.
 MEGARL_HD float exponentials(float* scores, int64_t seen, int64_t columns, float shift) {
-  FloatLanes sum = {};
+  Register sum = {};
   for (int64_t j = seen; j < columns; ++j) scores[j] = -INFINITY;
-  for (int64_t j = 0; j < columns; j += kLanes) {
-    FloatLanes w = load_lanes(scores + j) - shift;
-    const FloatLanes e = exp2_lanes<6>(w);
-    store_lanes(scores + j, e);
+  for (int64_t j = 0; j < columns; j += kRegister) {
+    Register w = load_raw<Register>(scores + j) - shift;
+    const Register e = exp2_lanes<6>(w);
+    std::memcpy(scores + j, &e, sizeof(e));
     sum += e;
   }
-  return horizontal_sum<float>(sum);
+  return horizontal_sum<float, kRegister>(sum);
 }
 
 MEGARL_HD float greatest(const float* scores, int64_t n) {
-  FloatLanes best = FloatLanes{} - INFINITY;
+  Register best = Register{} - INFINITY;
   int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) best = max_lanes(load_lanes(scores + j), best);
-  float max = horizontal_max<float>(best);
+  for (; j + kRegister <= n; j += kRegister) {
+    const Register v = load_raw<Register>(scores + j);
+    best = v > best ? v : best;
+  }
+  float max = -INFINITY;
+  for (int i = 0; i < kRegister; ++i) max = best[i] > max ? best[i] : max;
   for (; j < n; ++j) max = scores[j] > max ? scores[j] : max;
   return max;
 }
@@ -182,11 +176,12 @@ void backward(const PackedAttentionBackwardArgs& a, int64_t sequence, int64_t kv
           // all.
           const int64_t query = first + tile + r, end = padded(first + count);
           exponentials(w, query + 1, seen, a.log_sums[p.at(query, head)]);
-          FloatLanes pulls = {};
-          for (int64_t j = 0; j < seen; j += kLanes) pulls += load_lanes(w + j) * load_lanes(d + j);
-          const float pull = horizontal_sum<float>(pulls);
-          for (int64_t j = 0; j < seen; j += kLanes)
-            store_lanes(d + j, load_lanes(w + j) * (load_lanes(d + j) - pull));
+          Register pulls = {};
+          for (int64_t j = 0; j < seen; j += kRegister)
+            pulls += load_raw<Register>(w + j) * load_raw<Register>(d + j);
+          const float pull = horizontal_sum<float, kRegister>(pulls);
+          for (int64_t j = 0; j < seen; j += kRegister)
+            store_group(d, j, seen, load_raw<Register>(w + j) * (load_raw<Register>(d + j) - pull));
           std::memset(w + seen, 0, (end - seen) * sizeof(float));
           std::memset(d + seen, 0, (end - seen) * sizeof(float));
         }

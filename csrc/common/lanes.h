@@ -154,22 +154,22 @@ MEGARL_HD DoubleLanes max_lanes(DoubleLanes v, DoubleLanes best) {
 // 2^r for |r| <= 1/2 by a minimax polynomial of this degree. Relative error below 8e-8 (degree 6), 2.2e-7
 // (5), which is nothing beside the rounding of 16-bit logits, and 2.7e-6 (4), nothing beside that of a result
 // stored in 16 bits.
-template <int kDegree>
-MEGARL_HD FloatLanes exp2_fraction(FloatLanes r) {
+template <int kDegree, class V>
+MEGARL_HD V exp2_fraction(V r) {
   if (kDegree == 4) {
-    FloatLanes p = 9.5701017e-3f * r + 5.5917863e-2f;
+    V p = 9.5701017e-3f * r + 5.5917863e-2f;
     p = p * r + 2.4024745e-1f;
     p = p * r + 6.9312181e-1f;
     return p * r + 9.9999926e-1f;
   }
   if (kDegree == 5) {
-    FloatLanes p = 1.3276472e-3f * r + 9.6755413e-3f;
+    V p = 1.3276472e-3f * r + 9.6755413e-3f;
     p = p * r + 5.5507133e-2f;
     p = p * r + 2.4022120e-1f;
     p = p * r + 6.9314697e-1f;
     return p * r + 1.0f;
   }
-  FloatLanes p = 1.5345812e-4f * r + 1.3399931e-3f;
+  V p = 1.5345812e-4f * r + 1.3399931e-3f;
   p = p * r + 9.6184890e-3f;
   p = p * r + 5.5503288e-2f;
   p = p * r + 2.4022647e-1f;
@@ -179,22 +179,27 @@ MEGARL_HD FloatLanes exp2_fraction(FloatLanes r) {
 
 // 2^w for w <= 127, as 2^n 2^r with n the nearest integer. Exactly 0 for -infinity and anything that
 // underflows, NaN for NaN. `w` is bounded below on return, so that 2^w * w is 0 where 2^w is.
+#ifdef __AVX512F__
 template <int kDegree>
 MEGARL_HD FloatLanes exp2_lanes(FloatLanes& w) {
-#ifdef __AVX512F__
   w = _mm512_max_ps(_mm512_set1_ps(-160.0f), w);  // gives the second operand where that is NaN
   const FloatLanes n = _mm512_roundscale_ps(w, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm512_scalef_ps(exp2_fraction<kDegree>(w - n), n);
-#else
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const IntLanes in_range = ~(w < -125.0f);
-  w = w < -125.0f ? FloatLanes{} - 125.0f : w;
-  const FloatLanes shifted = w + kMagic;
-  const FloatLanes p = exp2_fraction<kDegree>(w - (shifted - kMagic));
-  const UIntLanes scale = (bit_cast<UIntLanes>(shifted) + (127u - 0x4b400000u)) << 23;
-  return bit_cast<FloatLanes>(bit_cast<IntLanes>(p * bit_cast<FloatLanes>(scale)) & in_range);
-#endif
 }
+#else
+template <int kDegree, class V>
+MEGARL_HD V exp2_lanes(V& w) {
+  using Ints = typename Vector<int32_t, sizeof(V) / 4>::type;
+  using UInts = typename Vector<uint32_t, sizeof(V) / 4>::type;
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Ints in_range = ~(w < -125.0f);
+  w = w < -125.0f ? V{} - 125.0f : w;
+  const V shifted = w + kMagic;
+  const V p = exp2_fraction<kDegree>(w - (shifted - kMagic));
+  const UInts scale = (bit_cast<UInts>(shifted) + (127u - 0x4b400000u)) << 23;
+  return bit_cast<V>(bit_cast<Ints>(p * bit_cast<V>(scale)) & in_range);
+}
+#endif
 
 template <int kDegree>
 MEGARL_HD DoubleLanes exp2_lanes(DoubleLanes& w) {
@@ -278,17 +283,30 @@ MEGARL_HD void store_tail(T* p, lanes_t<accumulator_t<T>> v, int count) {
   std::memcpy(p, buffer, count * sizeof(T));
 }
 
-// The group of lanes at `i` of n elements; `pad` follows the last one.
-MEGARL_HD FloatLanes load_padded(const float* x, int64_t i, int64_t n, float pad) {
-  if (i + kLanes <= n) return load_lanes(x + i);
-  float buffer[kLanes];
-  for (int k = 0; k < kLanes; ++k) buffer[k] = i + k < n ? x[i + k] : pad;
-  return load_lanes(buffer);
+// As many floats as a register of this copy has; the compiler keeps wider vectors in memory.
+#if defined(__AVX512F__)
+constexpr int kRegister = kLanes;
+#elif defined(__AVX2__)
+constexpr int kRegister = kLanes / 2;
+#else
+constexpr int kRegister = kLanes / 4;
+#endif
+using Register = Vector<float, kRegister>::type;
+
+// The vector at `i` of n elements; `pad` follows the last one.
+template <class V = FloatLanes>
+MEGARL_HD V load_padded(const float* x, int64_t i, int64_t n, float pad) {
+  constexpr int kWidth = sizeof(V) / sizeof(float);
+  if (i + kWidth <= n) return load_raw<V>(x + i);
+  float buffer[kWidth];
+  for (int k = 0; k < kWidth; ++k) buffer[k] = i + k < n ? x[i + k] : pad;
+  return load_raw<V>(buffer);
 }
 
-MEGARL_HD void store_group(float* x, int64_t i, int64_t n, FloatLanes v) {
-  if (i + kLanes <= n) return store_lanes(x + i, v);
-  store_tail(x + i, v, static_cast<int>(n - i));
+template <class V>
+MEGARL_HD void store_group(float* x, int64_t i, int64_t n, V v) {
+  constexpr int64_t kWidth = sizeof(V) / sizeof(float);
+  std::memcpy(x + i, &v, (i + kWidth <= n ? kWidth : n - i) * sizeof(float));
 }
 
 }  // namespace megarl

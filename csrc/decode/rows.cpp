@@ -12,10 +12,10 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 // 1 / rms(x) of x [n].
 MEGARL_HD float inverse_rms(const float* x, int64_t n, float eps) {
-  FloatLanes squares = {};
+  Register squares = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) squares += load_lanes(x + i) * load_lanes(x + i);
-  float sum = horizontal_sum<float>(squares);
+  for (; i + kRegister <= n; i += kRegister) squares += load_raw<Register>(x + i) * load_raw<Register>(x + i);
+  float sum = horizontal_sum<float, kRegister>(squares);
   for (; i < n; ++i) sum += x[i] * x[i];
   return 1.0f / std::sqrt(sum / static_cast<float>(n) + eps);
 }
@@ -62,17 +62,6 @@ void rotate_store(const RotateStoreArgs& a, int64_t row) {
   std::memcpy(a.keys + a.slots[row] * kv_width, keys, kv_width * sizeof(float));
   std::memcpy(a.values + a.slots[row] * kv_width, keys + kv_width, kv_width * sizeof(float));
 }
-
-// As many lanes as a register of this copy has; the compiler keeps wider vectors in memory. Of 16-bit floats
-// always kLanes, which is what their conversions take.
-#if defined(__AVX512F__)
-constexpr int kRegister = kLanes;
-#elif defined(__AVX2__)
-constexpr int kRegister = kLanes / 2;
-#else
-constexpr int kRegister = kLanes / 4;
-#endif
-using Register = Vector<float, kRegister>::type;
 
 MEGARL_HD Register load_register(const float* p) {
   return load_raw<Register>(p);
@@ -160,10 +149,11 @@ void silu_mul(const SiluMulArgs& a, int64_t row) {
   const float* gate = a.gate_up + row * 2 * a.width;
   const float* up = gate + a.width;
   float* out = a.out + row * a.width;
-  for (int64_t i = 0; i < a.width; i += kLanes) {
-    const FloatLanes g = load_padded(gate, i, a.width, 0), u = load_padded(up, i, a.width, 0);
-    FloatLanes w = g * -kLog2E;
-    w = w > 126.0f ? FloatLanes{} + 126.0f : w;  // exp2_lanes takes no more, and silu is 0 there
+  for (int64_t i = 0; i < a.width; i += kRegister) {
+    const Register g = load_padded<Register>(gate, i, a.width, 0),
+                   u = load_padded<Register>(up, i, a.width, 0);
+    Register w = g * -kLog2E;
+    w = w > 126.0f ? Register{} + 126.0f : w;  // exp2_lanes takes no more, and silu is 0 there
     store_group(out, i, a.width, g / (1.0f + exp2_lanes<6>(w)) * u);
   }
 }

@@ -19,19 +19,19 @@ void rms_norm_backward(const RmsNormBackwardArgs& a, int64_t block) {
   for (int64_t row = first; row < last; ++row) {
     const float *x = a.x + row * n, *grad = a.grad + row * n;
     float* grad_x = a.grad_x + row * n;
-    FloatLanes squares = {}, products = {};
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const FloatLanes v = load_padded(x, i, n, 0);
+    Register squares = {}, products = {};
+    for (int64_t i = 0; i < n; i += kRegister) {
+      const Register v = load_padded<Register>(x, i, n, 0);
       squares += v * v;
-      products += v * load_padded(grad, i, n, 0) * load_padded(a.weight, i, n, 0);
+      products += v * load_padded<Register>(grad, i, n, 0) * load_padded<Register>(a.weight, i, n, 0);
     }
     const float width = static_cast<float>(n);
-    const float scale = 1.0f / std::sqrt(horizontal_sum<float>(squares) / width + a.eps);
-    const float pull = horizontal_sum<float>(products) / width * scale * scale * scale;
-    for (int64_t i = 0; i < n; i += kLanes) {
-      const FloatLanes v = load_padded(x, i, n, 0), g = load_padded(grad, i, n, 0) * scale;
-      store_group(grad_x, i, n, g * load_padded(a.weight, i, n, 0) - v * pull);
-      store_group(grad_weight, i, n, load_padded(grad_weight, i, n, 0) + g * v);
+    const float scale = 1.0f / std::sqrt(horizontal_sum<float, kRegister>(squares) / width + a.eps);
+    const float pull = horizontal_sum<float, kRegister>(products) / width * scale * scale * scale;
+    for (int64_t i = 0; i < n; i += kRegister) {
+      const Register v = load_padded<Register>(x, i, n, 0), g = load_padded<Register>(grad, i, n, 0) * scale;
+      store_group(grad_x, i, n, g * load_padded<Register>(a.weight, i, n, 0) - v * pull);
+      store_group(grad_weight, i, n, load_padded<Register>(grad_weight, i, n, 0) + g * v);
     }
   }
 }
@@ -41,12 +41,12 @@ void silu_mul_backward(const SiluMulBackwardArgs& a, int64_t row) {
   const int64_t n = a.width;
   const float *gate = a.gate_up + row * 2 * n, *up = gate + n, *grad = a.grad + row * n;
   float *grad_gate = a.grad_gate_up + row * 2 * n, *grad_up = grad_gate + n;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const FloatLanes x = load_padded(gate, i, n, 0), g = load_padded(grad, i, n, 0);
-    FloatLanes w = x * -static_cast<float>(kLog2E);
-    w = w > 126.0f ? FloatLanes{} + 126.0f : w;  // exp2_lanes takes no more, and the gradient is 0 there
-    const FloatLanes e = exp2_lanes<6>(w), s = 1.0f / (1.0f + e);
-    store_group(grad_gate, i, n, g * load_padded(up, i, n, 0) * s * (1.0f + x * (e * s)));
+  for (int64_t i = 0; i < n; i += kRegister) {
+    const Register x = load_padded<Register>(gate, i, n, 0), g = load_padded<Register>(grad, i, n, 0);
+    Register w = x * -static_cast<float>(kLog2E);
+    w = w > 126.0f ? Register{} + 126.0f : w;  // exp2_lanes takes no more, and the gradient is 0 there
+    const Register e = exp2_lanes<6>(w), s = 1.0f / (1.0f + e);
+    store_group(grad_gate, i, n, g * load_padded<Register>(up, i, n, 0) * s * (1.0f + x * (e * s)));
     store_group(grad_up, i, n, g * x * s);
   }
 }
