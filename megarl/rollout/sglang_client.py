@@ -91,8 +91,6 @@ class RemoteSGLangEngine(InferenceEngine):
         self._session: aiohttp.ClientSession | None = None
         self._waiting: dict[tuple[int, ...], list[Asked]] = {}  # by prompt
         self._sending: set[asyncio.Task[None]] = set()
-        self._ready = asyncio.Event()  # not while the servers are brought other weights than those asked for
-        self._ready.set()
 
     def initialize(
         self, addresses: Sequence[str] | None = None, ft_spec: Any = None, *, api_key: str | None = None
@@ -148,20 +146,8 @@ class RemoteSGLangEngine(InferenceEngine):
         if thread is not None:
             thread.loop.call_soon_threadsafe(self.router.refresh)
 
-    def expect_version(self, version: int) -> None:
-        """Says that the servers are about to be brought the weights of step `version`: episodes of it begin, so that
-        their requests are ready, and are sent by `set_version`."""
-        if self._stream is not None and self._thread is not None:
-            self._thread.loop.call_soon_threadsafe(self._ready.clear)
-            self._advance(version)
-
     def set_version(self, version: int) -> None:
         self._version = version
-        self._advance(version)
-        if self._thread is not None:
-            self._thread.loop.call_soon_threadsafe(self._ready.set)
-
-    def _advance(self, version: int) -> None:
         if self._stream is not None:
             with stats_tracker.scope("rollout"):  # of the episodes that it starts
                 self._stream.set_version(version)
@@ -279,7 +265,6 @@ class RemoteSGLangEngine(InferenceEngine):
         return await self._complete(req, req.gconfig.n_samples)
 
     async def _complete(self, req: ModelRequest, count: int) -> list[ModelResponse]:
-        await self._ready.wait()
         drafts = [Draft() for _ in range(count)]
         unfinished = drafts
         while unfinished:

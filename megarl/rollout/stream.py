@@ -116,8 +116,6 @@ class RolloutStream:
 
         async def advance() -> None:
             self._version, self._handed = version, 0
-            if all(ticket.version == version for ticket, _ in self._under_way.values()):
-                self._counted = time.perf_counter()  # what is under way has waited for the weights so far
             self._feed()
 
         self._thread.run(advance(), CALL_DEADLINE_S, "starting episodes")

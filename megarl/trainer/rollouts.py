@@ -191,8 +191,6 @@ class Rollouts:
 
     def push(self, version: int) -> None:
         """Brings the servers to the actor's weights, proven equal, as `version`. A collective."""
-        if self.chief:
-            self._engine.expect_version(version + self._ahead)
         report = self._sync(lambda: self._weights.push(self._actor, version + self._ahead))
         if self.chief:
             self._engine.set_version(report.version)

@@ -201,33 +201,6 @@ def test_the_least_loaded_server_is_asked(start_server, connect):
     assert (len(first.bodies), len(second.bodies)) == (1, 3)
 
 
-def test_episodes_of_weights_that_are_expected_begin_and_send_nothing_until_those_are_there(start_server, connect):
-    begun: list[int] = []
-
-    class Loader:
-        batch_size = 1
-
-        def __iter__(self):
-            return iter([[{"row": 0}], [{"row": 1}]])
-
-    class Tells(Asks):
-        async def arun_episode(self, engine, data):
-            begun.append(data["row"])
-            return await super().arun_episode(engine, data)
-
-    server = start_server()
-    engine = connect(server)
-    loader, workflow = Loader(), Tells(request(5))
-    engine.prepare_batch(loader, workflow)
-    engine.expect_version(1)
-    with pytest.raises(TimeoutError):
-        engine._stream.next_batch(0.3)
-    assert (begun, len(server.bodies), engine.get_version()) == ([0, 1], 1, 0)
-    engine.set_version(1)
-    engine.prepare_batch(loader, workflow)
-    assert (begun, len(server.bodies), engine.get_version()) == ([0, 1], 2, 1)
-
-
 def test_an_aborted_completion_goes_on_after_all_its_tokens_but_the_last_with_their_versions(start_server, connect):
     async def aborts(body, request):
         return web.json_response([answer([7, 8, 0], version="3", reason="abort")])  # 0 would have ended it

@@ -195,8 +195,6 @@ def test_the_rate_of_sampling_counts_the_time_in_which_episodes_are_under_way(
         now += 100.0  # training, while nothing may be sampled
         engine.version += 1
         stream.set_version(engine.version)
-        now += 10.0  # episodes have begun and wait for the weights
-        stream.set_version(engine.version)
     stream.close()
 
 
