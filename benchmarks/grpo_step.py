@@ -97,7 +97,7 @@ def megarl_command(root: Path, ahead: int) -> list[str]:
         "actor.optimizer.lr_decay_style=constant", f"actor.optimizer.clip_grad={CLIP_GRAD}",
         "actor.optimizer.adam_beta2=0.999", "evaluator.every_steps=0", "evaluator.at_start=false",
         "evaluator.at_end=false", "saver.every_steps=0", "saver.export_hf=false", "logger.tensorboard=false",
-        "actor.shared_prefix=true", "+sglang.disable_overlap_schedule=true", "+sglang.disable_radix_cache=true",
+        "actor.shared_prefix=true", "+sglang.disable_radix_cache=true",
         "+sglang.log_level=warning",
     ]  # fmt: skip
     return [sys.executable, "-m", "megarl.train", *settings]
