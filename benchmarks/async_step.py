@@ -3,8 +3,8 @@
 `python benchmarks/async_step.py`: the bundled recipe, in turn and with rollouts one version ahead, once each a round.
 The trainer is held to one core, the server to another, and the processes that compute rewards, which are a part of
 rollouts, to the server's (`--rewards train`: to the trainer's). In turn a step takes rollout + train, where train is
-all that is not waiting for rollouts: log-probs, update, weight sync, logs. Overlapped, max(rollout, train) of the run in
-turn is the floor.
+all that is not waiting for rollouts: log-probs, update, weight sync, logs. Overlapped, max(rollout, train) of the run
+in turn is the floor.
 """
 
 from __future__ import annotations
