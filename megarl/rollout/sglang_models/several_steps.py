@@ -158,7 +158,10 @@ def write_slots(requests: Tensor, table: Tensor, start: Tensor, end: Tensor, slo
 def copy_slots(data: Tensor, strides: Tensor, to: Tensor, source: Tensor) -> None:
     """Where drafts branch, slots must be moved; here SGLang only tries it out, with a slot onto itself."""
     if not torch.equal(to, source):
-        raise NotImplementedError("slots of the key/value cache move only where several drafts of a token are tried")
+        raise RuntimeError(
+            "several drafts of a token need sgl_kernel, which has no wheel for CPUs: leave out "
+            "sglang.speculative_algorithm"
+        )
 
 
 SpeculativeAlgorithm.register(SEVERAL_STEPS, supports_overlap=False, spec_class=Algorithm)(lambda args: SeveralSteps)
