@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.ops.native import _C, check
-
-CPU = torch.device("cpu")
+from megarl.ops.native import _C, check_on_cpu
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,9 @@ class Sequences:
 
     def __post_init__(self) -> None:
         num_seqs, lengths = self.skipped.numel(), self.cu_seqlens.diff().long()
-        check("cu_seqlens", self.cu_seqlens, dtype=torch.int32, shape=(num_seqs + 1,), device=CPU)
-        check("rows", self.rows, dtype=torch.int64, shape=(int(self.cu_seqlens[-1]),), device=CPU)
-        check("skipped", self.skipped, dtype=torch.int64, shape=(num_seqs,), device=CPU)
+        check_on_cpu("cu_seqlens", self.cu_seqlens, (num_seqs + 1,), torch.int32)
+        check_on_cpu("rows", self.rows, (int(self.cu_seqlens[-1]),), torch.int64)
+        check_on_cpu("skipped", self.skipped, (num_seqs,), torch.int64)
         if int(self.cu_seqlens[0]) != 0 or bool(((self.skipped < 0) | (self.skipped > lengths)).any()):
             raise ValueError(
                 f"cu_seqlens {self.cu_seqlens.tolist()[:8]}... must rise from 0, and skipped "
@@ -79,9 +77,9 @@ class _PackedAttention(torch.autograd.Function):
         (_, heads, dim), kv_heads, tokens = query.shape, key.shape[1], sequences.tokens
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"queries have {heads} heads, keys {kv_heads}: the numbers must divide")
-        _check("query", query, (tokens, heads, dim))
-        _check("key", key, (tokens, kv_heads, dim))
-        _check("value", value, (tokens, kv_heads, dim))
+        check_on_cpu("query", query, (tokens, heads, dim))
+        check_on_cpu("key", key, (tokens, kv_heads, dim))
+        check_on_cpu("value", value, (tokens, kv_heads, dim))
         out, log_sums = torch.empty_like(query), query.new_empty(tokens, heads)
         _C.packed_attention(
             torch.get_num_threads(),
@@ -97,7 +95,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, log_sums = ctx.saved_tensors
         grad = grad.contiguous()
-        _check("grad", grad, tuple(query.shape))
+        check_on_cpu("grad", grad, tuple(query.shape))
         rows = ctx.sequences.rows
         grad_query = torch.empty_like(query)
         grad_keys, grad_values = (key.new_empty(rows.numel(), *key.shape[1:]) for _ in range(2))
@@ -117,7 +115,3 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scal
         *(sequences.cu_seqlens.data_ptr(), sequences.rows.data_ptr(), sequences.skipped.data_ptr()),
         *(scale, query.data_ptr(), key.data_ptr(), value.data_ptr()),
     )
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    check(name, tensor, dtype=torch.float32, shape=shape, device=CPU)

@@ -10,20 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.ops.native import _C, DTYPE_CODES, address, check
+from megarl.ops.native import _C, DTYPE_CODES, address, check_on_cpu
 
 LANES = 16  # head_dim must be a multiple
 ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CPU = torch.device("cpu")
 
 
 def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """`residual` `[rows, width]` += `update`, in place; returns RMSNorm of it (arXiv:1910.07467), times `weight`."""
     rows, width = residual.shape
-    _check("residual", residual, (rows, width))
-    _check("weight", weight, (width,))
+    check_on_cpu("residual", residual, (rows, width))
+    check_on_cpu("weight", weight, (width,))
     if update is not None:
-        _check("update", update, (rows, width))
+        check_on_cpu("update", update, (rows, width))
     out = torch.empty_like(residual)
     _C.add_norm(
         *(torch.get_num_threads(), rows, width, address(update), weight.data_ptr(), eps),
@@ -62,14 +61,14 @@ def rotate_and_store(
             f"qkv has {width} columns beside a cache of {kv_heads} heads of {dim}: they must be heads of that size, "
             f"a multiple of {LANES}, with queries before the keys and values"
         )
-    _check("qkv", qkv, (rows, width))
+    check_on_cpu("qkv", qkv, (rows, width))
     _check_cache(keys, values)
-    _check("slots", slots, (rows,), torch.int64)
-    _check("positions", positions, (rows,), torch.int64)
-    _check("cos_sin", cos_sin, (cos_sin.shape[0], dim))
+    check_on_cpu("slots", slots, (rows,), torch.int64)
+    check_on_cpu("positions", positions, (rows,), torch.int64)
+    check_on_cpu("cos_sin", cos_sin, (cos_sin.shape[0], dim))
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
-            _check(name, norm, (dim,))
+            check_on_cpu(name, norm, (dim,))
     _C.rotate_store(
         *(torch.get_num_threads(), rows, heads, kv_heads, dim, qkv.data_ptr(), address(q_norm), address(k_norm)),
         *(eps, cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), keys.data_ptr(), values.data_ptr()),
@@ -107,12 +106,12 @@ def paged_attention(
             f"queries have {heads} heads of {dim}, the cache {kv_heads} of {keys.shape[2]}: the numbers must divide, "
             f"the sizes be equal, a multiple of {LANES}"
         )
-    _check("queries", queries, (rows, heads, dim), dtype, contiguous=False)
+    check_on_cpu("queries", queries, (rows, heads, dim), dtype, contiguous=False)
     if rows > 1 and queries.stride()[1:] != (dim, 1):
         raise ValueError(f"queries have strides {queries.stride()}; a row's heads must be contiguous")
-    _check("table", table, (table.shape[0], table.shape[1]), torch.int32)
-    _check("requests", requests, (rows,), torch.int64)
-    _check("positions", positions, (rows,), torch.int64)
+    check_on_cpu("table", table, (table.shape[0], table.shape[1]), torch.int32)
+    check_on_cpu("requests", requests, (rows,), torch.int64)
+    check_on_cpu("positions", positions, (rows,), torch.int64)
     out = torch.empty(rows, heads, dim, dtype=dtype)
     _C.paged_attention(
         *(torch.get_num_threads(), DTYPE_CODES[dtype], rows, heads, kv_heads, dim),
@@ -125,7 +124,7 @@ def paged_attention(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`[rows, width]`: silu of the first half of `gate_up` `[rows, 2 * width]`, times the second."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    _check("gate_up", gate_up, (rows, 2 * width))
+    check_on_cpu("gate_up", gate_up, (rows, 2 * width))
     out = torch.empty(rows, width)
     _C.silu_mul(torch.get_num_threads(), rows, width, gate_up.data_ptr(), out.data_ptr())
     return out
@@ -143,9 +142,9 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
         int32 and float32 `[rows]`. A row whose probabilities have no finite sum gives token 0 and NaN.
     """
     rows, vocab = logits.shape
-    _check("logits", logits, (rows, vocab))
-    _check("temperature", temperature, (rows,))
-    _check("uniform", uniform, (rows,), torch.float64)
+    check_on_cpu("logits", logits, (rows, vocab))
+    check_on_cpu("temperature", temperature, (rows,))
+    check_on_cpu("uniform", uniform, (rows,), torch.float64)
     tokens, logprobs = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
     _C.sample(
         *(torch.get_num_threads(), rows, vocab, logits.data_ptr(), temperature.data_ptr(), uniform.data_ptr()),
@@ -154,16 +153,6 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor
     return tokens, logprobs
 
 
-def _check(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    contiguous: bool = True,
-) -> None:
-    check(name, tensor, dtype=dtype, shape=shape, device=CPU, contiguous=contiguous)
-
-
 def _check_cache(keys: Tensor, values: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    _check("keys", keys, (keys.shape[0], keys.shape[1], keys.shape[2]), dtype)
-    _check("values", values, tuple(keys.shape), dtype)
+    check_on_cpu("keys", keys, (keys.shape[0], keys.shape[1], keys.shape[2]), dtype)
+    check_on_cpu("values", values, tuple(keys.shape), dtype)

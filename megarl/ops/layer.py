@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.ops import decode
-from megarl.ops.native import _C, check
-
-CPU = torch.device("cpu")
+from megarl.ops.native import _C, check_on_cpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,7 +60,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         (rows, width), given = x.shape, _rows(grad)
-        _check("grad", given, (rows, width))
+        check_on_cpu("grad", given, (rows, width))
         grad_x, grad_weights = torch.empty_like(x), x.new_empty(-(-rows // _C.rows_per_block), width)
         _C.rms_norm_backward(
             *(torch.get_num_threads(), rows, width, x.data_ptr(), weight.data_ptr(), ctx.eps, given.data_ptr()),
@@ -83,7 +81,7 @@ class _SiluMul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         rows, width, given = len(gate_up), grad.shape[-1], _rows(grad)
-        _check("grad", given, (rows, width))
+        check_on_cpu("grad", given, (rows, width))
         out = torch.empty_like(gate_up)
         _C.silu_mul_backward(
             *(torch.get_num_threads(), rows, width, gate_up.data_ptr(), given.data_ptr(), out.data_ptr())
@@ -109,8 +107,8 @@ def _rotated(x: Tensor, cos_sin: Tensor, back: bool) -> Tensor:
     tokens, heads, dim = x.shape
     if dim % 2:
         raise ValueError(f"x has heads of {dim} elements; halves are rotated into each other, so their number is even")
-    _check("x", x, (tokens, heads, dim))
-    _check("cos_sin", cos_sin, (tokens, dim))
+    check_on_cpu("x", x, (tokens, heads, dim))
+    check_on_cpu("cos_sin", cos_sin, (tokens, dim))
     out = torch.empty_like(x)
     _C.rotate(*(torch.get_num_threads(), tokens, heads, dim, x.data_ptr(), cos_sin.data_ptr(), back, out.data_ptr()))
     return out
@@ -119,7 +117,3 @@ def _rotated(x: Tensor, cos_sin: Tensor, back: bool) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """`[rows, width]`, contiguous."""
     return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    check(name, tensor, dtype=torch.float32, shape=shape, device=CPU)

@@ -15,6 +15,7 @@ except ImportError as error:
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 HAS_CUDA: bool = _C.has_cuda
+CPU = torch.device("cpu")
 
 
 def check(
@@ -37,6 +38,17 @@ def check(
         raise ValueError(f"{name} is on {tensor.device}, the other arguments are on {device}; move it first")
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}, it must be contiguous; call .contiguous() first")
+
+
+def check_on_cpu(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    contiguous: bool = True,
+) -> None:
+    """`check` for kernels that CPUs alone have, most of whose tensors are float32."""
+    check(name, tensor, dtype=dtype, shape=shape, device=CPU, contiguous=contiguous)
 
 
 def address(tensor: Tensor | None) -> int:
