@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl.reshard.config import ReshardConfig
-from megarl.reshard.link import EXPLAIN_S, RankFailure, ServerLink
+from megarl.reshard.link import EXPLAIN_S, NoAnswer, RankFailure, ServerLink
 from megarl.reshard.sglang import PendingCall, ServerControlError
 from megarl.reshard.store import Deadline
 
@@ -223,11 +223,13 @@ class Coordinator:
         """Finds who broke a transfer, drops them, and raises `Retry`; or WeightSyncError, by the policy.
 
         `outcomes` are the trainer ranks' own reports, None where one is missing. Those that lost a connection or waited
-        in vain are rarely at fault: a server that died or is silent is, or a trainer rank that reports nothing.
+        in vain are rarely at fault: a server that died is, else one that is silent, or a trainer rank that reports
+        nothing. Beside one that died a silent one may only be slow: the next attempt asks it again.
         """
         deadline = Deadline(EXPLAIN_S)
         told = {link: error for link in self.active if (error := link.verdict(deadline)) is not None}
-        at_fault = [link for link, error in told.items() if not isinstance(error, RankFailure)]
+        at_fault = [link for link, error in told.items() if not isinstance(error, (RankFailure, NoAnswer))]
+        at_fault = at_fault or [link for link, error in told.items() if isinstance(error, NoAnswer)]
         lost = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
         errors = [outcome for outcome in outcomes if outcome is not None and "error" in outcome]
         if not at_fault and lost:

@@ -107,9 +107,10 @@ def _agree_on_plan(attempt: Attempt, chief: Coordinator) -> None:
         for number, server, rank in attempt.job.places():
             told = read(attempt.store, attempt.key("hash", "server", number), deadline, watch)
             _check_hash(mine, told, f"rank {rank} of server {server.index}")
-    except (PlanError, VerificationError):
-        raise
     except FAILURES as error:
+        write(attempt.store, attempt.key("go"), False)  # servers that wait for it are free for the next attempt
+        if isinstance(error, (PlanError, VerificationError)):
+            raise
         attempt.member.leave()
         chief.blame([{"error": str(error)}, *(report for report in reports if "error" in report)])
     write(attempt.store, attempt.key("go"), True)
@@ -127,7 +128,8 @@ def _await_go(attempt: Attempt) -> None:
         if attempt.store.check([attempt.key("verdict")]):
             raise CalledOff("rank 0 called the attempt off")
 
-    read(attempt.store, attempt.key("go"), Deadline(2 * attempt.connect_s), watch)
+    if not read(attempt.store, attempt.key("go"), Deadline(2 * attempt.connect_s), watch):
+        raise CalledOff("rank 0 called the attempt off")
 
 
 def _send(attempt: Attempt) -> None:

@@ -30,6 +30,10 @@ class RankFailure(ServerControlError):
         self.tensor = str(told.get("tensor", ""))
 
 
+class NoAnswer(ServerControlError):
+    """A server did not say in time how its order went."""
+
+
 class ServerLink:
     """Rank 0's connection to one server."""
 
@@ -158,7 +162,7 @@ class ServerLink:
         """
         assert self.pending is not None, "open first"
         if not self.pending.answered(0.0 if deadline is None else max(deadline.end - time.monotonic(), 0.0)):
-            return None if deadline is None else ServerControlError(f"it did not answer within {deadline.seconds:g} s")
+            return None if deadline is None else NoAnswer(f"it did not answer within {deadline.seconds:g} s")
         try:
             self._answer(Deadline(EXPLAIN_S))
         except (RuntimeError, OSError) as error:
@@ -176,7 +180,7 @@ class ServerLink:
         if isinstance(error, TimeoutError):
             return error
         told = self.verdict(Deadline(EXPLAIN_S))
-        return error if told is None or "did not answer" in str(told) else told
+        return error if told is None or isinstance(told, NoAnswer) else told
 
     def finish(self, deadline: Deadline) -> list[dict[str, Any]]:
         """Waits until every rank has applied the weights. Returns what each reports."""

@@ -20,7 +20,7 @@ from megarl.reshard.execute import Counts, Receiver, Route, TransferError
 from megarl.reshard.job import Job, Member, group_store, key, read_job
 from megarl.reshard.layout import Fragment
 from megarl.reshard.reference import receive_full
-from megarl.reshard.store import Deadline, await_key, join_store, read_bulk, write
+from megarl.reshard.store import Deadline, join_store, read, read_bulk, write
 from megarl.reshard.transports import transport_named
 from megarl.reshard.transports.base import PlainStaging, Staging, Transport
 from megarl.reshard.transports.gloo import GlooTransport
@@ -136,7 +136,8 @@ class ServerMember:
             self._receiver = Receiver(plan, number, self.fragments, routes, self.staging)
             self._planned = (job.plan, plan.hash)
         write(self.store, key(sequence, "hash", "server", number), {"hash": self._planned[1]})
-        await_key(self.store, key(sequence, "go"), deadline)
+        if not read(self.store, key(sequence, "go"), deadline):
+            raise TransferError("trainer rank 0 called the push off", peer="trainer rank 0", tensor="")
         return self._receiver
 
     def report(self, sequence: int, result: dict[str, Any]) -> None:

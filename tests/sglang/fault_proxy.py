@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FaultProxy:
-    """Forwards to `target`, but for paths in `faults`: "refuse" answers 200 with success false, "silence" nothing."""
+    """Forwards to `target`, but for paths in `faults`: "refuse" answers 200 with success false, "silence" nothing, "end"
+    ends the connection, as a server does that dies."""
 
     def __init__(self, target: str):
         self.target = target
@@ -25,6 +26,9 @@ class FaultProxy:
                 fault = proxy.faults.get(self.path)
                 if fault == "silence":
                     proxy._ended.wait(60)
+                    return
+                if fault == "end":
+                    self.close_connection = True
                     return
                 if fault == "refuse":
                     status, answer = 200, json.dumps({"success": False, "message": "not today"}).encode()

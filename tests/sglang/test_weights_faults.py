@@ -226,6 +226,25 @@ def test_a_server_that_refuses_or_never_answers_is_dropped_within_the_deadline(
         proxy.stop()
 
 
+def test_a_server_that_dies_before_the_transfer_and_is_looked_after_takes_no_other_with_it(served: Served) -> None:
+    proxy = FaultProxy(served.addresses[1])
+    addresses = [served.addresses[0], proxy.address, served.addresses[2]]
+    session = WeightSession(ReshardConfig(control_deadline_s=10), addresses, served.servers.api_key)
+    session.forgive(lambda address: address == proxy.address)
+    try:
+        served.version += 1
+        session.push(weights_of(make_model("qwen3", True, seed=70)), served.version)
+        proxy.faults["/update_weights_from_tensor"] = "end"
+        model = make_model("qwen3", True, seed=71)
+        served.version += 1
+        assert session.push(weights_of(model), served.version).servers == (addresses[0], addresses[2])
+        assert session.dirty == [proxy.address]
+        assert [served.difference(model, server) < TOLERANCE for server in (0, 2)] == [True] * 2
+    finally:
+        session.close()
+        proxy.stop()
+
+
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
     moment: str, served: Served, monkeypatch: pytest.MonkeyPatch
