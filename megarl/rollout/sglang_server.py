@@ -212,8 +212,10 @@ class SGLangServer:
         # The arguments go by a file that only this user can read: the API key shows in no process list.
         private = functools.partial(os.open, mode=0o600)
         options = server_arg_options()
-        with open(self.args_path, "w", opener=private) as file:
+        beside = self.args_path.with_suffix(".new")  # who reads the file while the server starts again finds it whole
+        with open(beside, "w", opener=private) as file:
             json.dump({options[name]: value for name, value in self.args.items()}, file, indent=1)  # JSON is YAML
+        beside.replace(self.args_path)
         self.scratch = tempfile.mkdtemp(prefix="megarl-sglang-")  # SGLang leaves its sockets behind
         with open(self.log_path, "ab", opener=private) as log_file:
             self.process = subprocess.Popen(
