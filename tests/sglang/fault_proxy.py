@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FaultProxy:
-    """Forwards to `target`, but for paths in `faults`: "refuse" answers 200 with success false, "silence" nothing, "end"
-    ends the connection, as a server does that dies."""
+    """Forwards to `target`, but for paths in `faults`: "refuse" answers 200 with success false, "silence" nothing, and
+    "end" ends the connection, as a server does that dies."""
 
     def __init__(self, target: str):
         self.target = target
