@@ -4,11 +4,12 @@
 #include <cmath>
 
 #include "../common/lanes.h"
+#include "../common/row_math.h"
 
 namespace megarl {
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kToBase2 = static_cast<float>(kLog2E);
 
 // 1 / rms(x) of x [n].
 MEGARL_HD float inverse_rms(const float* x, int64_t n, float eps) {
@@ -110,7 +111,7 @@ MEGARL_HD float exponentials(float* scores, int64_t n) {
   const float max = horizontal_max<float>(best);
   FloatLanes sum = {};
   for (int64_t i = 0; i < whole; i += kLanes) {
-    FloatLanes w = (load_lanes(scores + i) - max) * kLog2E;
+    FloatLanes w = (load_lanes(scores + i) - max) * kToBase2;
     const FloatLanes e = exp2_lanes<6>(w);
     store_lanes(scores + i, e);
     sum += e;
@@ -152,7 +153,7 @@ void silu_mul(const SiluMulArgs& a, int64_t row) {
   for (int64_t i = 0; i < a.width; i += kRegister) {
     const Register g = load_padded<Register>(gate, i, a.width, 0),
                    u = load_padded<Register>(up, i, a.width, 0);
-    Register w = g * -kLog2E;
+    Register w = g * -kToBase2;
     w = w > 126.0f ? Register{} + 126.0f : w;  // exp2_lanes takes no more, and silu is 0 there
     store_group(out, i, a.width, g / (1.0f + exp2_lanes<6>(w)) * u);
   }
@@ -160,7 +161,7 @@ void silu_mul(const SiluMulArgs& a, int64_t row) {
 
 void sample(const SampleArgs& a, int64_t row) {
   float* x = a.logits + row * a.vocab;
-  const float scale = kLog2E / a.temperature[row];
+  const float scale = kToBase2 / a.temperature[row];
   FloatLanes best = FloatLanes{} - INFINITY;
   for (int64_t i = 0; i < a.vocab; i += kLanes) best = max_lanes(load_padded(x, i, a.vocab, -INFINITY), best);
   const float max = horizontal_max<float>(best);

@@ -229,7 +229,8 @@ class Coordinator:
         deadline = Deadline(EXPLAIN_S)
         told = {link: error for link in self.active if (error := link.verdict(deadline)) is not None}
         at_fault = [link for link, error in told.items() if not isinstance(error, (RankFailure, NoAnswer))]
-        at_fault = at_fault or [link for link, error in told.items() if isinstance(error, NoAnswer)]
+        silent = [link for link, error in told.items() if isinstance(error, NoAnswer)]
+        at_fault = at_fault or [link for link in silent if self.died(link.address)] or silent
         lost = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
         errors = [outcome for outcome in outcomes if outcome is not None and "error" in outcome]
         if not at_fault and lost:

@@ -84,7 +84,7 @@ class SGLangServerConfig:
     max_total_tokens: int = knob(65536, "tokens the key/value cache holds; 0 lets SGLang size it from free memory")
     random_seed: int = knob(0, "seed of a server's sampling stream; server i gets random_seed + i")
     cpu_threads: int = knob(1, "OpenMP threads of a rank on CPU; more than one collapses beside busy processes")
-    ready_timeout_s: float = knob(180.0, "seconds a server may take until it answers")
+    ready_timeout_s: float = knob(600.0, "seconds a server may take until it answers")
     heartbeat_s: float = knob(10.0, "seconds between looks at a server, and until it must have answered one")
     max_restarts: int = knob(3, "times each server is started again after it died, hung or failed; 0: never")
 

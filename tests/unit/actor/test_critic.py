@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,11 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.reference import MegatronReference
 from megarl.algorithms import PPO, PPOConfig
 from megarl.knobs import UserError
-from megarl.parallel import groups
 from megarl.types import PackedBatch, cu_seqlens_of
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 LENGTHS = [9, 14, 7, 21, 11, 6]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    yield
-    groups.destroy()
 
 
 @pytest.fixture(scope="module")

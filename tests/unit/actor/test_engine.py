@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,12 @@ from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.knobs import UserError
 from megarl.ops.logprob import gather_logprobs
-from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
 LENGTHS = [9, 14, 7, 21, 11, 6, 16, 12]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    yield
-    groups.destroy()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from megarl.actor.memory import LayerBytes, TrainerMemory
 from megarl.config import Config
 from megarl.data.config import DatasetConfig
 from megarl.launcher.local import run_ranks
-from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.trainer.sizes import memory_of
 from megarl.types import PackedBatch
@@ -125,12 +124,6 @@ def kept_in_forward(folder: Path, config: EngineConfig) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine.train_batch(batch(343, 1, TOKENS), loss_fn, trained_tokens, sees="logprobs")
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-
-
-@pytest.fixture(scope="module")
-def world_of_one() -> Iterator[None]:
-    yield
-    groups.destroy()
 
 
 @pytest.mark.usefixtures("world_of_one")

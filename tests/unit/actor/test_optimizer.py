@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from megarl.actor.config import EngineConfig, OptimizerConfig, check_device
 from megarl.actor.lm import MegatronLMEngine, lm_loss, trained_tokens
 from megarl.actor.optimizer import build_scheduler
 from megarl.knobs import UserError
-from megarl.parallel import groups
 from tests.unit.actor.memory_worker import batch
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 PEAK, FLOOR, WARMUP, STEPS = 1e-3, 0.1, 4, 20
 
@@ -27,12 +28,6 @@ class Groups:
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    yield
-    groups.destroy()
 
 
 @pytest.fixture(scope="module")

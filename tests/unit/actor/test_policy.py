@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,12 @@ from megarl.actor import hf
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
 from megarl.algorithms import ALGORITHMS, algorithm_of
-from megarl.parallel import groups
 from megarl.types import PackedBatch, cu_seqlens_of
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 LENGTHS = torch.tensor([9, 14, 7, 21, 11, 6, 16, 12])
 PROMPTS = torch.tensor([3, 3, 3, 3, 5, 5, 5, 5])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world_of_one() -> Iterator[None]:
-    yield
-    groups.destroy()
 
 
 @pytest.fixture(scope="module")
