@@ -124,11 +124,7 @@ def _check_hash(mine: str, told: dict[str, Any], who: str) -> None:
 
 
 def _await_go(attempt: Attempt) -> None:
-    def watch() -> None:
-        if attempt.store.check([attempt.key("verdict")]):
-            raise CalledOff("rank 0 called the attempt off")
-
-    if not read(attempt.store, attempt.key("go"), Deadline(2 * attempt.connect_s), watch):
+    if not read(attempt.store, attempt.key("go"), Deadline(2 * attempt.connect_s)):
         raise CalledOff("rank 0 called the attempt off")
 
 
