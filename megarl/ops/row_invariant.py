@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megarl.ops.logprob import vocab_parallel_logprobs
 
-MIN_ROWS = 8  # products of fewer rows go through other code, with other bits (measured: of 1 to 3 rows, in one thread)
+BLOCK_ROWS = 64  # rows of every matrix product: libraries choose their code, and so the bits, by this number
+MIN_ROWS = 8  # queries of an attention product; fewer go through other code, with other bits
 LANES = 64  # elements: a multiple of what vector code of any width takes at once
 KEY_BLOCK = 64  # keys whose weights are summed in one go; blocks are added up in order
 
@@ -23,8 +24,8 @@ KEY_BLOCK = 64  # keys whose weights are summed in one go; blocks are added up i
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x `[..., in]`, weight `[out, in]`, bias `[out]` -> `[..., out]`. Differentiable."""
     rows = x.reshape(-1, x.shape[-1])
-    missing = max(MIN_ROWS - len(rows), 0)
-    out = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight)[: len(rows)]
+    blocks = F.pad(rows, (0, 0, 0, -len(rows) % BLOCK_ROWS)).split(BLOCK_ROWS)
+    out = torch.cat([F.linear(block, weight) for block in blocks])[: len(rows)]
     out = out.view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
