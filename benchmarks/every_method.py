@@ -25,11 +25,11 @@ from megarl.algorithms import ALGORITHMS, RLConfig
 from megarl.observe.logger import read_metrics
 from megarl.observe.metrics import ACCURACY, MARGIN
 from megarl.observe.run_folder import RunFolder, new_run
-from megarl.reshard.sglang import WEIGHT_LOADER
-from megarl.rollout.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE
-from megarl.rollout.sglang_server import SGLangServers
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE
+from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.train import make_folder, train
-from megarl.trainer.read import read_inputs
+from megarl.trainer.inputs import read_inputs
 
 ROOT = Path(__file__).parents[1]
 LOSS = "eval/loss"

@@ -51,7 +51,7 @@ def trained_by_trl(seed: int, steps: int, root: Path, python: str) -> tuple[dict
     """The same of TRL: its interpreter runs this script with the settings in a file."""
     from megarl import cli
     from megarl.data.templates import prompt_ids
-    from megarl.trainer.read import read_inputs
+    from megarl.trainer.inputs import read_inputs
 
     config = cli.load(overrides(seed, steps))
     inputs = read_inputs(config, 0)
@@ -161,11 +161,11 @@ def measure(folders: Sequence[Path], samples: int, root: Path) -> list[float]:
     from megarl.rewards import reward_fn_of
     from megarl.rewards.answers import answer_of
     from megarl.rewards.pool import RewardPool
+    from megarl.rollout.client.sglang_client import RemoteSGLangEngine
     from megarl.rollout.evaluate import Evaluator
-    from megarl.rollout.sglang_client import RemoteSGLangEngine
-    from megarl.rollout.sglang_server import SGLangServers
+    from megarl.rollout.servers.sglang_server import SGLangServers
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
-    from megarl.trainer.read import read_inputs
+    from megarl.trainer.inputs import read_inputs
 
     config = cli.load(["+experiment=gsm8k_grpo", f"evaluator.n_samples={samples}"])
     inputs = read_inputs(config, 0)

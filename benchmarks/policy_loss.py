@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from timing import devices, machine, side_by_side, with_warm_allocator
 
-from megarl.ops import reference
+from megarl.ops import torch_twins
 from megarl.ops.loss import PolicyLossSettings, policy_loss
 
 TOKENS = 65536
@@ -23,7 +23,7 @@ def main() -> None:
             out = op(leaf, old, advantages, mask, settings=SETTINGS, ref_logprobs=ref, rollout_logprobs=rollout)
             torch.autograd.grad(out.loss.sum(), leaf)
 
-        sides = {"ours": lambda step=step: step(policy_loss), "eager": lambda step=step: step(reference.policy_loss)}
+        sides = {"ours": lambda step=step: step(policy_loss), "eager": lambda step=step: step(torch_twins.policy_loss)}
         t = side_by_side(sides, device=device, rounds=15)
         print(f"policy loss {t['ours'] * 1e3:.2f} ms, eager {t['eager'] * 1e3:.2f} ms: {t['eager'] / t['ours']:.1f}x")
 

@@ -23,11 +23,11 @@ from timing import machine, side_by_side, with_warm_allocator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.actor.balance import SequenceCost, imbalance
+from megarl.actor.batch.balance import SequenceCost, imbalance
+from megarl.actor.batch.microbatch import partition
+from megarl.actor.batch.shared_prefix import share
 from megarl.actor.config import EngineConfig, OptimizerConfig
-from megarl.actor.microbatch import partition
 from megarl.actor.policy import MegatronPPOActor
-from megarl.actor.prefix import share
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 

@@ -35,8 +35,8 @@ from megarl.actor.engine import MegatronEngine
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import SyncReport, WeightSession
-from megarl.reshard.sglang import WEIGHT_LOADER
-from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
 
 MIB = 2**20
 TP = 2

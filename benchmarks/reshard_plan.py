@@ -20,14 +20,14 @@ from pathlib import Path
 from timing import machine
 from transformers import AutoConfig
 
-from megarl.actor.shards import world_table
+from megarl.actor.weights.shards import world_table
 from megarl.parallel.config import ParallelConfig
-from megarl.reshard.geometry import server_holdings
-from megarl.reshard.layout import Topology
-from megarl.reshard.megatron import source_holdings
-from megarl.reshard.plan import Plan
-from megarl.reshard.planner import plan
-from megarl.reshard.report import duration, size, summarise
+from megarl.preflight.sync_report import duration, size, summarise
+from megarl.reshard.plan.holdings import Topology
+from megarl.reshard.plan.megatron_layout import source_holdings
+from megarl.reshard.plan.planner import plan
+from megarl.reshard.plan.sglang_layout import server_holdings
+from megarl.reshard.plan.transfer_plan import TransferPlan
 
 CONFIGS = Path(__file__).parents[1] / "assets/configs"
 BUCKET_BYTES = 64 * 2**20
@@ -48,7 +48,7 @@ CASES = (  # model, trainer's layout, SGLang's tp and ep, servers
 )
 
 
-def planned(model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_servers: int) -> Plan:
+def planned(model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_servers: int) -> TransferPlan:
     config = AutoConfig.from_pretrained(CONFIGS / model)
     return plan(
         source_holdings(world_table(config, parallel)),

@@ -23,10 +23,10 @@ from timing import machine, side_by_side, with_warm_allocator
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megarl.data.tokenizer import write_tokenizer
-from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
-# The modules of `megarl.rollout.sglang_models` that SGLang then skips, and whether it takes several steps at once.
+# The modules of `megarl.cpu.sglang_models` that SGLang then skips, and whether it takes several steps at once.
 SIDES = {
     "SGLang's own": ("batched_decode,dense,fused_step", False),
     "our attention": ("dense,fused_step", False),

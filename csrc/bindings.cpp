@@ -4,7 +4,6 @@ namespace megarl {
 
 void register_logprob(py::module_& m);
 void register_advantage(py::module_& m);
-void register_index(py::module_& m);
 void register_loss(py::module_& m);
 void register_decode(py::module_& m);
 void register_layer(py::module_& m);
@@ -21,7 +20,6 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<bool, uintptr_t, int>(), py::arg("cuda"), py::arg("stream"), py::arg("threads"));
   register_logprob(m);
   register_advantage(m);
-  register_index(m);
   register_loss(m);
   register_decode(m);
   register_layer(m);

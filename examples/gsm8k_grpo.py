@@ -32,8 +32,8 @@ from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_batch
 from megarl.reshard.session import WeightSession
 from megarl.rewards.gsm8k import extract_solution
+from megarl.rollout.client.sglang_client import KEY_VARIABLE, RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluator
-from megarl.rollout.sglang_client import KEY_VARIABLE, RemoteSGLangEngine
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import WeightUpdateMeta
 

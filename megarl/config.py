@@ -20,11 +20,11 @@ from megarl.observe.logger import LoggerConfig
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.rewards.pool import RewardConfig
+from megarl.rollout.client.sglang_client import RolloutConfig
 from megarl.rollout.evaluate import EvaluatorConfig
-from megarl.rollout.sglang_client import RolloutConfig
-from megarl.rollout.sglang_server import SGLangServerConfig
-from megarl.trainer.recover import SaverConfig
-from megarl.trainer.reference import ReferenceConfig
+from megarl.rollout.servers.sglang_server import SGLangServerConfig
+from megarl.trainer.checkpoints.saver import SaverConfig
+from megarl.trainer.reference_logprobs import ReferenceConfig
 from megarl.types import GenerationHyperparameters
 
 LAUNCHERS = ("local", "slurm", "ray")

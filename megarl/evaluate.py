@@ -14,19 +14,19 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from megarl.actor.families import local_folder
 from megarl.cli import run_command
 from megarl.config import Config
+from megarl.families import local_folder
 from megarl.knobs import UserError, function_of
 from megarl.observe.run_folder import new_run
 from megarl.rewards import reward_fn_of
 from megarl.rewards.answers import answer_of
 from megarl.rewards.pool import RewardPool
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluation, Evaluator
-from megarl.rollout.sglang_client import RemoteSGLangEngine
-from megarl.rollout.sglang_server import SGLangServers
-from megarl.trainer.read import read_inputs
-from megarl.trainer.rollouts import workflow_of
+from megarl.rollout.servers.sglang_server import SGLangServers
+from megarl.trainer.inputs import read_inputs
+from megarl.trainer.rollout_driver import workflow_of
 
 
 def main(config: Config) -> int:

@@ -18,12 +18,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from torch import Tensor
 from transformers import AutoConfig
 
-from megarl.actor import hf_files
-from megarl.actor.stored import DTYPES, FACTS, HF, StoredState
+from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
+from megarl.actor.weights import hf_files
 from megarl.knobs import UserError, knob
-from megarl.trainer import manifest
-from megarl.trainer.manifest import Damaged, Manifest
-from megarl.trainer.recover import ACTOR
+from megarl.trainer.checkpoints import manifest
+from megarl.trainer.checkpoints.manifest import Damaged, Manifest
+from megarl.trainer.checkpoints.saver import ACTOR
 
 
 @dataclass(frozen=True)

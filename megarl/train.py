@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from megarl import cli
-from megarl.actor.families import local_folder
 from megarl.config import Config
+from megarl.families import local_folder
 from megarl.knobs import UserError
 from megarl.launcher import local, ray
 from megarl.launcher.job import Job
@@ -26,13 +26,13 @@ from megarl.launcher.local import PARENT, run_ranks
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
-from megarl.reshard.sglang import WEIGHT_LOADER
-from megarl.rollout.external import JobServers
-from megarl.rollout.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
-from megarl.rollout.sglang_server import check_config as check_server
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
+from megarl.rollout.servers.external import JobServers
+from megarl.rollout.servers.sglang_server import check_config as check_server
 from megarl.trainer.announce import announce
-from megarl.trainer.folder import make_folder
-from megarl.trainer.read import Inputs, read_inputs
+from megarl.trainer.inputs import Inputs, read_inputs
+from megarl.trainer.saved_config import make_folder
 
 RUN_FOLDER, STARTED = "MEGARL_RUN_FOLDER", "MEGARL_STARTED"  # from the command to the ranks it starts
 

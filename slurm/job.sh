@@ -180,7 +180,7 @@ train() {
     MEGARL_LLM_SERVER_API_KEY=$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')
     export MEGARL_LLM_SERVER_API_KEY
     step server "$(names "$FIRST_SERVER_NODE" "$SERVER_NODES")" "$SERVERS" "$SERVERS_PER_NODE" \
-      "$MEGARL_PYTHON" -m megarl.launcher.server "$@" &
+      "$MEGARL_PYTHON" -m megarl.launcher.server_task "$@" &
     servers=$!
   fi
   step rank "$(names 0 "$RANK_NODES")" "$RANKS" "$RANKS_PER_NODE" \

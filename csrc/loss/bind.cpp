@@ -13,7 +13,6 @@ void register_loss(py::module_& m) {
            py::arg("entropy_coef"));
   m.attr("loss_chunk") = kLossChunk;
   m.attr("loss_sums") = static_cast<int>(kLossSums);
-  m.attr("loss_first_max") = static_cast<int>(kFirstMax);
 
   m.def(
       "policy_loss",

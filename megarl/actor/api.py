@@ -17,7 +17,7 @@ from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 LossFn = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 LossWeightFn = Callable[[PackedBatch], Tensor | float]
 WeightFormat = Literal["hf", "native"]
-Sees = Literal["logits", "logprobs", "values"]  # what a loss function is given
+LossInput = Literal["logits", "logprobs", "values"]  # what a loss function is given
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def train_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
         """One optimizer step over the global batch.
 
         Args:
-            loss_fn: the mean loss of one microbatch. With `sees="logits"` it is called as `loss_fn(logits, data)`:
-                logits `[tokens, vocab]` and the token-aligned microbatch. With `sees="logprobs"` (far less memory)
+            loss_fn: the mean loss of one microbatch. With `loss_input="logits"` it is called as `loss_fn(logits, data)`:
+                logits `[tokens, vocab]` and the token-aligned microbatch. With `loss_input="logprobs"` (far less memory)
                 as `loss_fn(logprobs, entropy, data)`, where `logprobs[i]`, `entropy[i]` and every per-token tensor
                 of `data` belong to the same predicted token; where the batch has a `loss_mask`, both are 0 outside it.
-                With `sees="values"` (see `critic.py`) as `loss_fn(values, data)`. Sequences are whole on every
+                With `loss_input="values"` (see `critic.py`) as `loss_fn(values, data)`. Sequences are whole on every
                 layout. It may return `(loss, metrics)`; metrics are averaged with the same weights, names that end in
                 `_max` take the maximum.
             loss_weight_fn: the weight of a microbatch's mean, such as its number of trained tokens. The step's loss is
@@ -116,7 +116,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def eval_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
         """`train_batch` without gradients and step."""
 

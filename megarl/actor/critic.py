@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megarl.actor.batch.microbatch import Microbatch, shift_right
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.microbatch import Microbatch, shift_right
 from megarl.actor.policy import update_in_minibatches
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
@@ -32,7 +32,7 @@ class ValueAlgorithm(Protocol):
 
 
 class MegatronScalarEngine(MegatronEngine):
-    """The engine with a value head. Losses see it with `train_batch(..., sees="values")`: `loss_fn(values, data)`.
+    """The engine with a value head. Losses see it with `train_batch(..., loss_input="values")`: `loss_fn(values, data)`.
 
     `values[i]` is the head's output after reading token i, and the per-token tensors of `data` are those of token
     i + 1, the one that is chosen there; at a sequence's last token, where nothing is chosen any more, they are 0.

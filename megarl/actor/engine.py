@@ -16,16 +16,18 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megarl.actor import head, hf, model, schedule
-from megarl.actor.api import FinetuneSpec, LossFn, LossWeightFn, Sees, TrainEngine, WeightFormat
-from megarl.actor.balance import SequenceCost
-from megarl.actor.checkpoint import EngineState, Snapshot
+from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn, TrainEngine, WeightFormat
+from megarl.actor.batch import schedule
+from megarl.actor.batch.balance import SequenceCost
+from megarl.actor.batch.context_parallel import Cut
+from megarl.actor.batch.microbatch import Microbatch, build_microbatch, check_batch, plan_microbatches, shift_right
+from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
 from megarl.actor.config import EngineConfig, check_config, check_device
-from megarl.actor.context_parallel import Cut
-from megarl.actor.families import as_scalar, check_deterministic, check_layout, is_scalar, read_config
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
-from megarl.actor.microbatch import Microbatch, build, check_batch, plan, shift_right
+from megarl.actor.model import build, heads
 from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_norm
+from megarl.actor.weights import hf_weights
+from megarl.families import as_scalar, check_deterministic, check_layout, is_scalar, read_config
 from megarl.knobs import UserError
 from megarl.parallel import groups as process_groups
 from megarl.parallel import platform
@@ -78,20 +80,20 @@ class MegatronEngine(TrainEngine):
         if self.deterministic:
             torch.set_num_threads(1)  # where more threads cut the work depends on the batch
         self._cut = Cut.of(self.groups)
-        self._pack = model.packing(model.DTYPES[self.config.dtype], self._te, self.deterministic, self.groups)
+        self._pack = build.packing(build.DTYPES[self.config.dtype], self._te, self.deterministic, self.groups)
         self._skipped = SkippedSteps(self.config.max_skipped_steps)
-        self.modules: list[GPTModel] = model.build(
+        self.modules: list[GPTModel] = build.build_model(
             self.hf_config,
             self.groups,
-            model.DTYPES[self.config.dtype],
+            build.DTYPES[self.config.dtype],
             self.config.recompute,
             self._te,
             self.deterministic,
         )
         if self.config.init == "random":
-            hf.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
+            hf_weights.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
         else:
-            hf.load(self.modules, self.hf_config, self.groups, self.config.path, self.config.value_head_std)
+            hf_weights.load(self.modules, self.hf_config, self.groups, self.config.path, self.config.value_head_std)
         if not self.trainable:
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
@@ -110,7 +112,7 @@ class MegatronEngine(TrainEngine):
                 module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
                     models, None, **groups
                 )
-            self.optimizer = build_optimizer(self.config, self.ddps, model.DTYPES[self.config.dtype])
+            self.optimizer = build_optimizer(self.config, self.ddps, build.DTYPES[self.config.dtype])
         self.scheduler = build_scheduler(self.config.optimizer, self.optimizer, ft_spec)
         self._state = EngineState(
             self.modules, self.hf_config, self.optimizer, self.scheduler, self.groups, self.config.path
@@ -142,7 +144,7 @@ class MegatronEngine(TrainEngine):
         groups, shared = self.groups, self.config.shared_prefix
         multiple = groups.pp_size if groups.vpp_size > 1 else 1
         cost = SequenceCost.of(self.hf_config)
-        rows = plan(batch, cost, groups.dp_size, self.config.max_tokens_per_mb, multiple, shared)
+        rows = plan_microbatches(batch, cost, groups.dp_size, self.config.max_tokens_per_mb, multiple, shared)
         weights = [[1.0 for _ in row] for row in rows]
         if weigh is not None:
             weights = [[float(weigh(batch.select(part))) if part else 0.0 for part in row] for row in rows]
@@ -151,7 +153,7 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         mine = self.groups.dp_rank
         return [
-            build(batch, part, weight / total, self.device, self._cut, shared, self._pack)
+            build_microbatch(batch, part, weight / total, self.device, self._cut, shared, self._pack)
             for part, weight in zip(rows[mine], weights[mine], strict=True)
         ]
 
@@ -162,19 +164,19 @@ class MegatronEngine(TrainEngine):
     # What losses see, from the last stage's output: whole sequences, `[tokens, ...]`, on every layout.
 
     def _hidden(self, output: Tensor, mb: Microbatch) -> Tensor:
-        return head.hidden_states(output, self.modules[-1], self.groups, mb.shared)
+        return heads.hidden_states(output, self.modules[-1], self.groups, mb.shared)
 
     def _logits(self, output: Tensor, mb: Microbatch) -> Tensor:
-        local = head.logits(self._hidden(output, mb), self.modules[-1], self.groups, self.hf_config.vocab_size)
+        local = heads.logits(self._hidden(output, mb), self.modules[-1], self.groups, self.hf_config.vocab_size)
         return mb.whole(local, self.groups.cp)
 
     def _values(self, output: Tensor, mb: Microbatch) -> Tensor:
-        return mb.whole(head.values(self._hidden(output, mb), self.modules[-1]), self.groups.cp)
+        return mb.whole(heads.values(self._hidden(output, mb), self.modules[-1]), self.groups.cp)
 
     def _logprobs(
         self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        found = head.logprobs(
+        found = heads.logprobs(
             self._hidden(output, mb),
             labels,
             self.modules[-1],
@@ -191,14 +193,14 @@ class MegatronEngine(TrainEngine):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def _loss_process(self, loss_fn: LossFn, sees: Sees) -> Callable[..., Any]:
+    def _loss_process(self, loss_fn: LossFn, loss_input: LossInput) -> Callable[..., Any]:
         def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, dict[str, tuple[float, float]]]:
             no_tokens = torch.zeros([], dtype=torch.int)  # the schedule adds these up; megarl's weights serve instead
             if mb.weight == 0:
                 return output.sum() * 0.0, no_tokens, {}
-            if sees == "logits":
+            if loss_input == "logits":
                 result = loss_fn(self._logits(output, mb), mb.batch)
-            elif sees == "values":
+            elif loss_input == "values":
                 result = loss_fn(self._values(output, mb), mb.aligned)
             else:
                 result = loss_fn(*self._logprobs(output, mb, mb.trained_labels), mb.aligned)
@@ -209,7 +211,7 @@ class MegatronEngine(TrainEngine):
         return process
 
     def train_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
         if not self.trainable:
             raise UserError("train_batch on a frozen engine: build it with trainable=True")
@@ -217,7 +219,7 @@ class MegatronEngine(TrainEngine):
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        stats = self._reduce(self._run(microbatches, self._loss_process(loss_fn, sees), forward_only=False))
+        stats = self._reduce(self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only=False))
         return {**stats, **self._step(stats["loss"])}
 
     def _step(self, loss: float) -> dict[str, float]:
@@ -232,11 +234,11 @@ class MegatronEngine(TrainEngine):
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": float(not finite)}
 
     def eval_batch(
-        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, sees: Sees = "logits"
+        self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
         microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
         with torch.no_grad():
-            return self._reduce(self._run(microbatches, self._loss_process(loss_fn, sees), forward_only=True))
+            return self._reduce(self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only=True))
 
     def _reduce(self, reports: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
         """Weighted means (maxima for `*_max`) over all microbatches of all ranks, the same on every rank.
@@ -313,25 +315,25 @@ class MegatronEngine(TrainEngine):
 
     # -- weights and state --------------------------------------------------------------------------------------
 
-    def shards(self) -> list[hf.Shard]:
+    def shards(self) -> list[hf_weights.Shard]:
         """The boxes of the HF checkpoint that this rank holds, as views of its live parameters."""
-        return hf.shards(self.modules, self.hf_config, self.groups)
+        return hf_weights.shards(self.modules, self.hf_config, self.groups)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor whole, on rank 0's host, by name (see `hf.gather`); a collective."""
-        return hf.gather(self.modules, self.hf_config, self.groups)
+        return hf_weights.gather(self.modules, self.hf_config, self.groups)
 
     def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
         if weight_format == "native":
             self.save_state(Path(path))
         else:
-            hf.save(self.modules, self.hf_config, self.groups, Path(path), self.config.path)
+            hf_weights.save(self.modules, self.hf_config, self.groups, Path(path), self.config.path)
 
     def load(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
         if weight_format == "native":
             self.load_state(Path(path))
             return
-        hf.load(self.modules, self.hf_config, self.groups, str(path), self.config.value_head_std)
+        hf_weights.load(self.modules, self.hf_config, self.groups, str(path), self.config.value_head_std)
         if self.trainable:
             with platform.scope():
                 self.optimizer.reload_model_params()  # the float32 main parameters

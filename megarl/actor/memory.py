@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from transformers import PretrainedConfig
 
 from megarl.actor.config import EngineConfig
-from megarl.actor.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
-from megarl.actor.shards import Piece, pieces
+from megarl.actor.weights.shards import ShardSpec, shard_specs
+from megarl.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
 
@@ -28,7 +28,7 @@ GPU_RUNTIME = 3 << 30  # CUDA context, NCCL's buffers, cuBLAS workspaces: assume
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """What one data parallel rank works on between two optimizer steps."""
 
     tokens: int  # in the largest microbatch
@@ -73,21 +73,21 @@ class ServerMemory:
         return self.weights + self.kv_cache
 
 
-def elements(held: list[Piece]) -> int:
+def elements(held: list[ShardSpec]) -> int:
     """How many elements the pieces have."""
     return sum(math.prod(b - a for a, b in zip(p.start, p.stop, strict=True)) for p in held)
 
 
 def count_parameters(model: PretrainedConfig) -> int:
     """Parameters of the model, tied embeddings counted once."""
-    return elements(pieces(model, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0)))
+    return elements(shard_specs(model, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0)))
 
 
 def trainer_memory(
-    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, load: Load, pp_rank: int, on_gpu: bool
+    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, load: StepLoad, pp_rank: int, on_gpu: bool
 ) -> TrainerMemory:
     """What the ranks of pipeline rank `pp_rank` need; tp, cp and dp ranks of one stage need the same."""
-    held = pieces(model, parallel, Place(0, 0, 0, pp_rank, 0, 0, 0))
+    held = shard_specs(model, parallel, Place(0, 0, 0, pp_rank, 0, 0, 0))
     experts = elements([piece for piece in held if ".experts." in piece.param])
     dense = elements(held) - experts
     item = ITEM_BYTES[engine.dtype]
@@ -101,7 +101,7 @@ def trainer_memory(
         weights=(dense + experts) * item,
         gradients=(dense + experts) * GRADIENT,
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
-        activations=_activations(model, parallel, layer, Load(tokens, load.microbatches), pp_rank),
+        activations=_activations(model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank),
         head=_head(model, parallel, engine, layer, tokens, item) if pp_rank == parallel.pp_size - 1 else 0,
         update=0 if on_gpu else (dense + experts) * item,  # gloo gathers the parameters into a copy
         batch=BATCH_BYTES * load.all_tokens,
@@ -110,7 +110,7 @@ def trainer_memory(
 
 
 def host_memory(
-    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, pp_rank: int, load: Load
+    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, pp_rank: int, load: StepLoad
 ) -> int:
     """Bytes on the host that an offloaded optimizer takes: a copy of the shard, its gradient and the moments."""
     if not engine.offload_optimizer:
@@ -124,7 +124,7 @@ def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_token
     """What each rank of a rollout server needs; key and value heads are repeated where tp exceeds their number."""
     item = ITEM_BYTES[dtype]
     heads = max(1, model.num_key_value_heads // tp_size)
-    weights = elements(pieces(model, ParallelConfig(tp_size=tp_size), Place(0, 0, 0, 0, 0, 0, 0))) * item
+    weights = elements(shard_specs(model, ParallelConfig(tp_size=tp_size), Place(0, 0, 0, 0, 0, 0, 0))) * item
     return ServerMemory(weights, 2 * cache_tokens * model.num_hidden_layers * heads * head_dim(model) * item)
 
 
@@ -180,7 +180,9 @@ def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bo
     return routed, int(2 * width * model.hidden_size * item), moe.topk * width
 
 
-def _activations(model: PretrainedConfig, parallel: ParallelConfig, layer: LayerBytes, load: Load, pp_rank: int) -> int:
+def _activations(
+    model: PretrainedConfig, parallel: ParallelConfig, layer: LayerBytes, load: StepLoad, pp_rank: int
+) -> int:
     """What is kept at the fullest moment: all layers of the microbatches in flight, and one layer in backward."""
     layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank])
     in_flight = float(min(load.microbatches, parallel.pp_size - pp_rank))

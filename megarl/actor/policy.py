@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.actor.api import LossFn, LossWeightFn, Sees
+from megarl.actor.api import LossFn, LossInput, LossWeightFn
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.parallel.config import ParallelConfig
@@ -91,7 +91,12 @@ class MegatronPPOActor(MegatronEngine):
 
 
 def update_in_minibatches(
-    engine: MegatronEngine, batch: PackedBatch, count: int, loss: LossFn, loss_weight: LossWeightFn, sees: Sees
+    engine: MegatronEngine,
+    batch: PackedBatch,
+    count: int,
+    loss: LossFn,
+    loss_weight: LossWeightFn,
+    loss_input: LossInput,
 ) -> dict[str, float]:
     """One optimizer step for each of the `count` minibatches; what `ppo_update` is for actor and critic."""
     if batch.num_seqs < count:  # it may be short of some: samples that cannot be trained on are left out
@@ -100,7 +105,7 @@ def update_in_minibatches(
     steps = []
     for first in range(count):
         part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
-        steps.append(engine.train_batch(part, loss, loss_weight, sees=sees))
+        steps.append(engine.train_batch(part, loss, loss_weight, loss_input=loss_input))
     taken = [step for step in steps if not step["skipped_steps"]] or steps
     figures = {key: (max if key.endswith("_max") else _mean)([step[key] for step in taken]) for key in taken[0]}
     return {**figures, "skipped_steps": sum(step["skipped_steps"] for step in steps)}

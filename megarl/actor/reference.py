@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.actor import hf
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.weights import hf_weights
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
 
@@ -33,7 +33,7 @@ class MegatronReference(MegatronEngine):
         """Copies the weights to the host and frees the device's memory; nothing where they are there already."""
         if self._waiting:
             return
-        for parameter in hf.parameters(self.modules):
+        for parameter in hf_weights.parameters(self.modules):
             host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=platform.has_gpu())
             self._waiting.append(host.copy_(parameter))
             parameter.untyped_storage().resize_(0)
@@ -41,7 +41,7 @@ class MegatronReference(MegatronEngine):
     @torch.no_grad()
     def onload(self) -> None:
         """Brings the weights back, bit for bit."""
-        for parameter, host in zip(hf.parameters(self.modules), self._waiting, strict=False):
+        for parameter, host in zip(hf_weights.parameters(self.modules), self._waiting, strict=False):
             parameter.untyped_storage().resize_(host.nbytes)
             parameter.copy_(host)
         self._waiting = []

@@ -23,7 +23,7 @@ class Job:
     logs: Path  # of this attempt, one a process
     folder: Path  # of this attempt alone: where they meet and keep their records
     rank_arguments: tuple[str, ...]  # of `python -m megarl.train`, alike on every rank
-    server_arguments: tuple[str, ...]  # of `python -m megarl.launcher.server`
+    server_arguments: tuple[str, ...]  # of `python -m megarl.launcher.server_task`
     environment: Mapping[str, str]  # of all of them
     world_size: int
     servers: int
@@ -51,7 +51,7 @@ class Job:
         """The same for a server, whose GPUs begin with `first_gpu` of those it sees."""
         where = {INDEX: str(index), LOGS: str(self.logs), FIRST_GPU: str(first_gpu)}
         found = {**self.environment, JOB_FOLDER: str(self.folder), **where}
-        return ["-m", "megarl.launcher.server", *self.server_arguments], found
+        return ["-m", "megarl.launcher.server_task", *self.server_arguments], found
 
 
 def become_train(launcher: str) -> None:

@@ -24,17 +24,17 @@ from megarl import cli
 from megarl.config import Config
 from megarl.knobs import UserError, override
 from megarl.launcher.job import become_train
-from megarl.rollout.sglang_client import addresses_in_environment
-from megarl.trainer import manifest
-from megarl.trainer.folder import make_folder
-from megarl.trainer.sizes import machines_of
+from megarl.preflight.sizing import machines_of
+from megarl.rollout.client.sglang_client import addresses_in_environment
+from megarl.trainer.checkpoints import manifest
+from megarl.trainer.saved_config import make_folder
 
 SCRIPTS = next(p for p in (cli.PACKAGE / "slurm", cli.PACKAGE.parent / "slurm") if p.is_dir())
 GRACE_S = 600  # before the time limit: the step that is under way, and its checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class NodePlan:
     """Which nodes of an allocation, in its order, run what: trainer ranks from the first one on, then servers."""
 
     ranks: int
@@ -51,7 +51,7 @@ class Plan:
         return max(self.rank_nodes, self.first_server_node + self.server_nodes)
 
 
-def plan_of(config: Config) -> Plan:
+def plan_of(config: Config) -> NodePlan:
     """The plan of a run.
 
     Raises:
@@ -66,7 +66,7 @@ def plan_of(config: Config) -> Plan:
         )
     node, gpu = divmod(machines.first_server_gpu, per_node)
     fit = servers if machines.shared else min(servers, per_node // tp)
-    return Plan(
+    return NodePlan(
         ranks=machines.trainers,
         ranks_per_node=min(machines.trainers, per_node),
         rank_nodes=machines.trainer_nodes,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.ops import logprob_kernels as kernels
-from megarl.ops.linear import linear_logprobs, linear_token_loss
+from megarl.ops.linear_logprob import linear_logprobs, linear_token_loss
 from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
 
 __all__ = [

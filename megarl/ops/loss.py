@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -76,7 +75,6 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    cp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
     """Per-token policy loss, differentiable in `logprobs` and `entropy`. Formulas: csrc/common/loss_math.h.
 
@@ -87,8 +85,7 @@ def policy_loss(
         ref_logprobs: of the reference policy; needed where `settings.kl_estimator` is not none.
         rollout_logprobs: of the policy that generated; needed where `settings.correction` is not none.
         entropy: of the policy; a bonus where `settings.entropy_coef` is not 0, else only a metric.
-        cu_seqlens: int32 `[num_seqs + 1]` of the local tokens; needed for the sequence ratio.
-        cp_group: ranks that share the sequences (sequence ratio under context parallelism).
+        cu_seqlens: int32 `[num_seqs + 1]` needed for the sequence ratio.
 
     Returns:
         The loss of each token, not yet averaged, and the metric sums (see `policy_loss_metrics`).
@@ -103,14 +100,8 @@ def policy_loss(
             raise ValueError(f"{name} is missing, but {settings} needs it; pass it or change the settings")
     fixed = [old_logprobs, advantages, ref_logprobs, rollout_logprobs]
     detached = [t.detach() if t is not None else None for t in fixed]
-    loss, sums = _PolicyLoss.apply(logprobs, entropy, loss_mask, settings, cu_seqlens, cp_group, *detached)
+    loss, sums = _PolicyLoss.apply(logprobs, entropy, loss_mask, settings, cu_seqlens, *detached)
     return PolicyLoss(loss, sums)
-
-
-def merge_loss_sums(sums: Tensor) -> Tensor:
-    """Sums of several microbatches or ranks, float64 `[parts, K]` to `[K]`."""
-    first_max = _C.loss_first_max
-    return torch.cat([sums[:, :first_max].sum(0), sums[:, first_max:].amax(0)])
 
 
 def policy_loss_metrics(sums: Tensor) -> dict[str, float]:
@@ -119,15 +110,6 @@ def policy_loss_metrics(sums: Tensor) -> dict[str, float]:
     tokens = named.pop("tokens")
     means = {k: v if k.endswith("_max") else v / max(tokens, 1.0) for k, v in named.items()}
     return {"tokens": tokens, **means}
-
-
-def _gathered_sum(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum over the ranks of `group`, in rank order."""
-    if group is None or dist.get_world_size(group) == 1:
-        return sums
-    parts = sums.new_empty(dist.get_world_size(group), *sums.shape)
-    dist.all_gather(list(parts.unbind(0)), sums, group=group)
-    return parts.sum(0)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -139,7 +121,6 @@ class _PolicyLoss(torch.autograd.Function):
         mask: Tensor,
         settings: PolicyLossSettings,
         cu_seqlens: Tensor | None,
-        cp_group: dist.ProcessGroup | None,
         old: Tensor,
         advantages: Tensor,
         ref: Tensor | None,
@@ -148,7 +129,7 @@ class _PolicyLoss(torch.autograd.Function):
         sequence_ratio = None
         if settings.ratio == "sequence":
             assert cu_seqlens is not None
-            sums = _gathered_sum(segment_sum(logprobs - old, mask, cu_seqlens), cp_group)
+            sums = segment_sum(logprobs - old, mask, cu_seqlens)
             sequence_ratio = (sums[:, 0] / sums[:, 1].clamp(min=1)).to(logprobs.dtype)
             ctx.counts = sums[:, 1]
         numbers, flags = _settings_lists(settings)
@@ -156,7 +137,7 @@ class _PolicyLoss(torch.autograd.Function):
             logprobs, old, advantages, mask, ref, rollout, entropy, sequence_ratio, cu_seqlens, numbers, flags
         )
         ctx.save_for_backward(mask, d_logprob, d_ratio, cu_seqlens)
-        ctx.settings, ctx.cp_group, ctx.has_entropy = settings, cp_group, entropy is not None
+        ctx.settings, ctx.has_entropy = settings, entropy is not None
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
@@ -167,14 +148,14 @@ class _PolicyLoss(torch.autograd.Function):
         grad = grad_loss * d_logprob
         if ctx.settings.ratio == "sequence":
             # Each token moves its sequence's mean log-ratio by 1/count, and through it every token of the sequence.
-            flow = _gathered_sum(segment_sum(grad_loss * d_ratio, mask, cu_seqlens)[:, 0], ctx.cp_group)
+            flow = segment_sum(grad_loss * d_ratio, mask, cu_seqlens)[:, 0]
             share = (flow / ctx.counts.clamp(min=1)).to(grad.dtype)
             spread = torch.repeat_interleave(share, cu_seqlens.diff().long(), output_size=mask.numel())
             grad = torch.where(mask, grad + spread, grad)
         d_entropy = None
         if ctx.has_entropy:
             d_entropy = torch.where(mask, grad_loss * -ctx.settings.entropy_coef, torch.zeros_like(grad_loss))
-        return grad, d_entropy, *(None,) * 8
+        return grad, d_entropy, *(None,) * 7
 
 
 def _settings_lists(s: PolicyLossSettings) -> tuple[list[float], list[int]]:

@@ -21,23 +21,23 @@ from torch import Tensor
 
 from megarl.parallel.broadcast import broadcast_json
 from megarl.parallel.rendezvous import own_address
-from megarl.reshard import exact, full
 from megarl.reshard.config import ReshardConfig
-from megarl.reshard.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
-from megarl.reshard.exact import Attempt, Moved
-from megarl.reshard.job import Job, key, read_job, remove_attempt, write_job
-from megarl.reshard.link import ServerLink
-from megarl.reshard.send import Shard, TrainerMember
-from megarl.reshard.store import Deadline, join_store, open_store, read, write, write_bulk
-from megarl.reshard.verify import Sample
-from megarl.reshard.world import local_address
+from megarl.reshard.sync import full_tensor_path, shard_path
+from megarl.reshard.sync.attempt import AttemptSpec, key, read_attempt, remove_attempt, write_attempt
+from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
+from megarl.reshard.sync.server_link import ServerLink
+from megarl.reshard.sync.shard_path import Attempt, TransferOutcome
+from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
+from megarl.reshard.sync.world import local_address
+from megarl.reshard.transfer.digests import Sample
+from megarl.reshard.transfer.store import Deadline, join_store, open_store, read, write, write_bulk
 from megarl.types import WeightUpdateMeta
 
 
 class Weights(Protocol):
     """What is pushed: one trainer rank's side of a model. The actor's engines are such."""
 
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> Sequence[ShardView]:
         """The boxes of the checkpoint that this rank holds, as views of its live parameters."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -84,7 +84,7 @@ class WeightSession:
         if self.rank != 0:
             self._store = join_store(host, port, config.connect_deadline_s)
         self._host, self._port = str(host), int(port)
-        self._member = TrainerMember(self._store, local_address(self._host, self._port), self.rank)
+        self._member = TrainerRank(self._store, local_address(self._host, self._port), self.rank)
         self._planned = ""  # rank 0: the world of the last attempt
         self._since_anchor = 0
         self._futures: dict[int, Future[SyncReport]] = {}
@@ -184,15 +184,15 @@ class WeightSession:
         """One attempt. Returns whether another one must follow, as servers were dropped."""
         whole = carrier in ("full", "disk")
         failure: Exception | None = None
-        moved: Moved | None = None
-        job: Job | None = None
+        moved: TransferOutcome | None = None
+        job: AttemptSpec | None = None
         if not whole:
             self._member.publish(weights.shards())
         if self._chief is not None:
             failure, job = _guarded(lambda: self._prepare(version, carrier))
-            write_job(self._store, self.sequence, job)
+            write_attempt(self._store, self.sequence, job)
         else:
-            failure, job = _guarded(lambda: read_job(self._store, self.sequence, Deadline(self._patience())))
+            failure, job = _guarded(lambda: read_attempt(self._store, self.sequence, Deadline(self._patience())))
         if whole:
             named = weights.named_weights()
             if self._chief is not None and job is not None:
@@ -208,7 +208,7 @@ class WeightSession:
                 self.config.connect_deadline_s,
                 self.config.transfer_deadline_s,
             )
-            failure, moved = _guarded(lambda: exact.run(attempt, self._chief))
+            failure, moved = _guarded(lambda: shard_path.run(attempt, self._chief))
         report = SyncReport(version)
         if self._chief is not None and failure is None and moved is not None:
             failure, _ = _guarded(lambda: self._commit(version))
@@ -222,7 +222,7 @@ class WeightSession:
 
     # --- rank 0 ---
 
-    def _prepare(self, version: int, carrier: str) -> Job:
+    def _prepare(self, version: int, carrier: str) -> AttemptSpec:
         """Pauses the servers, sends them the order and learns what they hold. Returns what is to be done."""
         chief, config = self._chief, self.config
         assert chief is not None, "rank 0 prepares"
@@ -246,7 +246,7 @@ class WeightSession:
             self._since_anchor = 0
         self._planned = world
         sample = Sample.of(config.verify, self.sequence)
-        return Job(
+        return AttemptSpec(
             carrier=carrier,
             senders=self.world_size,
             bucket_bytes=config.bucket_bytes,
@@ -272,9 +272,9 @@ class WeightSession:
         write_bulk(self._store, f"world/{name}", world)
         return name
 
-    def _whole(self, named: Iterator[tuple[str, Tensor]], carrier: str, folder: Path | None) -> Moved:
+    def _whole(self, named: Iterator[tuple[str, Tensor]], carrier: str, folder: Path | None) -> TransferOutcome:
         assert self._chief is not None, "rank 0 sends whole tensors"
-        return full.run(
+        return full_tensor_path.run(
             self._chief, named, folder if carrier == "disk" else None, self._member.address, verify=self.config.verify
         )
 

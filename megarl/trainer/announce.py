@@ -8,9 +8,9 @@ from megarl.config import Config
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
-from megarl.rollout.sglang_server import uses_gpu
-from megarl.trainer.read import Inputs
-from megarl.trainer.sizes import batch_of
+from megarl.preflight.sizing import batch_of
+from megarl.rollout.servers.sglang_server import uses_gpu
+from megarl.trainer.inputs import Inputs
 
 REAL = {
     "rl": "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B-Instruct actor.optimizer.lr=1e-6",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megarl.actor.api import FinetuneSpec, Sees
+from megarl.actor.api import FinetuneSpec, LossInput
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.reference import MegatronReference
@@ -19,9 +19,9 @@ from megarl.algorithms.kto import mismatched_kl
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
-from megarl.trainer.read import Inputs
-from megarl.trainer.recover import ACTOR
-from megarl.trainer.reference import Logprobs, online, stored
+from megarl.trainer.checkpoints.saver import ACTOR
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.reference_logprobs import Logprobs, online, stored
 from megarl.trainer.run import Run, stage
 from megarl.types import PackedBatch
 
@@ -32,7 +32,7 @@ class Preferences:
 
     engine: MegatronEngine
     algorithm: PreferenceAlgorithm
-    sees: Sees
+    loss_input: LossInput
     references: dict[str, Logprobs]  # by data set: train, valid
 
     @staticmethod
@@ -63,14 +63,16 @@ class Preferences:
 
     def update(self, batch: PackedBatch) -> dict[str, float]:
         algorithm = self.algorithm
-        stats = self.engine.train().train_batch(batch, algorithm.loss, algorithm.loss_weight, sees=self.sees)
+        stats = self.engine.train().train_batch(
+            batch, algorithm.loss, algorithm.loss_weight, loss_input=self.loss_input
+        )
         self.engine.step_lr_scheduler()
         return stats
 
     def evaluate(self, batch: PackedBatch) -> dict[str, float]:
         """The figures of the held-out batch under the present weights."""
         batch, algorithm = self.prepare(batch, "valid"), self.algorithm
-        return self.engine.eval().eval_batch(batch, algorithm.loss, algorithm.loss_weight, sees=self.sees)
+        return self.engine.eval().eval_batch(batch, algorithm.loss, algorithm.loss_weight, loss_input=self.loss_input)
 
 
 def references_of(config: Config, inputs: Inputs) -> dict[str, Logprobs]:

@@ -18,9 +18,9 @@ from megarl.algorithms import algorithm_of
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
-from megarl.trainer.read import Inputs
-from megarl.trainer.recover import ACTOR
-from megarl.trainer.rollouts import Rollouts
+from megarl.trainer.checkpoints.saver import ACTOR
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.rollout_driver import RolloutDriver
 from megarl.trainer.run import Run, stage
 from megarl.types import PackedBatch
 
@@ -87,7 +87,7 @@ class Models:
 def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
     """Trains the actor on its own completions."""
     algorithm = algorithm_of(config.algorithm)
-    with Rollouts(config, folder, inputs, algorithm) as rollouts:
+    with RolloutDriver(config, folder, inputs, algorithm) as rollouts:
         models = Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
             rollouts.connect(models.actor, run.done)
@@ -98,7 +98,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
         models.destroy()
 
 
-def loop(run: Run, rollouts: Rollouts, models: Models) -> None:
+def loop(run: Run, rollouts: RolloutDriver, models: Models) -> None:
     """All steps that are left."""
     if "accuracy_before" not in run.facts and run.done == 0 and (found := rollouts.evaluate(0)):
         run.facts.update(accuracy_before=found["accuracy"], accuracy_problems=found["problems"])

@@ -20,8 +20,8 @@ from megarl.observe.progress import Progress
 from megarl.observe.report import draw_curve, summary_lines, write_summary
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import watchdog
-from megarl.trainer.recover import ACTOR, Saver, StopSignal
-from megarl.trainer.state import Resumable
+from megarl.trainer.checkpoints.saver import ACTOR, Saver, StopSignal
+from megarl.trainer.checkpoints.trainer_state import Resumable
 
 GARBAGE_EVERY = 10_000  # objects made between two looks for unreachable ones; Python's 700 are made 17 times a rollout
 

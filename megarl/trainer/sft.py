@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megarl.actor.api import FinetuneSpec
-from megarl.actor.lm import MegatronLMEngine
+from megarl.actor.supervised import MegatronLMEngine
 from megarl.config import Config
 from megarl.data.collate import pad_sequences_to_tensors
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
-from megarl.trainer.read import Inputs
-from megarl.trainer.recover import ACTOR
+from megarl.trainer.checkpoints.saver import ACTOR
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.run import Run, stage
 
 

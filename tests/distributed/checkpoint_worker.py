@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.actor import hf
+from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.stored import StoredState
+from megarl.actor.weights import hf_weights
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
@@ -69,9 +69,9 @@ def train(engine: MegatronEngine, scalar: bool) -> list[float]:
     found = []
     for _ in range(STEPS):
         if scalar:
-            stats = engine.train_batch(batch(), mean_square, lambda data: data.total_tokens, sees="values")
+            stats = engine.train_batch(batch(), mean_square, lambda data: data.total_tokens, loss_input="values")
         else:
-            stats = engine.train_batch(batch(), mean_nll, lambda data: data.total_tokens, sees="logprobs")
+            stats = engine.train_batch(batch(), mean_nll, lambda data: data.total_tokens, loss_input="logprobs")
         found += [stats["loss"], stats["grad_norm"]]
         engine.step_lr_scheduler()
     return found
@@ -80,7 +80,7 @@ def train(engine: MegatronEngine, scalar: bool) -> list[float]:
 def poison(engine: MegatronEngine) -> None:
     """What a load does not write stays NaN."""
     with torch.no_grad():
-        for param in hf.parameters(engine.modules):
+        for param in hf_weights.parameters(engine.modules):
             param.fill_(math.nan)
         for owned in engine._state._owned():
             for value in (owned.main, *owned.inner.state[owned.main].values()):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.critic import MegatronPPOCritic
-from megarl.actor.lm import MegatronLMEngine
+from megarl.actor.supervised import MegatronLMEngine
 from megarl.algorithms import PPO, PPOConfig
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.health import NonFiniteError
-from megarl.actor.lm import MegatronLMEngine, lm_loss, trained_tokens
+from megarl.actor.supervised import MegatronLMEngine, lm_loss, trained_tokens
 from megarl.parallel import groups, watchdog
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
@@ -57,7 +57,7 @@ def broken(how: str, model: str, timeout_s: float) -> None:
 
     with watchdog.stage("update"):
         for steps in range(3):  # noqa: B007  (the loss function reads it)
-            engine.train_batch(batch(), loss_fn, trained_tokens, sees="logprobs")
+            engine.train_batch(batch(), loss_fn, trained_tokens, loss_input="logprobs")
 
 
 def state_of(engine: MegatronLMEngine) -> list[Tensor]:
@@ -80,7 +80,7 @@ def poisoned_step(engine: MegatronLMEngine, where: str, rank: int) -> dict[str, 
     if where == "gradient" and rank == RANK:
         norm = next(p for m in engine.modules for n, p in m.named_parameters() if "layernorm" in n)
         removes.append(norm.register_hook(lambda gradient: gradient * float("nan")))
-    stats = engine.train_batch(batch(), nan_loss if where == "loss" else lm_loss, trained_tokens, sees="logprobs")
+    stats = engine.train_batch(batch(), nan_loss if where == "loss" else lm_loss, trained_tokens, loss_input="logprobs")
     for handle in removes:
         handle.remove()
     same = all(torch.equal(a, b) for a, b in zip(before, state_of(engine), strict=True))
@@ -109,7 +109,7 @@ def stops_after(train_batch: Callable[..., dict[str, float]]) -> Any:
     """How many steps with a NaN loss are skipped before the run stops, and what it says."""
     for taken in range(10):
         try:
-            train_batch(batch(), lambda lp, ent, data: lp.sum() * float("nan"), trained_tokens, sees="logprobs")
+            train_batch(batch(), lambda lp, ent, data: lp.sum() * float("nan"), trained_tokens, loss_input="logprobs")
         except NonFiniteError as error:
             return [taken, str(error)]
     return None

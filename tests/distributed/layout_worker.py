@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl.actor import hf
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.weights import hf_weights
 from megarl.ops.logprob import gather_logprobs_entropy
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -58,12 +58,12 @@ def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
             for bucket in group.buckets:
                 shard = bucket.grad_data.chunk(replicas.size())[replicas.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=replicas)
-    kept = [param.detach().clone() for param in hf.parameters(engine.modules)]
+    kept = [param.detach().clone() for param in hf_weights.parameters(engine.modules)]
     with torch.no_grad():
-        for param in hf.parameters(engine.modules):
+        for param in hf_weights.parameters(engine.modules):
             param.copy_(param.main_grad)
         found = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        for param, value in zip(hf.parameters(engine.modules), kept, strict=True):
+        for param, value in zip(hf_weights.parameters(engine.modules), kept, strict=True):
             param.copy_(value)
     return found
 
@@ -81,9 +81,9 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
     result["best"] = engine.forward(batch, lambda logits, _: logits.argmax(-1))
     result.update({f"before.{name}": t.clone() for name, t in engine.named_weights()})
     engine.train()
-    stats = [engine.train_batch(batch, loss_fn, loss_weight_fn, sees="logprobs")]
+    stats = [engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs")]
     result.update({f"gradient.{name}": t for name, t in gather_gradients(engine).items()})
-    stats.append(engine.train_batch(batch, logits_loss_fn, loss_weight_fn, sees="logits"))
+    stats.append(engine.train_batch(batch, logits_loss_fn, loss_weight_fn, loss_input="logits"))
     result.update({f"after.{name}": t.clone() for name, t in engine.named_weights()})
     engine.save(out / "exported")
     if engine.groups.rank == 0:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.lm import lm_loss, trained_tokens
 from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.supervised import lm_loss, trained_tokens
 from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -58,8 +58,8 @@ def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
         engine.train()
     figures = {}
 
-    def step(name: str, engine: MegatronEngine, loss: Any, weight: Any, sees: Any) -> None:
-        stats = engine.train_batch(batch, loss, weight, sees=sees)
+    def step(name: str, engine: MegatronEngine, loss: Any, weight: Any, loss_input: Any) -> None:
+        stats = engine.train_batch(batch, loss, weight, loss_input=loss_input)
         figures[name] = [stats["loss"], stats["grad_norm"]]
 
     # Near the policy, so that some tokens are clipped and others are not.

@@ -33,7 +33,7 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
     result.update({f"before.{name}": t.clone() for name, t in engine.named_weights()})
     engine.train()
     stats = [
-        engine.train_batch(part, loss_fn, loss_weight_fn, sees="logprobs")
+        engine.train_batch(part, loss_fn, loss_weight_fn, loss_input="logprobs")
         for part in (batch, batch, batch.select([ALONE]))
     ]
     result.update({f"after.{name}": t.clone() for name, t in engine.named_weights()})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from megarl.actor.stored import StoredState
+from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.launcher.local import run_ranks
 from megarl.parallel import groups
 from tests.distributed.checkpoint_worker import DENSE, MOE, STEPS, engine_of, poison, train

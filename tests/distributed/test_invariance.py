@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.trainer import invariance
+from megarl.preflight import invariance
 
 
 def test_every_layout_gives_the_numbers_of_the_single_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from megarl import cli, train
-from megarl.rollout.answers import Piece
-from megarl.rollout.sglang_client import RemoteSGLangEngine
+from megarl.rollout.client.requests import CompletionPart
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 
 
 def main() -> None:
     tape = Path(sys.argv[1])
     lines = tape.read_text().splitlines() if tape.exists() else []
-    known: dict[str, list[Piece]] = {}
+    known: dict[str, list[CompletionPart]] = {}
     for line in lines:
         key, pieces = json.loads(line)
-        known[key] = [Piece(**piece) for piece in pieces]
+        known[key] = [CompletionPart(**piece) for piece in pieces]
     real = RemoteSGLangEngine._post
 
-    async def post(self: RemoteSGLangEngine, input_ids: list[int], params: list[dict[str, Any]]) -> list[Piece]:
+    async def post(
+        self: RemoteSGLangEngine, input_ids: list[int], params: list[dict[str, Any]]
+    ) -> list[CompletionPart]:
         key = f"{self.get_version()}: {input_ids} x {len(params)}"
         if key not in known:
             known[key] = await real(self, input_ids, params)

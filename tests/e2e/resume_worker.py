@@ -15,15 +15,17 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl import cli, train
-from megarl.actor import checkpoint, lm  # noqa: F401 (Megatron is loaded once)
-from megarl.trainer import manifest, recover, sft  # noqa: F401
+from megarl.actor import supervised  # noqa: F401 (Megatron is loaded once)
+from megarl.actor.checkpoint import engine_state
+from megarl.trainer import sft  # noqa: F401
+from megarl.trainer.checkpoints import manifest, saver
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "a rank's file is to be written": (checkpoint, "save_file"),
+    "a rank's file is to be written": (engine_state, "save_file"),
     "files are to be hashed": (manifest, "describe"),
     "the manifest is to be written": (manifest, "seal"),
     "the folder is to be renamed": (manifest, "rename"),
-    "an old checkpoint is to be removed": (recover.Saver, "_remove"),
+    "an old checkpoint is to be removed": (saver.Saver, "_remove"),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl import cli, train
-from megarl.rollout import sglang_server
+from megarl.rollout.servers import sglang_server
 from megarl.trainer.announce import REAL
 
 GRPO = "+experiment=gsm8k_grpo"
@@ -181,7 +181,7 @@ def test_a_world_that_the_layout_does_not_make_is_refused(
 def test_prompts_over_the_limit_are_skipped_counted_and_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from megarl.trainer.read import read_inputs
+    from megarl.trainer.inputs import read_inputs
 
     rows = [*ROWS, {"question": "long " * 60, "answer": "#### 1"}]
     path = write_rows(tmp_path / "train.jsonl", rows)

@@ -22,10 +22,10 @@ from transformers import AutoTokenizer
 from megarl import cli
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder, new_run
-from megarl.reshard.coordinator import WeightSyncError
-from megarl.reshard.transports.gloo import GlooTransport
+from megarl.reshard.sync.coordinator import WeightSyncError
+from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.trainer import rl
-from megarl.trainer.read import read_inputs
+from megarl.trainer.inputs import read_inputs
 from tests.conftest import random_model
 
 ASSETS = Path(cli.ASSETS)

@@ -20,7 +20,7 @@ from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from megarl.train import make_folder
 from megarl.trainer import preference
-from megarl.trainer.read import read_inputs
+from megarl.trainer.inputs import read_inputs
 from tests.e2e.test_main_job import Command
 
 # By experiment: steps, and by how much the held-out margin must rise.

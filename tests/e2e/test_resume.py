@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.actor.stored import StoredState
+from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from tests.e2e.resume_worker import POINTS

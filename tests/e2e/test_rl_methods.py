@@ -19,11 +19,11 @@ from megarl.actor.policy import rollout_mismatch
 from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
 from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
-from megarl.reshard.sglang import WEIGHT_LOADER
-from megarl.reshard.verify import LogprobMismatchError
-from megarl.rollout.sglang_server import SGLangServers
-from megarl.trainer import rl, rollouts
-from megarl.trainer.read import read_inputs
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.reshard.transfer.digests import LogprobMismatchError
+from megarl.rollout.servers.sglang_server import SGLangServers
+from megarl.trainer import rl, rollout_driver
+from megarl.trainer.inputs import read_inputs
 from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 
@@ -51,7 +51,7 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServe
 @pytest.fixture
 def lent(one_server: SGLangServers, monkeypatch: pytest.MonkeyPatch) -> None:
     """`Rollouts` finds the server started, and leaves it so."""
-    monkeypatch.setattr(rollouts, "SGLangServers", lambda *_: one_server)
+    monkeypatch.setattr(rollout_driver, "SGLangServers", lambda *_: one_server)
     monkeypatch.setattr(one_server, "start", lambda: None)
     monkeypatch.setattr(one_server, "stop", lambda: None)
 
@@ -63,7 +63,7 @@ def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[d
     algorithm = algorithm_of(config.algorithm)
     folder, inputs = new_run(config.run_root, name), read_inputs(config, 0)
     found = []
-    with rollouts.Rollouts(config, folder, inputs, algorithm) as sampled:
+    with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         before = {key: value.clone() for key, value in models.actor.named_weights()}
         sampled.connect(models.actor, 0)
@@ -139,7 +139,7 @@ def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_o
     )  # fmt: skip
     algorithm = algorithm_of(config.algorithm)
     folder, inputs = new_run(config.run_root, "other"), read_inputs(config, 0)
-    with rollouts.Rollouts(config, folder, inputs, algorithm) as sampled:
+    with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": sampled}, time.monotonic()) as run:
             sampled.connect(models.actor, 0)
@@ -192,7 +192,7 @@ def test_a_rollout_function_that_cannot_be_used_is_told_before_a_server_starts(
     def start() -> None:
         config = cli.load(["+experiment=gsm8k_grpo", f"run_root={tmp_path}", *overrides])
         folder, inputs = new_run(config.run_root, "told"), read_inputs(config, 0)
-        with rollouts.Rollouts(config, folder, inputs, algorithm_of(config.algorithm)):
+        with rollout_driver.RolloutDriver(config, folder, inputs, algorithm_of(config.algorithm)):
             raise AssertionError("the servers are started")
 
     with pytest.raises(UserError, match=says):

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
-from megarl.rollout.sglang_server import answers_at
+from megarl.rollout.servers.sglang_server import answers_at
 from tests.e2e.test_main_job import DEADLINE_S, Command, steps_in
 
 KILL_EVERY_S = float(os.environ.get("MEGARL_KILL_EVERY_S", "5"))
@@ -35,7 +35,7 @@ def servers_of(command: Command) -> dict[str, psutil.Process]:
     for process in psutil.Process(command.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, or not yet reaped
             line = process.cmdline()
-            if "megarl.rollout.sglang_server" in line:
+            if "megarl.rollout.servers.sglang_server" in line:
                 found[Path(line[-1]).name] = process
     return found
 

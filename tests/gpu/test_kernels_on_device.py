@@ -9,7 +9,6 @@ from oracle import DTYPES, VOCABS, Guarded, logprob_grad_oracle, logprob_oracle
 
 from megarl.ops import logprob_kernels as kernels
 from megarl.ops.advantage import GROUP_MODES, gae_packed, group_advantage, moments, whiten
-from megarl.ops.index import build_index
 from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
 from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
 from megarl.ops.native import _C, DTYPE_CODES, where
@@ -180,17 +179,6 @@ def test_gae_moments_and_whitening_match_the_cpu(masked):
     close(moments, rewards, mask, rtol=1e-10, atol=1e-12)
     close(whiten, rewards, mask, clip=1.5)
     close(segment_sum, rewards, mask, cu, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("cp_size", [1, 4])
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_index_is_that_of_the_cpu(cp_size, masked):
-    cu = cu_seqlens_of(torch.tensor([8, 0, 800, 16, 4000]))
-    tokens, mask = torch.randint(0, 99, (int(cu[-1]),)), torch.rand(int(cu[-1])) < 0.5
-    for rank in range(cp_size):
-        here, there = on_both(build_index, tokens, cu, mask if masked else None, cp_rank=rank, cp_size=cp_size)
-        for a, b in zip(here, there, strict=True):
-            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence"])

@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.ops.advantage import moments, whiten
-from megarl.ops.index import build_index
 from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
-from megarl.ops.loss import PolicyLossSettings, merge_loss_sums, policy_loss
-from megarl.types import cu_seqlens_of
 
 VOCAB, PAD = 101, 7
 
@@ -26,7 +23,6 @@ def run(rank: int, world: int, init_file: str) -> None:
         vocabulary_is_split(rank, world, group)
         head_is_split(rank, world, group)
         batch_is_split(rank, world, group)
-        sequences_are_split(rank, world, group)
     finally:
         dist.destroy_process_group()
 
@@ -79,23 +75,3 @@ def batch_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(moments(x[mine], mask[mine], group=group), moments(x, mask), rtol=1e-12, atol=1e-12)
     mine = slice(rank * 4500, (rank + 1) * 4500)
     torch.testing.assert_close(whiten(x[mine], mask[mine], group=group), whiten(x, mask)[mine], rtol=1e-6, atol=1e-6)
-
-
-def sequences_are_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    torch.manual_seed(3)
-    lengths = torch.tensor([8, 0, 4, 12])
-    cu, local_cu, total = cu_seqlens_of(lengths), cu_seqlens_of(lengths // world), int(lengths.sum())
-    place = build_index(torch.arange(total), cu, cp_rank=rank, cp_size=world).positions
-    logprob, old, advantage = (torch.randn(total, dtype=torch.float64) for _ in range(3))
-    mask, upstream = torch.rand(total) < 0.7, torch.randn(total, dtype=torch.float64)
-    s = PolicyLossSettings(ratio="sequence")
-    whole, local = logprob.clone().requires_grad_(), logprob[place].requires_grad_()
-    want = policy_loss(whole, old, advantage, mask, settings=s, cu_seqlens=cu)
-    got = policy_loss(local, old[place], advantage[place], mask[place], settings=s, cu_seqlens=local_cu, cp_group=group)
-    (want.loss * upstream).sum().backward()
-    (got.loss * upstream[place]).sum().backward()
-    torch.testing.assert_close(got.loss, want.loss[place], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(local.grad, whole.grad[place], rtol=1e-12, atol=1e-12)
-    sums = [torch.empty_like(got.sums) for _ in range(world)]
-    dist.all_gather(sums, got.sums)
-    torch.testing.assert_close(merge_loss_sums(torch.stack(sums)), want.sums, rtol=1e-12, atol=1e-12)

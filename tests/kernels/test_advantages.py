@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Guarded, gae_oracle, group_oracle
 
-from megarl.ops import reference
+from megarl.ops import torch_twins
 from megarl.ops.advantage import GROUP_MODES, gae_packed, group_advantage, moments, moments_merge, whiten
 from megarl.ops.native import _C, where
 from megarl.types import cu_seqlens_of
@@ -28,7 +28,7 @@ def test_group_advantages_match_the_oracle_for_any_grouping(ids, mode, columns, 
     aggregation = "normalize_then_sum" if each else "sum_then_normalize"
     got = group_advantage(rewards, torch.tensor(ids), mode=mode, aggregation=aggregation)
     np.testing.assert_allclose(got, group_oracle(rewards.numpy(), ids, mode, 1e-6, each), rtol=1e-4, atol=1e-5)
-    twin = reference.group_advantage(rewards, torch.tensor(ids), mode=mode, aggregation=aggregation)
+    twin = torch_twins.group_advantage(rewards, torch.tensor(ids), mode=mode, aggregation=aggregation)
     torch.testing.assert_close(got, twin, rtol=1e-4, atol=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_gae_matches_its_definition(lengths, gamma, lam, extras, masked):
         more = {"lam": torch.tensor(lambdas), "bootstrap": torch.tensor(bootstrap)}
     got = gae_packed(rewards, values, mask, cu, gamma=gamma, **more)
     want = gae_oracle(rewards, values, mask, cu, gamma, lambdas, bootstrap)
-    twin = reference.gae_packed(rewards, values, mask, cu, gamma=gamma, **more)
+    twin = torch_twins.gae_packed(rewards, values, mask, cu, gamma=gamma, **more)
     for a, b, c in zip(got, want, twin, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-5)
@@ -116,7 +116,7 @@ def test_moments_match_and_any_split_merges_to_the_whole(tokens, masked, cuts):
     x = torch.randn(tokens, generator=torch.Generator().manual_seed(tokens)) * 3 + 100
     mask = torch.rand(tokens, generator=torch.Generator().manual_seed(1)) >= masked
     got = moments(x, mask)
-    torch.testing.assert_close(got, reference.moments(x, mask), rtol=1e-10, atol=1e-8)
+    torch.testing.assert_close(got, torch_twins.moments(x, mask), rtol=1e-10, atol=1e-8)
     bounds = [0, *sorted(min(c, tokens) for c in cuts), tokens]
     parts = [moments(x[a:b], mask[a:b]) for a, b in itertools.pairwise(bounds)]
     torch.testing.assert_close(moments_merge(torch.stack(parts)), got, rtol=1e-10, atol=1e-8)
@@ -128,7 +128,7 @@ def test_whitening_gives_mean_0_and_variance_1_and_matches_the_twin(shift_mean, 
     x, mask = torch.randn(10000) * 4 - 7, torch.rand(10000) < 0.7
     x[~mask] = torch.nan
     got = whiten(x, mask, shift_mean=shift_mean, clip=clip)
-    torch.testing.assert_close(got, reference.whiten(x, mask, shift_mean=shift_mean, clip=clip), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, torch_twins.whiten(x, mask, shift_mean=shift_mean, clip=clip), rtol=1e-5, atol=1e-5)
     assert (got[~mask] == 0).all()
     if clip is None:
         kept = got[mask].double()

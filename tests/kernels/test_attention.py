@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.ops import reference
-from megarl.ops.attention import Sequences, packed_attention
+from megarl.cpu import torch_twins
+from megarl.cpu.attention import Sequences, packed_attention
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -44,7 +44,7 @@ def check(sequences: Sequences, tokens: int, heads: int, kv_heads: int, dim: int
     given = [x.clone().requires_grad_() for x in inputs]
     exact = [x.double().requires_grad_() for x in inputs]
     got = packed_attention(*given, sequences, dim**-0.5)
-    expected = reference.packed_attention(*exact, sequences, dim**-0.5)
+    expected = torch_twins.packed_attention(*exact, sequences, dim**-0.5)
     torch.testing.assert_close(got.double(), expected, atol=3e-6 * spread, rtol=3e-6)
     found = torch.autograd.grad(got, given, gradient)
     wanted = torch.autograd.grad(expected, exact, gradient.double())

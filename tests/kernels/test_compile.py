@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.ops import advantage, index, logprob_kernels
+from megarl.ops import advantage, logprob_kernels
 from megarl.ops.logprob import vocab_parallel_logprobs
 from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
 
@@ -41,7 +41,6 @@ def test_the_fake_form_of_every_operator_agrees_with_the_real_one():
         "logprob_merge": (stats[None], LABELS, ONE),
         "logprob_backward": (LOGITS, LABELS, ONE, context, F, F, 9, 0),
         "logprob_backward_": (LOGITS.clone(), LABELS, ONE, context, F, None, 9, 0),
-        "index_build": (LABELS, CU, M, 0, 1),
         "group_advantage": (F[:, None], LABELS.argsort(), LABELS.sort().values, 0, 1e-6, False),
         "gae": (F, F, M, CU, None, 0.9, torch.ones(1)),
         "moments": (F, M),
@@ -50,7 +49,6 @@ def test_the_fake_form_of_every_operator_agrees_with_the_real_one():
         "policy_loss": (F, F, F, M, None, None, None, torch.zeros(2), CU, numbers, codes),
         "segment_sum": (F, M, CU),
     }
-    assert index
     assert segment_sum
     registered = {name for name in dir(torch.ops.megarl) if not name.startswith("_") and name != "name"}
     assert set(calls) <= registered

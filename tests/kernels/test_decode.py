@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.ops import decode, reference
+from megarl.cpu import decode, torch_twins
 
 WIDTHS = st.sampled_from([1, 15, 16, 17, 64, 100])
 SEEDS = st.integers(0, 1000)
@@ -32,7 +32,7 @@ def pages(rows: int, kv_heads: int, dim: int, seed: int, dtype: torch.dtype = to
 def test_the_norm_adds_first_and_keeps_the_sum(rows, width, updated, seed):
     residual, update, weight = randn(rows, width, seed=seed), randn(rows, width, seed=seed + 1), randn(width, seed=2)
     expected_sum = residual.clone()
-    expected = reference.add_rms_norm(expected_sum, update if updated else None, weight, 1e-6)
+    expected = torch_twins.add_rms_norm(expected_sum, update if updated else None, weight, 1e-6)
     got = decode.add_rms_norm(residual, update if updated else None, weight, 1e-6)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
     assert torch.equal(residual, expected_sum)
@@ -50,7 +50,7 @@ def test_queries_and_keys_are_normed_rotated_and_stored(rows, kv_heads, group, d
     norms = {"q_norm": randn(dim, seed=4), "k_norm": randn(dim, seed=5), "eps": 1e-5} if normed else {}
     cos_sin = randn(40, dim, seed=6)
     other_keys, other_values = keys.clone(), values.clone()
-    expected = reference.rotate_and_store(qkv, other_keys, other_values, slots, positions, cos_sin, **norms)
+    expected = torch_twins.rotate_and_store(qkv, other_keys, other_values, slots, positions, cos_sin, **norms)
     got = decode.rotate_and_store(qkv, keys, values, slots, positions, cos_sin, **norms)
     for mine, theirs in ((got, expected), (keys, other_keys), (values, other_values)):
         torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
@@ -69,7 +69,7 @@ def test_a_row_attends_to_its_own_sequence_up_to_its_token(rows, kv_heads, group
     for request, position in zip(requests, positions, strict=True):
         unseen[table[request, : position + 1].long()] = False
     keys[unseen] = values[unseen] = torch.nan  # a stale slot may hold anything
-    expected = reference.paged_attention(queries, keys, values, table, requests, positions, 0.3, window)
+    expected = torch_twins.paged_attention(queries, keys, values, table, requests, positions, 0.3, window)
     got = decode.paged_attention(queries, keys, values, table, requests, positions, 0.3, window)
     tolerance = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
@@ -89,7 +89,7 @@ def test_a_rows_attention_does_not_depend_on_the_rows_beside_it():
 @given(rows=st.integers(0, 4), width=WIDTHS, scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS)
 def test_the_gated_activation_is_silu_times_up(rows, width, scale, seed):
     gate_up = randn(rows, 2 * width, seed=seed) * scale
-    torch.testing.assert_close(decode.silu_mul(gate_up), reference.silu_mul(gate_up), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(decode.silu_mul(gate_up), torch_twins.silu_mul(gate_up), atol=1e-6, rtol=1e-6)
 
 
 @settings(max_examples=80, deadline=None)
@@ -105,7 +105,7 @@ def test_the_token_at_a_draw_and_its_logprob_are_those_of_the_softmax(rows, voca
     exact = (logits.double() / temperature[:, None]).log_softmax(-1)
     chosen = exact.gather(1, tokens.long()[:, None])[:, 0]
     torch.testing.assert_close(logprobs, chosen.float(), atol=1e-6, rtol=1e-6)
-    theirs, of_theirs = reference.sample(logits, temperature, uniform)
+    theirs, of_theirs = torch_twins.sample(logits, temperature, uniform)
     assert torch.allclose(logprobs[tokens == theirs], of_theirs[tokens == theirs], atol=1e-6, rtol=1e-6)
     # The draw lies in the token's own stretch of the unit interval, up to rounding.
     end = exact.exp().cumsum(-1).gather(1, tokens.long()[:, None])[:, 0]

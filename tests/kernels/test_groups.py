@@ -1,4 +1,4 @@
-"""Split over a real process group equals unsplit: vocabulary (TP), batch (DP), sequences (CP)."""
+"""Split over a real process group equals unsplit: vocabulary (TP), batch (DP)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.ops import layer, reference
+from megarl.cpu import layer_ops, torch_twins
 
 ROWS = st.sampled_from([0, 1, 5, 63, 64, 65, 200])
 WIDTHS = st.sampled_from([1, 15, 16, 17, 64, 100])
@@ -41,8 +41,8 @@ def test_the_norm_and_its_gradients_are_those_of_float64(rows, width, size, seed
     x, weight = randn(rows, width, seed=seed) * size, randn(width, seed=seed + 1)
     steepest = float(weight.abs().max() * (x.square().mean(-1) + 1e-6).rsqrt().amax()) if rows else 0.0
     agree(
-        lambda x, w: layer.rms_norm(x, w, 1e-6),
-        lambda x, w: reference.add_rms_norm(x, None, w, 1e-6),
+        lambda x, w: layer_ops.rms_norm(x, w, 1e-6),
+        lambda x, w: torch_twins.add_rms_norm(x, None, w, 1e-6),
         [x, weight],
         *(4, 4 * steepest, 4 * rows**0.5),
     )
@@ -51,7 +51,7 @@ def test_the_norm_and_its_gradients_are_those_of_float64(rows, width, size, seed
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, width=WIDTHS, scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS)
 def test_the_gated_activation_and_its_gradient_are_those_of_float64(rows, width, scale, seed):
-    agree(layer.silu_mul, reference.silu_mul, [randn(rows, 2 * width, seed=seed) * scale], scale, scale)
+    agree(layer_ops.silu_mul, torch_twins.silu_mul, [randn(rows, 2 * width, seed=seed) * scale], scale, scale)
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,8 +62,8 @@ def test_the_rotation_and_its_gradient_are_those_of_float64(tokens, heads, dim, 
     angles = randn(tokens, dim // 2, seed=seed + 1) * 100
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
     agree(
-        lambda x: layer.rotate(x, cos_sin),
-        lambda x: reference.rotate(x, cos_sin.double()),
+        lambda x: layer_ops.rotate(x, cos_sin),
+        lambda x: torch_twins.rotate(x, cos_sin.double()),
         [randn(tokens, heads, dim, seed=seed)],
         *(4, 4),
     )
@@ -72,10 +72,10 @@ def test_the_rotation_and_its_gradient_are_those_of_float64(tokens, heads, dim, 
 def test_parts_of_a_tensor_are_taken_as_they_lie():
     whole, weight = randn(7, 3, 48, seed=0), randn(16, seed=1)
     part = whole[..., 16:32]
-    assert torch.equal(layer.rms_norm(part, weight, 1e-6), layer.rms_norm(part.contiguous(), weight, 1e-6))
-    assert torch.equal(layer.silu_mul(part), layer.silu_mul(part.contiguous()))
+    assert torch.equal(layer_ops.rms_norm(part, weight, 1e-6), layer_ops.rms_norm(part.contiguous(), weight, 1e-6))
+    assert torch.equal(layer_ops.silu_mul(part), layer_ops.silu_mul(part.contiguous()))
     cos_sin = randn(7, 16, seed=2)
-    assert torch.equal(layer.rotate(part, cos_sin), layer.rotate(part.contiguous(), cos_sin))
+    assert torch.equal(layer_ops.rotate(part, cos_sin), layer_ops.rotate(part.contiguous(), cos_sin))
 
 
 def test_the_number_of_threads_changes_no_bit():
@@ -85,7 +85,7 @@ def test_the_number_of_threads_changes_no_bit():
     for number in (1, 3):
         torch.set_num_threads(number)
         given = [t.clone().requires_grad_() for t in (x, weight)]
-        out = layer.silu_mul(layer.rms_norm(*given, 1e-6).repeat(1, 2))
+        out = layer_ops.silu_mul(layer_ops.rms_norm(*given, 1e-6).repeat(1, 2))
         found.append((out, *torch.autograd.grad(out, given, gradient)))
     torch.set_num_threads(threads)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -94,13 +94,13 @@ def test_the_number_of_threads_changes_no_bit():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: layer.rms_norm(randn(3, 4, seed=0).double(), randn(4, seed=0), 1e-6), "dtype torch.float64"),
-        (lambda: layer.rms_norm(randn(3, 4, seed=0), randn(5, seed=0), 1e-6), "weight has shape"),
-        (lambda: layer.silu_mul(randn(3, 4, seed=0).half()), "dtype torch.float16"),
-        (lambda: layer.silu_mul(randn(3, 5, seed=0)), "gate_up has shape"),
-        (lambda: layer.rotate(randn(3, 2, 7, seed=0), randn(3, 7, seed=0)), "heads of 7 elements"),
-        (lambda: layer.rotate(randn(3, 2, 8, seed=0), randn(2, 8, seed=0)), "cos_sin has shape"),
-        (lambda: layer.rotate(randn(3, 2, 8, seed=0), randn(3, 8, seed=0).double()), "cos_sin has dtype"),
+        (lambda: layer_ops.rms_norm(randn(3, 4, seed=0).double(), randn(4, seed=0), 1e-6), "dtype torch.float64"),
+        (lambda: layer_ops.rms_norm(randn(3, 4, seed=0), randn(5, seed=0), 1e-6), "weight has shape"),
+        (lambda: layer_ops.silu_mul(randn(3, 4, seed=0).half()), "dtype torch.float16"),
+        (lambda: layer_ops.silu_mul(randn(3, 5, seed=0)), "gate_up has shape"),
+        (lambda: layer_ops.rotate(randn(3, 2, 7, seed=0), randn(3, 7, seed=0)), "heads of 7 elements"),
+        (lambda: layer_ops.rotate(randn(3, 2, 8, seed=0), randn(2, 8, seed=0)), "cos_sin has shape"),
+        (lambda: layer_ops.rotate(randn(3, 2, 8, seed=0), randn(3, 8, seed=0).double()), "cos_sin has dtype"),
     ],
 )
 def test_what_a_kernel_may_not_be_handed_is_refused(call, message):

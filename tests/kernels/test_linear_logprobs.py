@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.ops import reference
+from megarl.ops import torch_twins
 from megarl.ops.logprob import linear_logprobs, linear_token_loss
 
 
@@ -31,7 +31,7 @@ def gradients(op, x, w, labels, **more):
 @pytest.mark.parametrize("chunk_rows", [1, 7, 34, 1000, None])
 def test_values_and_gradients_equal_the_materialising_twin_for_every_chunk(chunk_rows):
     x, w, labels = problem()
-    want = gradients(reference.linear_logprobs, x, w, labels)
+    want = gradients(torch_twins.linear_logprobs, x, w, labels)
     for got, expected in zip(gradients(linear_logprobs, x, w, labels, chunk_rows=chunk_rows), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import DTYPES, VOCABS, logprob_grad_oracle, logprob_oracle
 
-from megarl.ops import reference
+from megarl.ops import torch_twins
 from megarl.ops.logprob import gather_logprobs, gather_logprobs_entropy, vocab_parallel_logprobs
 
 ROUNDING = {torch.float32: 6e-8, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 1.2e-16}
@@ -80,7 +80,7 @@ def test_gradcheck_passes_in_float64():
 def test_the_twin_agrees(dtype):
     logits, labels, g, h = case(1000, dtype, pad=24)
     leaves = [logits.clone().requires_grad_() for _ in range(2)]
-    for leaf, op in zip(leaves, (vocab_parallel_logprobs, reference.vocab_parallel_logprobs), strict=True):
+    for leaf, op in zip(leaves, (vocab_parallel_logprobs, torch_twins.vocab_parallel_logprobs), strict=True):
         logprob, entropy = op(leaf, labels, vocab_valid=1000, temperature=0.7, with_entropy=True)
         (logprob * g + entropy * h).sum().backward()
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=2.1 * ROUNDING[dtype] + 1e-6, atol=1e-6)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megarl.ops.advantage import gae_packed, group_advantage, moments, whiten
-from megarl.ops.index import build_index
 from megarl.ops.logprob import gather_logprobs, linear_logprobs, vocab_parallel_logprobs
 from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
 from megarl.ops.native import HAS_CUDA
@@ -52,10 +51,6 @@ CASES = {
     "gae stride": (lambda: gae_packed(X[:, 0], F, M, CU), r"strides \(6,\).*contiguous"),
     "moments": (lambda: moments(F, M[:2]), r"\(2,\).*\(4,\)"),
     "clip": (lambda: whiten(F, M, clip=-1.0), r"clip is -1.0.*positive"),
-    "cp rank": (lambda: build_index(Y, CU, cp_rank=2, cp_size=2), r"cp_rank is 2"),
-    "cp length": (lambda: build_index(Y, torch.tensor([0, 2, 4]).int(), cp_size=2), r"\[2, 2\].*multiples of 4"),
-    "cp total": (lambda: build_index(Y[:3], CU, cp_size=2), r"3 tokens.*4 chunks"),
-    "index mask": (lambda: build_index(Y, CU, F), r"torch.float32.*torch.bool"),
     "loss shape": (lambda: policy_loss(F, F[:3], F, M, settings=PolicyLossSettings()), r"\(3,\).*\(4,\)"),
     "loss dtype": (lambda: policy_loss(F.half(), F, F, M, settings=PolicyLossSettings()), r"float16.*float32"),
     "loss ref": (

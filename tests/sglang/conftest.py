@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.reshard.sglang import WEIGHT_LOADER
-from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
 from tests.sglang.tiny_models import make_model, save_tokenizer
 
 

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout import sglang_cpu
+from megarl.cpu import sglang_launch
 
-sglang_cpu.install()
+sglang_launch.install()
 RANK, TP_SIZE, EP_SIZE, PORT, PADDED = (int(value) for value in sys.argv[1:6])
 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(TP_SIZE))
 
@@ -32,7 +32,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # 
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from megarl.reshard.geometry import Geometry, check_plain, fragments, padded_for_cpu  # noqa: E402
+from megarl.reshard.plan.sglang_layout import Geometry, check_plain, fragments, padded_for_cpu  # noqa: E402
 
 
 def arguments(checkpoint: str) -> ServerArgs:

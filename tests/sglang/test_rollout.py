@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import RolloutWorkflow
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
 from megarl.rollout.executor import WorkflowError
-from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
-from megarl.rollout.sglang_server import SGLangServers
+from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.transcript import pad_responses
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse

@@ -22,13 +22,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.knobs import UserError
-from megarl.rollout import sglang_server
-from megarl.rollout.sglang_server import ServerError, SGLangServerConfig, SGLangServers
+from megarl.rollout.servers import sglang_server
+from megarl.rollout.servers.sglang_server import ServerError, SGLangServerConfig, SGLangServers
 
 # A trainer that starts a server, prints its process id and then only waits.
 TRAINER = """
 import sys, time
-from megarl.rollout.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
 servers = SGLangServers(SGLangServerConfig(device="cpu", max_total_tokens=4096), sys.argv[1], sys.argv[2])
 servers.start()
 print(servers.servers[0].process.pid, flush=True)

@@ -17,11 +17,11 @@ from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import WeightSession
-from megarl.reshard.sglang import WEIGHT_LOADER
-from megarl.rollout.external import ExternalServers
-from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
-from megarl.rollout.sglang_server import ServerError, SGLangServers
-from megarl.rollout.supervisor import Supervisor
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.rollout.servers.external import ExternalServers
+from megarl.rollout.servers.sglang_server import ServerError, SGLangServers
+from megarl.rollout.servers.supervisor import Supervisor
 from tests.sglang.tiny_models import make_model
 
 HEARTBEAT_S = 5.0

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from weights_support import TOLERANCE, Served, Whole, logprobs, weights_of
 
-from megarl.reshard.coordinator import WeightSyncError
 from megarl.reshard.session import WeightSession
-from megarl.reshard.store import Deadline
-from megarl.reshard.transports.shm import SharedStaging
-from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
-from megarl.rollout.sglang_server import SGLangServers
+from megarl.reshard.sync.coordinator import WeightSyncError
+from megarl.reshard.transfer.store import Deadline
+from megarl.reshard.transfer.transports.shm import SharedStaging
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.types import WeightUpdateMeta
 from tests.sglang.tiny_models import make_model
 

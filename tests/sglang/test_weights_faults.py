@@ -16,12 +16,12 @@ from test_weights_layouts import Trainer
 from weights_support import TOLERANCE, Served, weights_of
 
 from megarl.reshard.config import ReshardConfig
-from megarl.reshard.coordinator import WeightSyncError
 from megarl.reshard.session import WeightSession
-from megarl.reshard.sglang import PendingCall, ServerControl
-from megarl.reshard.store import Deadline
-from megarl.reshard.transports.gloo import GlooTransport
-from megarl.rollout.sglang_server import SGLangServer, SGLangServers, free_ports
+from megarl.reshard.sync.coordinator import WeightSyncError
+from megarl.reshard.sync.sglang_hooks import PendingCall, ServerControl
+from megarl.reshard.transfer.store import Deadline
+from megarl.reshard.transfer.transports.gloo import GlooTransport
+from megarl.rollout.servers.sglang_server import SGLangServer, SGLangServers, free_ports
 from tests.sglang.tiny_models import make_model
 
 VICTIM = "model.layers.1.self_attn.k_proj.weight"

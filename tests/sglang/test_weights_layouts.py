@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from weights_support import TOLERANCE, Served, logprobs
 
-from megarl.reshard.store import Deadline
-from megarl.rollout.sglang_server import SGLangServers, free_ports
+from megarl.reshard.transfer.store import Deadline
+from megarl.rollout.servers.sglang_server import SGLangServers, free_ports
 from tests import warm
 from tests.sglang import weights_rank
 from tests.sglang.tiny_models import make_model

@@ -21,10 +21,10 @@ from megarl.actor.engine import MegatronEngine
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
-from megarl.reshard.coordinator import WeightSyncError
 from megarl.reshard.session import SyncReport, WeightSession
-from megarl.reshard.transports.gloo import GlooTransport
-from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.reshard.sync.coordinator import WeightSyncError
+from megarl.reshard.transfer.transports.gloo import GlooTransport
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.types import WeightUpdateMeta
 from tests import warm
 from tests.sglang.tiny_models import make_model

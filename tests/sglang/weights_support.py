@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import SyncReport, WeightSession
-from megarl.reshard.sglang import ServerControl
-from megarl.reshard.store import Deadline
-from megarl.rollout.sglang_server import SGLangServers
+from megarl.reshard.sync.sglang_hooks import ServerControl
+from megarl.reshard.transfer.store import Deadline
+from megarl.rollout.servers.sglang_server import SGLangServers
 
 TOLERANCE = 1e-5
 PROMPT = list(range(7, 40))

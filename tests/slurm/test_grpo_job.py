@@ -31,7 +31,7 @@ def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> Non
     slurm.reaches(job, lambda: len(steps_of(folder)) >= 1, START_S, "step 1")
     nodes = ("node0", "node1", "node2")
     assert [slurm.tasks(job, node, "megarl.train") for node in nodes] == [1, 1, 0]
-    assert [slurm.tasks(job, node, "megarl.launcher.server") for node in nodes] == [0, 0, 1]
+    assert [slurm.tasks(job, node, "megarl.launcher.server_task") for node in nodes] == [0, 0, 1]
     assert slurm.listening(job) == {"127.0.0.1"}
     killed = len(steps_of(folder))
     slurm.kill_sglang(job)  # its task starts it again, and the trainer brings it the weights

@@ -10,7 +10,7 @@ import pytest
 
 from megarl import cli
 from megarl.knobs import UserError
-from megarl.launcher import server, slurm
+from megarl.launcher import server_task, slurm
 from megarl.observe.run_folder import new_run
 
 SCRIPTS = Path(slurm.SCRIPTS)
@@ -55,24 +55,24 @@ def test_a_rendered_script_is_a_whole_job_that_bash_can_read(tmp_path: Path) -> 
     assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")]).returncode == 0
 
 
-def plan(*overrides: str) -> slurm.Plan:
+def plan(*overrides: str) -> slurm.NodePlan:
     return slurm.plan_of(cli.composed(["+experiment=grpo_70b", *overrides]))
 
 
 def test_trainers_come_first_and_servers_on_nodes_of_their_own() -> None:
-    assert plan() == slurm.Plan(64, 8, 8, 4, 1, 4, 8, 0)
-    assert plan("server.tp_size=2", "server.n_servers=6") == slurm.Plan(64, 8, 8, 6, 4, 2, 8, 0)
+    assert plan() == slurm.NodePlan(64, 8, 8, 4, 1, 4, 8, 0)
+    assert plan("server.tp_size=2", "server.n_servers=6") == slurm.NodePlan(64, 8, 8, 6, 4, 2, 8, 0)
     assert plan().nodes == 12
 
 
 def test_servers_share_the_trainers_last_node_where_it_has_room_for_all() -> None:
     small = ("parallel.tp_size=4", "parallel.pp_size=3", "parallel.cp_size=1", "server.tp_size=2")
-    assert plan(*small, "server.n_servers=2") == slurm.Plan(12, 8, 2, 2, 2, 1, 1, 4)
+    assert plan(*small, "server.n_servers=2") == slurm.NodePlan(12, 8, 2, 2, 2, 1, 1, 4)
     assert plan(*small, "server.n_servers=3").first_server_node == 2
 
 
 def test_supervised_runs_have_no_servers() -> None:
-    assert slurm.plan_of(cli.composed(["+experiment=sft_8b"])) == slurm.Plan(8, 8, 1, 0, 0, 0, 0, 0)
+    assert slurm.plan_of(cli.composed(["+experiment=sft_8b"])) == slurm.NodePlan(8, 8, 1, 0, 0, 0, 0, 0)
 
 
 def test_a_server_that_would_lie_on_two_nodes_is_refused() -> None:
@@ -81,11 +81,11 @@ def test_a_server_that_would_lie_on_two_nodes_is_refused() -> None:
 
 
 def test_every_server_of_a_node_has_gpus_of_its_own() -> None:
-    assert server.devices(2, 0, 4, None) == "4,5"
-    assert server.devices(2, 1, 4, None) == "6,7"
-    assert server.devices(2, 1, 0, "3,5,6,7") == "6,7"
+    assert server_task.devices(2, 0, 4, None) == "4,5"
+    assert server_task.devices(2, 1, 4, None) == "6,7"
+    assert server_task.devices(2, 1, 0, "3,5,6,7") == "6,7"
     with pytest.raises(UserError, match=r"needs GPUs 4 to 5, of which CUDA_VISIBLE_DEVICES=0,1,2,3 offers 4"):
-        server.devices(2, 0, 4, "0,1,2,3")
+        server_task.devices(2, 0, 4, "0,1,2,3")
 
 
 @pytest.fixture

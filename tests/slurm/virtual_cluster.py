@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.rollout.sglang_server import free_ports
+from megarl.rollout.servers.sglang_server import free_ports
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
@@ -165,7 +165,7 @@ class Cluster:
 
     def kill_sglang(self, job: str) -> None:
         """Kills the process of the one SGLang server of a job, as a fault of its own would."""
-        servers = [process for process, line, _ in self._of(job) if "megarl.rollout.sglang_server" in line]
+        servers = [process for process, line, _ in self._of(job) if "megarl.rollout.servers.sglang_server" in line]
         min(servers, key=lambda process: process.create_time()).kill()  # the others are its children
 
     # -- jobs -----------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl import export
-from megarl.actor import hf_files
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.weights import hf_files
 from megarl.parallel import groups
-from megarl.trainer.recover import ACTOR, Saver, SaverConfig
+from megarl.trainer.checkpoints.saver import ACTOR, Saver, SaverConfig
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.judge import RewardFn, judge
-from megarl.rollout.tools import Tool
 from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
+from megarl.rollout.workflows.tools import Tool
 from megarl.types import GenerationHyperparameters, ModelRequest, RewardError
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

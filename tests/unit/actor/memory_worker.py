@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
-from megarl.actor.lm import MegatronLMEngine
+from megarl.actor.supervised import MegatronLMEngine
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.actor.config import EngineConfig
-from megarl.actor.lm import MegatronLMEngine, lm_loss, trained_tokens
+from megarl.actor.supervised import MegatronLMEngine, lm_loss, trained_tokens
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.types import PackedBatch
@@ -83,10 +83,10 @@ def test_a_batch_that_cannot_be_trained_on_is_refused(
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), 0.0, -1.0])
 def test_weights_of_microbatches_that_cannot_be_divided_by_are_refused(weight: float, engine: MegatronLMEngine) -> None:
     with pytest.raises(UserError, match=r"the batch's loss weights sum to"):
-        engine.train_batch(batch(VOCAB, 2, 4), lm_loss, lambda data: weight, sees="logprobs")
+        engine.train_batch(batch(VOCAB, 2, 4), lm_loss, lambda data: weight, loss_input="logprobs")
 
 
 def test_a_good_batch_trains_after_bad_ones(engine: MegatronLMEngine) -> None:
     with pytest.raises(UserError):
         engine.train_lm(with_tokens(VOCAB))
-    assert engine.train_batch(batch(VOCAB, 2, 4), lm_loss, trained_tokens, sees="logprobs")["skipped_steps"] == 0
+    assert engine.train_batch(batch(VOCAB, 2, 4), lm_loss, trained_tokens, loss_input="logprobs")["skipped_steps"] == 0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
-from megarl.actor.balance import SequenceCost, imbalance, karmarkar_karp
-from megarl.actor.microbatch import partition
+from megarl.actor.batch.balance import SequenceCost, imbalance, karmarkar_karp
+from megarl.actor.batch.microbatch import partition
 from tests.conftest import random_model
 
 costs_lists = st.lists(st.floats(0, 1e6), max_size=60)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.actor.attention import packed_sequences
-from megarl.actor.context_parallel import Cut, local_tokens
-from megarl.ops.index import build_index
+from megarl.actor.batch.context_parallel import Cut, local_tokens
+from megarl.actor.model.packed_attention import packed_sequences
 from megarl.types import cu_seqlens_of
 
 CPU = torch.device("cpu")
@@ -34,14 +35,16 @@ def test_every_token_is_on_one_rank_and_comes_back_in_place(lengths: list[int], 
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_the_cut_is_that_of_the_index_kernel(cp: int) -> None:
+def test_a_rank_holds_chunk_r_and_its_mirror_image(cp: int) -> None:
     cu_seqlens = cu_seqlens_of(torch.tensor([16, 8, 24]))
     for rank in range(cp):
-        local = local_tokens(cu_seqlens, cu_seqlens, Cut(rank, cp))
-        index = build_index(torch.arange(48), cu_seqlens, cp_rank=rank, cp_size=cp)
-        assert torch.equal(local.source, index.positions)
-        positions = packed_sequences(cu_seqlens, CPU, Cut(rank, cp)).positions
-        assert torch.equal(positions, index.positions - cu_seqlens.long()[index.segments])
+        source, positions = [], []
+        for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+            chunks = torch.arange(stop - start).chunk(2 * cp)
+            positions += [chunks[rank], chunks[2 * cp - 1 - rank]]
+            source += [start + positions[-2], start + positions[-1]]
+        assert torch.equal(local_tokens(cu_seqlens, cu_seqlens, Cut(rank, cp)).source, torch.cat(source))
+        assert torch.equal(packed_sequences(cu_seqlens, CPU, Cut(rank, cp)).positions, torch.cat(positions))
 
 
 @settings(deadline=None, max_examples=25)

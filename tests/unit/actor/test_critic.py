@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.actor import hf
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.critic import MegatronPPOCritic, MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.reference import MegatronReference
+from megarl.actor.weights import hf_weights
 from megarl.algorithms import PPO, PPOConfig
 from megarl.knobs import UserError
 from megarl.types import PackedBatch, cu_seqlens_of
@@ -128,7 +128,7 @@ def test_a_reference_gives_the_models_log_probs_and_its_weights_wait_on_the_host
     reference, batch = MegatronReference(config_of(folder)), rollout()
     reference.initialize()
     assert not hasattr(reference, "optimizer")
-    assert not any(hasattr(p, "main_grad") or p.requires_grad for p in hf.parameters(reference.modules))
+    assert not any(hasattr(p, "main_grad") or p.requires_grad for p in hf_weights.parameters(reference.modules))
     logp = reference.compute_logp(batch)
     model = AutoModelForCausalLM.from_pretrained(folder)
     for i, (start, stop) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
@@ -138,12 +138,12 @@ def test_a_reference_gives_the_models_log_probs_and_its_weights_wait_on_the_host
         expected = torch.where(batch["loss_mask"][start:stop], expected, 0.0)
         torch.testing.assert_close(logp[start:stop], expected.detach(), atol=1e-5, rtol=0, msg=str(i))
 
-    before = [p.clone() for p in hf.parameters(reference.modules)]
+    before = [p.clone() for p in hf_weights.parameters(reference.modules)]
     reference.offload()
-    assert sum(p.untyped_storage().size() for p in hf.parameters(reference.modules)) == 0
+    assert sum(p.untyped_storage().size() for p in hf_weights.parameters(reference.modules)) == 0
     reference.offload()
     reference.onload()
-    for parameter, value in zip(hf.parameters(reference.modules), before, strict=True):
+    for parameter, value in zip(hf_weights.parameters(reference.modules), before, strict=True):
         assert torch.equal(parameter, value)
     reference.offload()
     assert torch.equal(reference.compute_logp(batch), logp)

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.actor import hf, hf_files
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.lm import MegatronLMEngine
 from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
+from megarl.actor.supervised import MegatronLMEngine
+from megarl.actor.weights import hf_files, hf_weights
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.knobs import UserError
 from megarl.ops.logprob import gather_logprobs
@@ -81,12 +81,12 @@ def grpo_reference(model: Any, batch: PackedBatch, prox: Tensor, eps_clip: float
 
 def gradients(engine: MegatronEngine) -> dict[str, Tensor]:
     """The gradients of the last step under the checkpoint's names: put in the parameters' place and gathered."""
-    kept = [p.detach().clone() for p in hf.parameters(engine.modules)]
+    kept = [p.detach().clone() for p in hf_weights.parameters(engine.modules)]
     with torch.no_grad():
-        for parameter in hf.parameters(engine.modules):
+        for parameter in hf_weights.parameters(engine.modules):
             parameter.copy_(parameter.main_grad)
         found = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        for parameter, value in zip(hf.parameters(engine.modules), kept, strict=True):
+        for parameter, value in zip(hf_weights.parameters(engine.modules), kept, strict=True):
             parameter.copy_(value)
     return found
 
@@ -346,7 +346,9 @@ def test_a_loss_that_is_not_finite_takes_no_step(folder: Path, poison: float) ->
     engine = MegatronLMEngine(config_of(folder))
     engine.initialize()
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    stats = engine.train_batch(rollout(), lambda lp, ent, data: lp.sum() * poison, lambda data: 1.0, sees="logprobs")
+    stats = engine.train_batch(
+        rollout(), lambda lp, ent, data: lp.sum() * poison, lambda data: 1.0, loss_input="logprobs"
+    )
     assert stats["skipped_steps"] == 1
     for name, tensor in engine.named_weights():
         assert torch.equal(tensor, before[name])

@@ -13,14 +13,14 @@ import torch
 from transformers import Qwen3Config
 
 from megarl.actor.config import EngineConfig
-from megarl.actor.families import read_config
-from megarl.actor.lm import MegatronLMEngine, trained_tokens
 from megarl.actor.memory import LayerBytes, TrainerMemory
+from megarl.actor.supervised import MegatronLMEngine, trained_tokens
 from megarl.config import Config
 from megarl.data.config import DatasetConfig
+from megarl.families import read_config
 from megarl.launcher.local import run_ranks
 from megarl.parallel.config import ParallelConfig
-from megarl.trainer.sizes import memory_of
+from megarl.preflight.sizing import memory_of
 from megarl.types import PackedBatch
 from tests.conftest import random_model
 from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch
@@ -122,7 +122,7 @@ def kept_in_forward(folder: Path, config: EngineConfig) -> int:
 
     done: list[bool] = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.train_batch(batch(343, 1, TOKENS), loss_fn, trained_tokens, sees="logprobs")
+        engine.train_batch(batch(343, 1, TOKENS), loss_fn, trained_tokens, loss_input="logprobs")
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.actor.attention import PackedAttention, packed_for_kernel, packed_sequences
-from megarl.actor.balance import SequenceCost
-from megarl.actor.fused import FusedAttention
-from megarl.actor.microbatch import build, partition, plan, shift_left, shift_right
-from megarl.actor.prefix import share
+from megarl.actor.batch.balance import SequenceCost
+from megarl.actor.batch.microbatch import build_microbatch, partition, plan_microbatches, shift_right
+from megarl.actor.batch.shared_prefix import share
+from megarl.actor.model.packed_attention import PackedAttention, packed_for_kernel, packed_sequences
+from megarl.cpu.layers import FusedAttention
 from megarl.knobs import UserError
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -66,7 +66,7 @@ COST = SequenceCost(linear=100.0, quadratic=1.0)
 
 def test_groups_stay_together_and_their_prompt_counts_once() -> None:
     batch = grouped([(20, [5, 5, 5]), (10, [9, 9, 9]), (4, [2, 2])])
-    plan_ = plan(batch, COST, 1, 40, shared=True)
+    plan_ = plan_microbatches(batch, COST, 1, 40, shared=True)
     groups = [batch["group_ids"][mb].tolist() for rank in plan_ for mb in rank if mb]
     assert sorted(g for mb in groups for g in set(mb)) == [0, 1, 2], "a group is in several microbatches"
     for mb in plan_[0]:
@@ -76,22 +76,22 @@ def test_groups_stay_together_and_their_prompt_counts_once() -> None:
 
 def test_a_group_that_does_not_fit_is_cut_with_the_prompt_in_each_part() -> None:
     batch = grouped([(20, [9, 9, 9])])
-    (rank,) = plan(batch, COST, 1, 40, shared=True)
+    (rank,) = plan_microbatches(batch, COST, 1, 40, shared=True)
     assert sorted(len(mb) for mb in rank) == [1, 2]
     with pytest.raises(UserError, match="29 tokens does not fit"):
-        plan(batch, COST, 1, 28, shared=True)
+        plan_microbatches(batch, COST, 1, 28, shared=True)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_pairs_are_never_parted(shared: bool) -> None:
     batch = grouped([(3, [9, 4]), (2, [7, 7]), (5, [2, 12]), (1, [3, 3])], key="pair_ids")
     for dp in (1, 2, 3):
-        for rank in plan(batch, COST, dp, 30, shared=shared):
+        for rank in plan_microbatches(batch, COST, dp, 30, shared=shared):
             for mb in rank:
                 ids = batch["pair_ids"][mb].tolist()
                 assert all(ids.count(i) == 2 for i in ids)
     with pytest.raises(UserError, match="does not fit"):
-        plan(batch, COST, 1, 16, shared=shared)
+        plan_microbatches(batch, COST, 1, 16, shared=shared)
 
 
 def test_the_model_is_given_each_common_beginning_once() -> None:
@@ -109,27 +109,26 @@ def test_the_model_is_given_each_common_beginning_once() -> None:
 def test_shared_prompts_need_to_know_the_groups() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
     with pytest.raises(UserError, match=r"shared_prefix=true needs the batch's group_ids"):
-        plan(batch, COST, 1, 64, shared=True)
+        plan_microbatches(batch, COST, 1, 64, shared=True)
 
 
 @given(lengths_lists)
-def test_shifts_stay_inside_their_sequence(lengths: list[int]) -> None:
+def test_a_shift_stays_inside_its_sequence(lengths: list[int]) -> None:
     cu_seqlens = cu_seqlens_of(torch.tensor(lengths))
     values = torch.arange(1, sum(lengths) + 1)
-    left, right = shift_left(values, cu_seqlens), shift_right(values, cu_seqlens)
+    right = shift_right(values, cu_seqlens)
     for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        assert left[start:stop].tolist() == [*values[start + 1 : stop].tolist(), 0]
         assert right[start:stop].tolist() == [0, *values[start : stop - 1].tolist()]
 
 
 def test_labels_are_the_next_tokens_and_none_at_a_sequence_end() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
-    assert build(batch, [0, 1], 1.0, torch.device("cpu")).labels.tolist() == [8, 9, -1, -1]
+    assert build_microbatch(batch, [0, 1], 1.0, torch.device("cpu")).labels.tolist() == [8, 9, -1, -1]
 
 
 def test_an_empty_microbatch_has_a_sequence_and_no_weight() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
-    empty = build(batch, [], 0.5, torch.device("cpu"))
+    empty = build_microbatch(batch, [], 0.5, torch.device("cpu"))
     assert empty.weight == 0.0
     assert empty.indices == []
     assert empty.batch.total_tokens == 3

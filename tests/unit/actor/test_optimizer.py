@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig, check_device
-from megarl.actor.lm import MegatronLMEngine, lm_loss, trained_tokens
 from megarl.actor.optimizer import build_scheduler
+from megarl.actor.supervised import MegatronLMEngine, lm_loss, trained_tokens
 from megarl.knobs import UserError
 from tests.unit.actor.memory_worker import batch
 
@@ -91,7 +91,7 @@ def test_norms_and_biases_are_not_decayed(checkpoints: Callable[..., Path]) -> N
     """With no gradient Adam moves nothing, so that a step shows the decay alone: p * (1 - lr * decay)."""
     engine = engine_of(checkpoints("qwen2", tied=False, vocab_size=343), optimizer={"lr": 0.1, "weight_decay": 0.5})
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    engine.train_batch(batch(343, 2, 8), lambda lp, ent, data: lp.sum() * 0.0, trained_tokens, sees="logprobs")
+    engine.train_batch(batch(343, 2, 8), lambda lp, ent, data: lp.sum() * 0.0, trained_tokens, loss_input="logprobs")
     kinds = set()
     for name, tensor in engine.named_weights():
         spared = name.endswith("bias") or "norm" in name
@@ -149,7 +149,7 @@ def test_a_step_with_a_nan_is_skipped_and_the_next_goes_on(folder: Path) -> None
         return loss * float("inf"), metrics
 
     before = engine.train_lm(batch(343, 2, 20))
-    skipped = engine.train_batch(batch(343, 2, 20), poisoned, trained_tokens, sees="logprobs")
+    skipped = engine.train_batch(batch(343, 2, 20), poisoned, trained_tokens, loss_input="logprobs")
     after = engine.train_lm(batch(343, 2, 20))
     assert (before["skipped_steps"], skipped["skipped_steps"], after["skipped_steps"]) == (0.0, 1.0, 0.0)
     assert after["loss"] < before["loss"]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.actor import hf
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.weights import hf_weights
 from megarl.algorithms import ALGORITHMS, algorithm_of
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -84,7 +84,7 @@ def test_an_update_without_them_is_the_update_with_those_that_it_finds(folder: P
 
     given = actor_of(folder, algorithm, **engine)
     assert given.ppo_update(batch) == stats
-    for mine, theirs in zip(hf.parameters(without.modules), hf.parameters(given.modules), strict=True):
+    for mine, theirs in zip(hf_weights.parameters(without.modules), hf_weights.parameters(given.modules), strict=True):
         assert torch.equal(mine.main_grad, theirs.main_grad)  # type: ignore[attr-defined]
         assert torch.equal(mine, theirs)
     assert stats["grad_norm"] > 1e-3

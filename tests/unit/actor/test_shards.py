@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
-from megarl.actor.families import as_scalar, check_layout, moe_shape, padded_vocab_size
-from megarl.actor.shards import Piece, pieces, tensor_shapes, world_table
+from megarl.actor.weights.shards import ShardSpec, shard_specs, tensor_shapes, world_table
+from megarl.families import as_scalar, check_layout, moe_shape, padded_vocab_size
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import places
 from tests.conftest import FAMILY_CONFIGS, random_model
@@ -68,7 +68,7 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-def natives(found: list[Piece], tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
+def natives(found: list[ShardSpec], tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
     """The parameters of a rank, filled from its pieces; what no piece fills is NaN."""
     extents: dict[tuple[int, str], list[int]] = {}
     for piece in found:
@@ -89,7 +89,7 @@ def test_every_element_lies_once_in_every_replica(name: str, layout: dict[str, A
     parallel = ParallelConfig(**layout)
     check_layout(config, parallel)
     for place in places(parallel):
-        found = pieces(config, parallel, place)
+        found = shard_specs(config, parallel, place)
         assert all(not param.isnan().any() for param in natives(found, stored).values())
     shapes = tensor_shapes(config)
     assert {n: tuple(t.shape) for n, t in stored.items()} == shapes
@@ -112,7 +112,8 @@ def test_the_arrays_of_a_world_are_the_pieces_of_its_ranks(name: str, layout: di
         sets = [i for i, ranks in enumerate(table.holders) if rank in ranks]
         rows = np.flatnonzero(np.isin(table.holder, sets))
         expected = [
-            (p.name, (*p.shape, 1)[:2], (*p.start, 0)[:2], (*p.stop, 1)[:2]) for p in pieces(config, parallel, place)
+            (p.name, (*p.shape, 1)[:2], (*p.start, 0)[:2], (*p.stop, 1)[:2])
+            for p in shard_specs(config, parallel, place)
         ]
         assert [
             (table.names[table.tensor[row]], *(tuple(a[i].tolist()) for a, i in columns))
@@ -126,7 +127,7 @@ def test_a_query_group_that_tp_cuts_is_held_in_parts() -> None:
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=1
     )
     parallel = ParallelConfig(tp_size=4)
-    found = [[(p.name.split(".")[-2], p) for p in pieces(config, parallel, place)] for place in places(parallel)]
+    found = [[(p.name.split(".")[-2], p) for p in shard_specs(config, parallel, place)] for place in places(parallel)]
     names = [
         [(part, p.start[0], p.stop[0], p.at[0]) for part, p in rank if part in ("q_proj", "k_proj", "v_proj")]
         for rank in found
@@ -152,7 +153,9 @@ def test_a_rank_with_nothing_but_padding_of_the_vocabulary_holds_none_of_it() ->
     )
     parallel = ParallelConfig(tp_size=4)
     assert padded_vocab_size(config, 4) == 32
-    counts = [sum(p.name == "lm_head.weight" for p in pieces(config, parallel, place)) for place in places(parallel)]
+    counts = [
+        sum(p.name == "lm_head.weight" for p in shard_specs(config, parallel, place)) for place in places(parallel)
+    ]
     assert counts == [1, 1, 0, 0]
 
 

@@ -132,6 +132,6 @@ def test_ranks_and_servers_learn_where_they_meet(tmp_path: Path) -> None:
         "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "KEY": "k", "MEGARL_JOB_FOLDER": str(tmp_path / "job"),
     }  # fmt: skip
     arguments, environment = job.server(0, first_gpu=4)
-    assert arguments == ["-m", "megarl.launcher.server", "b=1"]
+    assert arguments == ["-m", "megarl.launcher.server_task", "b=1"]
     assert "RANK" not in environment
     assert environment["MEGARL_FIRST_SERVER_GPU"] == "4"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megarl.actor.config import EngineConfig, check_config, check_device
-from megarl.actor.families import check_layout
+from megarl.families import check_layout
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.reshard.layout import Box, Holdings
-from megarl.reshard.plan import Plan
+from megarl.reshard.plan.holdings import Box, Holdings
+from megarl.reshard.plan.transfer_plan import TransferPlan
 
 
 def checkpoint_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def boxes_of(side: Holdings, rank: int, checkpoint: Mapping[str, Tensor]) -> lis
     return found
 
 
-def check_delivery(made: Plan, checkpoint: Mapping[str, Tensor]) -> None:
+def check_delivery(made: TransferPlan, checkpoint: Mapping[str, Tensor]) -> None:
     """Every element of every destination is written once, in bounded buckets without gaps, with the right bits."""
     wires = dict(packed(made, checkpoint))
     for rank in range(len(made.topology.node)):
@@ -53,7 +53,7 @@ def check_delivery(made: Plan, checkpoint: Mapping[str, Tensor]) -> None:
     assert not wires, "a message that nobody receives"
 
 
-def packed(made: Plan, checkpoint: Mapping[str, Tensor]) -> dict[int, Tensor]:
+def packed(made: TransferPlan, checkpoint: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """The bytes of every message, by its place in the global order."""
     wires: dict[int, Tensor] = {}
     for rank in range(len(made.topology.source_node)):

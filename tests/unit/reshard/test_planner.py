@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import check_delivery, checkpoint_of
 
-from megarl.reshard.layout import Box, Holdings, Topology, itemsize
-from megarl.reshard.plan import Plan
-from megarl.reshard.planner import PlanError, plan
+from megarl.reshard.plan.holdings import Box, Holdings, Topology, itemsize
+from megarl.reshard.plan.planner import PlanError, plan
+from megarl.reshard.plan.transfer_plan import TransferPlan
 
 Parts = list[tuple[Box, str]]
 
@@ -33,7 +33,7 @@ class World:
     def topology(self) -> Topology:
         return Topology.of_sizes(len(self.sources), self.server_sizes, self.ranks_per_node, self.first)
 
-    def plan(self, waived: tuple[str, ...] = ()) -> Plan:
+    def plan(self, waived: tuple[str, ...] = ()) -> TransferPlan:
         return plan(
             Holdings.of(self.sources), Holdings.of(self.destinations), self.topology(), self.bucket_bytes, waived
         )

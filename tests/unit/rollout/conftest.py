@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from fault_server import Reply, Server, tokens_of
 
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.executor import LoopThread
-from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 
 
 @pytest.fixture

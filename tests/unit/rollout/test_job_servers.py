@@ -12,8 +12,8 @@ import pytest
 
 from megarl.knobs import UserError
 from megarl.parallel.rendezvous import publish
-from megarl.rollout.external import JobServer, JobServers
-from megarl.rollout.sglang_server import ServerError
+from megarl.rollout.servers.external import JobServer, JobServers
+from megarl.rollout.servers.sglang_server import ServerError
 
 LOADER = "megarl.receive"
 

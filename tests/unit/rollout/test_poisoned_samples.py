@@ -14,13 +14,13 @@ from aiohttp import web
 from fault_server import Server, answer, respond
 from torch import Tensor
 
-from megarl.actor import hf
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.weights import hf_weights
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import RolloutWorkflow
-from megarl.rollout.sglang_client import RemoteSGLangEngine
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.transcript import pad_responses
 from megarl.types import GenerationHyperparameters, ModelRequest, PackedBatch
 
@@ -73,7 +73,7 @@ def step(folder: Path, batch: PackedBatch) -> tuple[list[Tensor], list[Tensor]]:
     batch["prox_logp"] = actor.compute_logp(batch)
     actor.compute_advantages(batch)
     actor.ppo_update(batch)
-    parameters = list(hf.parameters(actor.modules))
+    parameters = list(hf_weights.parameters(actor.modules))
     found = [p.main_grad.clone() for p in parameters], [p.detach().clone() for p in parameters]  # type: ignore[attr-defined]
     actor.destroy()
     return found

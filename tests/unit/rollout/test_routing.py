@@ -18,7 +18,7 @@ from test_supervisor import Scripted
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.routing import MOST_UNEVEN, Router, WeightsWanted
-from megarl.rollout.supervisor import Supervisor
+from megarl.rollout.servers.supervisor import Supervisor
 
 PROMPT = list(range(100, 140))
 

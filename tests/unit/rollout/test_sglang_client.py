@@ -12,10 +12,10 @@ from fault_server import answer, tokens_of
 
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout.answers import parse_answer, sampling_params
 from megarl.rollout.api import GenerationError, RolloutWorkflow
+from megarl.rollout.client.requests import parse_answer, sampling_params
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.executor import WorkflowError
-from megarl.rollout.sglang_client import RemoteSGLangEngine, RolloutConfig
 from megarl.rollout.transcript import pad_responses
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 

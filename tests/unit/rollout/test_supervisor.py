@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megarl.rollout import supervisor as module
-from megarl.rollout.sglang_server import ServerError
-from megarl.rollout.supervisor import Supervisor
+from megarl.rollout.servers import supervisor as module
+from megarl.rollout.servers.sglang_server import ServerError
+from megarl.rollout.servers.supervisor import Supervisor
 
 
 class Scripted:

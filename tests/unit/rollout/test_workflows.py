@@ -18,13 +18,13 @@ from fault_server import answer
 
 from megarl.data.tokenizer import train_tokenizer
 from megarl.knobs import UserError
-from megarl.rollout.tools import calculator_tool, python_tool, search_tool
 from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
 from megarl.rollout.workflows.agent import AgentWorkflow
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
 from megarl.rollout.workflows.rollout_func import RolloutFuncWorkflow
 from megarl.rollout.workflows.tool_use import ToolWorkflow
+from megarl.rollout.workflows.tools import calculator_tool, python_tool, search_tool
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 GCONFIG = GenerationHyperparameters(n_samples=1, max_new_tokens=64)

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from megarl import cli
+from megarl.actor.checkpoint.stored_state import FACTS
 from megarl.actor.config import EngineConfig
-from megarl.actor.lm import MegatronLMEngine
-from megarl.actor.stored import FACTS
+from megarl.actor.supervised import MegatronLMEngine
 from megarl.knobs import UserError
 from megarl.parallel import groups
-from megarl.trainer import manifest
-from megarl.trainer.read import read_inputs
-from megarl.trainer.recover import ACTOR, Saver, SaverConfig
+from megarl.trainer.checkpoints import manifest
+from megarl.trainer.checkpoints.saver import ACTOR, Saver, SaverConfig
+from megarl.trainer.inputs import read_inputs
 
 MODEL: dict[str, Any] = {"family": "qwen3", "tied": True, "vocab_size": 353}
 

@@ -1,0 +1,29 @@
+#include "../../common/isa.h"
+#include "../../common/parallel.h"
+#include "rows.h"
+
+namespace megarl {
+namespace {
+
+const LayerKernels& kernels() {
+  static const LayerKernels found = MEGARL_BEST_COPY(layer_kernels)();
+  return found;
+}
+
+}  // namespace
+
+void rms_norm_backward_cpu(const RmsNormBackwardArgs& a, int threads) {
+  const int64_t blocks = (a.rows + kRowsPerBlock - 1) / kRowsPerBlock;
+  parallel_for(blocks, 2 * kRowsPerBlock * a.width, threads,
+               [&](int64_t block) { kernels().rms_norm_backward(a, block); });
+}
+
+void silu_mul_backward_cpu(const SiluMulBackwardArgs& a, int threads) {
+  parallel_for(a.rows, 8 * a.width, threads, [&](int64_t row) { kernels().silu_mul_backward(a, row); });
+}
+
+void rotate_cpu(const RotateArgs& a, int threads) {
+  parallel_for(a.rows, a.heads * a.dim, threads, [&](int64_t row) { kernels().rotate(a, row); });
+}
+
+}  // namespace megarl

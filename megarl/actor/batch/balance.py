@@ -1,0 +1,67 @@
+"""Sharing sequences out so that every rank does about the same work."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from megarl.families import head_dim
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """FLOPs of one forward pass over a sequence, `linear * tokens + quadratic * tokens^2`; backward is in proportion.
+
+    A matrix product with `[m, n]` weights counts 2 * m * n a token (Kaplan et al. 2020, table 1, with causal attention
+    over half of all pairs of tokens).
+    """
+
+    linear: float
+    quadratic: float
+
+    @staticmethod
+    def of(config: PretrainedConfig) -> SequenceCost:
+        """The model's own: projections, (active) MLPs and LM head; scores and weighted sums of attention."""
+        hidden, layers = config.hidden_size, config.num_hidden_layers
+        queries = config.num_attention_heads * head_dim(config)
+        keys = config.num_key_value_heads * head_dim(config)
+        mlp = 3 * hidden * config.intermediate_size
+        if experts := getattr(config, "num_experts_per_tok", 0):
+            mlp = 3 * hidden * (getattr(config, "moe_intermediate_size", 0) or config.intermediate_size) * experts
+        per_layer = 2 * hidden * (queries + keys) + mlp
+        return SequenceCost(2.0 * (layers * per_layer + hidden * config.vocab_size), 2.0 * layers * queries)
+
+    def __call__(self, tokens: int) -> float:
+        return self.linear * tokens + self.quadratic * tokens * tokens
+
+
+def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Indices of `costs` in `parts` groups of nearly equal sums, by largest differencing (Karmarkar and Karp 1982).
+
+    The two solutions with the widest spread are joined, the heaviest part of one with the lightest of the other, until
+    one is left. Sums differ by at most the largest cost.
+    """
+    # A solution: its parts as (sum, members), lightest first.
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for index, cost in enumerate(costs):
+        solution: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(parts - 1)]
+        heap.append((-cost if parts > 1 else 0.0, index, [*solution, (cost, [index])]))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, order, wide = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        joined = [(a + b, m + n) for (a, m), (b, n) in zip(wide, reversed(other), strict=True)]
+        joined.sort(key=lambda part: part[0])
+        heapq.heappush(heap, (joined[0][0] - joined[-1][0], order, joined))
+    if not heap:
+        return [[] for _ in range(parts)]
+    return [sorted(members) for _, members in reversed(heap[0][2])]
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """How much more than the mean the most loaded rank carries: 0.05 is 5%."""
+    mean = sum(loads) / len(loads)
+    return max(loads) / mean - 1 if mean else 0.0

@@ -1,0 +1,187 @@
+"""How a global batch becomes microbatches: which data parallel rank takes which sequences, and in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.actor.batch.balance import SequenceCost, karmarkar_karp
+from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
+from megarl.actor.batch.shared_prefix import share, units
+from megarl.actor.model.packed_attention import WHOLE, PackedSequences, packed_sequences
+from megarl.knobs import UserError
+from megarl.types import PackedBatch
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One packed microbatch on this rank's device.
+
+    `batch` is token-aligned. `aligned` is the same with every per-token tensor shifted to the position that predicts
+    it: `aligned["logprobs_key"][i]` belongs to token i + 1. Both hold whole sequences on every rank; what the model
+    takes and gives is this rank's part of them (`local`): all, unless context or sequence parallelism cuts them.
+    """
+
+    indices: list[int]  # of its sequences in the global batch
+    batch: PackedBatch
+    aligned: PackedBatch
+    input_ids: Tensor  # int64 [local tokens]
+    labels: Tensor  # int64 [local tokens]: the token that each predicts, -1 at a sequence's end
+    trained_labels: Tensor  # the same, -1 also where `loss_mask` leaves the next token out
+    packed: PackedSequences
+    local: LocalTokens | None  # None: all tokens are here, unpadded
+    shared: LocalTokens | None  # the tokens that the model is given where groups share prompts (see prefix.py)
+    weight: float  # its share of the loss: weights over all microbatches of all ranks sum to 1
+
+    def whole(self, values: Tensor, cp: dist.ProcessGroup) -> Tensor:
+        """`[tokens, ...]` of whole sequences from this rank's `[local tokens, ...]`; differentiable, a collective of
+        the cp group."""
+        return values if self.local is None else self.local.restore(values, cp)
+
+
+def check_batch(batch: PackedBatch, vocab_size: int) -> None:
+    """Refuses a batch that no model of `vocab_size` tokens can run.
+
+    Raises:
+        UserError: no tokens, bounds that do not fit them, or a token that the model does not know.
+    """
+    ids, bounds = batch["input_ids"], batch.cu_seqlens
+    if not ids.numel():
+        raise UserError(f"the batch holds {batch.num_seqs} sequences and no token; leave empty batches out")
+    if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
+        raise UserError(f"cu_seqlens is {bounds.tolist()[:8]}...; it must rise from 0 to the number of tokens")
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"input_ids holds token {low if low < 0 else high}, the model knows 0 to {vocab_size - 1}; use the model's "
+            "own tokenizer"
+        )
+
+
+def partition(
+    sizes: list[int], costs: Sequence[float], dp_size: int, max_tokens: int, multiple_of: int = 1
+) -> list[list[list[int]]]:
+    """Indices of units (sequences, or groups that stay together) by `[dp rank][microbatch]`, the same number of
+    microbatches on every rank; some may be empty.
+
+    Costs are evened out over the ranks, then over each rank's microbatches. Where no even way keeps within
+    `max_tokens`, they are filled largest first.
+
+    Args:
+        sizes: tokens of each unit.
+        costs: its share of the work, such as FLOPs.
+        multiple_of: what the number of microbatches is rounded up to; the interleaved pipeline schedule needs pp.
+
+    Raises:
+        UserError: a unit is larger than `max_tokens`.
+    """
+    if sizes and max(sizes) > max_tokens:
+        raise UserError(
+            f"a sequence of {max(sizes)} tokens does not fit into actor.max_tokens_per_mb={max_tokens}; "
+            f"raise it to at least {max(sizes)}, or shorten prompts or completions"
+        )
+    ranks = karmarkar_karp(costs, dp_size)
+    filled = [_fill(members, sizes, max_tokens) for members in ranks]
+    most = max(1, *(len(microbatches) for microbatches in filled))
+    most = -(-most // multiple_of) * multiple_of
+    return [_even(microbatches, sizes, costs, most, max_tokens) for microbatches in filled]
+
+
+def _fill(members: list[int], sizes: list[int], max_tokens: int) -> list[list[int]]:
+    """As few microbatches as first-fit decreasing finds."""
+    microbatches: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(members, key=lambda i: (-sizes[i], i)):
+        place = next((m for m, left in enumerate(room) if left >= sizes[index]), None)
+        if place is None:
+            microbatches.append([])
+            room.append(max_tokens)
+            place = len(room) - 1
+        microbatches[place].append(index)
+        room[place] -= sizes[index]
+    return [sorted(m) for m in microbatches]
+
+
+def _even(
+    filled: list[list[int]], sizes: list[int], costs: Sequence[float], count: int, max_tokens: int
+) -> list[list[int]]:
+    """The members of `filled` in `count` microbatches of nearly equal cost, if that keeps within `max_tokens`."""
+    members = sorted(index for microbatch in filled for index in microbatch)
+    groups = karmarkar_karp([costs[i] for i in members], count)
+    even = [[members[i] for i in group] for group in groups]
+    if all(sum(sizes[i] for i in microbatch) <= max_tokens for microbatch in even):
+        return even
+    return filled + [[] for _ in range(count - len(filled))]
+
+
+def plan_microbatches(
+    batch: PackedBatch, cost: SequenceCost, dp_size: int, max_tokens: int, multiple_of: int = 1, shared: bool = False
+) -> list[list[list[int]]]:
+    """Sequence indices by `[dp rank][microbatch]`. Sequences of one of the batch's `pair_ids` stay together, and with
+    `shared` those with a common prompt."""
+    members, sizes = units(batch, max_tokens, shared)
+    lengths = batch.lengths.tolist()
+    costs = [
+        cost.linear * size + sum(cost.quadratic * lengths[i] ** 2 for i in unit)
+        for unit, size in zip(members, sizes, strict=True)
+    ]
+    by_unit = partition(sizes, costs, dp_size, max_tokens, multiple_of)
+    return [[[i for unit in mb for i in members[unit]] for mb in rank] for rank in by_unit]
+
+
+def _shift_left(values: Tensor, last: Tensor) -> Tensor:
+    """Token-aligned to position-aligned: `out[i] = values[i + 1]` inside a sequence, 0 at its `last` position."""
+    return values.roll(-1).index_fill_(0, last, 0)
+
+
+def shift_right(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Position-aligned to token-aligned: `out[i + 1] = values[i]` inside a sequence, 0 at its first token."""
+    out = torch.zeros_like(values)
+    out[1:] = values[:-1]
+    lengths = cu_seqlens.diff()
+    out[cu_seqlens[:-1][lengths > 0].long()] = 0
+    return out
+
+
+def _last_positions(cu_seqlens: Tensor) -> Tensor:
+    lengths = cu_seqlens.diff()
+    return cu_seqlens[1:][lengths > 0].long() - 1
+
+
+def build_microbatch(
+    batch: PackedBatch,
+    indices: list[int],
+    weight: float,
+    device: torch.device,
+    cut: Cut = WHOLE,
+    shared_prefix: bool = False,
+    pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSequences] = packed_sequences,
+) -> Microbatch:
+    """The microbatch of the sequences `indices`, cut for this rank. An empty one takes the first sequence with weight
+    0, so that every rank runs the same collectives. `pack`: what the model's attention is handed (`attention.py`)."""
+    host = batch.select(indices or [0])
+    padded = cut.padded_cu_seqlens(host.cu_seqlens)
+    whole = cut.cp_size == 1 and int(padded[-1]) == host.total_tokens
+    local = None if whole else local_tokens(host.cu_seqlens, padded, cut).to(device)
+    shared = share(host) if shared_prefix else None
+    packed = pack(padded, device, cut, shared)
+    part = host.to(device)
+    last = _last_positions(part.cu_seqlens)
+    aligned = PackedBatch(part.cu_seqlens, {k: _shift_left(v, last) for k, v in part.tokens.items()}, part.sequences)
+    labels = aligned["input_ids"].clone()
+    labels[last] = -1
+    trained = labels
+    if "loss_mask" in aligned.tokens:
+        trained = labels.masked_fill(~aligned["loss_mask"].bool(), -1)
+    inputs = part["input_ids"]
+    if shared is not None:
+        shared = shared.to(device)
+        inputs = shared.take(inputs, 0)
+    elif local is not None:
+        inputs, labels, trained = local.take(inputs, 0), local.take(labels, -1), local.take(trained, -1)
+    weight = weight if indices else 0.0
+    return Microbatch(indices, part, aligned, inputs, labels, trained, packed, local, shared, weight)

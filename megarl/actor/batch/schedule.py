@@ -1,0 +1,55 @@
+"""Microbatches through Megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.actor.batch.microbatch import Microbatch
+from megarl.parallel import platform
+from megarl.parallel.groups import Groups
+
+
+def run(
+    ddps: Sequence[DistributedDataParallel],
+    microbatches: list[Microbatch],
+    process: Callable[[Tensor, Microbatch], Any],
+    groups: Groups,
+    forward_only: bool,
+) -> list[Any]:
+    """One pass over the microbatches, forward and backward unless `forward_only`.
+
+    `process(output, microbatch)` runs on the last stage and returns what Megatron's schedules take from a loss
+    function: the loss, a number of tokens, and a report. Virtual stages take microbatches in groups of pp: their number
+    must be a multiple of it (see `microbatch.plan`).
+
+    Returns:
+        The reports in the microbatches' order on ranks that hold the last stage, nothing on the others.
+    """
+
+    def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        mb = next(iterator)
+        with platform.outside_scope():
+            output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
+
+        def finish(out: Tensor) -> Any:
+            with platform.outside_scope():
+                return process(out, mb)
+
+        return output, finish
+
+    iterators = [iter(microbatches) for _ in ddps]
+    with platform.scope():
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if groups.vpp_size > 1 else iterators[0],
+            model=list(ddps),
+            num_microbatches=len(microbatches),
+            seq_length=1,  # stages tell each other the shape of what they send (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )

@@ -1,0 +1,1 @@
+"""Training state of an engine, written by any layout and read by any other."""

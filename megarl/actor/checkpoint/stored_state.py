@@ -1,0 +1,199 @@
+"""An engine's state on disk, read box by box: no Megatron, no process group, nothing unpickled.
+
+    engine.json                what the state is of: format, model, dtype, layout that wrote it, steps taken
+    index.json                 where each HF tensor lies: its boxes, and the runs of each box by rank
+    rank_00000.safetensors     a rank's runs: 1-D tensors named KIND:TENSOR@START
+    hf/                        the HF config and tokenizer
+
+Coordinates are those of the HF checkpoint. A box `[start, stop)` of a tensor is what one model parallel rank held of
+it; a run `[a, b)` counts the box's elements in row-major order and is what one data parallel rank held of the box.
+Every run is stored once as each of its kinds: `weight`, with bfloat16 weights the float32 `main`, and from the first
+step on Adam's `exp_avg` and `exp_avg_sq`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megarl.families import is_scalar
+from megarl.knobs import UserError
+
+FORMAT = 2
+FACTS, INDEX, HF = "engine.json", "index.json", "hf"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPE_FIELDS = (  # of a HF config: what decides the tensors and what is computed with them
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "tie_word_embeddings", "rope_parameters", "num_experts", "num_local_experts", "num_experts_per_tok",
+    "moe_intermediate_size",
+)  # fmt: skip
+
+Place = tuple[int, ...]
+
+
+def rank_file(rank: int) -> str:
+    """The file of a rank's runs."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def key_of(kind: str, name: str, start: Sequence[int]) -> str:
+    """The name in a rank's file of its run of the box of `name` that begins at `start`."""
+    return f"{kind}:{name}@{','.join(map(str, start))}"
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A stored box of a tensor and its runs `(first, last + 1, rank)`, in order."""
+
+    start: Place
+    stop: Place
+    runs: tuple[tuple[int, int, int], ...]
+
+    @property
+    def shape(self) -> Place:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+
+class StoredState:
+    """The state in a folder. Files are opened when first read; a read holds one box's rows at most."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads what the state says of itself.
+
+        Raises:
+            UserError: no such state, of a format this version does not read, or with a part that no file holds.
+        """
+        self.folder = folder
+        self.facts = read_facts(folder)
+        index = json.loads((folder / INDEX).read_text())
+        self.shapes: dict[str, Place] = {name: tuple(entry["shape"]) for name, entry in index.items()}
+        self._boxes = {name: [_box(box) for box in entry["boxes"]] for name, entry in index.items()}
+        self._files: dict[int, Any] = {}
+        for name, boxes in self._boxes.items():
+            self._check_whole(name, boxes)
+
+    def _check_whole(self, name: str, boxes: list[StoredBox]) -> None:
+        held = 0
+        for box in boxes:
+            ends = [0, *(stop for _, stop, _ in box.runs)]
+            if [start for start, _, _ in box.runs] != ends[:-1] or ends[-1] != math.prod(box.shape):
+                raise UserError(f"{self.folder}: the runs of {name} leave a gap; it was not written to its end")
+            held += ends[-1]
+        if held != math.prod(self.shapes[name]):
+            raise UserError(
+                f"{self.folder} holds {held} elements of {name}, which has {math.prod(self.shapes[name])}; it was not "
+                "written to its end"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights; the other kinds are float32."""
+        return DTYPES[self.facts["dtype"]]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights."""
+        return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight whole, by HF name, one at a time, in the order in which `hf.gather` yields them."""
+        for name, shape in self.shapes.items():
+            whole = self.read("weight", name, (0,) * len(shape), shape)
+            yield name, whole.reshape(shape)
+
+    def read(self, kind: str, name: str, start: Place, stop: Place, run: tuple[int, int] | None = None) -> Tensor:
+        """The run (default: all) of the box `[start, stop)` of a tensor, 1-D, on the host.
+
+        Only the rows of the box that the run touches are read.
+        """
+        shape = tuple(b - a for a, b in zip(start, stop, strict=True))
+        width = math.prod(shape[1:])
+        first, last = run or (0, math.prod(shape))
+        low, high = (first // width, -(-last // width)) if last > first else (0, 0)
+        rows = torch.empty(high - low, *shape[1:], dtype=self.dtype if kind == "weight" else torch.float32)
+        wanted = ((start[0] + low, *start[1:]), (start[0] + high, *stop[1:]))
+        for box in self._boxes[name]:
+            a = tuple(max(x, y) for x, y in zip(wanted[0], box.start, strict=True))
+            b = tuple(min(x, y) for x, y in zip(wanted[1], box.stop, strict=True))
+            if any(x >= y for x, y in zip(a, b, strict=True)):
+                continue
+            found = self._rows(kind, name, box, a[0] - box.start[0], b[0] - box.start[0])
+            tail = tuple(slice(x - o, y - o) for x, y, o in zip(a[1:], b[1:], box.start[1:], strict=True))
+            into = tuple(slice(x - o, y - o) for x, y, o in zip(a, b, wanted[0], strict=True))
+            rows[into] = found[(slice(None), *tail)]
+        return rows.flatten()[first - low * width : last - low * width]
+
+    def _rows(self, kind: str, name: str, box: StoredBox, low: int, high: int) -> Tensor:
+        """Rows `[low, high)` of a stored box, `[high - low, *box.shape[1:]]`."""
+        width = math.prod(box.shape[1:])
+        parts = []
+        for start, stop, rank in box.runs:
+            a, b = max(start, low * width), min(stop, high * width)
+            if a < b:
+                stored = self._file(rank).get_slice(key_of(kind, name, box.start))
+                parts.append(stored[a - start : b - start])
+        return torch.cat(parts).view(high - low, *box.shape[1:])
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._files:
+            self._files[rank] = safe_open(self.folder / rank_file(rank), framework="pt")
+        return self._files[rank]
+
+
+def _box(entry: dict[str, Any]) -> StoredBox:
+    return StoredBox(tuple(entry["start"]), tuple(entry["stop"]), tuple((a, b, rank) for a, b, rank in entry["runs"]))
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What an engine's state says of itself.
+
+    Raises:
+        UserError: there is none, or it has a format that this version does not read.
+    """
+    try:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
+        written = facts["format"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{folder} holds no state of an engine ({error}); give a checkpoint written by megarl"
+        ) from error
+    if written > FORMAT:
+        raise UserError(f"{folder} has format {written}, this megarl reads up to {FORMAT}; use a newer megarl")
+    return facts
+
+
+def shape_of(config: PretrainedConfig) -> dict[str, Any]:
+    """What of a HF config a state must agree with."""
+    values = config.to_dict()
+    fields = {k: values[k] for k in SHAPE_FIELDS if values.get(k) is not None}
+    return {"model_type": config.model_type, "scalar": is_scalar(config), **fields}
+
+
+def check_facts(folder: Path, config: PretrainedConfig, dtype: str) -> None:
+    """Refuses a state of another model or dtype.
+
+    Raises:
+        UserError: naming what differs, on both sides.
+    """
+    facts = read_facts(folder)
+    theirs, mine = facts["model"], json.loads(json.dumps(shape_of(config)))
+    for name in dict.fromkeys(("model_type", *theirs, *mine)):
+        if theirs.get(name) != mine.get(name):
+            raise UserError(
+                f"{folder} is of a {theirs['model_type']} model with {name}={theirs.get(name)}, this run's has {name}="
+                f"{mine.get(name)}; resume with the model that the run began with"
+            )
+    if facts["dtype"] != dtype:
+        raise UserError(
+            f"{folder} has actor.dtype={facts['dtype']}, this run {dtype}; resume with {facts['dtype']}, or begin a "
+            "new run from its export (python -m megarl.export)"
+        )

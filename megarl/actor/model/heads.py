@@ -1,0 +1,137 @@
+"""The end of the model: from final hidden states to logits, log-probs or values.
+
+Megarl's model stops before its head. What the caller wants decides what is computed of it: log-probs of the trained
+tokens are taken a chunk of logits at a time, so that `[tokens, vocabulary]` is never held.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.actor.batch.context_parallel import LocalTokens
+from megarl.ops import row_invariant
+from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
+from megarl.parallel.groups import Groups
+
+
+class HeadlessGPT(GPTModel):
+    """Megatron's model up to its final norm: the last stage returns hidden states `[tokens, 1, hidden]`.
+
+    `output_layer` is there, with its weight or the tied embedding's, but it is run by the functions below.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # gpt_model.py:424
+        return hidden_states
+
+
+class ValueHead(torch.nn.Linear):
+    """One number a token, in place of the LM head: the same weight `[1, hidden]` on every tensor parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+
+def weight_of(module: GPTModel) -> Tensor:
+    """The LM head's rows on this rank, `[vocabulary / tp, hidden]`: its own, or the tied embedding's."""
+    if module.share_embeddings_and_output_weights:
+        return module.shared_embedding_or_output_weight()
+    return module.output_layer.weight
+
+
+def hidden_states(output: Tensor, module: GPTModel, groups: Groups, shared: LocalTokens | None = None) -> Tensor:
+    """`[tokens, hidden]` of this cp rank's tokens, on every tp rank, from the model's output.
+
+    Every user of it gives each rank the whole gradient, so that backward only cuts out the rank's own tokens.
+    """
+    if module.config.sequence_parallel:
+        output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=groups.tp)
+    hidden = output.squeeze(1)
+    return hidden if shared is None else hidden.index_select(0, shared.rows)
+
+
+def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) -> Tensor:
+    """`[tokens, vocabulary]`: gathered over tp, padding of the vocabulary cut off."""
+    local = _local_logits(hidden, weight_of(module), groups)
+    if groups.tp_size > 1:
+        local = gather_from_tensor_model_parallel_region(local, group=groups.tp)
+    return local[:, :vocab_size]
+
+
+def logprobs(
+    hidden: Tensor,
+    labels: Tensor,
+    module: GPTModel,
+    groups: Groups,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+    kept_bytes: int,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
+
+    Only rows with a label are computed. Logits for backward are kept if they fit into `kept_bytes` (6 * rows * V * H
+    operations in all); if not, they are computed again in backward, a chunk at a time (8 * rows * V * H), and the
+    weight's gradient goes straight into the main gradient. `deterministic`: by the functions that a rollout server
+    uses; all logits are held.
+    """
+    weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
+    rows = (labels != -1).nonzero().squeeze(1)
+    if deterministic:
+        kept = row_invariant.linear(hidden.index_select(0, rows), weight)
+        return _spread(row_invariant.logprobs(kept, labels[rows], temperature, vocab_size, with_entropy), rows, labels)
+    fits = rows.numel() * weight.shape[0] * weight.element_size() <= kept_bytes
+    if not (torch.is_grad_enabled() and fits):
+        return linear_logprobs(
+            hidden,
+            weight,
+            labels,
+            vocab_valid=vocab_size,
+            vocab_start=groups.tp_rank * weight.shape[0],
+            temperature=temperature,
+            group=group,
+            with_entropy=with_entropy,
+            rows=rows,
+            main_grad=getattr(weight, "main_grad", None),
+        )
+    found = vocab_parallel_logprobs(
+        _local_logits(hidden.index_select(0, rows), weight, groups),
+        labels[rows],
+        vocab_valid=vocab_size,
+        vocab_start=groups.tp_rank * weight.shape[0],
+        temperature=temperature,
+        group=group,
+        with_entropy=with_entropy,
+        inplace_backward=True,
+    )
+    return _spread(found, rows, labels)
+
+
+def _spread(found: tuple[Tensor, Tensor | None], rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What was found for `rows` among all tokens, 0 elsewhere."""
+    zeros = found[0].new_zeros(labels.shape)
+    logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in found)
+    assert logprob is not None
+    return logprob, entropy
+
+
+def _local_logits(hidden: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """`[tokens, vocabulary / tp]`."""
+    if groups.tp_size > 1:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
+    return hidden @ weight.t()
+
+
+def values(hidden: Tensor, module: GPTModel) -> Tensor:
+    """float32 `[tokens]`: what the value head makes of each position."""
+    return module.output_layer(hidden).squeeze(1).float()

@@ -1,0 +1,1 @@
+"""Everything that stands in for a GPU on a laptop: float32 kernels and layers, SGLang on CPU."""

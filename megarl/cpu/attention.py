@@ -1,0 +1,117 @@
+"""Causal attention over packed sequences on CPU, in float32, with its gradient.
+
+No sequence is padded, and what sequences have in common (the prompt of a group) is read where it lies. Weights are
+computed again in backward (as in arXiv:2205.14135), a block of queries at a time. `megarl.ops.torch_twins` has the
+plain-torch twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.ops.native import _C, check_on_cpu
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which tokens attention's sequences are made of.
+
+    Sequence s is the tokens `rows[cu_seqlens[s] : cu_seqlens[s + 1]]`, in order. Every token is a query once: the first
+    `skipped[s]` of a sequence, which it has in common with another, are keys alone there.
+
+    Raises:
+        ValueError: a dtype or shape that does not fit, bounds that do not rise from 0, or a token that is no query, or
+            one twice.
+    """
+
+    cu_seqlens: Tensor  # int32 [num_seqs + 1]
+    rows: Tensor  # int64 [cu_seqlens[-1]]: tokens
+    skipped: Tensor  # int64 [num_seqs]
+
+    def __post_init__(self) -> None:
+        num_seqs, lengths = self.skipped.numel(), self.cu_seqlens.diff().long()
+        check_on_cpu("cu_seqlens", self.cu_seqlens, (num_seqs + 1,), torch.int32)
+        check_on_cpu("rows", self.rows, (int(self.cu_seqlens[-1]),), torch.int64)
+        check_on_cpu("skipped", self.skipped, (num_seqs,), torch.int64)
+        if int(self.cu_seqlens[0]) != 0 or bool(((self.skipped < 0) | (self.skipped > lengths)).any()):
+            raise ValueError(
+                f"cu_seqlens {self.cu_seqlens.tolist()[:8]}... must rise from 0, and skipped "
+                f"{self.skipped.tolist()[:8]}... be between 0 and the lengths"
+            )
+        first = (self.cu_seqlens[:-1] + self.skipped).repeat_interleave(lengths)
+        queries = self.rows[torch.arange(self.rows.numel()) >= first]
+        if not torch.equal(queries.sort().values, torch.arange(self.tokens)) or bool((self.rows >= self.tokens).any()):
+            raise ValueError(
+                f"the sequences' {self.tokens} queries are not the tokens 0 to {self.tokens - 1}, each once"
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self.rows.numel() - int(self.skipped.sum())
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """`[tokens, heads, dim]`: each token's softmax attention over its sequence up to itself. Differentiable.
+
+    Args:
+        query: float32 `[tokens, heads, dim]` on the CPU.
+        key, value: float32 `[tokens, kv_heads, dim]`; `heads / kv_heads` heads in a row share one.
+        sequences: what the tokens belong to.
+        scale: of the scores before the softmax.
+
+    Raises:
+        ValueError: a dtype, shape or device that does not fit.
+    """
+    return _PackedAttention.apply(query, key, value, sequences, scale)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> Tensor:
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        (_, heads, dim), kv_heads, tokens = query.shape, key.shape[1], sequences.tokens
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"queries have {heads} heads, keys {kv_heads}: the numbers must divide")
+        check_on_cpu("query", query, (tokens, heads, dim))
+        check_on_cpu("key", key, (tokens, kv_heads, dim))
+        check_on_cpu("value", value, (tokens, kv_heads, dim))
+        out, log_sums = torch.empty_like(query), query.new_empty(tokens, heads)
+        _C.packed_attention(
+            torch.get_num_threads(),
+            _shape(query, key, value, sequences, scale),
+            *(out.data_ptr(), log_sums.data_ptr()),
+        )
+        ctx.save_for_backward(query, key, value, log_sums)
+        ctx.sequences, ctx.scale = sequences, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, log_sums = ctx.saved_tensors
+        grad = grad.contiguous()
+        check_on_cpu("grad", grad, tuple(query.shape))
+        rows = ctx.sequences.rows
+        grad_query = torch.empty_like(query)
+        grad_keys, grad_values = (key.new_empty(rows.numel(), *key.shape[1:]) for _ in range(2))
+        _C.packed_attention_backward(
+            torch.get_num_threads(),
+            _shape(query, key, value, ctx.sequences, ctx.scale),
+            *(log_sums.data_ptr(), grad.data_ptr()),
+            *(grad_query.data_ptr(), grad_keys.data_ptr(), grad_values.data_ptr()),
+        )
+        grad_key, grad_value = (torch.zeros_like(key).index_add_(0, rows, x) for x in (grad_keys, grad_values))
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _shape(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> _C.PackedAttentionShape:
+    return _C.PackedAttentionShape(
+        *(sequences.skipped.numel(), query.shape[1], key.shape[1], query.shape[2]),
+        *(sequences.cu_seqlens.data_ptr(), sequences.rows.data_ptr(), sequences.skipped.data_ptr()),
+        *(scale, query.data_ptr(), key.data_ptr(), value.data_ptr()),
+    )

@@ -1,0 +1,161 @@
+"""SGLang without a GPU: `python -m megarl.cpu.sglang_launch <arguments of sglang.launch_server>`.
+
+SGLang imports packages that exist for GPUs only, or that a text model never calls. A finder stands in for them at
+import time: names resolve, decorators at module level pass, and a call from a function raises. Everything else is
+SGLang's own code. Workers are forked from the server's main process instead of spawned, which spares importing
+SGLang again in each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Collection, Sequence
+from typing import Any
+
+STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "triton", "IPython")
+# SGLang copes without these. It would call into the first from a function; the second, installed for the trainer,
+# costs half a second of the server's start.
+HIDDEN = ("triton.knobs", "megatron.core")
+
+LONGEST_PROMPT = 256  # new tokens of a sequence for `fused_step`; beyond, SGLang's attention over it is faster
+SEVERAL_STEPS = "SEVERAL_STEPS"  # the name of `sglang_models/several_steps.py` among SGLang's algorithms
+DETERMINISTIC = "MEGARL_DETERMINISTIC"  # in a server's environment: it takes `sglang_models/deterministic.py`
+
+# Read at import. One OpenMP thread: more of them spin, which makes a server beside a busy process 40x slower.
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl.cpu.sglang_models",
+}
+
+
+def args_for(tp_size: int, deterministic: bool, given: Collection[str]) -> dict[str, Any]:
+    """ServerArgs of a server on CPU, for a user who gave those named in `given`."""
+    found: dict[str, Any] = {
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "sleep_on_idle": True,  # otherwise an idle server burns a core
+    }
+    if tp_size == 1 and not deterministic and not any("speculative" in name or "lora" in name for name in given):
+        found["speculative_algorithm"] = SEVERAL_STEPS
+        found["speculative_num_draft_tokens"] = 4  # SGLang reserves slots for twice as many: 8 steps
+        found["disable_overlap_schedule"] = True
+    return found
+
+
+class Missing:
+    """Stands for any object of a package that is not installed. Raises when a function calls it."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Missing:
+        if name.startswith("__"):
+            raise AttributeError(f"{self._path}.{name}")
+        return Missing(f"{self._path}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Missing:
+        # A module or class body has no optimised locals: decorators and constants there pass, calls of functions fail.
+        caller = sys._getframe(1)
+        if caller.f_code.co_flags & 0x1:  # CO_OPTIMIZED
+            raise RuntimeError(f"{self._path} was called, but this package is not installed on a machine without a GPU")
+        return Missing(self._path)
+
+    def __getitem__(self, key: Any) -> Missing:
+        return Missing(self._path)
+
+    def __or__(self, other: Any) -> Missing:
+        return self
+
+    __ror__ = __or__
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (object,)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return False
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class MissingModule(types.ModuleType):
+    """A module of a package that is not installed: every attribute is `Missing`."""
+
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Missing:
+        if name.startswith("__"):
+            raise AttributeError(f"{self.__name__}.{name}")
+        return Missing(f"{self.__name__}.{name}")
+
+
+class MissingFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answers imports of the packages in `names` with `MissingModule`s."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names = frozenset(names)
+
+    def covers(self, module: str) -> bool:
+        return module.partition(".")[0] in self.names
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if self.covers(fullname) else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return MissingModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run: attributes are made when asked for."""
+
+
+def install() -> None:
+    """Stands in for what is absent of `STOOD_IN_FOR`, and sets the environment. Call it before SGLang is imported."""
+    absent = [name for name in STOOD_IN_FOR if importlib.util.find_spec(name) is None]
+    finder = MissingFinder(absent)
+    sys.meta_path.append(finder)
+    real_find_spec = importlib.util.find_spec
+
+    @functools.wraps(real_find_spec)
+    def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+        # Who asks whether a package is there must hear that it is not.
+        return None if finder.covers(name) else real_find_spec(name, package)
+
+    importlib.util.find_spec = find_spec
+    for name in HIDDEN:
+        sys.modules[name] = None  # type: ignore[assignment]  # makes its import raise ModuleNotFoundError
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+
+
+def fork_workers() -> None:
+    """Makes SGLang fork its scheduler and detokenizer; it asks for `spawn` right before it starts them."""
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
+    # With every flush of its cache, so at every weight sync, SGLang has Python look for garbage among all objects there
+    # are: 0.4 s. Those that imports made are none, and are passed over from here on.
+    os.register_at_fork(before=gc.freeze)
+
+
+def main() -> None:
+    import runpy
+
+    install()
+    fork_workers()
+    if not os.environ.get(DETERMINISTIC):
+        importlib.import_module("megarl.cpu.sglang_models.several_steps")  # SGLang's arguments may name it
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

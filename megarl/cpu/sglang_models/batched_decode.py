@@ -1,0 +1,56 @@
+"""Batched decode for SGLang's `torch_native` attention, which otherwise calls torch once for each sequence.
+
+SGLang imports every module of this package in its scheduler; the backend keeps its name.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from megarl.cpu import decode
+
+log = logging.getLogger(__name__)
+
+
+class BatchedDecodeBackend(TorchNativeAttnBackend):
+    """`torch_native` with one attention over all sequences of a decode step."""
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> torch.Tensor:
+        """`query`, `output` `[num_seqs, heads, dim]`; the caches `[slots, kv_heads, dim]`; `seq_lens` `[num_seqs]`."""
+        usual = query.dtype in decode.ATTENTION_DTYPES and query.shape[2] % decode.LANES == 0 and encoder_lens is None
+        if not usual or k_cache.dtype != query.dtype or k_cache.shape != v_cache.shape:
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
+                scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
+            )  # fmt: skip
+        scale = query.shape[2] ** -0.5 if scaling is None else scaling
+        window = 0 if sliding_window_size is None else sliding_window_size + 1  # SGLang leaves out the token itself
+        output[:] = decode.paged_attention(
+            query, k_cache, v_cache, req_to_token, req_pool_indices.long(), seq_lens.long() - 1, scale, window
+        )  # fmt: skip
+        return output
+
+
+@register_attention_backend("torch_native")  # in place of SGLang's own
+def create(runner: Any) -> BatchedDecodeBackend:
+    """The backend of a model runner."""
+    log.info("attention over a batch of sequences at once in decode steps")
+    return BatchedDecodeBackend(runner)

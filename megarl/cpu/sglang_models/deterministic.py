@@ -1,0 +1,122 @@
+"""The operations of `ops/row_invariant.py` in SGLang, where a server was started for a deterministic run.
+
+SGLang imports every module of this package in its scheduler, before it builds the model. The log-probs of sampled
+tokens are then computed by the trainer's own kernel, from the same logits.
+"""
+
+import functools
+import logging
+import os
+from typing import Any
+
+import torch
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.sampler import Sampler
+
+from megarl.cpu.sglang_launch import DETERMINISTIC
+from megarl.ops.row_invariant import attention, linear, logprobs, silu
+
+log = logging.getLogger(__name__)
+
+
+class RowInvariantBackend(TorchNativeAttnBackend):
+    """Attention whose bits do not depend on the batch, in prefill and decode alike."""
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        *_: Any,
+        scaling: float,
+        **__: Any,
+    ) -> torch.Tensor:
+        """`query`, `output` `[num_tokens, heads, dim]`, the new tokens of all sequences; caches `[slots, kv_heads,
+        dim]`; `req_pool_indices`, `seq_lens`, `extend_prefix_lens`, `extend_seq_lens` `[num_seqs]`."""
+        start = 0
+        for slot, length, prefix, new in zip(
+            req_pool_indices, seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True
+        ):
+            part, where = slice(start, start + new), req_to_token[slot, :length]
+            keys, values = (cache[where].transpose(0, 1)[None] for cache in (k_cache, v_cache))
+            visible = torch.arange(length) <= torch.arange(prefix, length)[:, None]
+            found = attention(query[part].transpose(0, 1)[None], keys, values, visible[None], scaling)
+            output[part] = found[0].transpose(0, 1)
+            start += new
+        return output
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *_: Any,
+        scaling: float,
+        **__: Any,
+    ) -> torch.Tensor:
+        """`query`, `output` `[num_seqs, heads, dim]`; the rest as above."""
+        visible = torch.arange(int(seq_lens.max())) < seq_lens[:, None]
+        slots = req_to_token[req_pool_indices, : visible.shape[1]]
+        # A stale slot may hold NaN, which a weight of 0 would let through: the first token's stands in for it.
+        slots = torch.where(visible, slots, slots[:, :1])
+        keys, values = (cache[slots].transpose(1, 2) for cache in (k_cache, v_cache))
+        output[:] = attention(query[:, :, None], keys, values, visible[:, None], scaling)[:, :, 0]
+        return output
+
+
+def _linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return linear(x, layer.weight, bias)
+
+
+def _silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def _lm_head(self: Any, hidden_states: torch.Tensor, lm_head: Any, *_: Any, **__: Any) -> torch.Tensor:
+    return linear(hidden_states, lm_head.weight)
+
+
+_sample = Sampler.forward
+
+
+@functools.wraps(_sample)
+def _sample_and_score(
+    self: Any, logits_output: Any, sampling_info: Any, return_logprob: bool, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """SGLang's sampling, then the trainer's log-probs of what was sampled."""
+    logits = logits_output.next_token_logits.clone()  # sampling overwrites them
+    sampled: torch.Tensor = _sample(self, logits_output, sampling_info, return_logprob, *args, **kwargs)
+    if return_logprob:
+        temperature = sampling_info.temperatures.flatten()
+        logits_output.next_token_logprobs, _ = logprobs(logits, sampled.long(), temperature, logits.shape[1])
+    return sampled
+
+
+if os.environ.get(DETERMINISTIC):
+    from megarl.cpu.sglang_models import batched_decode  # noqa: F401  registers its backend first
+
+    UnquantizedLinearMethod.apply = _linear
+    SiluAndMul.forward = _silu_and_mul
+    LogitsProcessor._compute_lm_head = _lm_head
+    Sampler.forward = _sample_and_score
+    log.info("operations whose bits do not depend on the batch, for a deterministic run")
+
+    @register_attention_backend("torch_native")  # in place of batched_decode's
+    def create(runner: Any) -> RowInvariantBackend:
+        """The backend of a model runner."""
+        return RowInvariantBackend(runner)

@@ -1,0 +1,125 @@
+"""One rollout server of a job on several machines: `python -m megarl.launcher.server_task KNOB=VALUE ...`
+
+Each is a task of its own; which one it is says MEGARL_SERVER_INDEX, else SLURM_PROCID. It runs one SGLang server on the
+job's interface, starts it again on the same port when it dies, hangs or falls silent (server.max_restarts times), and
+publishes its address in the job's folder once it answers. The trainer brings a restarted server the weights before it
+asks it anything.
+
+On SIGTERM it goes on until the trainers have ended (`rendezvous.ENDED` in the job's folder, or a second SIGTERM):
+cancelling or preempting a job signals all its tasks at once, and a trainer may still need a server to finish its step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from megarl import cli
+from megarl.config import Config
+from megarl.families import local_folder
+from megarl.knobs import UserError
+from megarl.launcher.job import FIRST_GPU, INDEX, LOGS
+from megarl.launcher.local import PARENT
+from megarl.parallel import rendezvous
+from megarl.processes import die_with_parent
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.rollout.client.sglang_client import KEY_VARIABLE
+from megarl.rollout.servers.sglang_server import SGLangServers
+from megarl.rollout.servers.supervisor import Supervisor
+
+LOCAL_TASK = "SLURM_LOCALID"
+LOOK_S = 0.5
+EXIT_GAVE_UP = 1
+
+log = logging.getLogger(__name__)
+
+
+def devices(tp_size: int, local_task: int, first: int, visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of a server: its `tp_size` GPUs of the node, after those of trainers and of other servers.
+
+    `visible` is what the node offers, as its own CUDA_VISIBLE_DEVICES says.
+    """
+    start = first + local_task * tp_size
+    if not visible:
+        return ",".join(str(i) for i in range(start, start + tp_size))
+    offered = visible.split(",")
+    if start + tp_size > len(offered):
+        raise UserError(
+            f"server task {local_task} of this node needs GPUs {start} to {start + tp_size - 1}, of which "
+            f"CUDA_VISIBLE_DEVICES={visible} offers {len(offered)}; give the job more GPUs a node"
+        )
+    return ",".join(offered[start : start + tp_size])
+
+
+def serve(config: Config) -> int:
+    """Serves until it is told to end. Returns 0, or EXIT_GAVE_UP once the server has died too often."""
+    ended = Stop()
+    folder, key = rendezvous.job_folder(), os.environ.get(KEY_VARIABLE)
+    number = os.environ.get(INDEX, os.environ.get("SLURM_PROCID"))
+    if folder is None or key is None or number is None:
+        raise UserError(
+            f"a server task needs {rendezvous.JOB_FOLDER}, {KEY_VARIABLE} and {INDEX} (or SLURM_PROCID) in its "
+            "environment; megarl's launchers set them"
+        )
+    index, logs = int(number), Path(os.environ.get(LOGS, folder))
+    if config.cluster.gpus_per_node:
+        local, first = int(os.environ.get(LOCAL_TASK, "0")), int(os.environ.get(FIRST_GPU, "0"))
+        mine = devices(config.server.tp_size, local, first, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = mine
+    own = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
+    model = local_folder(config.actor.path)
+    with SGLangServers(own, model, logs, WEIGHT_LOADER, config.sglang, api_key=key, first=index) as servers:
+        servers.start()
+        (server,) = servers.servers
+        while not server.answers():
+            if ended.asked or ended.now(folder):
+                return 0
+            server.check_alive()
+            if server.age_s > own.ready_timeout_s:
+                raise server.error(f"did not answer within server.ready_timeout_s={own.ready_timeout_s:g} s")
+        rendezvous.publish(folder, rendezvous.server_name(index), servers.addresses[0])
+        print(f"server {index} answers at {servers.addresses[0]}", flush=True)
+        supervisor = Supervisor(servers.servers, own.heartbeat_s, own.max_restarts)
+        supervisor.start()
+        try:
+            while not ended.now(folder):
+                if supervisor.outlook() == "none":
+                    supervisor.blame()
+                    return EXIT_GAVE_UP
+        finally:
+            supervisor.close()
+    return 0
+
+
+class Stop:
+    """Asked to end by SIGTERM. Made in the main thread."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._again = threading.Event()
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the trainers
+
+    def _on_signal(self, *_: Any) -> None:
+        self.asked += 1
+        if self.asked > 1:
+            self._again.set()
+
+    def now(self, folder: Path) -> bool:
+        """Whether to end now; waits LOOK_S before it says no."""
+        if self._again.is_set() or (folder / rendezvous.ENDED).exists():
+            return True
+        return self._again.wait(LOOK_S)
+
+
+if __name__ == "__main__":
+    if PARENT in os.environ:
+        die_with_parent(int(os.environ[PARENT]))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    cli.run_command(serve)

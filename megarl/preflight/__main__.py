@@ -1,0 +1,7 @@
+"""Runs `python -m megarl.preflight`."""
+
+from megarl import cli
+from megarl.preflight.report import command
+
+if __name__ == "__main__":
+    cli.exit_with(command)

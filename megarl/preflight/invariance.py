@@ -1,0 +1,222 @@
+"""One batch under every way to lay out the actor: log-probs, advantages, loss and gradient norm must not move.
+
+`python -m megarl.preflight check=invariance` runs it on tiny random models, in worlds of one, two and four local
+ranks, each world laid out again and again, and prints how far every layout is from the single process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.policy import MegatronPPOActor
+from megarl.algorithms import GRPO, GRPOConfig
+from megarl.launcher.local import run_ranks
+from megarl.parallel import groups
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch, cu_seqlens_of
+
+TOLERANCE = 1e-5  # relative, in float32
+WIDTH = 110  # of the table where it is not printed to a terminal
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 353,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+MODELS = {
+    "dense": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "moe": Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+        mlp_only_layers=[0], tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+COMPLETIONS = 4  # of each of three prompts
+LENGTHS = (19, 33, 11, 26, 48, 17, 21, 9, 40, 14, 28, 23)
+FIGURES = ("logprobs", "advantages", "loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the batch."""
+
+    model: str = "dense"
+    knobs: dict[str, Any] = field(default_factory=dict)
+    max_tokens_per_mb: int = 120
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(**{"dp_size": 1, **self.knobs})
+
+    @property
+    def ranks(self) -> int:
+        parallel = self.parallel
+        return parallel.tp_size * parallel.pp_size * parallel.cp_size * (parallel.dp_size or 1)
+
+
+SP = {"tp_size": 2, "sequence_parallel": True}
+CASES = {
+    "tp1": Case(),
+    "one by one": Case(max_tokens_per_mb=max(LENGTHS)),
+    "tp2": Case(knobs={"tp_size": 2}),
+    "tp2 sp": Case(knobs=SP),
+    "pp2": Case(knobs={"pp_size": 2}),
+    "pp2, 3 + 1 layers": Case(knobs={"pp_size": 2, "first_stage_layers": 3}),
+    "pp2 vpp2": Case(knobs={"pp_size": 2, "vpp_size": 2}),
+    "cp2": Case(knobs={"cp_size": 2}),
+    "dp2": Case(knobs={"dp_size": 2}),
+    "tp4, 2 KV heads": Case(knobs={"tp_size": 4}),
+    "tp2 pp2": Case(knobs={"tp_size": 2, "pp_size": 2}),
+    "cp2 tp2": Case(knobs={"cp_size": 2, "tp_size": 2}),
+    "cp2 tp2 sp": Case(knobs={"cp_size": 2, **SP}),
+    "cp2 pp2 vpp2": Case(knobs={"cp_size": 2, "pp_size": 2, "vpp_size": 2}),
+    "dp2 pp2": Case(knobs={"dp_size": 2, "pp_size": 2}),
+    "cp2 dp2": Case(knobs={"cp_size": 2, "dp_size": 2}),
+    "moe tp1": Case("moe"),
+    "moe ep2": Case("moe", {"dp_size": 2, "ep_size": 2}),
+    "moe etp2": Case("moe", {"dp_size": 2, "etp_size": 2}),
+    "moe cp2 ep2": Case("moe", {"cp_size": 2, "ep_size": 2}),
+    "moe tp2 sp ep2": Case("moe", {**SP, "ep_size": 2, "etp_size": 1}),
+    "moe ep2 etp2": Case("moe", {"dp_size": 4, "ep_size": 2, "etp_size": 2}),
+    "moe pp2 vpp2 ep2": Case("moe", {"pp_size": 2, "vpp_size": 2, "dp_size": 2, "ep_size": 2}),
+}
+REFERENCES = {"dense": "tp1", "moe": "moe tp1"}
+
+
+def batch() -> PackedBatch:
+    """Three prompts with `COMPLETIONS` completions each, of mixed lengths, with random tokens and rewards."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(LENGTHS)
+    total = int(lengths.sum())
+    position = torch.cat([torch.arange(length) for length in LENGTHS])
+    return PackedBatch(
+        cu_seqlens_of(lengths),
+        {
+            "input_ids": torch.randint(0, SHAPE["vocab_size"], (total,), generator=generator),
+            "loss_mask": position >= 4,
+            "noise": 0.3 * torch.randn(total, generator=generator),
+        },
+        {
+            "rewards": torch.rand(len(LENGTHS), generator=generator),
+            "group_ids": torch.arange(len(LENGTHS)) // COMPLETIONS,
+        },
+    )
+
+
+def measure(case: Case, folder: Path) -> dict[str, Tensor]:
+    """The figures of one GRPO update under the case's layout, the same on every rank."""
+    config = EngineConfig(
+        path=str(folder),
+        init="random",
+        max_tokens_per_mb=case.max_tokens_per_mb,
+        optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.0),
+    )
+    algorithm = GRPO(GRPOConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1", entropy_coef=0.01))
+    actor = MegatronPPOActor(config, algorithm, case.parallel)
+    actor.initialize()
+    data = batch()
+    logprobs = actor.compute_logp(data)
+    # the policies that the ratio and the KL are taken against: near the present one, so that some tokens are clipped
+    data["prox_logp"] = logprobs + data["noise"]
+    data["ref_logp"] = logprobs - data["noise"] * data["loss_mask"]
+    actor.compute_advantages(data)
+    stats = actor.ppo_update(data)
+    figures = {name: torch.tensor(stats[name], dtype=torch.float64) for name in ("loss", "grad_norm")}
+    return {"logprobs": logprobs, "advantages": data["advantages"], **figures}
+
+
+def worker(work: Path) -> None:
+    """What each rank of a world runs: all its cases, the groups made anew for each."""
+    torch.set_num_threads(1)
+    world = ParallelConfig().world_size()
+    for name, case in CASES.items():
+        if case.ranks == world:
+            figures = measure(case, work / case.model)
+            if torch.distributed.get_rank() == 0:
+                save_file(figures, work / f"{name}.safetensors")
+            groups.leave_layout()
+    groups.destroy()
+
+
+def differences(work: Path) -> dict[str, dict[str, float]]:
+    """By case and figure: the largest difference from the single process, over the figure's largest magnitude."""
+    found = {name: load_file(work / f"{name}.safetensors") for name in CASES}
+    result = {}
+    for name, case in CASES.items():
+        expected = found[REFERENCES[case.model]]
+        result[name] = {
+            figure: float((found[name][figure] - expected[figure]).abs().max() / expected[figure].abs().max())
+            for figure in FIGURES
+        }
+    return result
+
+
+def table(found: dict[str, dict[str, float]]) -> Table:
+    """One row a case."""
+    shown = Table(title=f"Difference from the single process, relative; at most {TOLERANCE:g} is allowed")
+    shown.add_column("layout", no_wrap=True)
+    for name in ("ranks", *FIGURES, ""):
+        shown.add_column(name.replace("_", " "), justify="right")
+    for name, case in CASES.items():
+        alone = name in REFERENCES.values()
+        cells = ["-" if alone else f"{found[name][figure]:.1e}" for figure in FIGURES]
+        verdict = "reference" if alone else "ok" if holds(found[name]) else "[bold red]differs[/]"
+        shown.add_row(name, str(case.ranks), *cells, verdict, end_section=_ends_world(name))
+    return shown
+
+
+def holds(figures: dict[str, float]) -> bool:
+    """Whether every figure is within the tolerance; one that is not a number is not."""
+    return all(value <= TOLERANCE for value in figures.values())
+
+
+def _ends_world(name: str) -> bool:
+    """Whether the next case runs on another number of ranks, or another model."""
+    following = dict(itertools.pairwise(CASES)).get(name)
+    if following is None:
+        return False
+    return (CASES[name].model, CASES[name].ranks) != (CASES[following].model, CASES[following].ranks)
+
+
+def run_invariance() -> int:
+    """Runs all cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the ranks': of Apex and Transformer Engine not being there
+    with tempfile.TemporaryDirectory(prefix="megarl-invariance-") as folder:
+        work = Path(folder)
+        for name, config in MODELS.items():
+            with contextlib.redirect_stdout(io.StringIO()):
+                config.save_pretrained(work / name)
+        for world in sorted({case.ranks for case in CASES.values()}):
+            with console.status(f"{sum(case.ranks == world for case in CASES.values())} layouts on {world} ranks"):
+                code = run_ranks("megarl.preflight.invariance", [str(work)], world, work)
+            if code:
+                print(f"megarl: the world of {world} ranks ended with code {code}", file=sys.stderr)
+                return 1
+        found = differences(work)
+    console.print(table(found))
+    return 0 if all(map(holds, found.values())) else 1
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))

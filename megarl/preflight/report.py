@@ -1,0 +1,337 @@
+"""Says what a run would be, and what would stop it, before anything is started.
+
+python -m megarl.preflight +experiment=grpo_70b [group=name ...] [knob=value ...] [show=batch|layout|memory|...]
+python -m megarl.preflight check=invariance
+
+Needs no GPU, no process group and no network, and takes seconds. Exit code 1 if something would stop the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from transformers import PretrainedConfig
+
+from megarl import cli
+from megarl.actor.memory import TrainerMemory, count_parameters, host_memory
+from megarl.actor.weights.shards import world_table
+from megarl.config import Config
+from megarl.families import read_config
+from megarl.knobs import UserError
+from megarl.launcher.slurm import plan_of, rendered
+from megarl.parallel.placement import places
+from megarl.preflight import sizing, sync_report
+from megarl.preflight.checks import Finding, findings, of_sizes, refusals
+from megarl.preflight.environment import environment_findings
+from megarl.preflight.roofline import StepEstimate, estimate_step
+from megarl.preflight.sizing import size
+from megarl.reshard.plan.holdings import Topology
+from megarl.reshard.plan.megatron_layout import source_holdings
+from megarl.reshard.plan.planner import PlanError, plan
+from megarl.reshard.plan.sglang_layout import server_holdings
+from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.versions import GPUs, gpus, versions
+
+SHOW = ("batch", "layout", "memory", "reshard", "time", "script", "versions")
+CHECK = ("invariance",)
+DRAWN_NODES = 16
+WIDTH = 130  # of what is not printed to a terminal, unless COLUMNS says another
+
+
+def known_models() -> list[str]:
+    """Hub names whose shapes are known without a download."""
+    root = cli.ASSETS / "configs"
+    return sorted(str(file.parent.relative_to(root)) for file in root.glob("*/*/config.json"))
+
+
+def folder_of(path: str) -> Path:
+    """The folder with the config.json of a local checkpoint or of a hub name in `known_models`.
+
+    Raises:
+        UserError: neither.
+    """
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    if path not in known_models():
+        raise UserError(
+            f"actor.path={path} is no folder here, and its shape is not known without a download; give a local "
+            f"checkpoint or one of {', '.join(known_models())}"
+        )
+    return cli.ASSETS / "configs" / path
+
+
+def overview(config: Config, model: PretrainedConfig) -> Table:
+    """What is trained, on what, and what it leaves on the disk."""
+    table = _table("Run", "", "", show_header=False)
+    count, disk = count_parameters(model), sizing.disk_of(config, model)
+    table.add_row("experiment", f"{config.experiment_name}: {config.method}, {config.total_train_steps} steps")
+    number = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    table.add_row("model", f"{config.actor.path}: {model.model_type}, {number} parameters, {config.actor.dtype}")
+    product = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in config.parallel.sizes().items())
+    table.add_row(
+        "trainer", f"{product} = {config.parallel.world_size()} rank{'s' * (config.parallel.world_size() > 1)}"
+    )
+    if config.method == "rl":
+        table.add_row("servers", f"{config.server.n_servers} of tp {config.server.tp_size}")
+    kept = f"{size(disk.checkpoint)} x ({disk.keep} kept + 1 being written)"
+    export = f" + {size(disk.export)} exported" if disk.export else ""
+    table.add_row("disk", f"{kept}{export} = {size(disk.total)}, of {_free(config)} free at {config.run_root}")
+    return table
+
+
+def _free(config: Config) -> str:
+    root = Path(config.run_root).expanduser().absolute()
+    return size(shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free)
+
+
+def batch_table(config: Config) -> Table:
+    """The batch algebra, both sides of each equation."""
+    table, batch, data = _table("Batch", "", "", "", show_header=False), sizing.batch_of(config), config.train_dataset
+    if config.method == "rl":
+        longest = f"{data.max_length} prompt + {config.gconfig.max_new_tokens} completion"
+        table.add_row("a sequence", f"{longest} = {sizing.longest_sequence(config)} tokens", "at most")
+    else:
+        table.add_row("a sequence", f"{data.max_length} tokens", "at most")
+    names = {"rl": ("prompts", "completions"), "sft": ("examples", ""), "preference": ("rows", "completions")}
+    for row in batch.equations(names[config.method]):
+        table.add_row(*row)
+    return table
+
+
+def layout_table(config: Config) -> Table:
+    """Nodes by GPUs: which rank, and which part of the model, runs where."""
+    machines = sizing.machines_of(config)
+    shown = {"tp": config.parallel.tp_size, "cp": config.parallel.cp_size, "dp": config.parallel.sizes()["dp_size"]}
+    shown |= {"pp": config.parallel.pp_size, "ep": config.parallel.ep_size}
+    named = [name for name, size in shown.items() if size > 1]
+    cells = {}
+    for rank, place in enumerate(places(config.parallel)):
+        cells[rank] = "\n".join([f"rank {rank}", " ".join(f"{name}{getattr(place, name)}" for name in named)])
+    for number in range(machines.servers * machines.server_tp):
+        server, tp = divmod(number, machines.server_tp)
+        cells[machines.first_server_gpu + number] = f"server {server}\ntp{tp}"
+    where = "GPU" if config.cluster.gpus_per_node else "process"
+    count = f"{machines.nodes} node{'s' * (machines.nodes > 1)} of {machines.gpus_per_node}"
+    table = _table(f"Layout: {count}", "node", *(f"{where} {i}" for i in range(machines.gpus_per_node)))
+    table.show_lines = True
+    for node in range(min(machines.nodes, DRAWN_NODES)):
+        first = node * machines.gpus_per_node
+        table.add_row(str(node), *(cells.get(first + i, "-") for i in range(machines.gpus_per_node)))
+    if machines.nodes > DRAWN_NODES:
+        table.caption = f"and {machines.nodes - DRAWN_NODES} more nodes"
+    return table
+
+
+def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
+    """Bytes by part, of a trainer rank of each pipeline stage and of a server rank."""
+    stages, load = sizing.memory_of(config, model), sizing.load_of(config)
+    what = "GPU" if config.cluster.gpus_per_node else "rank"
+    table = _table(f"Memory of a trainer {what}", "", *(f"pp {rank}" for rank in range(len(stages))))
+    for field in fields(TrainerMemory):
+        if any(getattr(stage, field.name) for stage in stages):
+            table.add_row(field.name, *(size(getattr(stage, field.name)) for stage in stages))
+    beside = [sizing.beside_actor(config, stage) for stage in stages]
+    for name in beside[0]:
+        table.add_row(name, *(size(others[name]) for others in beside))
+    table.add_section()
+    totals = [stage.total + sum(others.values()) for stage, others in zip(stages, beside, strict=True)]
+    table.add_row("peak", *map(size, totals))
+    if config.actor.offload_optimizer:
+        host = [host_memory(model, config.parallel, config.actor, rank, load) for rank in range(len(stages))]
+        table.add_row("on the host", *map(size, host))
+    yield table
+    if config.method == "rl":
+        need, cache = sizing.server_memory_of(config, model), sizing.cache_of(config, model)
+        servers = _table(f"Memory of a server {what}", "", f"tp {config.server.tp_size}", show_header=False)
+        servers.add_row("weights", size(need.weights))
+        if cache.share:
+            of = f"{cache.share:.2f} x {config.cluster.gpu_memory_gib:g} GiB - weights"
+        else:
+            of = f"server.max_total_tokens={config.server.max_total_tokens}" if cache.tokens else "what is free"
+        servers.add_row("KV cache", f"{size(need.kv_cache)}: {of}" if cache.tokens else of)
+        servers.add_row("a token of it", f"{cache.token_bytes / 1024:.4g} KiB")
+        if cache.tokens:
+            longest = sizing.batch_of(config).longest
+            fits = f"{cache.tokens:,} tokens, {cache.tokens // longest:,} sequences of full length ({longest})"
+            servers.add_row("holds", fits)
+        servers.add_row("total", size(need.total))
+        yield servers
+
+
+def time_table(config: Config, step: StepEstimate | None) -> Table:
+    """A step's stages and what the figures stand on."""
+    table = _table("Expected times", "", "", "", show_header=False)
+    if step is None:
+        table.add_row("a step", "not said for CPUs", "the run shows its seconds and tokens/s from the first step on")
+        return table
+    for stage in (*step.rollout, *step.train, *step.sync):
+        table.add_row(stage.name, sync_report.duration(stage.seconds), stage.how)
+    table.add_section()
+    parts = "servers sample while the trainer trains: the longer of both, and the sync" if step.overlap else "the sum"
+    table.add_row("a step", sync_report.duration(step.step_s), parts if config.method == "rl" else "")
+    table.add_row(
+        "the run", f"{step.step_s * config.total_train_steps / 3600:.1f} h", f"{config.total_train_steps} steps"
+    )
+    rate = f"{step.tokens_per_s:,.0f} tokens/s"
+    table.add_row("trained", rate, f"{step.tokens_per_s / step.gpus:,.0f} a GPU of all {step.gpus}")
+    if config.method == "rl":
+        table.add_row("sampled", f"{step.sampled / step.rollout_s:,.0f} tokens/s", "while the servers work")
+        waits = f"servers {step.rollout_s:.1f} s, trainer {step.train_s:.1f} s, weights {step.sync_s:.1f} s"
+        table.add_row("bottleneck", step.bottleneck, waits)
+    cluster = config.cluster
+    table.caption = (
+        f"a roofline, not measured: {cluster.gpu_tflops:g} TFLOP/s x {cluster.train_utilisation:g}, "
+        f"{cluster.gpu_memory_gb_s:g} GB/s x {cluster.decode_utilisation:g} (decode), network "
+        f"{cluster.network_gb_s:g} GB/s; sequences {cluster.mean_length:.0%} of the longest on average. All are knobs "
+        "of cluster."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def versions_table(found: GPUs) -> Table:
+    """What is installed on this machine."""
+    table = _table("Found here", "", "", show_header=False)
+    for name, version in versions().items():
+        table.add_row(name, version or "not found")
+    table.add_row("GPU driver", found.driver or "not found")
+    if found.names:
+        table.add_row("GPUs", f"{len(found.names)} x {found.names[0]}, {min(found.memory_mib) / 1024:.0f} GiB")
+    else:
+        table.add_row("GPUs", "not found")
+    return table
+
+
+def planned_sync(config: Config, model: PretrainedConfig) -> TransferPlan:
+    """The plan of a weight sync.
+
+    Raises:
+        UserError: there is nothing to sync, or the two sides do not fit together.
+    """
+    if config.method != "rl":
+        raise UserError(f"show=reshard: method={config.method} has no servers that weights are sent to")
+    machines, server = sizing.machines_of(config), config.server
+    first, per_node = machines.first_server_gpu, machines.gpus_per_node
+    topology = Topology(
+        source_node=np.arange(machines.trainers) // per_node,
+        node=np.arange(first, first + server.n_servers * server.tp_size) // per_node,
+        server=np.arange(server.n_servers).repeat(server.tp_size),
+    )
+    try:
+        return plan(
+            source_holdings(world_table(model, config.parallel), config.actor.dtype),
+            server_holdings(
+                model,
+                tp_size=server.tp_size,
+                ep_size=int(config.sglang.get("ep_size", 1)),
+                n_servers=server.n_servers,
+                dtype=sizing.server_dtype(config, model),
+                cpu=not config.cluster.gpus_per_node,
+            ),
+            topology,
+            config.reshard.bucket_bytes,
+        )
+    except PlanError as error:
+        raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error
+
+
+def _table(title: str, *columns: str, show_header: bool = True) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=show_header)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 or not show_header else "right", no_wrap=number == 0)
+    return table
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(config: Config, arguments: list[str], show: str | None) -> int:
+    """Prints what was asked for, all of it by default, and what was found. Returns the exit code."""
+    console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
+    seen = gpus()
+    try:
+        folder = folder_of(config.actor.path)
+        model = read_config(str(folder))
+    except UserError as error:
+        found = [Finding(str(error))]
+    else:
+        found = findings(config, model, folder)
+        if not refusals(of_sizes(config, model)):
+            found += refusals([lambda: plan_of(config)] if config.cluster.gpus_per_node else [])
+            try:
+                for table in tables(config, model, arguments, show, seen):
+                    console.print(table)
+            except UserError as error:  # of a plan that cannot be made
+                if show is not None:
+                    raise
+                found.append(Finding(str(error)))
+            found += environment_findings(config, model, folder, seen)
+    found = list(dict.fromkeys(found))
+    for finding in sorted(found, key=lambda finding: finding.stops, reverse=True):
+        print(f"{'STOPS' if finding.stops else 'note '}  {finding.text}")
+    stops = sum(finding.stops for finding in found)
+    print(f"{stops} problem{'s' * (stops != 1)} that would stop the run")
+    return 1 if stops else 0
+
+
+def tables(
+    config: Config, model: PretrainedConfig, arguments: list[str], show: str | None, seen: GPUs
+) -> Iterator[RenderableType]:
+    """What is printed, in order; `arguments` are those of the run."""
+    if show is None:
+        yield overview(config, model)
+    if show in (None, "batch"):
+        yield batch_table(config)
+    if show in (None, "layout"):
+        yield layout_table(config)
+    if show in (None, "memory"):
+        yield from memory_tables(config, model)
+    bandwidth, made = config.cluster.network_gb_s * 1e9, None
+    if show == "reshard" or (show in (None, "time") and config.method == "rl"):
+        made = planned_sync(config, model)
+    if show in (None, "reshard") and made is not None:
+        yield sync_report.render(made, bandwidth)
+    if show in (None, "time"):
+        sync_s = sync_report.summarise(made).seconds(bandwidth) if made is not None else 0.0
+        yield time_table(config, estimate_step(config, model, sync_s) if config.cluster.gpus_per_node else None)
+    if show == "script" or (show is None and config.cluster.gpus_per_node):
+        yield Text("Slurm script", style="bold")
+        yield Padding(Text(rendered(config, arguments)), (0, 0, 0, 2), expand=False)
+    if show in (None, "versions"):
+        yield versions_table(seen)
+
+
+def own_arguments(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The overrides, and this command's own `show=` and `check=`.
+
+    Raises:
+        UserError: a value that is not one of theirs.
+    """
+    own = {}
+    for name, allowed in (("show", SHOW), ("check", CHECK)):
+        for argument in [a for a in arguments if a.startswith(f"{name}=")]:
+            arguments = [a for a in arguments if a != argument]
+            own[name] = argument.partition("=")[2]
+            if own[name] not in allowed:
+                raise UserError(f"{argument} is not one of {', '.join(f'{name}={value}' for value in allowed)}")
+    return arguments, own
+
+
+def command(arguments: list[str]) -> int:
+    """The command line. Returns the exit code."""
+    overrides, own = own_arguments(arguments)
+    if "check" in own:
+        from megarl.preflight.invariance import run_invariance  # it loads Megatron
+
+        return run_invariance()
+    return main(cli.composed(overrides), overrides, own.get("show"))

@@ -1,0 +1,182 @@
+"""What a plan costs, before it runs: bytes, peers and buckets of every rank, and time at a given bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from megarl.reshard.plan.box_arrays import Boxes, sum_by
+from megarl.reshard.plan.holdings import Ints
+from megarl.reshard.plan.transfer_plan import TransferPlan
+
+LISTED_RANKS = 16  # a side with more ranks is summed up
+
+
+@dataclass(frozen=True, eq=False)
+class RankTraffic:
+    """What the ranks of one side move: bytes, peers and messages of each, `[ranks]`."""
+
+    nbytes: Ints
+    peers: Ints
+    messages: Ints
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's bytes over the mean."""
+        return float(self.nbytes.max() / max(self.nbytes.mean(), 1))
+
+
+@dataclass(frozen=True, eq=False)
+class PlanSummary:
+    """A plan in figures. `full_bytes`: what each server rank receives where whole tensors are broadcast to all."""
+
+    sent: RankTraffic
+    received: RankTraffic
+    needed: Ints
+    full_bytes: int
+    same_node_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Most bytes that a server rank receives over those of what it holds: 1 is the least possible."""
+        return float((self.received.nbytes / self.needed).max())
+
+    @property
+    def saving(self) -> float:
+        """Bytes of the full broadcast over those of the plan, both summed over the server ranks."""
+        return float(self.full_bytes * len(self.needed) / self.received.nbytes.sum())
+
+    def seconds(self, bandwidth: float) -> float:
+        """The busiest rank's bytes at `bandwidth` bytes/s each way: a floor, as latency and copies come on top."""
+        return float(max(self.sent.nbytes.max(), self.received.nbytes.max()) / bandwidth)
+
+
+def summarise(plan: TransferPlan) -> PlanSummary:
+    messages, ranks = plan.messages, len(plan.topology.node)
+    pairs = np.unique(messages.source * ranks + messages.destination)
+
+    def load(nbytes: Ints, own: Ints, peer_of: Ints) -> RankTraffic:
+        ones = np.ones_like
+        return RankTraffic(nbytes, sum_by(peer_of, ones(peer_of), len(nbytes)), sum_by(own, ones(own), len(nbytes)))
+
+    near = plan.topology.source_node[messages.source] == plan.topology.node[messages.destination]
+    return PlanSummary(
+        sent=load(plan.bytes_out, messages.source, pairs // ranks),
+        received=load(plan.bytes_in, messages.destination, pairs % ranks),
+        needed=plan.bytes_needed,
+        full_bytes=_whole_bytes(plan),
+        same_node_bytes=int(plan.buckets.nbytes[messages.bucket[near]].sum()),
+    )
+
+
+def _whole_bytes(plan: TransferPlan) -> int:
+    """Bytes of all tensors that the servers hold any part of, whole, in the servers' dtypes."""
+    side = plan.destinations
+    itemsize = np.zeros(len(plan.sources.names), dtype=np.int64)
+    number = {name: i for i, name in enumerate(plan.sources.names)}
+    tensor = np.array([number[name] for name in side.names], dtype=np.int64)[side.tensor]
+    volume = np.prod(side.stop - side.start, axis=1)
+    np.maximum.at(itemsize, tensor, side.nbytes // volume)
+    blocks, _ = Boxes(plan.sources.tensor, plan.sources.start, plan.sources.stop).distinct()
+    return int((sum_by(blocks.tensor, blocks.volume, len(itemsize)) * itemsize).sum())
+
+
+def render(plan: TransferPlan, bandwidth: float) -> RenderableType:
+    """Tables of a plan for the terminal; `bandwidth` in bytes/s of each rank, each way."""
+    summary = summarise(plan)
+    return Group(_overview(plan, summary, bandwidth), *_sides(summary), _comparison(summary, bandwidth))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float) -> Table:
+    table = Table(title="Weight sync, planned", title_justify="left", title_style="bold", show_header=False)
+    servers = len(np.unique(plan.topology.server))
+    slowest = summary.seconds(bandwidth)
+    rows = (
+        (
+            "from, to",
+            f"{len(summary.sent.nbytes)} trainer ranks, {servers} servers of {len(summary.needed) // servers}",
+        ),
+        ("tensors", f"{len(plan.sources.names):,}, {size(summary.full_bytes)}"),
+        ("to move", f"{size(int(summary.received.nbytes.sum()))}, of which within a node {_share(summary)}"),
+        ("ratio to lower bound", f"{summary.ratio:.2f}: each server rank receives what it holds, once"),
+        ("buckets", f"{len(plan.buckets.nbytes):,} of {size(plan.bucket_bytes)}, {_filled(plan):.0%} full"),
+        ("messages", f"{len(plan.messages.bucket):,}"),
+        ("staging", f"{size(2 * plan.bucket_bytes)} a rank, two buckets"),
+        ("waived", ", ".join(plan.waived) or "nothing"),
+        ("time", f"at least {duration(slowest)} at {bandwidth / 1e9:g} GB/s a rank"),
+        ("hash", plan.hash[:16]),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _share(summary: PlanSummary) -> str:
+    return f"{summary.same_node_bytes / max(int(summary.received.nbytes.sum()), 1):.0%}"
+
+
+def _filled(plan: TransferPlan) -> float:
+    return float(plan.buckets.nbytes.mean() / plan.bucket_bytes)
+
+
+def _sides(summary: PlanSummary) -> list[Table]:
+    table = _table("Load", "", "least", "mean", "most", "busiest", "most / mean", "peers", "messages")
+    for name, load in (("trainer rank sends", summary.sent), ("server rank receives", summary.received)):
+        least, mean, most = load.nbytes.min(), load.nbytes.mean(), load.nbytes.max()
+        table.add_row(
+            name,
+            *(size(int(n)) for n in (least, mean, most)),
+            "all alike" if least == most else f"rank {load.nbytes.argmax()}",
+            f"{load.imbalance:.2f}",
+            _range(load.peers),
+            _range(load.messages),
+        )
+    tables = [table]
+    for name, load in (("Trainer ranks, sending", summary.sent), ("Server ranks, receiving", summary.received)):
+        if len(load.nbytes) <= LISTED_RANKS:
+            each = _table(name, "rank", "bytes", "of the mean", "peers", "messages")
+            mean = max(load.nbytes.mean(), 1)
+            for rank, nbytes in enumerate(load.nbytes):
+                figures = (size(int(nbytes)), f"{nbytes / mean:.2f}", str(load.peers[rank]), str(load.messages[rank]))
+                each.add_row(str(rank), *figures)
+            tables.append(each)
+    return tables
+
+
+def _range(values: Ints) -> str:
+    return f"{values.min():,}" if values.min() == values.max() else f"{values.min():,} to {values.max():,}"
+
+
+def _comparison(summary: PlanSummary, bandwidth: float) -> Table:
+    table = _table(
+        "Against whole tensors broadcast to all", "", "a server rank receives", "of the least", "time, at least"
+    )
+    most = int(summary.received.nbytes.max())
+    table.add_row("this plan", size(most), f"{summary.ratio:.2f} x", duration(summary.seconds(bandwidth)))
+    full = summary.full_bytes
+    over = (full / summary.needed).max()
+    table.add_row("full gather and broadcast", size(full), f"{over:.2f} x", duration(full / bandwidth))
+    return table
+
+
+def size(nbytes: int) -> str:
+    """Such as `1.5 GB`; decimal units, as bandwidths have."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def duration(seconds: float) -> str:
+    """Such as `2.4 s` or `13 ms`."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,1 @@
+"""One rank's work in a transfer: shards or whole tensors, deltas, digests, transports."""

@@ -1,0 +1,28 @@
+"""Ways for bytes to get from a trainer rank to a server rank, one file each."""
+
+from __future__ import annotations
+
+from megarl.reshard.transfer.transports.base import Transport
+
+MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc")
+
+
+def transport_named(name: str) -> type[Transport]:
+    """The class of a message transport; imported here, so that a run loads only the one it uses."""
+    if name == "gloo":
+        from megarl.reshard.transfer.transports.gloo import GlooTransport
+
+        return GlooTransport
+    if name == "shm":
+        from megarl.reshard.transfer.transports.shm import ShmTransport
+
+        return ShmTransport
+    if name == "nccl":
+        from megarl.reshard.transfer.transports.nccl import NcclTransport
+
+        return NcclTransport
+    if name == "cuda_ipc":
+        from megarl.reshard.transfer.transports.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport
+    raise ValueError(f"transport {name!r} is not one of {', '.join(MESSAGE_TRANSPORTS)}")

@@ -1,0 +1,77 @@
+"""What every transport offers: messages between the trainer ranks and the ranks of one server, through staging memory.
+
+A rank has two staging buffers of `bucket_bytes`, so that one is filled while the other travels. Ranks of a group: the
+trainer ranks `0 .. senders - 1`, then the ranks of the server. Groups are made here and not by
+`torch.distributed.init_process_group`: their members belong to different programs, each with a default group of its
+own. Every wait has a deadline, and `abort` wakes whoever waits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megarl.reshard.transfer.store import Deadline
+
+SLOTS = 2
+
+
+class Pending(Protocol):
+    """A message on its way."""
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        """The message's bytes, uint8. Raises RuntimeError where the peer left, TimeoutError after the deadline."""
+
+    def release(self) -> None:
+        """Called by a receiver once it has read the bytes."""
+
+
+class Staging(ABC):
+    """This rank's staging memory, shared by its groups with all servers."""
+
+    slots: list[Tensor]  # SLOTS of uint8 [bucket_bytes]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what outlives the process."""
+
+
+class PlainStaging(Staging):
+    """Staging in this rank's own memory."""
+
+    def __init__(self, bucket_bytes: int, device: torch.device | str = "cpu"):
+        self.slots = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+
+    def close(self) -> None:
+        self.slots = []
+
+
+class Transport(ABC):
+    """One rank's end of a group. `store` must be private to the group (a PrefixStore)."""
+
+    in_place: ClassVar[bool] = False  # whether receivers read the sender's staging memory and need none of their own
+
+    @classmethod
+    def make_staging(cls, bucket_bytes: int) -> Staging:
+        """The staging memory that this transport sends from and receives into."""
+        return PlainStaging(bucket_bytes)
+
+    @abstractmethod
+    def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
+        """Joins the group; returns when all `size` ranks have. `host` is the address that this rank listens on."""
+
+    @abstractmethod
+    def send(self, slot: int, nbytes: int, peer: int, tag: int) -> Pending:
+        """Starts to send the first `nbytes` of staging `slot`, which must stay as it is until the wait is over."""
+
+    @abstractmethod
+    def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> Pending:
+        """Starts to receive `nbytes`, into staging `slot` where the transport needs one."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends the connections: peers that wait on them get an error."""

@@ -1,0 +1,104 @@
+"""What shared memory and CUDA IPC have in common: a receiver maps the sender's staging memory and reads it in place.
+
+Nothing but a slot's number travels (over gloo), and an acknowledgement back, upon which the sender may fill the slot
+again. A receiver needs no staging memory of its own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from megarl.reshard.transfer.store import Deadline, read, write
+from megarl.reshard.transfer.transports.base import Staging, Transport
+from megarl.reshard.transfer.transports.gloo import GlooMessage, GlooTransport
+
+
+class Offered:
+    """A message as its sender sees it: over when the receiver has acknowledged it."""
+
+    def __init__(self, notice: GlooMessage, acknowledgement: GlooMessage, payload: Tensor):
+        self._notice = notice
+        self._acknowledgement = acknowledgement
+        self._payload = payload
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        self._notice.wait(deadline)
+        self._acknowledgement.wait(deadline)
+        return self._payload
+
+    def release(self) -> None:
+        """Only receivers release."""
+
+
+class Mapped:
+    """A message as its receiver sees it: a view of the sender's memory."""
+
+    def __init__(self, transport: MappedTransport, peer: int, tag: int, nbytes: int):
+        self._transport = transport
+        self._peer = peer
+        self._tag = tag
+        self._nbytes = nbytes
+        self._notice = transport.gloo.receive_tensor(torch.empty(1, dtype=torch.int64), peer, 2 * tag)
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        slot = int(self._notice.wait(deadline).item())
+        return self._transport.slots_of(self._peer)[slot][: self._nbytes]
+
+    def release(self) -> None:
+        self._transport.settle()
+        done = torch.ones(1, dtype=torch.int64)
+        self._transport.acknowledged.append(self._transport.gloo.send_tensor(done, self._peer, 2 * self._tag + 1))
+
+
+class MappedTransport(Transport):
+    in_place = True
+
+    def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
+        self.staging = staging
+        self.acknowledged: list[GlooMessage] = []  # held, as gloo sends from their memory
+        self._store = store
+        self._timeout_s = timeout_s
+        self._rank = rank
+        self._mapped: dict[int, list[Tensor]] = {}
+        self._described: set[int] = set()
+        self.gloo = GlooTransport(store, host, rank, size, timeout_s)
+
+    @abstractmethod
+    def describe(self) -> Any:
+        """What one peer needs to map this rank's staging memory, JSON. Asked for once for each peer."""
+
+    @abstractmethod
+    def map(self, described: Any) -> list[Tensor]:
+        """The staging memory of a peer, from its description."""
+
+    def settle(self) -> None:
+        """Returns when this rank's reads of a peer's memory are over. On the host they are when the copy returns."""
+
+    def slots_of(self, peer: int) -> list[Tensor]:
+        if peer not in self._mapped:
+            described = read(self._store, f"staging/{peer}/{self._rank}", Deadline(self._timeout_s))
+            self._mapped[peer] = self.map(described)
+        return self._mapped[peer]
+
+    def send(self, slot: int, nbytes: int, peer: int, tag: int) -> Offered:
+        if peer not in self._described:
+            write(self._store, f"staging/{self._rank}/{peer}", self.describe())
+            self._described.add(peer)
+        self.settle()
+        notice = self.gloo.send_tensor(torch.tensor([slot], dtype=torch.int64), peer, 2 * tag)
+        acknowledgement = self.gloo.receive_tensor(torch.empty(1, dtype=torch.int64), peer, 2 * tag + 1)
+        return Offered(notice, acknowledgement, self.staging.slots[slot][:nbytes])
+
+    def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> Mapped:
+        if len(self.acknowledged) > 64:
+            self.acknowledged = self.acknowledged[-16:]
+        return Mapped(self, peer, tag, nbytes)
+
+    def abort(self) -> None:
+        self.gloo.abort()
+        self._mapped.clear()

@@ -1,0 +1,70 @@
+"""Shared memory of one machine: the receiver reads the sender's staging buffers, nothing is copied on the way."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.reshard.transfer.transports.base import SLOTS, Staging
+from megarl.reshard.transfer.transports.mapped import MappedTransport
+
+FOLDER = Path("/dev/shm")
+PREFIX = "megarl-"
+
+
+class SharedStaging(Staging):
+    """Staging buffers in a file of shared memory that only this user may open."""
+
+    def __init__(self, bucket_bytes: int):
+        self.bucket_bytes = bucket_bytes
+        self.path = FOLDER / f"{PREFIX}{secrets.token_hex(16)}"
+        descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, SLOTS * bucket_bytes)  # full shared memory fails here, not in a copy
+        except OSError as error:
+            self.path.unlink()
+            raise OSError(
+                f"{FOLDER} has no room for {SLOTS} staging buffers of {bucket_bytes} bytes: {error}; lower "
+                "reshard.bucket_bytes, or give the container more shared memory"
+            ) from error
+        finally:
+            os.close(descriptor)
+        self.slots = map_file(self.path, bucket_bytes)
+
+    def close(self) -> None:
+        self.slots = []
+        self.path.unlink(missing_ok=True)
+
+
+class ShmTransport(MappedTransport):
+    @classmethod
+    def make_staging(cls, bucket_bytes: int) -> SharedStaging:
+        return SharedStaging(bucket_bytes)
+
+    def describe(self) -> Any:
+        assert isinstance(self.staging, SharedStaging), "made by make_staging"
+        return [self.staging.path.name, self.staging.bucket_bytes]
+
+    def map(self, described: Any) -> list[Tensor]:
+        name, bucket_bytes = described
+        path = FOLDER / str(name)
+        if path.name != name or not path.name.startswith(PREFIX):
+            raise ValueError(f"{name!r} is not the name of a staging file")
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            raise PermissionError(f"{path} is not a file of this user")
+        if found.st_size != SLOTS * int(bucket_bytes):
+            raise ValueError(f"{path} has {found.st_size} bytes, and not {SLOTS} x {bucket_bytes}")
+        return map_file(path, int(bucket_bytes))
+
+
+def map_file(path: Path, bucket_bytes: int) -> list[Tensor]:
+    """The staging buffers in a file, as tensors whose memory is the file's."""
+    whole = torch.from_file(str(path), shared=True, size=SLOTS * bucket_bytes, dtype=torch.uint8)
+    return list(whole.split(bucket_bytes))

@@ -1,0 +1,1 @@
+"""SGLang servers: started here, supervised, or found where somebody else started them."""

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: the saver, its manifest, the trainer's own state and random generators."""

@@ -1,0 +1,128 @@
+"""Every recipe of configs/experiment is complete and would run; what docs/recipes.md says of them is so."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.config import Config
+from megarl.families import read_config
+from megarl.knobs import UserError
+from megarl.preflight import report, sync_report
+from megarl.preflight.roofline import estimate_step
+from megarl.preflight.sizing import beside_actor, cache_of, disk_of, machines_of, memory_of, size
+
+EXPERIMENTS = sorted(path.stem for path in (cli.CONFIGS / "experiment").glob("*.yaml"))
+CLUSTER = ("grpo_0_5b", "grpo_1_5b", "grpo_7b", "grpo_70b", "grpo_moe_235b", "dapo_32b", "sft_8b", "dpo_8b")
+PAGE = (cli.CONFIGS.parent / "docs" / "recipes.md").read_text()
+
+
+@pytest.fixture
+def problems(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """What preflight says would stop an experiment; empty where nothing would."""
+
+    def of(name: str) -> str:
+        try:
+            code = report.command([f"+experiment={name}", "show=batch"])
+        except UserError as error:
+            return str(error)
+        text = capsys.readouterr().out
+        assert (code == 0) == text.endswith("\n0 problems that would stop the run\n")
+        return "" if code == 0 else text
+
+    return of
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_passes_preflight(name: str, problems: Callable[[str], str]) -> None:
+    assert problems(name) == ""
+
+
+BASED_ON_70B = "# @package _global_\ndefaults: [grpo_70b, _self_]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            BASED_ON_70B + "parallel: {tp_size: 7}\n",
+            "parallel.tp_size=7 does not divide the model's num_attention_heads",
+        ),
+        (BASED_ON_70B + "algorithm: {n_minibatches: 3}\n", "do not divide into algorithm.n_minibatches=3"),
+        (
+            BASED_ON_70B + "actor: {recompute: none, max_tokens_per_mb: 131072}\n",
+            "over 95% of cluster.gpu_memory_gib=80",
+        ),
+        (BASED_ON_70B + "actor: {learning_rate: 1}\n", "unknown config key actor.learning_rate"),
+        ("# @package _global_\ndefaults: [{override /model: no_such}]\n", "model=no_such does not exist"),
+    ],
+)
+def test_an_experiment_that_would_not_run_does_not(
+    text: str, message: str, problems: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(cli.CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs" / "experiment" / "bad.yaml").write_text(text)
+    monkeypatch.setattr(cli, "CONFIGS", tmp_path / "configs")
+    assert problems("grpo_70b") == ""
+    assert message in problems("bad")
+
+
+@pytest.mark.parametrize("path", sorted((cli.CONFIGS / "model").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_model_group_names_a_model_whose_shape_is_known(path: Path) -> None:
+    config = cli.composed([f"model={path.stem}"])
+    model = read_config(str(report.folder_of(config.actor.path)))
+    assert str(model.dtype).removeprefix("torch.") == config.actor.dtype  # trained as it was stored
+    assert config.server.dtype == config.actor.dtype
+
+
+def test_every_known_model_has_a_group_but_twins() -> None:
+    named = {cli.composed([f"model={path.stem}"]).actor.path for path in (cli.CONFIGS / "model").glob("*.yaml")}
+    assert set(report.known_models()) - named == {"Qwen/Qwen2.5-32B-Instruct"}  # the base model has its shape
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_cluster_recipe_evaluates_saves_and_plans_for_gpus(name: str) -> None:
+    config = cli.load([f"+experiment={name}"])
+    assert config.experiment_name == name
+    assert config.cluster.gpus_per_node > 0
+    assert 0 < config.evaluator.every_steps < config.total_train_steps
+    assert 0 < config.saver.every_steps < config.total_train_steps
+    assert config.valid_dataset.path not in ("arithmetic", "")
+    assert config.valid_dataset.max_length is not None
+
+
+def row_of(name: str, config: Config) -> str:
+    """The recipe's line in docs/recipes.md."""
+    model = read_config(str(report.folder_of(config.actor.path)))
+    machines, disk = machines_of(config), disk_of(config, model)
+    peak = max(stage.total + sum(beside_actor(config, stage).values()) for stage in memory_of(config, model))
+    sync = report.planned_sync(config, model) if config.method == "rl" else None
+    step = estimate_step(
+        config, model, sync_report.summarise(sync).seconds(config.cluster.network_gb_s * 1e9) if sync else 0.0
+    )
+    layout = " ".join(
+        f"{short}{count}"
+        for short in ("tp", "pp", "cp", "dp", "ep")
+        if (count := getattr(config.parallel, f"{short}_size") or 1) > 1
+    )
+    cells = [
+        f"`{name}`",
+        layout or "one GPU",
+        f"{machines.servers} x tp{machines.server_tp}" if machines.servers else "-",
+        f"{machines.nodes} x {machines.gpus_per_node}",
+        size(peak),
+        f"{cache_of(config, model).tokens // 1000:,}k" if machines.servers else "-",
+        size(disk.total),
+        sync_report.duration(step.step_s),
+        step.bottleneck.removeprefix("the ") if machines.servers else "-",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_the_page_says_what_preflight_says(name: str) -> None:
+    assert row_of(name, cli.load([f"+experiment={name}"])) in PAGE

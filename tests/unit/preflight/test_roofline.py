@@ -1,0 +1,117 @@
+"""The expected times, against what can be worked out by hand and what must hold of any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl import cli
+from megarl.actor.batch.balance import SequenceCost
+from megarl.actor.memory import count_parameters
+from megarl.config import Config
+from megarl.families import read_config
+from megarl.preflight import report
+from megarl.preflight.roofline import StepEstimate, _bytes_read, estimate_step, limits_rollout
+
+BIG = "grpo_70b"
+
+
+def step(name: str, *overrides: str) -> StepEstimate:
+    config = cli.composed([f"+experiment={name}", *overrides])
+    return estimate_step(config, read_config(str(report.folder_of(config.actor.path))))
+
+
+def seconds(found: StepEstimate, name: str) -> float:
+    (stage,) = [s for s in (*found.rollout, *found.train, *found.sync) if s.name == name]
+    return stage.seconds
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen2.5-7B-Instruct"])
+def test_a_token_costs_two_flops_a_weight(name: str) -> None:
+    model = read_config(str(report.folder_of(name)))
+    looked_up = model.vocab_size * model.hidden_size  # the input embeddings are no product
+    assert SequenceCost.of(model).linear == pytest.approx(2 * (count_parameters(model) - looked_up), rel=0.001)
+
+
+def test_the_experts_that_no_token_visits_cost_nothing() -> None:
+    model = read_config(str(report.folder_of("Qwen/Qwen3-235B-A22B")))
+    looked_up = model.vocab_size * model.hidden_size
+    assert SequenceCost.of(model).linear / 2e9 == pytest.approx(22.2 - looked_up / 1e9, abs=0.5)  # its page: A22B
+
+
+def test_an_update_takes_what_its_flops_take() -> None:
+    # 2048 sequences of 2304 tokens, 69.5B weights in products, attention 2 x 80 x 8192 a pair; forward, backward, again
+    forward = 2048 * (2 * 69.503e9 * 2304 + 2 * 80 * 8192 * 2304**2)
+    microbatches = -(-512 * 2304 // 32768)
+    by_hand = forward * 4 * (1 + 3 / microbatches) / (64 * 989e12 * 0.35)
+    assert seconds(step(BIG), "update") == pytest.approx(by_hand, rel=0.01)
+
+
+def test_a_decode_step_reads_the_weights_and_every_cache_once() -> None:
+    found = step(BIG, "rollout.max_connections=4")  # one completion a server
+    weights, cache = 70.6e9 * 2 / 8, (256 + 1024) * 2 * 80 * 128 * 2
+    by_hand = 512 * 2048 * (weights + cache) / (3350e9 * 0.5)
+    assert found.under_way == 1
+    assert seconds(found, "decode") == pytest.approx(by_hand, rel=0.01)
+    assert step(BIG).under_way == 512
+    assert seconds(step(BIG), "decode") < by_hand / 100  # many completions share the reading
+
+
+def test_few_completions_read_few_experts() -> None:
+    config: Config = cli.composed(["+experiment=grpo_moe_235b"])
+    model = read_config(str(report.folder_of(config.actor.path)))
+    one, many = (_bytes_read(config, model, count, 0.0) for count in (1, 1000))
+    assert many * 8 == pytest.approx(2 * count_parameters(model), rel=0.01)
+    assert one * 8 / 2e9 == pytest.approx(22.2, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("faster", "stage", "factor"),
+    [
+        ("cluster.gpu_tflops=1978", "update", 2.0),
+        ("cluster.train_utilisation=0.7", "log-probs", 2.0),
+        ("cluster.gpu_memory_gb_s=6700", "decode", 2.0),
+        (
+            "parallel.dp_size=2",
+            "log-probs",
+            1.96,
+        ),  # as many GPUs more; each has fewer microbatches to fill the pipeline
+        ("server.n_servers=8", "prefill", 2.0),
+    ],
+)
+def test_twice_as_much_of_what_a_stage_waits_for_halves_it(faster: str, stage: str, factor: float) -> None:
+    few = "rollout.max_connections=64"  # 16 a server: decoding waits for the memory; of 512 as much for the products
+    before, after = step(BIG, few), step(BIG, few, faster)
+    assert seconds(before, stage) / seconds(after, stage) == pytest.approx(factor, rel=0.01)
+
+
+def test_servers_that_sample_ahead_hide_the_shorter_side() -> None:
+    apart, beside = step("grpo_1_5b", "rollout.max_head_offpolicyness=0"), step("grpo_1_5b")
+    assert apart.step_s == pytest.approx(apart.rollout_s + apart.train_s)
+    assert beside.step_s == pytest.approx(max(beside.rollout_s, beside.train_s))
+    assert beside.bottleneck == "the trainer"
+    assert replace(beside, train=[]).bottleneck == "the servers"
+
+
+def test_virtual_stages_shorten_the_pipelines_bubble() -> None:
+    assert seconds(step(BIG, "parallel.vpp_size=2"), "update") < seconds(step(BIG), "update")
+
+
+def test_supervised_runs_train_only() -> None:
+    found = step("sft_8b")
+    assert (found.rollout, found.sync, found.rollout_s) == ([], [], 0.0)
+    assert found.tokens_per_s == pytest.approx(128 * 2048 / found.step_s)
+    online = step("dpo_8b", "reference.mode=online")
+    assert [stage.name for stage in online.train] == ["log-probs", "update"]
+    assert [stage.name for stage in step("dpo_8b").train] == ["update"]  # taken before the first step
+
+
+def test_connections_that_starve_the_servers_are_named_with_a_number_that_does_not() -> None:
+    config = cli.composed(["+experiment=grpo_70b", "rollout.max_connections=64"])
+    model = read_config(str(report.folder_of(config.actor.path)))
+    said = limits_rollout(config, model)
+    assert said is not None
+    enough = said.rpartition(" ")[2]
+    config = cli.composed(["+experiment=grpo_70b", f"rollout.max_connections={enough}"])
+    assert limits_rollout(config, model) is None

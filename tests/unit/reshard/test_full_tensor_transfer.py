@@ -1,0 +1,220 @@
+"""Whole tensors in buckets over a real gloo group, and the digests that prove what arrived."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from megarl.knobs import UserError
+from megarl.reshard.config import ReshardConfig
+from megarl.reshard.plan.holdings import Box
+from megarl.reshard.transfer.digests import VerificationError, check_digests, check_names, digest
+from megarl.reshard.transfer.full_tensor_transfer import (
+    ABANDONED,
+    DeliveryError,
+    FullTensorSender,
+    header_key,
+    receive_full,
+)
+from megarl.reshard.transfer.store import Deadline, join_store, open_store, read, write
+from megarl.reshard.transfer.transports.gloo import GlooTransport
+
+HOST = "127.0.0.1"
+
+
+class Link:
+    """The sender's end of a group of two, and the receiver's end for a thread of the same test."""
+
+    address = "the far end"
+
+    def __init__(self, store: TCPStore):
+        self.store = PrefixStore("pair", store)
+        self.far_store = PrefixStore("pair", join_store(HOST, store.port, 5))
+        far: list[GlooTransport] = []
+        thread = threading.Thread(target=lambda: far.append(GlooTransport(self.far_store, HOST, 1, 2, 5)))
+        thread.start()
+        self.group = GlooTransport(self.store, HOST, 0, 2, 5)
+        thread.join(10)
+        self.far_group = far[0]
+        self.headers: list[Any] = []
+
+    def announce(self, header: Any) -> None:
+        write(self.store, header_key(1, len(self.headers)), header)
+        self.headers.append(header)
+
+    def watch(self) -> None:
+        """Nothing to watch: the receiver is a thread."""
+
+    def explain(self, error: Exception) -> Exception:
+        return error
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    link = Link(open_store(HOST, 5))
+    yield link
+    link.group.abort()
+    link.far_group.abort()
+
+
+def transfer(
+    link: Link, tensors: dict[str, Tensor], bucket_bytes: int, dtype: torch.dtype
+) -> tuple[FullTensorSender, dict]:
+    received: dict[str, Tensor] = {}
+    failures: list[Exception] = []
+
+    def load(named: list[tuple[str, Tensor]]) -> None:
+        received.update({name: tensor.clone() for name, tensor in named})
+
+    def far_end() -> None:
+        try:
+            receive_full(link.far_store, link.far_group, 1, Deadline(5), load)
+        except (RuntimeError, TimeoutError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=far_end)
+    thread.start()
+    sender = FullTensorSender(
+        receivers=[link],
+        bucket_bytes=bucket_bytes,
+        deadline=Deadline(5),
+        dtypes=dict.fromkeys(tensors, dtype),
+        boxes={name: [Box(name, (0,) * t.dim(), tuple(t.shape))] for name, t in tensors.items()},
+    )
+    for name, tensor in tensors.items():
+        sender.add(name, tensor)
+    sender.finish()
+    thread.join(10)
+    assert failures == []
+    return sender, received
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [1, 500, 10_000])
+def test_whole_tensors_arrive_bit_for_bit_in_buckets_of_bounded_size(
+    link: Link, bucket_bytes: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (7, 5), "b": (3,), "c": (40, 10), "d": (1,), "e": (5, 7)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    tensors["e"] = tensors["e"].T  # not contiguous
+    sender, received = transfer(link, tensors, bucket_bytes, dtype)
+    assert list(received) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(received[name], tensor.to(dtype))
+        (box,) = (box for box in sender.digests if box.name == name)
+        assert sender.digests[box] == digest(received[name])
+    buckets = link.headers[:-1]
+    for header in buckets:
+        assert header["bytes"] <= bucket_bytes or len(header["tensors"]) == 1
+    assert sender.bytes == sum(header["bytes"] for header in buckets)
+    if bucket_bytes == 10_000:
+        assert len(buckets) == 1
+
+
+def test_an_abandoned_push_ends_the_receiver_at_once(link: Link) -> None:
+    link.announce(ABANDONED)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="gave this push up"):
+        receive_full(link.far_store, link.far_group, 1, Deadline(60), print)
+    assert time.monotonic() - start < 20
+
+
+def test_a_receiver_that_hears_nothing_ends_by_its_deadline(link: Link) -> None:
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"1/header/0 did not come within 0\.3 s"):
+        receive_full(link.far_store, link.far_group, 1, Deadline(0.3), print)
+    assert time.monotonic() - start < 10
+
+
+def test_a_bucket_that_never_comes_ends_by_its_deadline(link: Link) -> None:
+    link.announce({"bytes": 64, "tensors": [("a", "float32", [16])]})
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="bucket 0 of 64 bytes did not arrive"):
+        receive_full(link.far_store, link.far_group, 1, Deadline(0.5), print)
+    assert time.monotonic() - start < 10
+
+
+def test_a_sender_whose_peer_left_ends_by_its_deadline(link: Link) -> None:
+    link.far_group.abort()
+    sender = FullTensorSender([link], 100, Deadline(2), {"a": torch.float32}, {})
+    start = time.monotonic()
+    with pytest.raises(DeliveryError) as error:
+        sender.add("a", torch.zeros(1000))  # larger than a bucket: sent at once
+    assert error.value.server == "the far end"
+    assert time.monotonic() - start < 10
+
+
+def test_the_store_listens_on_the_loopback_address_alone() -> None:
+    store = open_store(HOST, 5)
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.laddr and c.laddr.port == store.port]
+    assert {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN} == {HOST}
+    with socket.create_connection((HOST, store.port), timeout=5):
+        pass
+
+
+def test_a_value_that_is_not_json_is_an_error_and_not_unpickled() -> None:
+    store = open_store(HOST, 5)
+    store.set("key", b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ValueError, match="Expecting value"):
+        read(store, "key", Deadline(1))
+
+
+def test_digests_tell_bytes_dtypes_and_shapes_apart() -> None:
+    base = torch.arange(12, dtype=torch.float32)
+    flipped = base.clone()
+    flipped.view(torch.uint8)[17] ^= 1
+    others = [flipped, base.view(3, 4), base.view(torch.int32), base.flip(0), base[:11]]
+    assert len({digest(tensor) for tensor in [base, *others]}) == 1 + len(others)
+    assert digest(base) == digest(torch.arange(24, dtype=torch.float32)[::2] / 2)
+
+
+def test_names_that_were_not_sent_or_are_not_held_are_listed() -> None:
+    check_names(["a", "b"], ["b", "a"])
+    with pytest.raises(VerificationError, match="nothing was sent for b, c, d and 1 more") as error:
+        check_names(["a"], ["a", "b", "c", "d", "e"])
+    assert error.value.tensor == "b"
+    with pytest.raises(VerificationError, match="z was sent, and the server holds no such weight"):
+        check_names(["a", "z"], ["a"])
+
+
+def test_a_digest_that_differs_or_was_never_sent_names_its_tensor() -> None:
+    one, two = Box("a", (0,), (4,)), Box("b", (0,), (4,))
+    assert check_digests({one: "x", two: "y"}, {one: "x"}, "rank 0") == 1
+    with pytest.raises(VerificationError, match="rank 3 does not hold what was sent of b") as error:
+        check_digests({one: "x", two: "y"}, {one: "x", two: "z"}, "rank 3")
+    assert error.value.tensor == "b"
+    with pytest.raises(VerificationError, match="of b"):
+        check_digests({one: "x"}, {one: "x", two: "y"}, "rank 0")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"pause_mode": "stop"}, r"reshard\.pause_mode='stop' is not one of retract, in_place, abort"),
+        ({"verify": "sometimes"}, "is not one of always, sampled, off"),
+        ({"path": "some"}, "is not one of exact, full"),
+        ({"transport": "tcp"}, "is not one of gloo, shm, nccl, cuda_ipc, disk"),
+        ({"on_failure": "hope"}, "is not one of stop, drop_server"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
+        ({"bucket_bytes": 100}, "bucket_bytes=100 must be a multiple of 16"),
+        ({"anchor_every": 0}, "anchor_every=0 must be at least 1"),
+        ({"transfer_deadline_s": 0.0}, r"transfer_deadline_s=0\.0 must be above 0"),
+        ({"max_logprob_diff": -1.0}, "must not be negative"),
+        ({"path": "full", "transport": "shm"}, r"with reshard\.path=full use gloo or disk"),
+        ({"path": "full", "delta": True}, r"delta=true needs reshard\.path=exact"),
+        ({"transport": "disk"}, r"needs reshard\.folder"),
+    ],
+)
+def test_a_wrong_knob_is_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ReshardConfig(**knobs)

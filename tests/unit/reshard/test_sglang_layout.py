@@ -1,0 +1,377 @@
+"""What ranks of SGLang hold by rule, and plans between real layouts of both sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from in_memory import check_delivery, checkpoint_of
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from megarl.actor.weights.shards import tensor_shapes, world_table
+from megarl.families import check_layout
+from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
+from megarl.reshard.plan.holdings import Topology, itemsize
+from megarl.reshard.plan.megatron_layout import source_holdings
+from megarl.reshard.plan.planner import plan
+from megarl.reshard.plan.sglang_layout import (
+    FAMILIES,
+    Geometry,
+    LayoutError,
+    check_plain,
+    fragments,
+    padded_for_cpu,
+    server_holdings,
+)
+
+CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
+HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 8, 4, 32, 48, 347
+
+
+def config_of(family: str, **changes: Any) -> PretrainedConfig:
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+    }
+    if family != "qwen2":  # which has no such field
+        sizes["head_dim"] = HEAD_DIM
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2}
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 4}
+    return CONFIGS[family](**(sizes | changes))
+
+
+def test_every_family_of_the_rules_is_tested() -> None:
+    assert set(CONFIGS) == set(FAMILIES)
+
+
+# --- The rules against chunk and cat ---------------------------------------------------------------------------------
+
+
+def sglang_parameters(tensors: dict[str, Tensor], kv_heads: int, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
+    """What SGLang's loaders make of a dense checkpoint of one layer on one rank, written with chunk and cat."""
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+
+    def kv_shard(part: str, kind: str) -> Tensor:
+        whole = tensors[f"{attention}{part}_proj.{kind}"]
+        if tp_size <= kv_heads:
+            return whole.chunk(tp_size)[tp_rank]
+        return whole.chunk(kv_heads)[tp_rank * kv_heads // tp_size]
+
+    def qkv(kind: str) -> Tensor:
+        q = tensors[f"{attention}q_proj.{kind}"].chunk(tp_size)[tp_rank]
+        return torch.cat([q, kv_shard("k", kind), kv_shard("v", kind)])
+
+    def vocab_shard(name: str) -> Tensor:
+        return pad(tensors[name], (0, 0, 0, -VOCAB % 64), value=-1.0).chunk(tp_size)[tp_rank]
+
+    gate_up = [tensors[f"{mlp}{part}_proj.weight"].chunk(tp_size)[tp_rank] for part in ("gate", "up")]
+    made = {
+        "model.embed_tokens.weight": vocab_shard("model.embed_tokens.weight"),
+        f"{attention}qkv_proj.weight": qkv("weight"),
+        f"{attention}o_proj.weight": tensors[f"{attention}o_proj.weight"].chunk(tp_size, dim=1)[tp_rank],
+        f"{mlp}gate_up_proj.weight": torch.cat(gate_up),
+        f"{mlp}down_proj.weight": tensors[f"{mlp}down_proj.weight"].chunk(tp_size, dim=1)[tp_rank],
+        "lm_head.weight": vocab_shard("lm_head.weight"),
+    }
+    if f"{attention}q_proj.bias" in tensors:
+        made[f"{attention}qkv_proj.bias"] = qkv("bias")
+    return made | {name: tensor for name, tensor in tensors.items() if "norm" in name}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_fragments_show_their_box_and_together_cover_the_checkpoint(tp_size: int, kv_heads: int, family: str) -> None:
+    config = config_of(family, num_key_value_heads=kv_heads)
+    tensors = checkpoint_of(tensor_shapes(config))
+    holders = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for rank in range(tp_size):
+        parameters = sglang_parameters(tensors, kv_heads, rank, tp_size)
+        for fragment in fragments(parameters.items(), Geometry.of(config, rank, tp_size)):
+            assert fragment.rank == rank
+            assert torch.equal(fragment.view, fragment.box.of(tensors[fragment.box.name]))
+            held = parameters[fragment.tensor]
+            assert fragment.view.untyped_storage().data_ptr() == held.untyped_storage().data_ptr(), "a copy, not a view"
+            fragment.box.of(holders[fragment.box.name]).add_(1)
+    for name, count in holders.items():
+        shared_kv = tp_size > kv_heads and ("k_proj" in name or "v_proj" in name)
+        copies = tp_size if "norm" in name else tp_size // kv_heads if shared_kv else 1
+        assert (count == copies).all(), name
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_padded_to_a_larger_multiple() -> None:
+    config = config_of("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=24, vocab_size=300)
+    spans = [Geometry.of(config, rank, 3).vocab_span for rank in range(3)]
+    assert [(s.start, s.size, s.stop) for s in spans] == [(0, 128, 128), (128, 128, 256), (256, 128, 300)]
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_are_stacked_by_ep_rank_and_cut_by_the_rest_of_tp(family: str, tp_size: int, ep_size: int) -> None:
+    config = config_of(family)
+    block, gate, up, down = (
+        ("mlp", "gate_proj", "up_proj", "down_proj")
+        if family == "qwen3_moe"
+        else ("block_sparse_moe", "w1", "w3", "w2")
+    )
+    experts = f"model.layers.0.{block}.experts"
+    tensors = checkpoint_of(tensor_shapes(config))
+    moe_tp, local = tp_size // ep_size, 4 // ep_size
+    for rank in range(tp_size):
+        mine = range(rank // moe_tp * local, (rank // moe_tp + 1) * local)
+        part = rank % moe_tp
+        w13 = [torch.cat([tensors[f"{experts}.{e}.{n}.weight"].chunk(moe_tp)[part] for n in (gate, up)]) for e in mine]
+        w2 = [tensors[f"{experts}.{e}.{down}.weight"].chunk(moe_tp, dim=1)[part] for e in mine]
+        geometry = Geometry.of(config, rank, tp_size, ep_size)
+        live = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in geometry.parameters()}
+        for fragment in fragments(live.items(), geometry):
+            fragment.view.copy_(fragment.box.of(tensors[fragment.box.name]))
+        assert torch.equal(live[f"{experts}.w13_weight"], torch.stack(w13))
+        assert torch.equal(live[f"{experts}.w2_weight"], torch.stack(w2))
+        router = f"model.layers.0.{block}.gate.weight"
+        assert torch.equal(live[router], tensors[router])
+
+
+def test_padding_heads_and_neurons_belong_to_no_checkpoint_row() -> None:
+    # One KV head with a group of 4 and 40 neurons at tp 2 on CPU: SGLang serves 2 KV heads, 8 heads and 64 neurons.
+    plain = config_of("llama", num_attention_heads=4, num_key_value_heads=1, intermediate_size=40)
+    config = padded_for_cpu(plain, 2)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (8, 2, 64)
+    held = []
+    for rank in range(2):
+        geometry = Geometry.of(config, rank, 2)
+        shapes = {p.name.removeprefix("model.layers.0."): p.shape for p in geometry.parameters()}
+        assert shapes["self_attn.qkv_proj.weight"] == ((4 + 2) * HEAD_DIM, HIDDEN)
+        assert shapes["self_attn.o_proj.weight"] == (HIDDEN, 4 * HEAD_DIM)
+        assert shapes["mlp.gate_up_proj.weight"] == (2 * 32, HIDDEN)
+        boxes = [piece.box for p in geometry.parameters() for piece in p.pieces if "_proj" in p.name]
+        held.append({box.name.split(".")[-2]: (box.start, box.stop) for box in boxes})
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert set(held[0]) == attention | {"gate_proj", "up_proj", "down_proj"}
+    assert held[0]["q_proj"] == ((0, 0), (4 * HEAD_DIM, HIDDEN))
+    assert held[0]["k_proj"] == ((0, 0), (HEAD_DIM, HIDDEN))
+    assert set(held[1]) == {"gate_proj", "up_proj", "down_proj"}
+    assert held[1]["up_proj"] == ((32, 0), (40, HIDDEN))
+    assert held[1]["down_proj"] == ((0, 32), (HIDDEN, 40))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_tied_head_is_one_parameter_or_a_second_copy_as_the_family_has_it(family: str) -> None:
+    names = {p.name: p for p in Geometry.of(config_of(family, tie_word_embeddings=True), 0, 1).parameters()}
+    if family == "llama":
+        assert "lm_head.weight" not in names
+    else:
+        assert names["lm_head.weight"].pieces == names["model.embed_tokens.weight"].pieces
+
+
+# --- Live parameters that differ from the rules ----------------------------------------------------------------------
+
+
+def live_parameters(**changes: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """Those of a rank of a plain Llama, some of them changed or left out."""
+    for p in Geometry.of(config_of("llama"), 0, 1).parameters():
+        tensor = changes.get(p.name.rpartition(".")[0].rpartition(".")[2], torch.zeros(p.shape))
+        if tensor is not None:
+            yield p.name, tensor
+
+
+def test_a_parameter_of_an_unexpected_shape_is_refused_with_both_shapes() -> None:
+    wrong = live_parameters(gate_up_proj=torch.zeros(98, HIDDEN))
+    with pytest.raises(LayoutError, match=r"gate_up_proj.weight as \[98, 32\] on rank 0 of 1, .* say \[96, 32\]") as e:
+        list(fragments(wrong, Geometry.of(config_of("llama"), 0, 1)))
+    assert e.value.tensor == "model.layers.0.mlp.gate_up_proj.weight"
+
+
+def test_a_parameter_that_the_rules_expect_and_the_server_lacks_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"holds no lm_head.weight on rank 0 of 1, .* say \[384, 32\]"):
+        list(fragments(live_parameters(lm_head=None), Geometry.of(config_of("llama"), 0, 1)))
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.w13_weight", "visual.proj.weight", "lm_head.bias"])
+def test_a_parameter_without_a_rule_is_refused(name: str) -> None:
+    with pytest.raises(LayoutError, match=r"\[4, 4\] on rank 0 of 1, and no rule for llama names it"):
+        list(fragments([(name, torch.zeros(4, 4))], Geometry.of(config_of("llama"), 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"use_intel_amx_backend": True}, "packed for AMX"),
+        ({"quant_method": SimpleNamespace(w13_swiglu_interleaved=True)}, "interleaved; unset SGLANG_OPT_FUSE"),
+        ({"quant_method": SimpleNamespace(load_up_proj_weight_first=True)}, "up before gate; use --moe-runner-backend"),
+        ({"use_triton_kernels": True}, "transposed"),
+        ({"quant_method": SimpleNamespace(quant_config=object())}, "serves experts quantized"),
+    ],
+)
+def test_weights_that_sglang_rearranged_after_loading_are_refused(flags: dict[str, Any], message: str) -> None:
+    model = nn.Module()
+    model.experts = nn.Module()
+    check_plain(model)
+    for name, value in flags.items():
+        setattr(model.experts, name, value)
+    with pytest.raises(LayoutError, match=message):
+        check_plain(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sizes", "message"),
+    [
+        ("llama", {}, (3, 1), "cannot share out 2 KV heads"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "hidden_size": 24},
+            (4, 1),
+            "share 6 attention heads out to 4 ranks at tp_size=4",
+        ),
+        ("llama", {"intermediate_size": 49}, (2, 1), "share 49 MLP neurons out to 2 ranks"),
+        ("mixtral", {}, (4, 3), "ep_size=3 must divide its tp_size=4"),
+        ("mixtral", {"num_local_experts": 3}, (2, 2), "share 3 experts out to 2 ranks"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, (1, 1), "with dense layers has no rule"),
+        ("gpt2", {}, (1, 1), "'gpt2' models have no rule for live weight updates; known are qwen2"),
+    ],
+)
+def test_what_the_rules_cannot_share_out_is_refused(
+    family: str, changes: dict[str, Any], sizes: tuple[int, int], message: str
+) -> None:
+    config: Any = config_of(family, **changes) if family in CONFIGS else SimpleNamespace(model_type=family)
+    with pytest.raises(UserError, match=message):
+        Geometry.of(config, 0, *sizes)
+
+
+# --- Plans between layouts of the actor and of SGLang ----------------------------------------------------------------
+
+
+@dataclass
+class Worlds:
+    """A model, the actor's layout of it, and servers of it."""
+
+    config: PretrainedConfig
+    parallel: ParallelConfig
+    servers: dict[str, Any]
+    bucket_bytes: int
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> Worlds:
+    """Mostly such as the checks of both sides let pass; they have the last word."""
+    one_to_four, one_or_two = st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])
+    family, moe = draw(st.sampled_from([(name, experts is not None) for name, experts in sorted(FAMILIES.items())]))
+    tp, pp, cp = draw(one_to_four), draw(one_or_two), draw(one_or_two)
+    vpp = draw(one_or_two) if pp > 1 else 1
+    ep = draw(one_to_four) if moe else 1
+    etp = draw(st.sampled_from([None, 1])) if moe else None
+    experts = ep * (etp or tp)
+    dp = draw(one_or_two) * max(1, experts // (tp * cp))
+    uneven = draw(st.integers(0, 2)) if pp > 1 and vpp == 1 else 0
+    layers = uneven + (pp - 1) if uneven else pp * vpp * draw(one_or_two)
+    kv_heads = draw(one_to_four)
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.sampled_from([4 // kv_heads, 4, 8])),
+        "intermediate_size": draw(st.sampled_from([8, 24, 40])),
+        "vocab_size": draw(st.integers(5, 150)),
+        "hidden_size": 32,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if family == "qwen3_moe":
+        sizes["moe_intermediate_size"] = draw(st.sampled_from([4, 8]))
+    if family == "llama":
+        sizes["attention_bias"] = draw(st.booleans())
+    server_tp = draw(one_to_four)
+    return Worlds(
+        config=config_of(family, **sizes),
+        parallel=ParallelConfig(
+            tp_size=tp,
+            pp_size=pp,
+            vpp_size=vpp,
+            cp_size=cp,
+            dp_size=dp,
+            ep_size=ep,
+            etp_size=etp,
+            first_stage_layers=uneven,
+        ),
+        servers={
+            "tp_size": server_tp,
+            "ep_size": draw(st.sampled_from([1, server_tp])) if moe else 1,
+            "n_servers": draw(st.integers(1, 3)),
+            "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+            "cpu": draw(st.booleans()),
+        },
+        bucket_bytes=draw(st.sampled_from([1000, 7000, 60_000])),
+    )
+
+
+@given(worlds())
+@settings(max_examples=200)
+def test_a_plan_between_real_layouts_delivers_everything_once_and_bit_equal(worlds: Worlds) -> None:
+    config, parallel = worlds.config, worlds.parallel
+    try:
+        parallel.check()
+        check_layout(config, parallel)
+        ranks = parallel.world_size()
+        sources = source_holdings(world_table(config, parallel), "float64")
+        destinations = server_holdings(config, **worlds.servers)
+    except UserError:
+        assume(False)
+    tp_size, n_servers = worlds.servers["tp_size"], worlds.servers["n_servers"]
+    topology = Topology.of_sizes(ranks, [tp_size] * n_servers, 4)
+    made = plan(sources, destinations, topology, worlds.bucket_bytes)
+    assert made.waived == ()
+    check_delivery(made, checkpoint_of(tensor_shapes(config)))
+    model = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * itemsize(worlds.servers["dtype"])
+    assert (made.bytes_in.reshape(n_servers, tp_size).sum(axis=1) >= model).all()
+    if tp_size == 1 and not config.tie_word_embeddings:
+        assert (made.bytes_in == model).all()
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("cpu", [False, True])
+def test_holdings_of_servers_are_the_fragments_of_their_ranks(family: str, cpu: bool) -> None:
+    config = config_of(family, num_hidden_layers=2)
+    held = server_holdings(config, tp_size=2, ep_size=2 if FAMILIES[family] else 1, n_servers=3, cpu=cpu)
+    assert held.holders == ((0, 2, 4), (1, 3, 5))
+    for rank in range(2):
+        geometry = Geometry.of(padded_for_cpu(config, 2) if cpu else config, rank, 2, 2 if FAMILIES[family] else 1)
+        by_rule = {
+            (b.name, *((*b.start, 0)[:2]), *((*b.stop, 1)[:2])) for p in geometry.parameters() for q in p.pieces
+            for b in [q.box]
+        }  # fmt: skip
+        rows = held.rows_of(rank)
+        names = [held.names[t] for t in held.tensor[rows]]
+        table = {
+            (n, *a, *b) for n, a, b in zip(names, held.start[rows].tolist(), held.stop[rows].tolist(), strict=True)
+        }
+        assert table == by_rule

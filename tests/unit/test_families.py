@@ -1,0 +1,119 @@
+"""Checkpoints that the actor refuses, each in one line, before Megatron is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.families import check_layout, local_folder, padded_vocab_size, read_config
+from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "qwen3",
+            {"model_type": "mamba"},
+            "'mamba' model; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        ),
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act=gelu; supported is silu"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=true"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "sliding_window=128, below .*=512"),
+        ("mistral", {"sliding_window": 511}, "sliding_window=511, below max_position_embeddings=512"),
+        ("mixtral", {"sliding_window": 64}, "sliding_window=64, below"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: routing must repeat itself"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5; it must be from 1 to 4"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and normalised weights"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0; it must be from 1 to 8"),
+        ("qwen3_moe", {"decoder_sparse_step": 3}, "'qwen3_moe' model with 8 experts in 0 layers"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "8 experts in 0 layers; give it at least one"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
+    ],
+)
+def test_an_unsupported_config_is_refused(
+    family: str, change: dict[str, Any], message: str, checkpoints: Callable[..., Path], tmp_path: Path
+) -> None:
+    fields = json.loads((checkpoints(family, tied=True) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **change}))
+    with pytest.raises(UserError, match=message) as refusal:
+        read_config(str(tmp_path))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere/at/all", "is not a folder"),
+        ("./missing", "is not a folder"),
+        ("three/part/name", "is not a folder"),
+        ("no-such-org/no-such-model", "could not be fetched from the hub .* actor.path=DIR"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_refused(path: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=message):
+        local_folder(path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        read_config(str(tmp_path))
+
+
+def test_a_window_as_long_as_the_model_is_full_attention(checkpoints: Callable[..., Path]) -> None:
+    assert read_config(str(checkpoints("mistral", tied=False, sliding_window=512))).sliding_window == 512
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "message"),
+    [
+        ("qwen3", {"tp_size": 3}, "tp_size=3 does not divide the model's num_attention_heads=4"),
+        ("qwen3", {"pp_size": 3}, "pp_size=3 does not divide the model's 2 layers"),
+        ("qwen3", {"ep_size": 2, "dp_size": 2}, "ep_size=2 lays out experts, and this qwen3 model has none"),
+        ("llama", {"etp_size": 2, "dp_size": 2}, "etp_size=2 lays out experts, and this llama model has none"),
+        ("mistral", {"tp_size": 2, "etp_size": 1}, "etp_size=1 lays out experts, and this mistral model has none"),
+        ("mixtral", {"ep_size": 3, "dp_size": 3}, "ep_size=3 does not divide the model's 4 experts"),
+        ("qwen3_moe", {"ep_size": 16, "dp_size": 16}, "ep_size=16 does not divide the model's 8 experts"),
+        ("qwen3_moe", {"etp_size": 5, "dp_size": 5}, "etp_size=5 does not divide the 48 rows of an expert"),
+        ("qwen3_moe", {"tp_size": 2}, "tp_size=2 with a mixture of experts needs parallel.sequence_parallel=true"),
+        ("mixtral", {"tp_size": 8, "sequence_parallel": True}, "tp_size=8 does not divide the model's num_attention"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(
+    family: str, layout: dict[str, int], message: str, checkpoints: Callable[..., Path]
+) -> None:
+    config = read_config(str(checkpoints(family, tied=True)))
+    with pytest.raises(UserError, match=message) as refusal:
+        check_layout(config, ParallelConfig(**layout))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_dense_width_that_no_layer_has_is_not_asked_to_divide(checkpoints: Callable[..., Path]) -> None:
+    config = read_config(str(checkpoints("qwen3_moe", tied=True, intermediate_size=191)))
+    check_layout(config, ParallelConfig(tp_size=2, sequence_parallel=True))
+
+
+@pytest.mark.parametrize(("world", "fits"), [("4", True), ("6", False), ("2", False)])
+def test_a_world_that_the_layout_does_not_make_is_refused(world: str, fits: bool, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    parallel = ParallelConfig(tp_size=2, pp_size=2)
+    if fits:
+        assert parallel.world_size() == 4
+    else:
+        with pytest.raises(UserError, match=f"the world has {world} ranks"):
+            parallel.world_size()
+
+
+@pytest.mark.parametrize(("size", "tp", "padded"), [(343, 1, 344), (344, 1, 344), (343, 2, 352), (352, 2, 352)])
+def test_a_vocabulary_is_padded_to_whole_shards(
+    size: int, tp: int, padded: int, checkpoints: Callable[..., Path]
+) -> None:
+    config = read_config(str(checkpoints("qwen3", tied=True)))
+    config.vocab_size = size
+    assert padded_vocab_size(config, tp) == padded
