@@ -32,7 +32,7 @@ def sentences(text: str) -> Iterator[str]:
         entries = re.sub(r"\n\s*[\w*, `]+: ", "\n\0", "\n".join(lines))  # of Args and Raises
         for part in entries.split("\0"):
             flat = " ".join(CODE.sub("x", part).split())
-            yield from (s for s in re.split(r"(?<=[.!?;:])\s+", flat) if s)
+            yield from (s for s in re.split(r"(?<=[.!?])\s+", flat) if s)
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
