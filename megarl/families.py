@@ -8,21 +8,14 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megarl.hub import local_folder
 from megarl.knobs import UserError
-from megarl.parallel.config import ParallelConfig
-
-HUB_TIMEOUT_S = 10.0
-CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
 
 VOCAB_MULTIPLE = 8  # rows of each rank's embedding shard are a multiple of this; the padding is never trained
 
@@ -67,34 +60,6 @@ class MoeShape:
     width: int  # of one expert's hidden layer
     topk: int  # experts that see a token
     normalized: bool  # whether the weights of a token's experts sum to 1
-
-
-def local_folder(path: str) -> Path:
-    """The folder of a HF checkpoint given as a local folder or a hub name, which is fetched unless it is cached.
-
-    Raises:
-        UserError: no such folder, or the hub cannot be reached.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"actor.path={path} holds no config.json; give the folder of a HF checkpoint")
-        return folder
-    if folder.is_absolute() or path.startswith(".") or len(folder.parts) != 2:
-        raise UserError(f"actor.path={path} is not a folder; give a local HF checkpoint or a hub name 'org/name'")
-    try:
-        HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
-        online = True
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
-        online, reason = False, str(error).strip().splitlines()[0] or type(error).__name__
-    try:
-        return Path(snapshot_download(path, allow_patterns=CHECKPOINT_FILES, local_files_only=not online))
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.TransportError, OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0] if online else reason
-        raise UserError(
-            f"actor.path={path} is no folder here and could not be fetched from the hub ({why}); offline, give a local "
-            "HF checkpoint: actor.path=DIR"
-        ) from error
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -214,84 +179,6 @@ def rotary_inv_freq(config: PretrainedConfig) -> torch.Tensor:
         dim = head_dim(config)
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
-
-
-def check_layout(config: PretrainedConfig, parallel: ParallelConfig) -> None:
-    """Refuses a layout that does not divide the model.
-
-    Raises:
-        UserError: heads or an intermediate size that tp does not divide, KV heads that neither divide tp nor are
-            divided by it, layers that do not come out even over pipeline stages; experts that ep or etp does not
-            divide, sizes for experts where there are none, experts under tp without sequence parallelism.
-    """
-    parallel.check()
-    tp, kv_heads, moe = parallel.tp_size, config.num_key_value_heads, moe_shape(config)
-    divided = ["num_attention_heads"]
-    if moe is None or not all(moe.layers):
-        divided.append("intermediate_size")
-    for name in divided:
-        value = getattr(config, name)
-        if value % tp:
-            raise UserError(
-                f"parallel.tp_size={tp} does not divide the model's {name}={value}; choose a tp_size that divides it"
-            )
-    if kv_heads % tp and tp % kv_heads:
-        raise UserError(
-            f"parallel.tp_size={tp} and the model's num_key_value_heads={kv_heads}: one must divide the other; choose "
-            f"a tp_size that divides {kv_heads} or is a multiple of it"
-        )
-    if 2 * kv_heads * head_dim(config) % tp:
-        raise UserError(
-            f"parallel.tp_size={tp} does not divide the model's {kv_heads} key and value heads of {head_dim(config)}; "
-            "choose a smaller tp_size"
-        )
-    if moe is None:
-        _check_no_experts(config, parallel)
-    else:
-        _check_expert_layout(moe, parallel)
-    parallel.stage_layers(config.num_hidden_layers)
-
-
-def check_deterministic(config: PretrainedConfig, parallel: ParallelConfig, dtype: str) -> None:
-    """Refuses what a deterministic run has no operations for (see `row_invariant.py`).
-
-    Raises:
-        UserError: a mixture of experts; a dtype other than float32; sums over the ranks of tp or cp.
-    """
-    if moe_shape(config) is not None:
-        raise UserError(
-            f"deterministic=true does not cover the experts of a '{config.model_type}' model: set it to false, or "
-            "train a dense model"
-        )
-    needed: dict[str, tuple[str | int, str | int]] = {"actor.dtype": (dtype, "float32")}
-    needed |= {f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp_size", "cp_size")}
-    for name, (value, only) in needed.items():
-        if value != only:
-            raise UserError(f"{name}={value} must be {only} with deterministic=true; change one of them")
-
-
-def _check_no_experts(config: PretrainedConfig, parallel: ParallelConfig) -> None:
-    for name, value, default in (("ep_size", parallel.ep_size, 1), ("etp_size", parallel.etp_size, parallel.tp_size)):
-        if value not in (None, default):
-            raise UserError(
-                f"parallel.{name}={value} lays out experts, and this {config.model_type} model has none; leave it out"
-            )
-
-
-def _check_expert_layout(moe: MoeShape, parallel: ParallelConfig) -> None:
-    ep, etp = parallel.ep_size, parallel.expert_tp_size
-    if moe.experts % ep:
-        raise UserError(f"parallel.ep_size={ep} does not divide the model's {moe.experts} experts; choose a divisor")
-    if moe.width % etp:
-        raise UserError(
-            f"parallel.etp_size={etp} does not divide the {moe.width} rows of an expert; choose a divisor (when none "
-            "is given it is tp_size)"
-        )
-    if parallel.tp_size > 1 and not parallel.sequence_parallel:
-        raise UserError(
-            f"parallel.tp_size={parallel.tp_size} with a mixture of experts needs parallel.sequence_parallel=true: "
-            "each tp rank routes tokens of its own"
-        )
 
 
 def padded_vocab_size(config: PretrainedConfig, tp_size: int) -> int:

@@ -22,17 +22,20 @@ from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.batch.microbatch import Microbatch, build_microbatch, check_batch, plan_microbatches, shift_right
 from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
-from megarl.actor.config import EngineConfig, check_config, check_device
+from megarl.actor.checks import check_device, check_engine
+from megarl.actor.config import EngineConfig
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.model import build, heads
+from megarl.actor.model.backends import choose_backend
 from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_norm
 from megarl.actor.weights import hf_weights
-from megarl.families import as_scalar, check_deterministic, check_layout, is_scalar, read_config
+from megarl.families import as_scalar, is_scalar, read_config
 from megarl.knobs import UserError
 from megarl.parallel import groups as process_groups
 from megarl.parallel import platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.groups import Groups
 from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 
 
@@ -48,48 +51,47 @@ class MegatronEngine(TrainEngine):
         trainable: bool = True,
         deterministic: bool = False,
     ) -> None:
-        """`scalar`: one number a token in place of the vocabulary (see `critic.py`). `trainable=False`: neither
-        gradients nor an optimizer are made room for (see `reference.py`). `deterministic`: see `row_invariant.py`."""
+        """Checks everything that needs no process group.
+
+        Args:
+            scalar: gives the model one number a token in place of the vocabulary (see `critic.py`).
+            trainable: False leaves out gradients and optimizer (see `reference.py`).
+            deterministic: takes the backend `deterministic` (see `model/backends.py`).
+
+        Raises:
+            UserError: see `read_config` and `actor/checks.py`.
+        """
         self.config = config
-        self.trainable = trainable
-        self._updates: WeightUpdates | None = None
         self.parallel = parallel or ParallelConfig()
-        check_config(config)
+        self.trainable = trainable
         check_device(config, platform.has_gpu(), platform.has_transformer_engine(), deterministic)
-        # its attention finds keys by sequence bounds, which shared prompts do not have
-        self._te = config.backend != "local" and platform.has_transformer_engine() and not config.shared_prefix
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
         elif is_scalar(self.hf_config):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
-        check_layout(self.hf_config, self.parallel)
-        self.deterministic = deterministic
-        if deterministic:
-            check_deterministic(self.hf_config, self.parallel, config.dtype)
-        if config.shared_prefix and (self.parallel.cp_size > 1 or self.parallel.sequence_parallel):
-            raise UserError(
-                f"actor.shared_prefix=true takes whole sequences on every rank: set it to false, or parallel.cp_size="
-                f"{self.parallel.cp_size} to 1 and sequence_parallel={self.parallel.sequence_parallel} to false"
-            )
+        check_engine(config, self.parallel, self.hf_config, deterministic=deterministic)
+        self.backend = choose_backend(config, self.hf_config, deterministic)
+        self._weight_updates: WeightUpdates | None = None
+        self._skipped = SkippedSteps(config.max_skipped_steps)
+        # Made by `initialize`, which joins the process groups.
+        self.groups: Groups
+        self.modules: list[GPTModel] = []
+        self.ddps: list[Any] = []
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self._cut = Cut()
+        self._state: EngineState | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.groups = process_groups.initialize(self.parallel)
-        if self.deterministic:
-            torch.set_num_threads(1)  # where more threads cut the work depends on the batch
+        if self.backend.one_thread:
+            torch.set_num_threads(1)
         self._cut = Cut.of(self.groups)
-        self._pack = build.packing(build.DTYPES[self.config.dtype], self._te, self.deterministic, self.groups)
-        self._skipped = SkippedSteps(self.config.max_skipped_steps)
-        self.modules: list[GPTModel] = build.build_model(
-            self.hf_config,
-            self.groups,
-            build.DTYPES[self.config.dtype],
-            self.config.recompute,
-            self._te,
-            self.deterministic,
-        )
+        dtype = build.DTYPES[self.config.dtype]
+        self.modules = build.build_model(self.hf_config, self.groups, dtype, self.backend, self.config.recompute)
         if self.config.init == "random":
             hf_weights.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
         else:
@@ -112,16 +114,15 @@ class MegatronEngine(TrainEngine):
                 module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
                     models, None, **groups
                 )
-            self.optimizer = build_optimizer(self.config, self.ddps, build.DTYPES[self.config.dtype])
+            self.optimizer = build_optimizer(self.config, self.ddps, dtype)
         self.scheduler = build_scheduler(self.config.optimizer, self.optimizer, ft_spec)
         self._state = EngineState(
             self.modules, self.hf_config, self.optimizer, self.scheduler, self.groups, self.config.path
         )
 
     def destroy(self) -> None:
-        for name in ("_state", "scheduler", "optimizer", "ddps", "modules"):
-            if hasattr(self, name):
-                delattr(self, name)
+        self._state = self.scheduler = self.optimizer = None
+        self.ddps, self.modules = [], []
         process_groups.destroy()
 
     @property
@@ -153,7 +154,7 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         mine = self.groups.dp_rank
         return [
-            build_microbatch(batch, part, weight / total, self.device, self._cut, shared, self._pack)
+            build_microbatch(batch, part, weight / total, self.device, self._cut, shared, self.backend.pack)
             for part, weight in zip(rows[mine], weights[mine], strict=True)
         ]
 
@@ -176,7 +177,7 @@ class MegatronEngine(TrainEngine):
     def _logprobs(
         self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        found = heads.logprobs(
+        local = self.backend.logprobs(
             self._hidden(output, mb),
             labels,
             self.modules[-1],
@@ -185,9 +186,8 @@ class MegatronEngine(TrainEngine):
             self.config.temperature,
             with_entropy,
             self.config.kept_logits_mb * 2**20,
-            self.deterministic,
         )
-        logprobs, entropy = (mb.whole(x, self.groups.cp) if x is not None else None for x in found)
+        logprobs, entropy = (mb.whole(x, self.groups.cp) if x is not None else None for x in local)
         assert logprobs is not None
         return logprobs, entropy
 
@@ -339,11 +339,11 @@ class MegatronEngine(TrainEngine):
                 self.optimizer.reload_model_params()  # the float32 main parameters
 
     def connect(self, updates: WeightUpdates) -> None:
-        self._updates = updates
+        self._weight_updates = updates
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        if self._updates is not None:
-            self._updates.upload(self, meta)
+        if self._weight_updates is not None:
+            self._weight_updates.upload(self, meta)
         elif meta.path is not None:
             self.save(meta.path)
         else:
@@ -352,9 +352,11 @@ class MegatronEngine(TrainEngine):
             )
 
     def snapshot_state(self) -> Snapshot:
+        assert self._state is not None, "initialize first, with trainable=True"
         return self._state.snapshot()
 
     def load_state(self, folder: Path) -> None:
+        assert self._state is not None, "initialize first, with trainable=True"
         self._state.load(folder)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 from transformers import PretrainedConfig
 
-from megarl.actor.config import EngineConfig
+from megarl.actor.config import EngineConfig, backend_of
 from megarl.actor.weights.shards import ShardSpec, shard_specs
 from megarl.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
 from megarl.parallel.config import ParallelConfig
@@ -145,7 +145,7 @@ class LayerBytes:
         item, tp = ITEM_BYTES[engine.dtype], parallel.tp_size
         spread = tp if parallel.sequence_parallel else 1  # tokens of the parts that tp does not cut
         hidden = model.hidden_size * item / spread
-        fused = item == 4 and not on_gpu  # the layers of fused.py, which keep their inputs alone
+        fused = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu) == "cpu"  # its layers keep their inputs alone
         norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
         dim = head_dim(model)
         q = model.num_attention_heads * dim / tp

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.actor.batch.balance import SequenceCost, karmarkar_karp
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.actor.batch.shared_prefix import share, units
-from megarl.actor.model.packed_attention import WHOLE, PackedSequences, packed_sequences
 from megarl.knobs import UserError
 from megarl.types import PackedBatch
 
@@ -32,7 +32,7 @@ class Microbatch:
     input_ids: Tensor  # int64 [local tokens]
     labels: Tensor  # int64 [local tokens]: the token that each predicts, -1 at a sequence's end
     trained_labels: Tensor  # the same, -1 also where `loss_mask` leaves the next token out
-    packed: PackedSequences
+    packed: PackedSeqParams  # as the layer backend's attention takes it
     local: LocalTokens | None  # None: all tokens are here, unpadded
     shared: LocalTokens | None  # the tokens that the model is given where groups share prompts (see prefix.py)
     weight: float  # its share of the loss: weights over all microbatches of all ranks sum to 1
@@ -157,9 +157,9 @@ def build_microbatch(
     indices: list[int],
     weight: float,
     device: torch.device,
-    cut: Cut = WHOLE,
-    shared_prefix: bool = False,
-    pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSequences] = packed_sequences,
+    cut: Cut,
+    shared_prefix: bool,
+    pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams],
 ) -> Microbatch:
     """The microbatch of the sequences `indices`, cut for this rank. An empty one takes the first sequence with weight
     0, so that every rank runs the same collectives. `pack`: what the model's attention is handed (`attention.py`)."""

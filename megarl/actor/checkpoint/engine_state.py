@@ -40,7 +40,7 @@ from megarl.actor.checkpoint.stored_state import (
 )
 from megarl.actor.weights import hf_files, hf_weights
 from megarl.actor.weights.hf_weights import Shard
-from megarl.families import local_folder
+from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups

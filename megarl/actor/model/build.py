@@ -1,37 +1,19 @@
-"""From a HF config to Megatron's `GPTModel`: how the fields map."""
+"""Builds Megatron's `GPTModel` from a HF config: how the fields map."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megarl.actor.batch.context_parallel import Cut, LocalTokens
-from megarl.actor.model.deterministic_layers import (
-    RowInvariantAttention,
-    RowInvariantColumnLinear,
-    RowInvariantRowLinear,
-)
+from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
 from megarl.actor.model.moe import mark_experts, moe_fields
-from megarl.actor.model.norms import RMSNorm
-from megarl.actor.model.packed_attention import (
-    PackedAttention,
-    PackedRotary,
-    PackedSequences,
-    packed_for_kernel,
-    packed_for_te,
-    packed_sequences,
-)
-from megarl.cpu.layers import CosSinRotary, FusedAttention, FusedRMSNorm, FusedSwiGLU
 from megarl.families import (
     FAMILIES,
     attention_biases,
@@ -41,7 +23,6 @@ from megarl.families import (
     padded_vocab_size,
     rotary_inv_freq,
 )
-from megarl.ops import row_invariant
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups
 
@@ -56,23 +37,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def has_kernels(dtype: torch.dtype, deterministic: bool) -> bool:
-    """Whether layers are of `fused.py`. A deterministic run keeps torch's norms and rotary embedding, whose bits are
-    those of the rollout server."""
-    return dtype == torch.float32 and not deterministic and not platform.has_gpu()
-
-
-def packing(
-    dtype: torch.dtype, te: bool, deterministic: bool, groups: Groups
-) -> Callable[[torch.Tensor, torch.device, Cut, LocalTokens | None], PackedSequences]:
-    """What turns a microbatch's sequences into what the attention of the model's layers takes."""
-    if te:
-        return packed_for_te
-    return packed_for_kernel if has_kernels(dtype, deterministic) and groups.cp_size == 1 else packed_sequences
-
-
 def transformer_config(
-    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, recompute: str = "none", deterministic: bool = False
+    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, backend: LayerBackend, recompute: str = "none"
 ) -> TransformerConfig:
     """Megatron's config for the HF config on this layout."""
     family, layout = FAMILIES[config.model_type], groups.layout
@@ -87,8 +53,7 @@ def transformer_config(
         layernorm_epsilon=config.rms_norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=row_invariant.silu if deterministic else F.silu,
-        use_te_activation_func=has_kernels(dtype, deterministic),  # the layer spec's, which takes gate and up as one
+        **backend.config_fields,
         add_bias_linear=False,
         add_qkv_bias=attention_biases(config)[0],
         qk_layernorm=family.qk_norm,
@@ -130,86 +95,29 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _layer_specs(
-    config: PretrainedConfig, layers: range, te: bool, deterministic: bool, fused: bool
-) -> TransformerBlockSubmodules:
-    """What the given layers are made of; some may have experts and some not.
-
-    `fused` takes those of `fused.py`. `te` puts Transformer Engine's modules in their places, norms apart from the
-    matrices behind them, so that native parameters have the same names and shapes with either. Experts stay Megatron's
-    own.
-    """
-    qk_norm = FAMILIES[config.model_type].qk_norm
-    norm: Any = FusedRMSNorm if fused else RMSNorm
-    norm_qk: Any = norm
-    if te:
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the package
-
-        provider = TESpecProvider()
-        norm, norm_qk = provider.layer_norm(rms_norm=True), provider.layer_norm(rms_norm=True, for_qk=True)
-    moe = moe_shape(config)
+def _layer_specs(config: PretrainedConfig, layers: range, backend: LayerBackend) -> TransformerBlockSubmodules:
+    """Specs of the given layers, of which some may have experts."""
+    qk_norm, moe, output_bias = FAMILIES[config.model_type].qk_norm, moe_shape(config), attention_biases(config)[1]
     specs = []
     for layer in layers:
-        spec = get_gpt_layer_local_spec(
-            num_experts=moe.experts if moe is not None and moe.layers[layer] else None,
-            qk_layernorm=qk_norm,
-            normalization="RMSNorm",
-        )
-        parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = norm
-        if qk_norm:
-            attention.q_layernorm = attention.k_layernorm = norm_qk
-        attention.core_attention = FusedAttention if fused else PackedAttention
-        if fused:
-            mlp = parts.mlp.submodules
-            gated = mlp if moe is None or not moe.layers[layer] else mlp.experts.submodules
-            gated.activation_func = FusedSwiGLU
-        if te:
-            attention.core_attention = provider.core_attention()
-            attention.linear_qkv = provider.column_parallel_linear()
-            attention.linear_proj = provider.row_parallel_linear()
-            if moe is None or not moe.layers[layer]:
-                parts.mlp.submodules.linear_fc1 = provider.column_parallel_linear()
-                parts.mlp.submodules.linear_fc2 = provider.row_parallel_linear()
-        if deterministic:
-            attention.core_attention = RowInvariantAttention
-            attention.linear_qkv = parts.mlp.submodules.linear_fc1 = RowInvariantColumnLinear
-            attention.linear_proj = parts.mlp.submodules.linear_fc2 = RowInvariantRowLinear
-        if attention_biases(config)[1]:
-            attention.linear_proj = BiasedRowInvariantLinear if deterministic else BiasedRowParallelLinear
+        experts = moe.experts if moe is not None and moe.layers[layer] else None
+        spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm")
+        backend.place_modules(spec, qk_norm=qk_norm, sparse=experts is not None, output_bias=output_bias)
         specs.append(spec)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
-
-
-class BiasedRowParallelLinear(RowParallelLinear):
-    """Attention's output projection with a bias, in a model whose other projections may have none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "bias": True})
-
-
-class BiasedRowInvariantLinear(BiasedRowParallelLinear, RowInvariantRowLinear):
-    """The same for a deterministic run."""
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.norm)
 
 
 def build_model(
-    config: PretrainedConfig,
-    groups: Groups,
-    dtype: torch.dtype,
-    recompute: str = "none",
-    te: bool = False,
-    deterministic: bool = False,
+    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, backend: LayerBackend, recompute: str = "none"
 ) -> list[GPTModel]:
-    """This rank's virtual stages of the model, their parameters not yet filled (see `hf.py`). `te`: of Transformer
-    Engine's modules; `deterministic`: of those of `row_invariant.py`."""
-    megatron = transformer_config(config, groups, dtype, recompute, deterministic)
-    fused = has_kernels(dtype, deterministic)
+    """Builds this rank's virtual stages of the model. Their parameters are not filled yet (see `hf_weights.py`)."""
+    megatron = transformer_config(config, groups, dtype, backend, recompute)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
         with platform.scope():
             module = HeadlessGPT(
                 config=megatron,
-                transformer_layer_spec=_layer_specs(config, layers, te, deterministic, fused),
+                transformer_layer_spec=_layer_specs(config, layers, backend),
                 vocab_size=padded_vocab_size(config, groups.tp_size),
                 max_sequence_length=config.max_position_embeddings,
                 pre_process=groups.pp_rank == 0 and stage == 0,
@@ -223,6 +131,6 @@ def build_model(
         mark_experts(module)
         if module.post_process and is_scalar(config):
             module.output_layer = ValueHead(megatron)
-        module.rotary_pos_emb = (CosSinRotary if fused else PackedRotary)(rotary_inv_freq(config))
+        module.rotary_pos_emb = backend.rotary(rotary_inv_freq(config))
         modules.append(module.to(platform.device()))
     return modules

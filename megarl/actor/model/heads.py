@@ -76,20 +76,15 @@ def logprobs(
     temperature: float,
     with_entropy: bool,
     kept_bytes: int,
-    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
 
-    Only rows with a label are computed. Logits for backward are kept if they fit into `kept_bytes` (6 * rows * V * H
-    operations in all); if not, they are computed again in backward, a chunk at a time (8 * rows * V * H), and the
-    weight's gradient goes straight into the main gradient. `deterministic`: by the functions that a rollout server
-    uses; all logits are held.
+    Only rows with a label are computed. Logits are kept for backward if they fit into `kept_bytes`: 6 * rows * V * H
+    operations in all. Otherwise backward computes them again, a chunk at a time (8 * rows * V * H), and adds the
+    weight's gradient straight to the main gradient.
     """
     weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
     rows = (labels != -1).nonzero().squeeze(1)
-    if deterministic:
-        kept = row_invariant.linear(hidden.index_select(0, rows), weight)
-        return _spread(row_invariant.logprobs(kept, labels[rows], temperature, vocab_size, with_entropy), rows, labels)
     fits = rows.numel() * weight.shape[0] * weight.element_size() <= kept_bytes
     if not (torch.is_grad_enabled() and fits):
         return linear_logprobs(
@@ -104,7 +99,7 @@ def logprobs(
             rows=rows,
             main_grad=getattr(weight, "main_grad", None),
         )
-    found = vocab_parallel_logprobs(
+    of_rows = vocab_parallel_logprobs(
         _local_logits(hidden.index_select(0, rows), weight, groups),
         labels[rows],
         vocab_valid=vocab_size,
@@ -114,13 +109,29 @@ def logprobs(
         with_entropy=with_entropy,
         inplace_backward=True,
     )
-    return _spread(found, rows, labels)
+    return _spread(of_rows, rows, labels)
 
 
-def _spread(found: tuple[Tensor, Tensor | None], rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What was found for `rows` among all tokens, 0 elsewhere."""
-    zeros = found[0].new_zeros(labels.shape)
-    logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in found)
+def row_invariant_logprobs(
+    hidden: Tensor,
+    labels: Tensor,
+    module: GPTModel,
+    groups: Groups,
+    vocab_size: int,
+    temperature: float,
+    with_entropy: bool,
+    kept_bytes: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies by the functions of the rollout server; all logits are held. See `logprobs`."""
+    rows = (labels != -1).nonzero().squeeze(1)
+    logits = row_invariant.linear(hidden.index_select(0, rows), weight_of(module))
+    return _spread(row_invariant.logprobs(logits, labels[rows], temperature, vocab_size, with_entropy), rows, labels)
+
+
+def _spread(of_rows: tuple[Tensor, Tensor | None], rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies of `rows`, placed among all tokens; 0 elsewhere."""
+    zeros = of_rows[0].new_zeros(labels.shape)
+    logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in of_rows)
     assert logprob is not None
     return logprob, entropy
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, gather_keys_values
-from megarl.cpu.attention import Sequences
 
 WHOLE = Cut()
 MOST_MASKED = 2048  # keys: a mask of more would take memory that matters
@@ -43,22 +42,27 @@ class Block:
 
 
 @dataclass
-class PackedSequences(PackedSeqParams):
-    """What Megatron hands to attention and rotary code for one packed microbatch.
+class PackedBlocks(PackedSeqParams):
+    """A packed microbatch in padded blocks of similar lengths, for `PackedAttention`.
 
-    For our own attention Megatron's `cu_seqlens_*` stay None, so that its rotary code takes one angle per token.
+    Megatron's `cu_seqlens_*` stay None, so that its rotary code takes one angle per token.
     """
 
     positions: Tensor | None = None  # int64 [local tokens]: place of each token in its sequence
-    cos_sin: Tensor | None = None  # float32 [local tokens, dim]: of their rotary angles, where fused.py has set it
     blocks: list[Block] = field(default_factory=list)
     restore: Tensor | None = None  # int64 [local tokens]: from the blocks' order back to token order
-    sequences: Sequences | None = None  # what fused.py's attention takes in place of blocks
 
 
-def packed_sequences(
+@dataclass
+class PackedBounds(PackedSeqParams):
+    """A packed microbatch by its sequence bounds, for Transformer Engine's attention."""
+
+    positions: Tensor | None = None  # int64 [longest sequence]: rows of the table of rotary angles
+
+
+def pack_in_blocks(
     cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
-) -> PackedSequences:
+) -> PackedBlocks:
     """Plans attention for sequences laid end to end; `cu_seqlens` is int32 `[num_seqs + 1]`, on the host, padded as
     `cut` needs it. With `shared` (and no cut) the model is given the tokens `shared.source` of them only.
 
@@ -98,7 +102,7 @@ def packed_sequences(
     order_all = torch.cat(order) if order else torch.empty(0, dtype=torch.long)
     restore = torch.empty_like(order_all)
     restore[order_all] = torch.arange(len(order_all))
-    return PackedSequences(qkv_format="thd", positions=positions.to(device), blocks=blocks, restore=restore.to(device))
+    return PackedBlocks(qkv_format="thd", positions=positions.to(device), blocks=blocks, restore=restore.to(device))
 
 
 def _size_class(sizes: Tensor) -> Tensor:
@@ -115,31 +119,13 @@ def _left_out(sizes: Tensor, given: Tensor) -> Tensor:
     return torch.where((2 * rest < sizes + CAUSAL_ROWS) & (sizes <= MOST_MASKED), sizes - rest, 0)
 
 
-def packed_for_kernel(
+def pack_with_bounds(
     cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
-) -> PackedSequences:
-    """The same for the attention of `fused.py`, which takes sequences as they lie, without a cut."""
-    sizes, own = cu_seqlens.diff().long(), torch.arange(int(cu_seqlens[-1]))
-    positions = own - cu_seqlens[:-1].long().repeat_interleave(sizes)
-    if shared is None:
-        return PackedSequences(
-            qkv_format="thd", positions=positions, sequences=Sequences(cu_seqlens, own, torch.zeros_like(sizes))
-        )
-    before = torch.searchsorted(shared.source, cu_seqlens.long())  # tokens given before each bound
-    return PackedSequences(
-        qkv_format="thd",
-        positions=positions[shared.source],
-        sequences=Sequences(cu_seqlens, shared.rows, sizes - before.diff()),
-    )
-
-
-def packed_for_te(
-    cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
-) -> PackedSequences:
+) -> PackedBounds:
     """The same for Transformer Engine's attention, which cuts padded sequences in zigzag order itself: bounds for the
     kernels, and one table of angles, from which Megatron's rotary code takes each rank's part."""
     bounds, longest = cu_seqlens.to(device), int(cu_seqlens.diff().max())
-    return PackedSequences(
+    return PackedBounds(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
@@ -167,7 +153,7 @@ class PackedAttention(torch.nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: PackedSequences,
+        packed_seq_params: PackedBlocks,
         **_: Any,
     ) -> Tensor:
         """query `[tokens, heads, dim]`, key and value `[tokens, kv_heads, dim]` -> `[tokens, heads * dim]`."""

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.families import FAMILIES, local_folder, moe_shape
+from megarl.families import FAMILIES, moe_shape
+from megarl.hub import local_folder
 from megarl.knobs import UserError
 
 MAX_FILE_BYTES = 5 * 2**30

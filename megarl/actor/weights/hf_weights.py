@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from megarl.actor.weights import hf_files
 from megarl.actor.weights.shards import SCORE, ShardSpec, shard_specs, tensor_shapes, world_table
-from megarl.families import local_folder
+from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.actor.batch.context_parallel import Cut, local_tokens
-from megarl.actor.model.packed_attention import packed_sequences
+from megarl.actor.model.packed_attention import pack_in_blocks
 from megarl.types import cu_seqlens_of
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_a_rank_holds_chunk_r_and_its_mirror_image(cp: int) -> None:
             positions += [chunks[rank], chunks[2 * cp - 1 - rank]]
             source += [start + positions[-2], start + positions[-1]]
         assert torch.equal(local_tokens(cu_seqlens, cu_seqlens, Cut(rank, cp)).source, torch.cat(source))
-        assert torch.equal(packed_sequences(cu_seqlens, CPU, Cut(rank, cp)).positions, torch.cat(positions))
+        assert torch.equal(pack_in_blocks(cu_seqlens, CPU, Cut(rank, cp)).positions, torch.cat(positions))
 
 
 @settings(deadline=None, max_examples=25)
@@ -69,7 +69,7 @@ def test_a_rank_s_attention_is_its_part_of_the_whole(lengths: list[int], cp: int
     keys, values = (torch.cat([part(x, rank) for rank in range(cp)]) for x in (key, value))
     outputs = []
     for rank in range(cp):
-        plan, mine = packed_sequences(padded, CPU, cuts[rank]), part(query, rank)
+        plan, mine = pack_in_blocks(padded, CPU, cuts[rank]), part(query, rank)
         found = []
         for block in plan.blocks:
             shape = (block.num_seqs, -1, 2, 8)
@@ -83,5 +83,5 @@ def test_a_rank_s_attention_is_its_part_of_the_whole(lengths: list[int], cp: int
 
 def test_every_rank_s_attention_costs_the_same() -> None:
     cu_seqlens = cu_seqlens_of(torch.tensor([64, 32]))
-    plans = [packed_sequences(cu_seqlens, CPU, Cut(rank, 4)) for rank in range(4)]
+    plans = [pack_in_blocks(cu_seqlens, CPU, Cut(rank, 4)) for rank in range(4)]
     assert len({sum(int(block.mask.sum()) for block in plan.blocks) for plan in plans if plan}) == 1

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.actor.config import EngineConfig, check_device
+from megarl.actor.checks import check_device
+from megarl.actor.config import EngineConfig
 from megarl.actor.policy import MegatronPPOActor
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.knobs import UserError

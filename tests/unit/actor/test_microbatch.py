@@ -11,8 +11,7 @@ from torch import Tensor
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.batch.microbatch import build_microbatch, partition, plan_microbatches, shift_right
 from megarl.actor.batch.shared_prefix import share
-from megarl.actor.model.packed_attention import PackedAttention, packed_for_kernel, packed_sequences
-from megarl.cpu.layers import FusedAttention
+from megarl.actor.model.packed_attention import WHOLE, PackedAttention, pack_in_blocks
 from megarl.knobs import UserError
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -100,10 +99,9 @@ def test_the_model_is_given_each_common_beginning_once() -> None:
     assert shared.source.numel() == 6 + 3 + 1 + 2 + 4 + 2 + 2 + 2
     assert torch.equal(batch["input_ids"][shared.source][shared.rows], batch["input_ids"])
     position = torch.cat([torch.arange(n) for n in batch.lengths.tolist()])
-    for pack in (packed_sequences, packed_for_kernel):
-        packed = pack(batch.cu_seqlens, torch.device("cpu"), shared=shared)
-        assert packed.positions is not None
-        assert torch.equal(packed.positions[shared.rows], position)
+    packed = pack_in_blocks(batch.cu_seqlens, torch.device("cpu"), shared=shared)
+    assert packed.positions is not None
+    assert torch.equal(packed.positions[shared.rows], position)
 
 
 def test_shared_prompts_need_to_know_the_groups() -> None:
@@ -123,12 +121,17 @@ def test_a_shift_stays_inside_its_sequence(lengths: list[int]) -> None:
 
 def test_labels_are_the_next_tokens_and_none_at_a_sequence_end() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
-    assert build_microbatch(batch, [0, 1], 1.0, torch.device("cpu")).labels.tolist() == [8, 9, -1, -1]
+    assert build_microbatch(batch, [0, 1], 1.0, torch.device("cpu"), WHOLE, False, pack_in_blocks).labels.tolist() == [
+        8,
+        9,
+        -1,
+        -1,
+    ]
 
 
 def test_an_empty_microbatch_has_a_sequence_and_no_weight() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
-    empty = build_microbatch(batch, [], 0.5, torch.device("cpu"))
+    empty = build_microbatch(batch, [], 0.5, torch.device("cpu"), WHOLE, False, pack_in_blocks)
     assert empty.weight == 0.0
     assert empty.indices == []
     assert empty.batch.total_tokens == 3
@@ -136,7 +139,7 @@ def test_an_empty_microbatch_has_a_sequence_and_no_weight() -> None:
 
 @given(lengths_lists)
 def test_blocks_hold_every_token_once_and_half_of_them_at_least_are_tokens(lengths: list[int]) -> None:
-    packed = packed_sequences(cu_seqlens_of(torch.tensor(lengths)), torch.device("cpu"))
+    packed = pack_in_blocks(cu_seqlens_of(torch.tensor(lengths)), torch.device("cpu"))
     held = torch.cat([block.queries[block.valid] for block in packed.blocks])
     assert sorted(held.tolist()) == list(range(sum(lengths)))
     assert torch.equal(held[packed.restore], torch.arange(sum(lengths)))
@@ -167,7 +170,7 @@ def test_packed_attention_is_attention_of_each_sequence_alone() -> None:
     lengths = torch.tensor([5, 1, 17, 16, 3])
     total = int(lengths.sum())
     query, key, value = torch.randn(total, 4, 8), torch.randn(total, 2, 8), torch.randn(total, 2, 8)
-    packed = packed_sequences(cu_seqlens_of(lengths), torch.device("cpu"))
+    packed = pack_in_blocks(cu_seqlens_of(lengths), torch.device("cpu"))
     out = PackedAttention(HeadsOfEight())(query, key, value, None, packed_seq_params=packed)
     torch.testing.assert_close(out, attention_alone(query, key, value, lengths), atol=1e-6, rtol=1e-5)
 
@@ -178,7 +181,7 @@ def test_attention_after_a_shared_prompt_is_attention_of_each_sequence_alone(pro
     queries in the prompt, unless the mask of the others were too large."""
     batch = grouped([(prompts[0], [60, 3, 9, 3]), (prompts[1], [8, 200, 8]), (1, [1])])
     shared = share(batch)
-    packed = packed_sequences(batch.cu_seqlens, torch.device("cpu"), shared=shared)
+    packed = pack_in_blocks(batch.cu_seqlens, torch.device("cpu"), shared=shared)
     torch.manual_seed(0)
     given = shared.source.numel()
     query, key, value = (torch.randn(given, heads, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -187,15 +190,8 @@ def test_attention_after_a_shared_prompt_is_attention_of_each_sequence_alone(pro
     expected = attention_alone(*whole, batch.lengths)[shared.source]  # type: ignore[arg-type]
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
     gradient = torch.randn_like(out)
-    found, wanted = (torch.autograd.grad(x, (query, key, value), gradient, retain_graph=True) for x in (out, expected))
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    unturned = torch.cat([torch.ones(given, 4), torch.zeros(given, 4)], -1)
-    for_kernel = packed_for_kernel(batch.cu_seqlens, torch.device("cpu"), shared=shared)
-    for_kernel.cos_sin = unturned
-    fused = FusedAttention(HeadsOfEight())(query, key, value, None, packed_seq_params=for_kernel)
-    torch.testing.assert_close(fused, expected, atol=1e-6, rtol=1e-5)
-    of_fused = torch.autograd.grad(fused, (query, key, value), gradient)
-    torch.testing.assert_close(of_fused, wanted, atol=1e-5, rtol=1e-4)
+    gradients, wanted = (torch.autograd.grad(x, (query, key, value), gradient) for x in (out, expected))
+    torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-4)
     masked = [block for block in packed.blocks if block.mask is not None]
     assert masked
     assert all(block.length < block.key_length <= 2048 for block in masked)
@@ -204,5 +200,5 @@ def test_attention_after_a_shared_prompt_is_attention_of_each_sequence_alone(pro
 def test_a_sequence_that_is_another_ones_has_no_queries() -> None:
     batch = grouped([(9, [4, 4])])
     batch["input_ids"][13:] = batch["input_ids"][:13]
-    packed = packed_sequences(batch.cu_seqlens, torch.device("cpu"), shared=share(batch))
+    packed = pack_in_blocks(batch.cu_seqlens, torch.device("cpu"), shared=share(batch))
     assert [(block.num_seqs, block.length, block.mask) for block in packed.blocks] == [(1, 13, None)]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megarl.actor.api import FinetuneSpec
-from megarl.actor.config import EngineConfig, OptimizerConfig, check_device
+from megarl.actor.checks import check_device
+from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.optimizer import build_scheduler
 from megarl.actor.supervised import MegatronLMEngine, lm_loss, trained_tokens
 from megarl.knobs import UserError

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
+from megarl.actor.checks import check_layout
 from megarl.actor.weights.shards import ShardSpec, shard_specs, tensor_shapes, world_table
-from megarl.families import as_scalar, check_layout, moe_shape, padded_vocab_size
+from megarl.families import as_scalar, moe_shape, padded_vocab_size
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import places
 from tests.conftest import FAMILY_CONFIGS, random_model

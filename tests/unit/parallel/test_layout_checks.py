@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from megarl.actor.config import EngineConfig, check_config, check_device
-from megarl.families import check_layout
+from megarl.actor.checks import check_device, check_engine, check_layout
+from megarl.actor.config import EngineConfig, backend_of
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -149,7 +149,9 @@ def test_kv_heads_may_be_fewer_than_tensor_parallel_ranks() -> None:
         ("te", True, False, "and the package was not found"),
         ("te", True, True, ""),
         ("auto", False, False, ""),
-        ("local", True, True, ""),
+        ("torch", True, True, ""),
+        ("cpu", False, False, ""),
+        ("cpu", True, False, "actor.backend=cpu is for machines without a GPU"),
     ],
 )
 def test_transformer_engine_is_asked_for_only_where_it_can_run(
@@ -167,11 +169,31 @@ def test_transformer_engine_is_asked_for_only_where_it_can_run(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig(backend="flash"), "actor.backend=flash must be one of auto, local, te"),
-        (EngineConfig(backend="te", shared_prefix=True), "actor.shared_prefix=true runs on the local layers"),
+        (EngineConfig(backend="flash"), "actor.backend=flash must be one of auto, torch, te, cpu"),
+        (EngineConfig(backend="te", shared_prefix=True), "actor.shared_prefix=true runs on the torch layers"),
+        (EngineConfig(backend="cpu", dtype="bfloat16"), "actor.backend=cpu is float32 only, and actor.dtype=bfloat16"),
     ],
 )
 def test_a_backend_that_does_not_fit_is_refused(config: EngineConfig, message: str) -> None:
     with pytest.raises(UserError) as error:
-        check_config(config)
+        check_engine(config, ParallelConfig(), Qwen3Config(**SHAPE))
     one_line(error, message)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "gpu", "te", "deterministic", "name"),
+    [
+        ({}, False, False, False, "cpu"),
+        ({"dtype": "bfloat16"}, False, False, False, "torch"),
+        ({}, True, True, False, "te"),
+        ({}, True, False, False, "torch"),
+        ({"shared_prefix": True}, True, True, False, "torch"),
+        ({"backend": "torch"}, True, True, False, "torch"),
+        ({"backend": "torch"}, False, False, False, "torch"),
+        ({}, False, False, True, "deterministic"),
+    ],
+)
+def test_the_backend_follows_from_knob_machine_and_dtype(
+    knobs: dict[str, Any], gpu: bool, te: bool, deterministic: bool, name: str
+) -> None:
+    assert backend_of(EngineConfig(**knobs), has_gpu=gpu, has_te=te, deterministic=deterministic) == name

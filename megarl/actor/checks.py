@@ -1,0 +1,215 @@
+"""Checks of an engine: its knobs, its layout against the model, and the devices of this machine.
+
+The one place for these rules. Engines run them when they are built, a run before anything starts, preflight to list
+every problem. Imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from transformers import PretrainedConfig
+
+from megarl.actor.config import BACKENDS, LR_STYLES, RECOMPUTE, WSD_STYLES, EngineConfig
+from megarl.families import MoeShape, head_dim, moe_shape
+from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
+
+
+def engine_checks(
+    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, *, deterministic: bool = False
+) -> tuple[Callable[[], None], ...]:
+    """Lists the checks of an engine, each to be called on its own; `deterministic` is the run's knob.
+
+    Each raises UserError, naming the knob, the rule and the remedy.
+    """
+    return (
+        functools.partial(_check_choices, config),
+        functools.partial(_check_optimizer, config),
+        functools.partial(_check_ranges, config),
+        functools.partial(_check_backend, config, deterministic),
+        functools.partial(check_layout, model, parallel),
+        functools.partial(_check_deterministic, config, parallel, model, deterministic),
+        functools.partial(_check_shared_prefix, config, parallel),
+    )
+
+
+def check_engine(
+    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, *, deterministic: bool = False
+) -> None:
+    """Runs all of `engine_checks`.
+
+    Raises:
+        UserError: the first rule that is broken.
+    """
+    for check in engine_checks(config, parallel, model, deterministic=deterministic):
+        check()
+
+
+def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False, deterministic: bool = False) -> None:
+    """Refuses backends and options that this machine's devices cannot run.
+
+    Raises:
+        UserError: naming the knob.
+    """
+    if config.backend == "te" and not has_te:
+        missing = "the package" if has_gpu else "a GPU"
+        raise UserError(
+            f"actor.backend=te needs the package transformer_engine and a GPU, and {missing} was not found; set it to "
+            "auto or torch"
+        )
+    if config.backend == "cpu" and has_gpu:
+        raise UserError("actor.backend=cpu is for machines without a GPU, and this one has one; set it to auto or te")
+    if deterministic and has_gpu:
+        raise UserError("deterministic=true holds on CPU only, and this machine has a GPU; set it to false")
+    if config.offload_optimizer and not has_gpu:
+        raise UserError(
+            "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "
+            "set it to false"
+        )
+
+
+def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
+    """Refuses a layout that does not divide the model.
+
+    Raises:
+        UserError: tp does not divide heads or the MLP; KV heads and tp do not divide each other; layers are uneven
+            over pipeline stages; ep or etp does not divide the experts; expert sizes are given for a dense model;
+            experts run under tp without sequence parallelism.
+    """
+    parallel.check()
+    tp, kv_heads, moe = parallel.tp_size, model.num_key_value_heads, moe_shape(model)
+    divided = ["num_attention_heads"]
+    if moe is None or not all(moe.layers):
+        divided.append("intermediate_size")
+    for name in divided:
+        value = getattr(model, name)
+        if value % tp:
+            raise UserError(
+                f"parallel.tp_size={tp} does not divide the model's {name}={value}; choose a tp_size that divides it"
+            )
+    if kv_heads % tp and tp % kv_heads:
+        raise UserError(
+            f"parallel.tp_size={tp} and the model's num_key_value_heads={kv_heads}: one must divide the other; choose "
+            f"a tp_size that divides {kv_heads} or is a multiple of it"
+        )
+    if 2 * kv_heads * head_dim(model) % tp:
+        raise UserError(
+            f"parallel.tp_size={tp} does not divide the model's {kv_heads} key and value heads of {head_dim(model)}; "
+            "choose a smaller tp_size"
+        )
+    if moe is None:
+        _check_no_experts(model, parallel)
+    else:
+        _check_expert_layout(moe, parallel)
+    parallel.stage_layers(model.num_hidden_layers)
+
+
+def _check_choices(config: EngineConfig) -> None:
+    choices = {
+        "dtype": (config.dtype, ("float32", "bfloat16")),
+        "init": (config.init, ("checkpoint", "random")),
+        "backend": (config.backend, BACKENDS),
+        "recompute": (config.recompute, RECOMPUTE),
+        "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, LR_STYLES),
+        "optimizer.lr_wsd_decay_style": (config.optimizer.lr_wsd_decay_style, WSD_STYLES),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise UserError(f"actor.{name}={value} must be one of {', '.join(allowed)}")
+
+
+def _check_optimizer(config: EngineConfig) -> None:
+    adam = config.optimizer
+    ranges = {
+        "lr": (adam.lr > 0, "above 0"),
+        "min_lr_ratio": (0 <= adam.min_lr_ratio <= 1, "from 0 to 1"),
+        "warmup_steps": (adam.warmup_steps >= 0, "at least 0"),
+        "wsd_decay_steps": (adam.wsd_decay_steps >= 0, "at least 0"),
+        "weight_decay": (adam.weight_decay >= 0, "at least 0"),
+        "adam_beta1": (0 <= adam.adam_beta1 < 1, "from 0 to below 1"),
+        "adam_beta2": (0 <= adam.adam_beta2 < 1, "from 0 to below 1"),
+        "adam_eps": (adam.adam_eps > 0, "above 0"),
+        "clip_grad": (adam.clip_grad >= 0, "at least 0"),
+    }
+    for name, (holds, rule) in ranges.items():
+        if not holds:
+            raise UserError(f"actor.optimizer.{name}={getattr(adam, name)} must be {rule}")
+    if (adam.lr_decay_style == "WSD") != (adam.wsd_decay_steps > 0):
+        raise UserError(
+            f"actor.optimizer.wsd_decay_steps={adam.wsd_decay_steps} with lr_decay_style={adam.lr_decay_style}: WSD "
+            "needs at least 1, the other styles take 0"
+        )
+
+
+def _check_ranges(config: EngineConfig) -> None:
+    if config.max_skipped_steps < 0:
+        raise UserError(f"actor.max_skipped_steps={config.max_skipped_steps} must be at least 0; 0 skips none")
+    for name in ("value_head_std", "kept_logits_mb"):
+        if getattr(config, name) < 0:
+            raise UserError(f"actor.{name}={getattr(config, name)} must be at least 0")
+    for name in ("max_tokens_per_mb", "temperature"):
+        if getattr(config, name) <= 0:
+            raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
+
+
+def _check_backend(config: EngineConfig, deterministic: bool) -> None:
+    if config.backend == "te" and config.shared_prefix:
+        raise UserError("actor.shared_prefix=true runs on the torch layers; set actor.backend to auto or torch")
+    if config.backend == "cpu" and config.dtype != "float32":
+        raise UserError(f"actor.backend=cpu is float32 only, and actor.dtype={config.dtype}; change one of them")
+    if deterministic and config.backend not in ("auto", "torch"):
+        raise UserError(
+            f"actor.backend={config.backend} has other bits than deterministic=true asks for; set it to auto"
+        )
+
+
+def _check_deterministic(
+    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: bool
+) -> None:
+    """Refuses models and layouts that have no row-invariant operations (`ops/row_invariant.py`)."""
+    if not deterministic:
+        return
+    if moe_shape(model) is not None:
+        raise UserError(
+            f"deterministic=true does not cover the experts of a '{model.model_type}' model: set it to false, or "
+            "train a dense model"
+        )
+    needed: dict[str, tuple[str | int, str | int]] = {"actor.dtype": (config.dtype, "float32")}
+    needed |= {f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp_size", "cp_size")}
+    for name, (value, only) in needed.items():
+        if value != only:
+            raise UserError(f"{name}={value} must be {only} with deterministic=true; change one of them")
+
+
+def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None:
+    if config.shared_prefix and (parallel.cp_size > 1 or parallel.sequence_parallel):
+        raise UserError(
+            f"actor.shared_prefix=true takes whole sequences on every rank: set it to false, or parallel.cp_size="
+            f"{parallel.cp_size} to 1 and sequence_parallel={parallel.sequence_parallel} to false"
+        )
+
+
+def _check_no_experts(model: PretrainedConfig, parallel: ParallelConfig) -> None:
+    for name, value, default in (("ep_size", parallel.ep_size, 1), ("etp_size", parallel.etp_size, parallel.tp_size)):
+        if value not in (None, default):
+            raise UserError(
+                f"parallel.{name}={value} lays out experts, and this {model.model_type} model has none; leave it out"
+            )
+
+
+def _check_expert_layout(moe: MoeShape, parallel: ParallelConfig) -> None:
+    ep, etp = parallel.ep_size, parallel.expert_tp_size
+    if moe.experts % ep:
+        raise UserError(f"parallel.ep_size={ep} does not divide the model's {moe.experts} experts; choose a divisor")
+    if moe.width % etp:
+        raise UserError(
+            f"parallel.etp_size={etp} does not divide the {moe.width} rows of an expert; choose a divisor (when none "
+            "is given it is tp_size)"
+        )
+    if parallel.tp_size > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"parallel.tp_size={parallel.tp_size} with a mixture of experts needs parallel.sequence_parallel=true: "
+            "each tp rank routes tokens of its own"
+        )

@@ -1,0 +1,42 @@
+"""Local folders of HF checkpoints, fetched from the hub where a hub name is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from megarl.knobs import UserError
+
+HUB_TIMEOUT_S = 10.0
+CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
+
+
+def local_folder(path: str) -> Path:
+    """The folder of a HF checkpoint given as a local folder or a hub name, which is fetched unless it is cached.
+
+    Raises:
+        UserError: no such folder, or the hub cannot be reached.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"actor.path={path} holds no config.json; give the folder of a HF checkpoint")
+        return folder
+    if folder.is_absolute() or path.startswith(".") or len(folder.parts) != 2:
+        raise UserError(f"actor.path={path} is not a folder; give a local HF checkpoint or a hub name 'org/name'")
+    try:
+        HfApi().model_info(path, timeout=HUB_TIMEOUT_S)
+        online = True
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+        online, reason = False, str(error).strip().splitlines()[0] or type(error).__name__
+    try:
+        return Path(snapshot_download(path, allow_patterns=CHECKPOINT_FILES, local_files_only=not online))
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.TransportError, OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0] if online else reason
+        raise UserError(
+            f"actor.path={path} is no folder here and could not be fetched from the hub ({why}); offline, give a local "
+            "HF checkpoint: actor.path=DIR"
+        ) from error
