@@ -32,7 +32,7 @@ from megarl.actor.weights import hf_weights
 from megarl.families import as_scalar, is_scalar, read_config
 from megarl.knobs import UserError
 from megarl.parallel import groups as process_groups
-from megarl.parallel import platform
+from megarl.parallel import megatron_patches, platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.groups import Groups
@@ -99,7 +99,7 @@ class MegatronEngine(TrainEngine):
         if not self.trainable:
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
-        with platform.scope():
+        with megatron_patches.scope():
             self.ddps = [
                 DistributedDataParallel(
                     module.config,
@@ -224,7 +224,7 @@ class MegatronEngine(TrainEngine):
 
     def _step(self, loss: float) -> dict[str, float]:
         """Steps the optimizer, unless the loss or a gradient is not finite on any rank: then no rank does."""
-        with platform.scope():
+        with megatron_patches.scope():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             finite = on_all_ranks(math.isfinite(loss) and math.isfinite(norm) and gradients_are_finite(self.ddps))
@@ -335,7 +335,7 @@ class MegatronEngine(TrainEngine):
             return
         hf_weights.load(self.modules, self.hf_config, self.groups, str(path), self.config.value_head_std)
         if self.trainable:
-            with platform.scope():
+            with megatron_patches.scope():
                 self.optimizer.reload_model_params()  # the float32 main parameters
 
     def connect(self, updates: WeightUpdates) -> None:

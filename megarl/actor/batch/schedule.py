@@ -10,7 +10,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.actor.batch.microbatch import Microbatch
-from megarl.parallel import platform
 from megarl.parallel.groups import Groups
 
 
@@ -33,23 +32,16 @@ def run(
 
     def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         mb = next(iterator)
-        with platform.outside_scope():
-            output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
-
-        def finish(out: Tensor) -> Any:
-            with platform.outside_scope():
-                return process(out, mb)
-
-        return output, finish
+        output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
+        return output, lambda out: process(out, mb)
 
     iterators = [iter(microbatches) for _ in ddps]
-    with platform.scope():
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if groups.vpp_size > 1 else iterators[0],
-            model=list(ddps),
-            num_microbatches=len(microbatches),
-            seq_length=1,  # stages tell each other the shape of what they send (variable_seq_lengths)
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if groups.vpp_size > 1 else iterators[0],
+        model=list(ddps),
+        num_microbatches=len(microbatches),
+        seq_length=1,  # stages tell each other the shape of what they send (variable_seq_lengths)
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )

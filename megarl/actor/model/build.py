@@ -23,7 +23,7 @@ from megarl.families import (
     padded_vocab_size,
     rotary_inv_freq,
 )
-from megarl.parallel import platform
+from megarl.parallel import megatron_patches, platform
 from megarl.parallel.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -114,7 +114,7 @@ def build_model(
     megatron = transformer_config(config, groups, dtype, backend, recompute)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
-        with platform.scope():
+        with megatron_patches.scope():
             module = HeadlessGPT(
                 config=megatron,
                 transformer_layer_spec=_layer_specs(config, layers, backend),
