@@ -36,7 +36,8 @@ from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.sglang_server import SGLangServers
 
 MIB = 2**20
 TP = 2

@@ -23,7 +23,8 @@ from timing import machine, side_by_side, with_warm_allocator
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from megarl.data.tokenizer import write_tokenizer
-from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.sglang_server import SGLangServers
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 32, 64
 # The modules of `megarl.cpu.sglang_models` that SGLang then skips, and whether it takes several steps at once.

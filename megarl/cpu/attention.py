@@ -1,8 +1,8 @@
 """Causal attention over packed sequences on CPU, in float32, with its gradient.
 
-No sequence is padded, and what sequences have in common (the prompt of a group) is read where it lies. Weights are
-computed again in backward (as in arXiv:2205.14135), a block of queries at a time. `megarl.ops.torch_twins` has the
-plain-torch twin.
+Sequences are not padded. Tokens that sequences share, such as the prompt of a group, are read in place, without a copy
+per sequence. Backward computes the weights again (as in arXiv:2205.14135), a block of queries at a time.
+`megarl.cpu.torch_twins` has the plain-torch twin.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megarl.ops.native import _C, check_on_cpu
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which tokens attention's sequences are made of.
+    """Sequences of tokens for packed attention. Sequences can share a prompt.
 
-    Sequence s is the tokens `rows[cu_seqlens[s] : cu_seqlens[s + 1]]`, in order. Every token is a query once: the first
-    `skipped[s]` of a sequence, which it has in common with another, are keys alone there.
+    Sequence s has the tokens `rows[cu_seqlens[s] : cu_seqlens[s + 1]]`, in order. Its first `skipped[s]` tokens act
+    only as keys: they are a shared prompt whose queries belong to another sequence. Every token is a query exactly once.
 
     Raises:
-        ValueError: a dtype or shape that does not fit, bounds that do not rise from 0, or a token that is no query, or
-            one twice.
+        ValueError: a dtype or shape does not fit, `cu_seqlens` does not rise from 0, or a token is not a query exactly
+            once.
     """
 
     cu_seqlens: Tensor  # int32 [num_seqs + 1]
-    rows: Tensor  # int64 [cu_seqlens[-1]]: tokens
-    skipped: Tensor  # int64 [num_seqs]
+    rows: Tensor  # int64 [cu_seqlens[-1]], indices of tokens
+    skipped: Tensor  # int64 [num_seqs], tokens at the start without queries
 
     def __post_init__(self) -> None:
         num_seqs, lengths = self.skipped.numel(), self.cu_seqlens.diff().long()
@@ -43,8 +43,8 @@ class Sequences:
                 f"cu_seqlens {self.cu_seqlens.tolist()[:8]}... must rise from 0, and skipped "
                 f"{self.skipped.tolist()[:8]}... be between 0 and the lengths"
             )
-        first = (self.cu_seqlens[:-1] + self.skipped).repeat_interleave(lengths)
-        queries = self.rows[torch.arange(self.rows.numel()) >= first]
+        first_query = (self.cu_seqlens[:-1] + self.skipped).repeat_interleave(lengths)
+        queries = self.rows[torch.arange(self.rows.numel()) >= first_query]
         if not torch.equal(queries.sort().values, torch.arange(self.tokens)) or bool((self.rows >= self.tokens).any()):
             raise ValueError(
                 f"the sequences' {self.tokens} queries are not the tokens 0 to {self.tokens - 1}, each once"
@@ -56,16 +56,16 @@ class Sequences:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float) -> Tensor:
-    """`[tokens, heads, dim]`: each token's softmax attention over its sequence up to itself. Differentiable.
+    """Computes each token's causal softmax attention in its sequence, `[tokens, heads, dim]`. Differentiable.
 
     Args:
         query: float32 `[tokens, heads, dim]` on the CPU.
-        key, value: float32 `[tokens, kv_heads, dim]`; `heads / kv_heads` heads in a row share one.
-        sequences: what the tokens belong to.
-        scale: of the scores before the softmax.
+        key, value: float32 `[tokens, kv_heads, dim]`; `heads / kv_heads` consecutive heads share one.
+        sequences: the tokens of each sequence.
+        scale: factor of the scores before the softmax.
 
     Raises:
-        ValueError: a dtype, shape or device that does not fit.
+        ValueError: a dtype, shape or device does not fit.
     """
     return _PackedAttention.apply(query, key, value, sequences, scale)
 
@@ -76,7 +76,9 @@ class _PackedAttention(torch.autograd.Function):
         query, key, value = (x.contiguous() for x in (query, key, value))
         (_, heads, dim), kv_heads, tokens = query.shape, key.shape[1], sequences.tokens
         if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"queries have {heads} heads, keys {kv_heads}: the numbers must divide")
+            raise ValueError(
+                f"queries have {heads} heads, keys {kv_heads}: heads must be a multiple of the keys' heads"
+            )
         check_on_cpu("query", query, (tokens, heads, dim))
         check_on_cpu("key", key, (tokens, kv_heads, dim))
         check_on_cpu("value", value, (tokens, kv_heads, dim))

@@ -1,8 +1,8 @@
-"""What a generation step on CPU does between its matrix products, one call each. No gradients.
+"""Operations between the matrix products of a generation step on CPU, in one call each. No gradients.
 
-In float32; attention takes the 16-bit floats too. Rows are the new tokens of a step, one of each sequence (decode) or
-several (prefill). The key/value cache is paged as SGLang keeps it: `keys` and `values` `[num_slots, kv_heads,
-head_dim]`, and `table[request, j]` the slot of token j of a request. `megarl.ops.torch_twins` has the plain-torch twins.
+They take float32; attention also takes the 16-bit floats. Rows are the new tokens of a step: one per sequence (decode)
+or several (prefill). The KV cache is paged like SGLang's: `keys` and `values` `[num_slots, kv_heads, head_dim]`, and
+`table[request, j]` is the slot of token j of a request. `megarl.cpu.torch_twins` has the plain-torch twins.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megarl.ops.native import _C, DTYPE_CODES, address, check_on_cpu
 
-LANES = 16  # head_dim must be a multiple
+LANES = 16  # head_dim must be a multiple of it
 ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def add_rms_norm(residual: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """`residual` `[rows, width]` += `update`, in place; returns RMSNorm of it (arXiv:1910.07467), times `weight`."""
+    """Adds `update` to `residual` `[rows, width]` in place and returns RMSNorm of the sum (arXiv:1910.07467)."""
     rows, width = residual.shape
     check_on_cpu("residual", residual, (rows, width))
     check_on_cpu("weight", weight, (width,))
@@ -43,22 +43,25 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Norms and rotates queries and keys, and stores keys and values; returns the queries `[rows, heads, head_dim]`.
+    """Normalises and rotates queries and keys, and stores keys and values in the cache.
 
     Args:
-        qkv: `[rows, (heads + 2 * kv_heads) * head_dim]`, overwritten; the queries returned are a view of it.
-        keys, values: the cache; row `slots[i]` (int64 `[rows]`) receives those of row i.
-        positions: int64 `[rows]`, the tokens' places in their sequences, rows of `cos_sin`.
-        cos_sin: `[max_positions, head_dim]`, cosines then sines; halves of a head are rotated into each other
-            (arXiv:2104.09864, in the layout of GPT-NeoX).
-        q_norm, k_norm: `[head_dim]` RMSNorm weights for each head (Qwen3), with `eps`.
+        qkv: `[rows, (heads + 2 * kv_heads) * head_dim]`, overwritten.
+        keys, values: the cache; the key and value of row i go to slot `slots[i]` (int64 `[rows]`).
+        positions: int64 `[rows]`, each token's position in its sequence, an index into `cos_sin`.
+        cos_sin: `[max_positions, head_dim]`, cosines then sines. Rotary embedding in GPT-NeoX layout: the halves of a
+            head are rotated (arXiv:2104.09864).
+        q_norm, k_norm: `[head_dim]` RMSNorm weights of the heads (Qwen3), with `eps`.
+
+    Returns:
+        The queries `[rows, heads, head_dim]`, a view of `qkv`.
     """
     rows, width = qkv.shape
     _, kv_heads, dim = keys.shape
     heads = width // dim - 2 * kv_heads
     if heads < 1 or (heads + 2 * kv_heads) * dim != width or dim % LANES:
         raise ValueError(
-            f"qkv has {width} columns beside a cache of {kv_heads} heads of {dim}: they must be heads of that size, "
+            f"qkv has {width} columns, the cache {kv_heads} heads of {dim}: the columns must be heads of that size, "
             f"a multiple of {LANES}, with queries before the keys and values"
         )
     check_on_cpu("qkv", qkv, (rows, width))
@@ -86,14 +89,14 @@ def paged_attention(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """`[rows, heads, head_dim]`: each row's softmax attention over its sequence up to its own token.
+    """Computes each row's causal softmax attention over the paged KV cache, `[rows, heads, head_dim]`.
 
     Args:
-        queries: `[rows, heads, head_dim]`, rows may be apart. `heads / kv_heads` of them share a key/value head.
-        keys, values, table: the cache, `table` int32 `[num_requests, max_tokens]`.
-        requests, positions: int64 `[rows]`: row i sees the tokens 0..positions[i] of request requests[i].
-        scale: of the scores before the softmax.
-        window: how many of the last tokens are seen, the row's own included; 0: all.
+        queries: `[rows, heads, head_dim]`; the row stride may be larger. `heads / kv_heads` heads share a KV head.
+        keys, values, table: the cache; `table` is int32 `[num_requests, max_tokens]`.
+        requests, positions: int64 `[rows]`; row i attends to tokens 0..positions[i] of request requests[i].
+        scale: factor of the scores before the softmax.
+        window: attends only to this many last tokens, including the row's own; 0 is all.
     """
     rows, heads, dim = queries.shape
     dtype = queries.dtype
@@ -103,8 +106,8 @@ def paged_attention(
     kv_heads = keys.shape[1]
     if dim != keys.shape[2] or heads % kv_heads or dim % LANES:
         raise ValueError(
-            f"queries have {heads} heads of {dim}, the cache {kv_heads} of {keys.shape[2]}: the numbers must divide, "
-            f"the sizes be equal, a multiple of {LANES}"
+            f"queries have {heads} heads of {dim}, the cache {kv_heads} of {keys.shape[2]}: heads must be a multiple "
+            f"of the cache's heads, with the same size, a multiple of {LANES}"
         )
     check_on_cpu("queries", queries, (rows, heads, dim), dtype, contiguous=False)
     if rows > 1 and queries.stride()[1:] != (dim, 1):
@@ -122,7 +125,7 @@ def paged_attention(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`[rows, width]`: silu of the first half of `gate_up` `[rows, 2 * width]`, times the second."""
+    """Computes silu of the first half of `gate_up` `[rows, 2 * width]` times the second half, `[rows, width]`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     check_on_cpu("gate_up", gate_up, (rows, 2 * width))
     out = torch.empty(rows, width)
@@ -131,15 +134,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each row, drawn from `softmax(logits / temperature)`, and its log-prob there.
+    """Samples a token per row from `softmax(logits / temperature)`, and computes its log-prob.
 
     Args:
         logits: `[rows, vocab]`, overwritten.
         temperature: `[rows]`, above 0.
-        uniform: float64 `[rows]` in [0, 1): the draw.
+        uniform: float64 `[rows]` in [0, 1), the random numbers.
 
     Returns:
-        int32 and float32 `[rows]`. A row whose probabilities have no finite sum gives token 0 and NaN.
+        Tokens int32 `[rows]` and log-probs float32 `[rows]`. A row without a finite sum of probabilities gives token 0
+        and NaN.
     """
     rows, vocab = logits.shape
     check_on_cpu("logits", logits, (rows, vocab))

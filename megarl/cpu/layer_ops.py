@@ -1,7 +1,7 @@
-"""What a layer does between its matrix products in training on CPU, in float32, each with its gradient in one pass.
+"""Operations between the matrix products of a layer in training on CPU, in float32, with gradients.
 
-Torch's operations of the same names take several passes over the activations, each with a tensor of its own in
-between. `megarl.ops.torch_twins` has the plain-torch twins.
+Each forward and each backward is one pass over the activations. Torch's own operations take several passes, each with
+an intermediate tensor. `megarl.cpu.torch_twins` has the plain-torch twins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from megarl.ops.native import _C, check_on_cpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (arXiv:1910.07467): x `[..., width]`, weight
-    `[width]`, both float32 on the CPU. Differentiable in both.
+    """Computes RMSNorm, `x / sqrt(mean(x^2) + eps) * weight`, over the last dimension (arXiv:1910.07467).
+
+    x is `[..., width]`, weight `[width]`, both float32 on the CPU. Differentiable in both.
 
     Raises:
         ValueError: another dtype or device, or a weight of another width.
@@ -27,8 +28,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` `[..., width]` of the halves of `gate_up` `[..., 2 * width]`, float32 on the CPU (SwiGLU,
-    arXiv:2002.05202). Differentiable.
+    """Computes `silu(gate) * up` `[..., width]` from the halves of `gate_up` `[..., 2 * width]`.
+
+    This is SwiGLU (arXiv:2002.05202). `gate_up` is float32 on the CPU. Differentiable.
 
     Raises:
         ValueError: another dtype or device.
@@ -37,12 +39,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotary embedding of `x` `[tokens, heads, dim]` by `cos_sin` `[tokens, dim]`, cosines then sines: the halves of a
-    head are rotated into each other (arXiv:2104.09864, in the layout of GPT-NeoX). float32 on the CPU; differentiable
-    in x.
+    """Applies rotary embedding to `x` `[tokens, heads, dim]` with `cos_sin` `[tokens, dim]`, cosines then sines.
+
+    The layout is GPT-NeoX's: the halves of a head are rotated (arXiv:2104.09864). Both tensors are float32 on the CPU.
+    Differentiable in x.
 
     Raises:
-        ValueError: another dtype or device, another shape of the table, or an odd `dim`.
+        ValueError: another dtype or device, another shape of `cos_sin`, or an odd `dim`.
     """
     return _Rotate.apply(x, cos_sin)
 
@@ -59,11 +62,11 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        (rows, width), given = x.shape, _rows(grad)
-        check_on_cpu("grad", given, (rows, width))
+        (rows, width), grad_rows = x.shape, _rows(grad)
+        check_on_cpu("grad", grad_rows, (rows, width))
         grad_x, grad_weights = torch.empty_like(x), x.new_empty(-(-rows // _C.rows_per_block), width)
         _C.rms_norm_backward(
-            *(torch.get_num_threads(), rows, width, x.data_ptr(), weight.data_ptr(), ctx.eps, given.data_ptr()),
+            *(torch.get_num_threads(), rows, width, x.data_ptr(), weight.data_ptr(), ctx.eps, grad_rows.data_ptr()),
             *(grad_x.data_ptr(), grad_weights.data_ptr()),
         )
         return grad_x.view(grad.shape), grad_weights.sum(0), None
@@ -80,11 +83,11 @@ class _SiluMul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        rows, width, given = len(gate_up), grad.shape[-1], _rows(grad)
-        check_on_cpu("grad", given, (rows, width))
+        rows, width, grad_rows = len(gate_up), grad.shape[-1], _rows(grad)
+        check_on_cpu("grad", grad_rows, (rows, width))
         out = torch.empty_like(gate_up)
         _C.silu_mul_backward(
-            *(torch.get_num_threads(), rows, width, gate_up.data_ptr(), given.data_ptr(), out.data_ptr())
+            *(torch.get_num_threads(), rows, width, gate_up.data_ptr(), grad_rows.data_ptr(), out.data_ptr())
         )
         return out.view(*grad.shape[:-1], 2 * width)
 
@@ -106,7 +109,7 @@ def _rotated(x: Tensor, cos_sin: Tensor, back: bool) -> Tensor:
     x = x.contiguous()
     tokens, heads, dim = x.shape
     if dim % 2:
-        raise ValueError(f"x has heads of {dim} elements; halves are rotated into each other, so their number is even")
+        raise ValueError(f"x has heads of {dim} elements; the halves of a head are rotated, so the number must be even")
     check_on_cpu("x", x, (tokens, heads, dim))
     check_on_cpu("cos_sin", cos_sin, (tokens, dim))
     out = torch.empty_like(x)
@@ -115,5 +118,5 @@ def _rotated(x: Tensor, cos_sin: Tensor, back: bool) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`[rows, width]`, contiguous."""
+    """Reshapes x to contiguous `[rows, width]`."""
     return x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,9 +1,8 @@
-"""SGLang without a GPU: `python -m megarl.cpu.sglang_launch <arguments of sglang.launch_server>`.
+"""Runs SGLang without a GPU: `python -m megarl.cpu.sglang_launch <arguments of sglang.launch_server>`.
 
-SGLang imports packages that exist for GPUs only, or that a text model never calls. A finder stands in for them at
-import time: names resolve, decorators at module level pass, and a call from a function raises. Everything else is
-SGLang's own code. Workers are forked from the server's main process instead of spawned, which spares importing
-SGLang again in each of them.
+SGLang imports packages that exist for GPUs only, or that text models never call. An import finder stands in for them.
+Names resolve and decorators at module level pass; a call from a function raises. All other code is SGLang's own.
+Workers are forked from the server's main process, not spawned, which spares each of them the import of SGLang.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ import multiprocessing
 import os
 import sys
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "triton", "IPython")
-# SGLang copes without these. It would call into the first from a function; the second, installed for the trainer,
-# costs half a second of the server's start.
-HIDDEN = ("triton.knobs", "megatron.core")
+from megarl.cpu.sglang_platform import DETERMINISTIC
 
-LONGEST_PROMPT = 256  # new tokens of a sequence for `fused_step`; beyond, SGLang's attention over it is faster
-SEVERAL_STEPS = "SEVERAL_STEPS"  # the name of `sglang_models/several_steps.py` among SGLang's algorithms
-DETERMINISTIC = "MEGARL_DETERMINISTIC"  # in a server's environment: it takes `sglang_models/deterministic.py`
+STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "triton", "IPython")
+# SGLang copes without these. It would call the first from a function. The second is installed for the trainer and
+# would cost half a second of the server's start.
+HIDDEN = ("triton.knobs", "megatron.core")
 
 # Read at import. One OpenMP thread: more of them spin, which makes a server beside a busy process 40x slower.
 ENVIRONMENT = {
@@ -38,23 +35,8 @@ ENVIRONMENT = {
 }
 
 
-def args_for(tp_size: int, deterministic: bool, given: Collection[str]) -> dict[str, Any]:
-    """ServerArgs of a server on CPU, for a user who gave those named in `given`."""
-    found: dict[str, Any] = {
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "sleep_on_idle": True,  # otherwise an idle server burns a core
-    }
-    if tp_size == 1 and not deterministic and not any("speculative" in name or "lora" in name for name in given):
-        found["speculative_algorithm"] = SEVERAL_STEPS
-        found["speculative_num_draft_tokens"] = 4  # SGLang reserves slots for twice as many: 8 steps
-        found["disable_overlap_schedule"] = True
-    return found
-
-
 class Missing:
-    """Stands for any object of a package that is not installed. Raises when a function calls it."""
+    """Any object of a package that is not installed. Raises when a function calls it."""
 
     def __init__(self, path: str):
         self._path = path
@@ -65,7 +47,7 @@ class Missing:
         return Missing(f"{self._path}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Missing:
-        # A module or class body has no optimised locals: decorators and constants there pass, calls of functions fail.
+        # Module and class bodies have no optimised locals: decorators and constants pass there, function calls fail.
         caller = sys._getframe(1)
         if caller.f_code.co_flags & 0x1:  # CO_OPTIMIZED
             raise RuntimeError(f"{self._path} was called, but this package is not installed on a machine without a GPU")
@@ -90,7 +72,7 @@ class Missing:
 
 
 class MissingModule(types.ModuleType):
-    """A module of a package that is not installed: every attribute is `Missing`."""
+    """Module of a package that is not installed; every attribute is `Missing`."""
 
     __version__ = "0.0.0"
 
@@ -120,7 +102,7 @@ class MissingFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Stands in for what is absent of `STOOD_IN_FOR`, and sets the environment. Call it before SGLang is imported."""
+    """Installs stand-ins for absent packages of `STOOD_IN_FOR` and sets the environment, before SGLang is imported."""
     absent = [name for name in STOOD_IN_FOR if importlib.util.find_spec(name) is None]
     finder = MissingFinder(absent)
     sys.meta_path.append(finder)
@@ -128,7 +110,7 @@ def install() -> None:
 
     @functools.wraps(real_find_spec)
     def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-        # Who asks whether a package is there must hear that it is not.
+        # Stubbed packages must be reported as missing.
         return None if finder.covers(name) else real_find_spec(name, package)
 
     importlib.util.find_spec = find_spec
@@ -142,8 +124,8 @@ def fork_workers() -> None:
     """Makes SGLang fork its scheduler and detokenizer; it asks for `spawn` right before it starts them."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *args, **kwargs: None
-    # With every flush of its cache, so at every weight sync, SGLang has Python look for garbage among all objects there
-    # are: 0.4 s. Those that imports made are none, and are passed over from here on.
+    # SGLang collects garbage at every cache flush, so at every weight sync: 0.4 s over all objects. Objects made by
+    # imports never become garbage; freezing them takes them out of the collection.
     os.register_at_fork(before=gc.freeze)
 
 

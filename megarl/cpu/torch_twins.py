@@ -1,4 +1,4 @@
-"""Plain-torch twins of the CPU kernels, for reading and tests: the same names and results, differentiated by autograd."""
+"""Plain-torch twins of the CPU kernels, with the same names and results, for reading and tests. Autograd applies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rotate_and_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """See `megarl.cpu.decode.rotate_and_store`. Leaves `qkv` as it is."""
+    """See `megarl.cpu.decode.rotate_and_store`. Does not change `qkv`."""
     _, kv_heads, dim = keys.shape
     q, k, v = qkv.view(len(qkv), -1, dim).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
 
@@ -67,8 +67,8 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, sequences: Seque
         rows = sequences.rows[begin:end]
         q = query[rows[skipped:]].transpose(0, 1)
         k, v = (x[rows].transpose(0, 1).repeat_interleave(len(q) // x.shape[1], 0) for x in (key, value))
-        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)[skipped:]
-        weights = (q @ k.transpose(1, 2) * scale).masked_fill(later, float("-inf")).softmax(-1)
+        masked = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)[skipped:]
+        weights = (q @ k.transpose(1, 2) * scale).masked_fill(masked, float("-inf")).softmax(-1)
         out = out.index_put((rows[skipped:],), (weights @ v).transpose(0, 1))
     return out
 
@@ -86,7 +86,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """See `megarl.cpu.decode.sample`. In float64; leaves `logits` as they are."""
+    """See `megarl.cpu.decode.sample`. Computes in float64 and does not change `logits`."""
     logprobs = (logits.double() / temperature[:, None]).log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1)
     tokens = (cumulative > uniform[:, None] * cumulative[:, -1:]).int().argmax(-1)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.cpu.sglang_launch import LONGEST_PROMPT
-from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.cpu.sglang_platform import LONGEST_PROMPT
+from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.sglang_server import SGLangServers
 from tests.sglang.tiny_models import save_tokenizer
 
 PROMPTS = [[30 + i, *range(40, 43 + 5 * i)] for i in range(9)]  # of 4 to 44 tokens

@@ -1,1 +1,1 @@
-"""What SGLang imports at start instead of all of its model files; a model missing here still loads, only later."""
+"""Models and operations that SGLang imports on CPU in place of all its model files; other models load later."""

@@ -1,6 +1,6 @@
-"""Batched decode for SGLang's `torch_native` attention, which otherwise calls torch once for each sequence.
+"""Batched decode for SGLang's `torch_native` attention, which calls torch once for each sequence.
 
-SGLang imports every module of this package in its scheduler; the backend keeps its name.
+SGLang imports every module of this package in its scheduler. The backend keeps SGLang's name.
 """
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class BatchedDecodeBackend(TorchNativeAttnBackend):
-    """`torch_native` with one attention over all sequences of a decode step."""
+    """SGLang's `torch_native` backend with one attention call over all sequences of a decode step."""
 
     def _run_sdpa_forward_decode(
         self,
@@ -35,14 +35,16 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         sliding_window_size: int | None = None,
     ) -> torch.Tensor:
         """`query`, `output` `[num_seqs, heads, dim]`; the caches `[slots, kv_heads, dim]`; `seq_lens` `[num_seqs]`."""
-        usual = query.dtype in decode.ATTENTION_DTYPES and query.shape[2] % decode.LANES == 0 and encoder_lens is None
-        if not usual or k_cache.dtype != query.dtype or k_cache.shape != v_cache.shape:
+        supported = (
+            query.dtype in decode.ATTENTION_DTYPES and query.shape[2] % decode.LANES == 0 and encoder_lens is None
+        )
+        if not supported or k_cache.dtype != query.dtype or k_cache.shape != v_cache.shape:
             return super()._run_sdpa_forward_decode(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
                 scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
         scale = query.shape[2] ** -0.5 if scaling is None else scaling
-        window = 0 if sliding_window_size is None else sliding_window_size + 1  # SGLang leaves out the token itself
+        window = 0 if sliding_window_size is None else sliding_window_size + 1  # SGLang does not count the token itself
         output[:] = decode.paged_attention(
             query, k_cache, v_cache, req_to_token, req_pool_indices.long(), seq_lens.long() - 1, scale, window
         )  # fmt: skip
@@ -51,6 +53,6 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
 
 @register_attention_backend("torch_native")  # in place of SGLang's own
 def create(runner: Any) -> BatchedDecodeBackend:
-    """The backend of a model runner."""
+    """Builds the backend of a model runner."""
     log.info("attention over a batch of sequences at once in decode steps")
     return BatchedDecodeBackend(runner)

@@ -1,7 +1,7 @@
-"""The operations of `ops/row_invariant.py` in SGLang, where a server was started for a deterministic run.
+"""Row-invariant operations (`ops/row_invariant.py`) in SGLang, for servers of a deterministic run.
 
-SGLang imports every module of this package in its scheduler, before it builds the model. The log-probs of sampled
-tokens are then computed by the trainer's own kernel, from the same logits.
+SGLang imports every module of this package in its scheduler, before it builds the model. The trainer's own kernel then
+computes the log-probs of sampled tokens, from the same logits.
 """
 
 import functools
@@ -17,14 +17,14 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import Sampler
 
-from megarl.cpu.sglang_launch import DETERMINISTIC
+from megarl.cpu.sglang_platform import DETERMINISTIC
 from megarl.ops.row_invariant import attention, linear, logprobs, silu
 
 log = logging.getLogger(__name__)
 
 
 class RowInvariantBackend(TorchNativeAttnBackend):
-    """Attention whose bits do not depend on the batch, in prefill and decode alike."""
+    """Attention with bits that do not depend on the batch, in prefill and decode."""
 
     def _run_sdpa_forward_extend(
         self,
@@ -41,8 +41,11 @@ class RowInvariantBackend(TorchNativeAttnBackend):
         scaling: float,
         **__: Any,
     ) -> torch.Tensor:
-        """`query`, `output` `[num_tokens, heads, dim]`, the new tokens of all sequences; caches `[slots, kv_heads,
-        dim]`; `req_pool_indices`, `seq_lens`, `extend_prefix_lens`, `extend_seq_lens` `[num_seqs]`."""
+        """Attends from the new tokens of all sequences, one sequence at a time.
+
+        `query`, `output` are `[num_tokens, heads, dim]`, the caches `[slots, kv_heads, dim]`; `req_pool_indices`,
+        `seq_lens`, `extend_prefix_lens`, `extend_seq_lens` are `[num_seqs]`.
+        """
         start = 0
         for slot, length, prefix, new in zip(
             req_pool_indices, seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True
@@ -50,8 +53,8 @@ class RowInvariantBackend(TorchNativeAttnBackend):
             part, where = slice(start, start + new), req_to_token[slot, :length]
             keys, values = (cache[where].transpose(0, 1)[None] for cache in (k_cache, v_cache))
             visible = torch.arange(length) <= torch.arange(prefix, length)[:, None]
-            found = attention(query[part].transpose(0, 1)[None], keys, values, visible[None], scaling)
-            output[part] = found[0].transpose(0, 1)
+            attended = attention(query[part].transpose(0, 1)[None], keys, values, visible[None], scaling)
+            output[part] = attended[0].transpose(0, 1)
             start += new
         return output
 
@@ -68,10 +71,10 @@ class RowInvariantBackend(TorchNativeAttnBackend):
         scaling: float,
         **__: Any,
     ) -> torch.Tensor:
-        """`query`, `output` `[num_seqs, heads, dim]`; the rest as above."""
+        """Attends from the last token of each sequence; `query`, `output` are `[num_seqs, heads, dim]`."""
         visible = torch.arange(int(seq_lens.max())) < seq_lens[:, None]
         slots = req_to_token[req_pool_indices, : visible.shape[1]]
-        # A stale slot may hold NaN, which a weight of 0 would let through: the first token's stands in for it.
+        # A stale slot may hold NaN, and 0 * NaN is NaN: the first token's slot stands in for it.
         slots = torch.where(visible, slots, slots[:, :1])
         keys, values = (cache[slots].transpose(1, 2) for cache in (k_cache, v_cache))
         output[:] = attention(query[:, :, None], keys, values, visible[:, None], scaling)[:, :, 0]
@@ -98,7 +101,7 @@ _sample = Sampler.forward
 def _sample_and_score(
     self: Any, logits_output: Any, sampling_info: Any, return_logprob: bool, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """SGLang's sampling, then the trainer's log-probs of what was sampled."""
+    """Samples by SGLang, then computes the sampled tokens' log-probs by the trainer's kernel."""
     logits = logits_output.next_token_logits.clone()  # sampling overwrites them
     sampled: torch.Tensor = _sample(self, logits_output, sampling_info, return_logprob, *args, **kwargs)
     if return_logprob:
@@ -118,5 +121,5 @@ if os.environ.get(DETERMINISTIC):
 
     @register_attention_backend("torch_native")  # in place of batched_decode's
     def create(runner: Any) -> RowInvariantBackend:
-        """The backend of a model runner."""
+        """Builds the backend of a model runner."""
         return RowInvariantBackend(runner)

@@ -1,7 +1,7 @@
-"""A generation step of a dense model on CPU in eight calls a layer, instead of SGLang's modules of many small ones.
+"""A generation step of a dense model on CPU in eight calls a layer, in place of SGLang's many small modules.
 
-SGLang spends 1.5 ms of Python a layer and step, whatever the size of the model. Steps that this file does not know
-(another dtype, tensor parallelism, a sliding window, scaled rotary embeddings, long prompts) take SGLang's own way.
+SGLang spends 1.5 ms of Python a layer and step, whatever the size of the model. Unsupported steps take SGLang's own
+code: another dtype, tensor parallelism, a sliding window, scaled rotary embeddings, long prompts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megarl.cpu import decode
-from megarl.cpu.sglang_launch import DETERMINISTIC, LONGEST_PROMPT
 from megarl.cpu.sglang_models.several_steps import only_temperature
+from megarl.cpu.sglang_platform import DETERMINISTIC, LONGEST_PROMPT
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The modules of a decoder layer that hold something. Weights are read from them at every step."""
+    """The modules of a decoder layer that hold weights or settings. Weights are read from them at every step."""
 
     input_norm: Any
     qkv: Any
-    q_norm: Any  # None where heads are not normed, like k_norm
+    q_norm: Any  # None if heads are not normed, like k_norm
     k_norm: Any
     rotary: Any
     attention: Any
@@ -53,7 +53,7 @@ class FusedLayer:
         )  # fmt: skip
 
     def is_plain(self) -> bool:
-        """Whether `__call__` computes what SGLang's modules would."""
+        """True if `__call__` computes the same as SGLang's modules."""
         kinds = (QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
         for module, kind in zip((self.qkv, self.out, self.gate_up, self.down), kinds, strict=True):
             if type(module) is not kind or type(module.quant_method) is not UnquantizedLinearMethod:
@@ -70,7 +70,7 @@ class FusedLayer:
         )
 
     def __call__(self, residual: Tensor, update: Tensor | None, step: StepInputs) -> Tensor:
-        """What the layer adds to `residual` `[rows, hidden]` at its end; `update` is what the one before adds."""
+        """Returns the layer's update of `residual` `[rows, hidden]`; adds `update`, the previous layer's, first."""
         keys, values = step.cache.get_kv_buffer(self.attention.layer_id)
         x = decode.add_rms_norm(residual, update, self.input_norm.weight, self.input_norm.variance_epsilon)
         qkv = linear(x, self.qkv.weight, self.qkv.bias)
@@ -80,10 +80,10 @@ class FusedLayer:
             q_norm=self.q_norm.weight if normed else None, k_norm=self.k_norm.weight if normed else None,
             eps=self.q_norm.variance_epsilon if normed else 0.0,
         )  # fmt: skip
-        found = decode.paged_attention(
+        attended = decode.paged_attention(
             queries, keys, values, step.table, step.requests, step.positions, self.attention.scaling
         )
-        x = linear(found.flatten(1), self.out.weight, self.out.bias)
+        x = linear(attended.flatten(1), self.out.weight, self.out.bias)
         x = decode.add_rms_norm(residual, x, self.post_norm.weight, self.post_norm.variance_epsilon)
         x = decode.silu_mul(linear(x, self.gate_up.weight, self.gate_up.bias))
         return linear(x, self.down.weight, self.down.bias)
@@ -91,19 +91,19 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What all layers of a step share."""
+    """Inputs of a step that all layers share."""
 
     cache: Any  # SGLang's pool of keys and values
     table: Tensor  # int32 [num_requests, max_tokens]: the slot of each token
-    slots: Tensor  # int64 [rows], like the rest: where the new tokens' keys and values go
+    slots: Tensor  # int64 [rows], as the next two: cache slots of the new tokens
     requests: Tensor
     positions: Tensor
 
 
 class FusedStep:
-    """In front of one of SGLang's dense models: its layers in a few calls, wherever that is the same thing."""
+    """Mixin before one of SGLang's dense models that runs its layers in a few calls each, where supported."""
 
-    fused_layers: list[FusedLayer] | None = None  # [] where SGLang's own way must be taken
+    fused_layers: list[FusedLayer] | None = None  # []: SGLang's own code must run
 
     @torch.no_grad()
     def forward(
@@ -115,7 +115,7 @@ class FusedStep:
         get_embedding: bool = False,
         pp_proxy_tensors: Any = None,
     ) -> Any:
-        """As SGLang's `forward`."""
+        """Has the arguments and results of SGLang's `forward`."""
         model: Any = self
         if self.fused_layers is None:
             self.fused_layers = _plain_layers(model)
@@ -140,14 +140,14 @@ class FusedStep:
 
 
 def _plain_layers(model: Any) -> list[FusedLayer]:
-    """The layers of `model`, [] unless all of it is what `FusedLayer` knows."""
-    alone = get_parallel().tp_size == 1 and get_parallel().pp_size == 1
-    if os.environ.get(DETERMINISTIC) or not alone or model.capture_aux_hidden_states:
+    """Layers of `model`; [] if any of them is unsupported."""
+    single_rank = get_parallel().tp_size == 1 and get_parallel().pp_size == 1
+    if os.environ.get(DETERMINISTIC) or not single_rank or model.capture_aux_hidden_states:
         return []
     cache = get_token_to_kv_pool()
     layers = [FusedLayer.of(layer) for layer in model.model.layers]
-    plain = all(layer.is_plain() for layer in layers)
-    if not plain or {b.dtype for b in cache.get_kv_buffer(layers[0].attention.layer_id)} != {torch.float32}:
+    supported = all(layer.is_plain() for layer in layers)
+    if not supported or {b.dtype for b in cache.get_kv_buffer(layers[0].attention.layer_id)} != {torch.float32}:
         return []
     log.info("generation steps in a few calls a layer")
     return layers
@@ -163,7 +163,7 @@ def _is_short(batch: Any) -> bool:
 
 
 class FusedSampler(Sampler):
-    """SGLang's sampler, in one call where nothing but the temperature shapes the distribution."""
+    """SGLang's sampler, in one call if only the temperature shapes the distribution."""
 
     def forward(
         self,
@@ -176,7 +176,7 @@ class FusedSampler(Sampler):
         *,
         logprob_logits: Tensor | None = None,
     ) -> Tensor:
-        """As SGLang's `forward`."""
+        """Has the arguments and results of SGLang's `forward`."""
         info, logits = sampling_info, logits_output.next_token_logits
         plain = only_temperature(info, top_logprobs_nums, token_ids_logprobs) and logprob_logits is None
         if not plain or logits.dtype is not torch.float32:
@@ -192,5 +192,5 @@ class FusedSampler(Sampler):
         return tokens
 
 
-if not os.environ.get(DETERMINISTIC):  # there `row_invariant` scores what SGLang's own samples
+if not os.environ.get(DETERMINISTIC):  # its samples are SGLang's own, scored in `deterministic.py`
     register_sampler_backend("pytorch", FusedSampler)

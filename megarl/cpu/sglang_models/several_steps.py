@@ -1,9 +1,8 @@
-"""Several generation steps between two looks of SGLang's scheduler, on CPU.
+"""Several generation steps in one pass of SGLang's scheduler, on CPU.
 
-SGLang's scheduler spends a millisecond of Python a step, more than a small model's step itself takes. It knows one kind
-of step that gives more than one token: speculative decoding. This is such an algorithm by its interface, with nothing
-speculative about it: the model samples token after token, as in steps of one, and all of them count. What is sampled
-after a request's end is cut off by SGLang, as it is there.
+SGLang's scheduler spends a millisecond of Python a step, more than the step of a small model takes. Only speculative
+decoding lets it take several tokens from one step. So this is an algorithm by that interface, without speculation: the
+model samples token after token, and all tokens count. SGLang truncates tokens past a request's end.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType, Speculati
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from torch import Tensor
 
-from megarl.cpu.sglang_launch import SEVERAL_STEPS
+from megarl.cpu.sglang_platform import SEVERAL_STEPS
 
-MOST_S = 0.02  # a look at the requests is due after this; a bigger model takes one step between two looks
+MAX_PASS_S = 0.02  # seconds until the scheduler must run again; larger models take one step a pass
 
 
 class LastTokens(SpecInput):
-    """The last token of each request of a batch, int64 `[num_seqs]`: what its next step begins with."""
+    """Last token of each request of a batch, int64 `[num_seqs]`: the input of its next step."""
 
     def __init__(self, tokens: Tensor):
-        super().__init__(SpecInputType.NGRAM_VERIFY)  # the kinds are SGLang's, this one without a draft model
+        super().__init__(SpecInputType.NGRAM_VERIFY)  # SGLang's kind without a draft model
         self.tokens = tokens
 
     def filter_batch(self, new_indices: Tensor, new_indices_cpu: list[int] | None = None) -> None:
-        """As SGLang calls it: only these requests go on."""
+        """Keeps only these requests; called by SGLang."""
         self.tokens = self.tokens[new_indices]
 
     def merge_batch(self, spec_info: LastTokens) -> None:
-        """As SGLang calls it: another batch's requests join."""
+        """Appends the requests of another batch; called by SGLang."""
         self.tokens = torch.cat([self.tokens, spec_info.tokens])
 
 
 class SeveralSteps(BaseSpecWorker):
-    """Runs a batch by SGLang's own worker: a prompt as ever, else as many steps as there are slots reserved for."""
+    """Runs prompts by SGLang's own worker, and decodes as many steps as cache slots are reserved for."""
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any):
         super().__init__()
@@ -53,7 +52,7 @@ class SeveralSteps(BaseSpecWorker):
         self._draft_worker = None
 
     def forward_batch_generation(self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None) -> Any:
-        """As SGLang's, without overlap: tokens `[num_seqs * steps]`, log-probs `[num_seqs, steps]`."""
+        """Runs one pass without overlap: tokens `[num_seqs * steps]`, log-probs `[num_seqs, steps]`."""
         if not batch.forward_mode.is_decode():
             result = self.target_worker.forward_batch_generation(batch)
             output, tokens, lengths = result.logits_output, result.next_token_ids[:, None], batch.seq_lens.clone()
@@ -62,7 +61,7 @@ class SeveralSteps(BaseSpecWorker):
             wanted = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs)
             columns = start + torch.arange(min(reserved, wanted))[:, None]
             slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, columns].long()
-            # As SGLang leaves a batch for a step of one: its lengths count the token that goes in.
+            # The state in which SGLang leaves a batch for one step: lengths count the input token.
             batch.input_ids, batch.out_cache_loc, batch.spec_info = batch.spec_info.tokens, slots[0], None
             batch.seq_lens, batch.seq_lens_cpu, batch.seq_lens_sum = start + 1, batch.seq_lens_cpu + 1, None
             if self._is_plain(batch):
@@ -80,7 +79,7 @@ class SeveralSteps(BaseSpecWorker):
         )  # fmt: skip
 
     def _is_plain(self, batch: Any) -> bool:
-        """Whether a step needs nothing that SGLang makes of the one before, and is one of `fused_step`'s."""
+        """True if steps need nothing from SGLang in between, and run in `fused_step`."""
         model, info = self.target_worker.model_runner.model, batch.sampling_info
         return (
             bool(getattr(model, "fused_layers", None))
@@ -94,9 +93,9 @@ class SeveralSteps(BaseSpecWorker):
         )
 
     def _sample(self, batch: Any, slots: Tensor) -> tuple[Any, Tensor]:
-        """One token for each row of `slots`, or less where that takes too long: `[num_seqs, steps]`."""
+        """Samples one token a row of `slots`, fewer if that takes too long: `[num_seqs, steps]`."""
         runner = self.target_worker.model_runner
-        deadline = time.monotonic() + MOST_S
+        deadline = time.monotonic() + MAX_PASS_S
         step = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         tokens, logprobs = [], []
         with forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=step):
@@ -115,23 +114,23 @@ class SeveralSteps(BaseSpecWorker):
 
 
 class SeveralStepsAlgorithm(CustomSpecAlgo):
-    """`SeveralSteps` as SGLang's registry of algorithms takes it, with what its base class lacks."""
+    """Entry of `SeveralSteps` in SGLang's registry of algorithms, with methods that its base class lacks."""
 
     def has_draft_kv(self) -> bool:
-        """There is no other model."""
+        """Returns False: there is no draft model."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
-        """There is no other model."""
+        """Returns False: there is no draft model."""
         return False
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-        """SGLang's own."""
+        """Takes SGLang's default."""
         return SpeculativeAlgorithm.create_future_map(self, *args, **kwargs)
 
 
 def only_temperature(info: Any, top_logprobs_nums: list[int], token_ids_logprobs: list[Any]) -> bool:
-    """Whether nothing but the temperature shapes the distribution, and only the sampled token's log-prob is asked."""
+    """True if only the temperature shapes the distribution and only sampled tokens' log-probs are asked for."""
     filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
     special = (
         info.is_any_greedy or info.sampling_seed is not None or info.sampling_mask_batch_indices is not None
@@ -141,14 +140,17 @@ def only_temperature(info: Any, top_logprobs_nums: list[int], token_ids_logprobs
 
 
 def _ends_elsewhere(request: Any) -> bool:
-    """Whether SGLang would not find the right end among several tokens: of a request that is being aborted it keeps
-    all, and of several texts that stop one it takes the first of its list, not the first in the answer."""
+    """True if SGLang would find a wrong end among several tokens.
+
+    It keeps all tokens of a request that is being aborted. Of several stop texts it takes the first of its list, not
+    the first in the answer.
+    """
     params = request.sampling_params
     return bool(request.to_finish or params.stop_strs or params.stop_regex_strs)
 
 
 def write_slots(requests: Tensor, table: Tensor, start: Tensor, end: Tensor, slots: Tensor, width: int) -> None:
-    """Writes each request's part of `slots` to columns `start` to `end` of its row of `table`."""
+    """Writes each request's part of `slots` to columns `[start, end)` of its row of `table`."""
     counts = (end - start).long()
     rows = requests.long().repeat_interleave(counts)
     columns = torch.arange(len(rows)) + (end - counts.cumsum(0)).repeat_interleave(counts)
@@ -156,7 +158,7 @@ def write_slots(requests: Tensor, table: Tensor, start: Tensor, end: Tensor, slo
 
 
 def copy_slots(data: Tensor, strides: Tensor, to: Tensor, source: Tensor) -> None:
-    """Where drafts branch, slots must be moved; here SGLang only tries it out, with a slot onto itself."""
+    """Stands in for the move of cache slots between branching drafts; SGLang only tries it, a slot onto itself."""
     if not torch.equal(to, source):
         raise RuntimeError(
             "several drafts of a token need sgl_kernel, which has no wheel for CPUs: leave out "
@@ -167,6 +169,6 @@ def copy_slots(data: Tensor, strides: Tensor, to: Tensor, source: Tensor) -> Non
 SpeculativeAlgorithm.register(SEVERAL_STEPS, supports_overlap=False, spec_class=SeveralStepsAlgorithm)(
     lambda args: SeveralSteps
 )
-if importlib.util.find_spec("sgl_kernel") is None:  # which has these two, and no wheel for CPUs
+if importlib.util.find_spec("sgl_kernel") is None:  # it holds these two, and has no wheel for CPUs
     allocation.assign_req_to_token_pool_cpu = write_slots
     cache_move.copy_all_layer_kv_cache_cpu = copy_slots

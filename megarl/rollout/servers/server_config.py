@@ -1,0 +1,184 @@
+"""Knobs of the SGLang servers, their checks, and the device platform that decides how a server is launched."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import random
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.knobs import UserError, knob
+
+FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range: no outgoing connection takes one meanwhile
+# ServerArgs owned by a knob or by megarl, each with the way to change it.
+OWNED = {
+    "model_path": "it is the actor's checkpoint",
+    "host": "use the knob host",
+    "port": "use the knob port",
+    "tp_size": "use the knob tp_size",
+    "dtype": "use the knob dtype",
+    "device": "use the knob device",
+    "max_total_tokens": "use the knob max_total_tokens",
+    "random_seed": "use the knob random_seed",
+    "api_key": "a random one is made for each run",
+    "admin_api_key": "a random api_key is made for each run",
+    "custom_weight_loader": "megarl's weight receiver is loaded there",
+    "config": "the arguments here are written to such a file",
+}
+# ServerArgs that must stay at 1, with the reason.
+MUST_BE_ONE = {
+    "pp_size": "SGLang's live weight updates do not support pipeline parallelism",
+    "dp_size": "SGLang's live weight updates do not support data-parallel replicas; use the knob n_servers",
+    "nnodes": "a server is a child process of the trainer on this machine",
+    "tokenizer_worker_num": "SGLang checks no API key with several tokenizer workers",
+}
+
+
+@dataclass(frozen=True)
+class SGLangServerConfig:
+    """Start and supervision of the SGLang servers of a run."""
+
+    n_servers: int = knob(1, "SGLang servers started on this machine")
+    tp_size: int = knob(1, "tensor-parallel ranks of one server")
+    host: str = knob("127.0.0.1", "address a server listens on")
+    port: int = knob(0, "port of the first server, the others follow it; 0 picks free ports")
+    device: str = knob("auto", "auto | cpu | cuda; auto is cuda where torch finds a GPU")
+    dtype: str = knob("float32", "dtype of the served weights: float32, bfloat16, float16 or auto (the checkpoint's)")
+    max_total_tokens: int = knob(65536, "tokens the key/value cache holds; 0 lets SGLang size it from free memory")
+    random_seed: int = knob(0, "seed of a server's sampling stream; server i gets random_seed + i")
+    cpu_threads: int = knob(1, "OpenMP threads of a rank on CPU; more than one collapses beside busy processes")
+    ready_timeout_s: float = knob(600.0, "seconds a server may take until it answers")
+    heartbeat_s: float = knob(10.0, "seconds between looks at a server, and until it must have answered one")
+    max_restarts: int = knob(3, "times each server is started again after it died, hung or failed; 0: never")
+
+
+@functools.cache
+def server_arg_options() -> dict[str, str]:
+    """SGLang's ServerArgs fields with the command-line option of each (`{"tp_size": "tp-size", ...}`).
+
+    They are parsed from SGLang's source, because importing it takes seconds.
+
+    Raises:
+        UserError: SGLang is not installed, or has another version.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        raise UserError(
+            "SGLang is not installed, and rollouts need it: run `make setup` on a machine without a GPU, "
+            'or `pip install "sglang[all]==0.5.23"` on one with a GPU'
+        )
+    options: dict[str, str] = {}
+    for source in (Path(spec.origin).parent / "srt" / "arg_groups" / "fields").glob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                name = node.target.id
+                cli_names = [
+                    k.value for k in ast.walk(node.annotation) if isinstance(k, ast.keyword) and k.arg == "cli_name"
+                ]
+                options[name] = ast.literal_eval(cli_names[0]).lstrip("-") if cli_names else name.replace("_", "-")
+    if "model_path" not in options:
+        raise UserError(f"{spec.origin} is not SGLang 0.5.23: its ServerArgs fields were not found; run `make setup`")
+    return options
+
+
+def check_server_config(config: SGLangServerConfig, model_path: str | Path, sglang: Mapping[str, Any]) -> None:
+    """Refuses every mistake that can be known before a server starts.
+
+    Raises:
+        UserError: the first mistake, in one line.
+    """
+    known = server_arg_options()
+    for key, value in sglang.items():
+        if key in OWNED:
+            raise UserError(f"sglang.{key}={value!r} cannot be set: {OWNED[key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise UserError(
+                f"sglang.{key} is not a ServerArgs field of SGLang" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        if key in MUST_BE_ONE and value != 1:
+            raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
+    for name in ("n_servers", "tp_size", "cpu_threads"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.heartbeat_s <= 0 or config.max_restarts < 0:
+        raise UserError(
+            f"server.heartbeat_s={config.heartbeat_s} must be above 0, server.max_restarts={config.max_restarts} "
+            "at least 0"
+        )
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={config.device!r} is not one of auto, cpu, cuda")
+    if not (Path(model_path) / "config.json").is_file():
+        raise UserError(f"{model_path} is not a model folder: it has no config.json; give a local HF checkpoint folder")
+    if config.port:
+        for port in range(config.port, config.port + config.n_servers):
+            if not port_is_free(config.host, port):
+                raise UserError(f"port {port} on {config.host} is in use; free it, or set port=0 for a free one")
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Returns `count` ports of `host` without a listener. Raises UserError if there are fewer."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
+        if len(ports) == count:
+            break
+        if port_is_free(host, port):
+            ports.append(port)
+    if len(ports) < count:
+        raise UserError(f"{host} has no {count} free ports in {FREE_PORTS.start}-{FREE_PORTS.stop - 1}; set port")
+    return ports
+
+
+def uses_gpu(config: SGLangServerConfig) -> bool:
+    """True if the servers run on CUDA."""
+    if config.device != "auto":
+        return config.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class ServerPlatform:
+    """Everything about a server that depends on its device: SGLang's launcher, arguments and environment."""
+
+    device: str
+    launch_module: str
+    arguments: Mapping[str, Any]
+    environment: Callable[[str], dict[str, str]]  # by the server's scratch folder
+
+
+def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deterministic: bool) -> ServerPlatform:
+    """The platform of a run's servers, chosen once. `sglang` holds the user's own ServerArgs.
+
+    Raises:
+        UserError: there is no GPU, and this megarl has no `megarl/cpu`.
+    """
+    if uses_gpu(config):
+        return ServerPlatform("cuda", "sglang.launch_server", {}, lambda scratch: {})
+    if importlib.util.find_spec("megarl.cpu") is None:
+        raise UserError("SGLang runs on CPU by the folder megarl/cpu, which is missing; restore it, or use a GPU")
+    from megarl.cpu import sglang_platform
+
+    return ServerPlatform(
+        "cpu",
+        sglang_platform.LAUNCH_MODULE,
+        sglang_platform.arguments(config.tp_size, deterministic, given=sglang),
+        lambda scratch: sglang_platform.environment(scratch, config.tp_size, config.cpu_threads, deterministic),
+    )
