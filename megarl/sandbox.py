@@ -1,8 +1,8 @@
-"""Runs Python code that nobody has read, such as a model's, in a process that can harm nothing.
+"""Runs untrusted Python code, such as a model's output, in an isolated process.
 
-The process has no network, starts no other process, writes only into its own temporary folder, and has limits on time,
-memory and output. It can read files that its user can read. Linux with Landlock and seccomp (5.13 or later, x86_64 or
-aarch64); elsewhere it refuses to run.
+The process has no network, cannot start another process, and writes only into its own temporary folder. Time, memory
+and output are limited. It can read every file that its user can read. Needs Linux 5.13 or later with Landlock and
+seccomp, on x86_64 or aarch64; elsewhere it refuses to run.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
-GRACE_S = 5.0
+GRACE_S = 5.0  # for the process to end after SIGKILL
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself could not be set up; the code did not run."""
+    """Raised if the sandbox itself could not be set up. The code did not run."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How the code ended. `status` is "ok" (exit code 0), "failed", "time" (limit) or "output" (limit)."""
+    """Outcome of a run. `status` is "ok" (exit code 0), "failed", "time" (limit) or "output" (limit)."""
 
     status: str
     stdout: str
@@ -46,10 +46,12 @@ def run_python(
     memory_limit_mb: int = 512,
     output_limit: int = 65_536,
 ) -> SandboxResult:
-    """Runs `code` as a script with `stdin` and waits for its end, at most `time_limit_s` seconds.
+    """Runs `code` as a script with `stdin` and waits at most `time_limit_s` seconds for its end.
+
+    `memory_limit_mb` is in MiB. `output_limit` is in bytes, for stdout and stderr each.
 
     Raises:
-        SandboxError: this machine cannot shut code in.
+        SandboxError: this machine cannot isolate code.
     """
     source = code.encode(errors="surrogatepass")
     with tempfile.TemporaryDirectory(prefix="megarl-sandbox-", ignore_cleanup_errors=True) as folder:
@@ -64,8 +66,8 @@ def run_python(
             start_new_session=True,
         )
         try:
-            given = source + stdin.encode(errors="surrogatepass")
-            ended, out, err = _talk(process, given, time.monotonic() + time_limit_s, output_limit)
+            input_bytes = source + stdin.encode(errors="surrogatepass")
+            outcome, out, err = _communicate(process, input_bytes, time.monotonic() + time_limit_s, output_limit)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -76,16 +78,22 @@ def run_python(
     stdout, stderr = out.decode(errors="replace"), err.decode(errors="replace")
     if stderr.startswith("sandbox: "):
         raise SandboxError(stderr.strip())
-    if ended != "exit":
-        return SandboxResult(ended, stdout, stderr)
+    if outcome != "exit":
+        return SandboxResult(outcome, stdout, stderr)
     status = "time" if process.returncode == -signal.SIGXCPU else "ok" if process.returncode == 0 else "failed"
     return SandboxResult(status, stdout, stderr)
 
 
-def _talk(process: subprocess.Popen[bytes], given: bytes, deadline: float, limit: int) -> tuple[str, bytes, bytes]:
-    """Feeds and reads the process until its pipes close ("exit"), its time is up or it has said more than `limit`."""
-    said = {"out": b"", "err": b""}
-    left = memoryview(given)
+def _communicate(
+    process: subprocess.Popen[bytes], input_bytes: bytes, deadline: float, limit: int
+) -> tuple[str, bytes, bytes]:
+    """Writes stdin and reads both outputs until the process ends or exceeds a limit.
+
+    Returns:
+        "exit", "time" (past `deadline`) or "output" (more than `limit` bytes), then stdout and stderr.
+    """
+    output = {"out": b"", "err": b""}
+    unsent = memoryview(input_bytes)
     with selectors.DefaultSelector() as selector:
         for pipe, events, name in (
             (process.stdin, selectors.EVENT_WRITE, "in"),
@@ -98,21 +106,21 @@ def _talk(process: subprocess.Popen[bytes], given: bytes, deadline: float, limit
         while selector.get_map():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                return "time", said["out"], said["err"]
+                return "time", output["out"], output["err"]
             for key, _ in selector.select(remaining):
                 done = False
                 if key.data == "in":
                     try:
-                        left = left[os.write(key.fd, left[:65536]) :]
-                        done = not left
+                        unsent = unsent[os.write(key.fd, unsent[:65536]) :]
+                        done = not unsent
                     except BrokenPipeError:
                         done = True
                 else:
                     chunk = os.read(key.fd, 65536)
-                    said[key.data] += chunk
+                    output[key.data] += chunk
                     done = not chunk
-                    if len(said[key.data]) > limit:
-                        return "output", said["out"][:limit], said["err"][:limit]
+                    if len(output[key.data]) > limit:
+                        return "output", output["out"][:limit], output["err"][:limit]
                 if done:
                     selector.unregister(key.fileobj)
                     if key.data == "in":
@@ -121,5 +129,5 @@ def _talk(process: subprocess.Popen[bytes], given: bytes, deadline: float, limit
         try:
             process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
-            return "time", said["out"], said["err"]
-    return "exit", said["out"], said["err"]
+            return "time", output["out"], output["err"]
+    return "exit", output["out"], output["err"]

@@ -1,4 +1,4 @@
-"""The types that flow between the stages: requests and responses of generation, episodes, packed batches."""
+"""Types that pass between the stages: generation requests and responses, episodes, packed batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megarl.knobs import UserError, knob
 
 @dataclass(frozen=True)
 class GenerationHyperparameters:
-    """How completions are sampled. Read by the workflows and the rollout client."""
+    """Sampling parameters, read by the workflows and the rollout client."""
 
     n_samples: int = knob(1, "completions sampled per prompt (the group size)")
-    max_new_tokens: int = knob(256, "most tokens a completion may have")
-    min_new_tokens: int = knob(0, "fewest tokens before an end-of-sequence token is allowed")
+    max_new_tokens: int = knob(256, "maximum tokens of a completion")
+    min_new_tokens: int = knob(0, "minimum tokens before an end-of-sequence token is allowed")
     greedy: bool = knob(False, "take the most likely token instead of sampling")
-    temperature: float = knob(1.0, "softmax temperature; log-probs are those of the tempered distribution")
+    temperature: float = knob(1.0, "softmax temperature; log-probs are taken from the tempered distribution")
     top_p: float = knob(1.0, "nucleus sampling mass; below 1 rollout log-probs no longer match the trainer's")
-    top_k: int = knob(-1, "sample among this many most likely tokens; -1 is all")
+    top_k: int = knob(-1, "sample among the k most likely tokens; -1 means all")
     stop: list[str] = knob(meaning="strings that end a completion", factory=list)
     stop_token_ids: list[int] = knob(meaning="token ids that end a completion, besides eos", factory=list)
 
@@ -42,27 +42,27 @@ class GenerationHyperparameters:
                 raise UserError(f"gconfig.{name}={getattr(self, name)} must be {rule}")
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
-        """A copy with some fields changed, such as `gconfig.new(greedy=True)`."""
+        """Returns a copy with some fields changed, such as `gconfig.new(greedy=True)`."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """One completion asked of an inference engine."""
+    """A request to an inference engine for one completion."""
 
     input_ids: list[int]
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
-        given: Any = self.input_ids
-        if isinstance(given, Mapping):  # what a tokenizer's apply_chat_template returns unless asked otherwise
-            object.__setattr__(self, "input_ids", list(given["input_ids"]))
+        input_ids: Any = self.input_ids
+        if isinstance(input_ids, Mapping):  # apply_chat_template returns a mapping by default
+            object.__setattr__(self, "input_ids", list(input_ids["input_ids"]))
 
 
 @dataclass(frozen=True)
 class ModelResponse:
-    """One completion. Per output token: its id, behaviour log-prob and the weight version it was sampled from."""
+    """One completion, with the id, behaviour log-prob and weight version of each output token."""
 
     input_tokens: list[int]
     output_tokens: list[int]
@@ -80,7 +80,7 @@ class ModelResponse:
 
 
 class Reward(float):
-    """The weighted sum of several rewards, with each of them in `parts`."""
+    """Weighted sum of several rewards; `parts` holds the values before weighting."""
 
     parts: tuple[float, ...]
 
@@ -91,15 +91,15 @@ class Reward(float):
 
 
 class RewardError(RuntimeError):
-    """A completion could not be scored. Its sample is masked and counted, and never taken for a reward of 0."""
+    """Raised if a completion cannot be scored. Its sample is masked and counted, and never gets a reward of 0."""
 
 
 class PackedBatch:
-    """Sequences laid end to end without padding: the one batch type past rollout.
+    """Sequences packed end to end without padding: the only batch type after rollout.
 
     `tokens[key]` is 1-D `[total_tokens]`, `sequences[key]` is `[num_seqs, ...]`, `cu_seqlens` is int32
-    `[num_seqs + 1]`. Per-token values are token-aligned: `rollout_logprobs[i]` is the log-prob *of* token i, and a
-    sequence's first token, which nothing predicts, holds 0. Reads like a mapping: `batch["input_ids"]`.
+    `[num_seqs + 1]`. Per-token values are token-aligned: `rollout_logprobs[i]` is the log-prob *of* token i. Nothing
+    predicts a sequence's first token, so its value is 0. Reads like a mapping: `batch["input_ids"]`.
     """
 
     def __init__(self, cu_seqlens: Tensor, tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor] | None = None):
@@ -121,7 +121,7 @@ class PackedBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 `[num_seqs]`: tokens of each sequence."""
+        """Tokens of each sequence, int64 `[num_seqs]`."""
         return self.cu_seqlens.diff().long()
 
     @property
@@ -132,7 +132,7 @@ class PackedBatch:
         """Sets a per-token tensor, `[total_tokens]`."""
         if value.shape != (self.total_tokens,):
             raise ValueError(
-                f"{key} has shape {tuple(value.shape)}, a per-token tensor here has ({self.total_tokens},)"
+                f"{key} has shape {tuple(value.shape)}, a per-token tensor of this batch has ({self.total_tokens},)"
             )
         self.tokens[key] = value
 
@@ -140,7 +140,7 @@ class PackedBatch:
         """Sets a per-sequence tensor, `[num_seqs, ...]`."""
         if value.ndim == 0 or value.shape[0] != self.num_seqs:
             raise ValueError(
-                f"{key} has shape {tuple(value.shape)}, a per-sequence tensor here has ({self.num_seqs}, ...)"
+                f"{key} has shape {tuple(value.shape)}, a per-sequence tensor of this batch has ({self.num_seqs}, ...)"
             )
         self.sequences[key] = value
 
@@ -157,7 +157,7 @@ class PackedBatch:
         raise KeyError(f"{key}: this batch holds {sorted([*self.tokens, *self.sequences])}")
 
     def __setitem__(self, key: str, value: Tensor) -> None:
-        """Sets a per-token tensor where the length is `total_tokens`, else a per-sequence one."""
+        """Sets a per-token tensor if the shape is `[total_tokens]`, else a per-sequence one. A key keeps its kind."""
         if key in self.sequences or (key not in self.tokens and value.shape != (self.total_tokens,)):
             self.set_sequences(key, value)
         else:
@@ -167,7 +167,7 @@ class PackedBatch:
         return [*self.tokens, *self.sequences]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with every tensor on `device`."""
+        """Returns the batch with every tensor on `device`."""
         return PackedBatch(
             self.cu_seqlens.to(device),
             {k: v.to(device) for k, v in self.tokens.items()},
@@ -175,14 +175,14 @@ class PackedBatch:
         )
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
-        """int64: positions of the tokens of the sequences `indices`, in that order."""
+        """Positions of all tokens of the sequences `indices`, in that order, int64."""
         index = torch.as_tensor(list(indices), dtype=torch.long, device=self.device)
         lengths = self.lengths[index]
-        moved = self.cu_seqlens[:-1].long()[index] - (lengths.cumsum(0) - lengths)  # from a sequence's place to its new
-        return torch.arange(int(lengths.sum()), device=self.device) + moved.repeat_interleave(lengths)
+        shift = self.cu_seqlens[:-1].long()[index] - (lengths.cumsum(0) - lengths)  # old start minus new start
+        return torch.arange(int(lengths.sum()), device=self.device) + shift.repeat_interleave(lengths)
 
     def select(self, indices: Sequence[int]) -> PackedBatch:
-        """A batch of the sequences `indices`, in that order."""
+        """Returns a batch of the sequences `indices`, in that order."""
         tokens = self.token_index(indices)
         index = torch.as_tensor(list(indices), dtype=torch.long, device=self.device)
         return PackedBatch(
@@ -193,7 +193,7 @@ class PackedBatch:
 
     @staticmethod
     def concat(batches: Iterable[PackedBatch]) -> PackedBatch:
-        """One batch of the sequences of all; every batch must hold the same keys."""
+        """Concatenates batches. All must hold the same keys."""
         parts = list(batches)
         if not parts:
             raise ValueError("concat needs at least one batch, got none")
@@ -214,8 +214,8 @@ class PackedBatch:
     def from_padded(data: Any) -> PackedBatch:
         """Packs a padded `{key: [batch, length]}` mapping (dict or TensorDict) by its `attention_mask`.
 
-        Values of shape `[batch, length]` become per-token, others with a leading `batch` per-sequence. A tensor
-        without the batch dimension is accepted where the batch is one. Padding may be on either side.
+        Values of shape `[batch, length]` become per-token tensors, others with a leading `batch` per-sequence ones. If
+        the batch has one sequence, a tensor may lack the batch dimension. Padding may be on either side.
         """
         if isinstance(data, PackedBatch):
             return data
@@ -227,7 +227,7 @@ class PackedBatch:
         mask = data["attention_mask"].bool() if "attention_mask" in data else torch.ones(shape, dtype=torch.bool)
         if mask.shape != shape:
             raise UserError(f"attention_mask has shape {tuple(mask.shape)}, input_ids has {tuple(shape)}")
-        present = mask.flatten().nonzero().squeeze(1)
+        kept_positions = mask.flatten().nonzero().squeeze(1)
         tokens, sequences = {}, {}
         for key, value in data.items():
             if key == "attention_mask":
@@ -235,7 +235,7 @@ class PackedBatch:
             if shape[0] == 1 and value.shape[:1] != (1,):
                 value = value.unsqueeze(0)
             if value.shape == shape:
-                tokens[key] = value.take(present)
+                tokens[key] = value.take(kept_positions)
             elif value.ndim and value.shape[0] == shape[0]:
                 sequences[key] = value
             else:
@@ -247,25 +247,25 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class Episode:
-    """What one call of a workflow left: the packed group of one prompt, or why there is none."""
+    """Result of one workflow call: the packed group of one prompt, or the reason why there is none."""
 
     prompt_id: str
     group: PackedBatch | None
     reason: str = ""
-    dropped: dict[str, int] = field(default_factory=dict)  # samples left out of the group, by reason
+    dropped: dict[str, int] = field(default_factory=dict)  # number of samples left out of the group, by reason
 
 
 def cu_seqlens_of(lengths: Tensor) -> Tensor:
-    """int32 `[num_seqs + 1]`: 0 and the running sum of the lengths."""
+    """Cumulative sequence lengths with a leading 0, int32 `[num_seqs + 1]`."""
     return torch.nn.functional.pad(lengths.long().cumsum(0), (1, 0)).to(torch.int32)
 
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """How one version of the weights reaches the rollout servers.
+    """Transport and version of one weight update to the rollout servers.
 
-    `type` is the transport; `path` the folder of the files for `disk`, which the servers must see too; `model_version`
-    the version that they serve afterwards.
+    `type` is the transport. `path` is the folder of the weight files for `disk`; the servers must see it too.
+    `model_version` is the version that the servers serve after the update.
     """
 
     type: Literal["disk", "gloo", "nccl", "cuda_ipc", "shm"]
@@ -277,19 +277,21 @@ class WeightUpdateMeta:
         if self.type not in types:
             raise UserError(f"WeightUpdateMeta(type={self.type!r}) is not one of {', '.join(types)}")
         if (self.type == "disk") != (self.path is not None):
-            raise UserError(f"WeightUpdateMeta(type={self.type!r}, path={self.path!r}): disk has a path, others none")
+            raise UserError(
+                f"WeightUpdateMeta(type={self.type!r}, path={self.path!r}): disk needs a path, the others take none"
+            )
         if self.model_version < 1:
             raise UserError(f"WeightUpdateMeta(model_version={self.model_version}) must be at least 1")
 
 
 class WeightUpdates(Protocol):
-    """What brings weights to the servers: the engine that asks for rollouts expects them, the one that trains uploads.
+    """Protocol of weight updates: the rollout engine expects a version, the training engine uploads it.
 
-    A `reshard.session.WeightSession` is one.
+    Implemented by `reshard.session.WeightSession`.
     """
 
     def expect(self, meta: WeightUpdateMeta) -> Future[Any]:
-        """A future that ends when the servers serve `meta.model_version`, or raises what went wrong."""
+        """Returns a future that completes once the servers serve `meta.model_version`, or raises the failure."""
 
     def upload(self, weights: Any, meta: WeightUpdateMeta) -> None:
-        """Brings the servers to the weights of a training engine. A collective of the trainer ranks."""
+        """Sends the weights of a training engine to the servers. A collective of the trainer ranks."""

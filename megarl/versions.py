@@ -1,4 +1,7 @@
-"""What is installed here, without importing any of it: versions, GPUs, driver. For `megarl.preflight` and `doctor`."""
+"""Installed package versions, GPUs and driver of this machine, found without importing any package.
+
+Used by `megarl.preflight` and `doctor`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-# What a run stands on, by the names that people know: the distributions that bring it, the first that is there counts.
+# Packages that a run depends on, by display name: the distributions that provide it. The first installed one counts.
 PACKAGES = {
     "torch": ("torch",),
     "Megatron-core": ("megatron-core",),
@@ -19,11 +22,11 @@ PACKAGES = {
     "transformers": ("transformers",),
     "Ray": ("ray",),
 }
-QUERY_S = 10.0
+QUERY_S = 10.0  # deadline of nvidia-smi
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a distribution, None where there is none."""
+    """Returns the installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -31,16 +34,16 @@ def version_of(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """By name, the version of each of `PACKAGES`; None: not found."""
+    """Maps each name of `PACKAGES` to its installed version, or to None."""
     return {
-        name: next((found for package in packages if (found := version_of(package))), None)
+        name: next((version for package in packages if (version := version_of(package))), None)
         for name, packages in PACKAGES.items()
     }
 
 
 @dataclass(frozen=True)
 class GPUs:
-    """The GPUs of this machine as its driver tells: their names, their memory in MiB, and the driver's version."""
+    """GPUs of this machine as the driver reports them: names, memory in MiB, and the driver's version."""
 
     names: tuple[str, ...] = ()
     memory_mib: tuple[int, ...] = ()
@@ -48,15 +51,15 @@ class GPUs:
 
 
 def gpus() -> GPUs:
-    """What nvidia-smi says; none where it is not there or finds none."""
+    """Queries nvidia-smi. Returns an empty `GPUs` if it is missing, fails or lists no GPU."""
     if shutil.which("nvidia-smi") is None:
         return GPUs()
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
-    except (subprocess.SubprocessError, OSError):  # a driver that does not answer is one that is not there
+        output = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
+    except (subprocess.SubprocessError, OSError):  # a driver that does not answer counts as absent
         return GPUs()
-    rows = [[part.strip() for part in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
+    rows = [[part.strip() for part in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     return GPUs(
         tuple(name for name, _, _ in rows),
         tuple(int(memory) for _, memory, _ in rows),

@@ -1,1 +1,1 @@
-"""axolotl's YAML of its RLHF methods, read into our configuration."""
+"""Reads axolotl's YAML files of RLHF methods into megarl's configuration."""

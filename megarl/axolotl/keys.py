@@ -1,10 +1,10 @@
-"""The tables: what each key of an axolotl YAML becomes, or why it does not."""
+"""Tables from the keys of an axolotl YAML to megarl's knobs, or to the reason why a key is ignored or refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# A key whose value a knob takes as it is.
+# Keys whose value a knob takes unchanged.
 KNOBS = {
     "base_model": "actor.path",
     "seed": "seed",
@@ -41,7 +41,7 @@ KNOBS = {
     "vllm.reasoning_parser": "sglang.reasoning_parser",
     "trl.vllm_server_timeout": "server.ready_timeout_s",
 }
-# A key of which some values become a knob's; None needs no change. Other values are refused.
+# Keys of which some values set a knob, and None if nothing has to change. Other values are refused.
 CHOICES: dict[str, dict[Any, tuple[str, Any] | None]] = {
     "gradient_checkpointing": {True: ("actor.recompute", "full"), False: ("actor.recompute", "none")},
     "optimizer": dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")),
@@ -75,7 +75,7 @@ CHOICES: dict[str, dict[Any, tuple[str, Any] | None]] = {
     "save_strategy": {"steps": None, "no": ("saver.every_steps", 0), False: ("saver.every_steps", 0)},
     "eval_strategy": {"steps": None, "no": ("evaluator.every_steps", 0), False: ("evaluator.every_steps", 0)},
 }
-# Methods by the value of `rl`: ours, and what each key becomes with axolotl's default where it is not given.
+# By the value of `rl`: the method, the algorithm, and for each of its keys the knob and axolotl's default.
 ALGORITHMS: dict[str, tuple[str, str, dict[str, tuple[str, Any]]]] = {
     "dpo": (
         "preference", "dpo",
@@ -102,7 +102,7 @@ ALGORITHMS: dict[str, tuple[str, str, dict[str, tuple[str, Any]]]] = {
     "grpo": ("rl", "grpo", {"trl.beta": ("algorithm.kl_coef", 0.0), "trl.epsilon": ("algorithm.eps_clip", 0.2)}),
     "gdpo": ("rl", "gdpo", {"trl.beta": ("algorithm.kl_coef", 0.0), "trl.epsilon": ("algorithm.eps_clip", 0.2)}),
 }  # fmt: skip
-# Keys that change nothing here, whatever they say, by the reason.
+# Keys without effect in megarl, by reason.
 _REASONS = {
     "always packed": ("sample_packing", "eval_sample_packing", "pad_to_sequence_len", "group_by_length"),
     "the engine has its own attention over packed sequences": (
@@ -115,28 +115,26 @@ _REASONS = {
     "evaluations keep every sample": ("trl.log_completions", "trl.num_completions_to_print"),
     "Megatron's recompute has one form": ("gradient_checkpointing_kwargs",),
     "a format reads its own columns": ("remove_unused_columns",),
-    "the loss is fused with the head anyway": ("trl.use_liger_loss",),
-    "a matter of speed alone": ("precompute_ref_log_probs",),
+    "the loss is always fused with the head": ("trl.use_liger_loss",),
+    "affects speed only": ("precompute_ref_log_probs",),
     "every step is logged": ("logging_steps",),
     "checkpoints are safetensors": ("save_safetensors",),
     "unknown keys are refused": ("strict",),
 }  # fmt: skip
 NEEDLESS = {key: reason for reason, keys in _REASONS.items() for key in keys}
+# Reasons why a key, or a value of it, is refused.
 WHY_NOT = {
-    "rl_adapter_ref_model": "there are no adapters: all weights are trained",
-    "adapter": "there are no adapters: all weights are trained",
+    "rl_adapter_ref_model": "adapters are not supported; all weights are trained",
+    "adapter": "adapters are not supported; all weights are trained",
     "deepspeed": "Megatron shards the model; use parallel.* knobs",
     "fsdp": "Megatron shards the model; use parallel.* knobs",
     "fsdp_config": "Megatron shards the model; use parallel.* knobs",
     "max_prompt_len": "prompts are never cut; rows over sequence_len are skipped",
     "trust_remote_code": "a model's own code is never run",
-    "trl.scale_rewards": "true is what GRPO does; for advantages that are not scaled take trl.loss_type: dr_grpo",
+    "trl.scale_rewards": "GRPO always scales advantages; for unscaled ones use trl.loss_type: dr_grpo",
     "trl.num_iterations": "each sampled batch is trained on once",
 }
+# Keys of a data set that become `options` of its source.
 DATASET_OPTIONS = ("field_messages", "field_chosen", "field_rejected", "message_property_mappings", "roles")
-LOSS_TYPES = {
-    "grpo": ("grpo", "sequence"),
-    "bnpo": ("grpo", "token"),
-    "dapo": ("grpo", "token"),
-    None: ("grpo", "token"),
-}
+# `algorithm.aggregate` by `trl.loss_type`.
+LOSS_TYPES = {"grpo": "sequence", "bnpo": "token", "dapo": "token", None: "token"}

@@ -1,7 +1,7 @@
 """Reads an axolotl YAML of its RLHF methods: `python -m megarl.train --from-axolotl grpo.yaml [KNOB=VALUE ...]`.
 
-Every key becomes overrides of our knobs, is said to need none, or is refused by name. The tables are in `keys.py`;
-here is what takes arithmetic: algorithms, data sets, batch sizes, steps.
+Every key sets knobs, is listed as needing no change, or is refused by name. Plain keys are looked up in the tables of
+`keys.py`. This module converts the keys that depend on each other: algorithms, data sets, batch sizes, steps.
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ from megarl.parallel.platform import has_gpu
 
 @dataclass
 class Reading:
-    """One YAML on its way: keys not read yet, overrides found, and what is said of each key."""
+    """Progress through one YAML: unread keys, overrides so far, table rows (key, value, text) and refusals."""
 
-    left: dict[str, Any]
+    unread: dict[str, Any]
     overrides: dict[str, Any] = field(default_factory=dict)
-    said: list[tuple[str, str, str]] = field(default_factory=list)
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
     def take(self, key: str, default: Any = None) -> Any:
-        return self.left.pop(key, default)
+        """Removes a key from the unread ones and returns its value."""
+        return self.unread.pop(key, default)
 
     def set(self, key: str, value: Any, knob: str, becomes: Any, note: str = "") -> None:
-        """A key becomes a knob's value."""
+        """Sets a knob from a key and adds the table row for it."""
         self.overrides[knob] = becomes
-        self.say(key, value, f"{knob}={_plain(becomes)}" + (f"  ({note})" if note else ""))
+        self.note(key, value, f"{knob}={_plain(becomes)}" + (f"  ({note})" if note else ""))
 
-    def say(self, key: str, value: Any, text: str) -> None:
-        self.said.append((key, _plain(value) if value is not None else "(not set)", text))
+    def note(self, key: str, value: Any, text: str) -> None:
+        """Adds a row to the table."""
+        self.rows.append((key, _plain(value) if value is not None else "(not set)", text))
 
     def refuse(self, key: str, value: Any, why: str) -> None:
+        """Records an error. Reading goes on, so that all errors are reported together."""
         self.refused.append(f"{key}: {_plain(value)}  {why}")
 
     def number(self, key: str, default: float, least: float = 0) -> float:
-        """Takes a number; what is none is refused and the default goes on, so that all mistakes are found."""
+        """Takes a number. Any other value is refused, and the default takes its place."""
         value = self.take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
             self.refuse(key, value, f"must be a number of at least {least}")
@@ -57,12 +60,16 @@ class Reading:
 
 
 def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tuple[list[str], str]:
-    """Overrides for `cli.load`, and a table that says what every key became.
+    """Converts an axolotl YAML into overrides for `cli.load` and a table of every key's outcome.
 
-    axolotl's batch sizes are of one of its data-parallel ranks: `replicas` of them, else as many as `world` holds.
+    Args:
+        path: The YAML file.
+        replicas: Number of data-parallel ranks, as axolotl's batch sizes count per rank. By default the ranks in
+            `world` divided by the context- and tensor-parallel sizes.
+        world: Number of trainer ranks.
 
     Raises:
-        UserError: a file that cannot be read, or all keys that cannot be honoured, one line each.
+        UserError: the file cannot be read, or some keys are not supported (all of them, one line each).
     """
     reading = Reading(_flat(_load(path)))
     reading.overrides["experiment_name"] = Path(path).stem
@@ -74,15 +81,17 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tupl
     _algorithm(reading, rl, algorithm, keys)
     train = _data(reading, rl)
     if replicas is None:
-        sizes = (reading.left.get(key, 1) for key in ("context_parallel_size", "tensor_parallel_size"))
+        sizes = (reading.unread.get(key, 1) for key in ("context_parallel_size", "tensor_parallel_size"))
         replicas = max(world // math.prod(size for size in sizes if isinstance(size, int) and size > 0), 1)
     _lengths_and_batch(reading, rl, replicas, train)
     _numerics(reading)
-    for key in list(reading.left):
+    for key in list(reading.unread):
         _plain_key(reading, key)
     if reading.refused:
-        raise UserError(f"{path} has what megarl cannot honour:" + "".join(f"\n  {line}" for line in reading.refused))
-    return [_override(knob, value) for knob, value in reading.overrides.items()], _table(path, reading.said)
+        raise UserError(
+            f"{path} has keys that megarl does not support:" + "".join(f"\n  {line}" for line in reading.refused)
+        )
+    return [_override(knob, value) for knob, value in reading.overrides.items()], _table(path, reading.rows)
 
 
 def _load(path: str) -> dict[str, Any]:
@@ -96,14 +105,14 @@ def _load(path: str) -> dict[str, Any]:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys, those of `trl` and `vllm` by dotted name; a null says nothing."""
+    """Flattens the sections `trl` and `vllm` to dotted keys and drops null values."""
     inside = {f"{s}.{k}": v for s in ("trl", "vllm") if isinstance(values.get(s), dict) for k, v in values[s].items()}
     flat = {**{k: v for k, v in values.items() if not (k in ("trl", "vllm") and isinstance(v, dict))}, **inside}
     return {str(k): _number_of(v) for k, v in flat.items() if v is not None}
 
 
 def _number_of(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as text."""
+    """Converts text such as 1e-5 to a number, as YAML 1.1 reads it as a string."""
     try:
         return float(value) if isinstance(value, str) and value[:1] in "0123456789.-" else value
     except ValueError:
@@ -111,27 +120,28 @@ def _number_of(value: Any) -> Any:
 
 
 def _algorithm(reading: Reading, rl: str, algorithm: str, keys: dict[str, tuple[str, Any]]) -> None:
+    """Sets the algorithm, its knobs and the reward weights. Options of `rl: grpo` may select a variant of GRPO."""
     if rl == "grpo":
         loss = reading.take("trl.loss_type")
-        if reading.left.get("trl.multi_objective_aggregation") == "normalize_then_sum":
+        if reading.unread.get("trl.multi_objective_aggregation") == "normalize_then_sum":
             algorithm = "gdpo"
             reading.take("trl.multi_objective_aggregation")
-        elif reading.left.get("trl.importance_sampling_level") == "sequence":
+        elif reading.unread.get("trl.importance_sampling_level") == "sequence":
             algorithm = "gspo"
             reading.take("trl.importance_sampling_level")
         elif loss == "dr_grpo":
             algorithm = "dr_grpo"
-        elif "trl.epsilon_high" in reading.left:
-            algorithm = "dapo"  # GRPO with two clips, once its dynamic sampling is off
+        elif "trl.epsilon_high" in reading.unread:
+            algorithm = "dapo"  # without dynamic sampling, DAPO is GRPO with two clip ranges
             reading.overrides["algorithm.dynamic_sampling"] = False
         elif loss not in LOSS_TYPES:
             reading.refuse("trl.loss_type", loss, f"is not one of {', '.join(k for k in LOSS_TYPES if k)}, dr_grpo")
         if loss in LOSS_TYPES and algorithm in ("grpo", "gdpo", "dapo"):
-            reading.set("trl.loss_type", loss, "algorithm.aggregate", LOSS_TYPES[loss][1])
-    if rl == "gdpo" and reading.left.get("trl.multi_objective_aggregation") == "normalize_then_sum":
+            reading.set("trl.loss_type", loss, "algorithm.aggregate", LOSS_TYPES[loss])
+    if rl == "gdpo" and reading.unread.get("trl.multi_objective_aggregation") == "normalize_then_sum":
         reading.take("trl.multi_objective_aggregation")
     reading.overrides = {"algorithm": algorithm, **reading.overrides}
-    reading.say("rl", rl, f"algorithm={algorithm}")
+    reading.note("rl", rl, f"algorithm={algorithm}")
     if algorithm in ("gspo", "dapo"):
         low = reading.number("trl.epsilon", 0.2)
         reading.set("trl.epsilon", low, "algorithm.clip_low", low)
@@ -139,11 +149,11 @@ def _algorithm(reading: Reading, rl: str, algorithm: str, keys: dict[str, tuple[
         reading.set("trl.epsilon_high", high, "algorithm.clip_high", high)
         keys = {key: knob for key, knob in keys.items() if key != "trl.epsilon"}
     if "rl_beta" in keys:  # axolotl takes either name, trl.beta first
-        reading.left["rl_beta"] = reading.take("trl.beta", reading.left.get("rl_beta"))
-        reading.left = {key: value for key, value in reading.left.items() if value is not None}
+        reading.unread["rl_beta"] = reading.take("trl.beta", reading.unread.get("rl_beta"))
+        reading.unread = {key: value for key, value in reading.unread.items() if value is not None}
     for key, (knob, default) in keys.items():
-        given = reading.take(key)
-        reading.set(key, given, knob, default if given is None else given, "" if given is not None else "its default")
+        value = reading.take(key)
+        reading.set(key, value, knob, default if value is None else value, "" if value is not None else "its default")
     weights = reading.take("trl.reward_weights")
     if weights is not None:
         knob = "algorithm.reward_weights" if algorithm == "gdpo" else "rewards.weights"
@@ -151,9 +161,9 @@ def _algorithm(reading: Reading, rl: str, algorithm: str, keys: dict[str, tuple[
 
 
 def _data(reading: Reading, rl: str) -> list[SourceConfig]:
-    """Sets both data sets; gives the sources of the training's."""
+    """Sets the training and the validation data. Returns the training sources."""
     train = _sources(reading, "datasets", rl)
-    valid = _sources(reading, "test_datasets", rl) if "test_datasets" in reading.left else None
+    valid = _sources(reading, "test_datasets", rl) if "test_datasets" in reading.unread else None
     held_out = reading.take("val_set_size", 0)
     if not train:
         reading.refuse("datasets", None, "no data set is given")
@@ -166,34 +176,37 @@ def _data(reading: Reading, rl: str) -> list[SourceConfig]:
         elif isinstance(held_out, int) and len(train) == 1:
             cut = f"-{held_out}"
         else:
-            reading.refuse("val_set_size", held_out, "must be a share below 1, or of one data set a number of rows")
-        valid = [_replaced(source, f"{source.split}[{cut}:]") for source in train]
-        train = [_replaced(source, f"{source.split}[:{cut}]") for source in train]
-        reading.say("val_set_size", held_out, f"the last rows are held out: {valid[0].split if valid else ''}")
+            reading.refuse(
+                "val_set_size", held_out, "must be a fraction below 1, or a number of rows if there is one data set"
+            )
+        valid = [_with_split(source, f"{source.split}[{cut}:]") for source in train]
+        train = [_with_split(source, f"{source.split}[:{cut}]") for source in train]
+        reading.note("val_set_size", held_out, f"the last rows are held out: {valid[0].split if valid else ''}")
     if valid is None:
         valid = train
-        reading.say("val_set_size", None, "evaluator.at_start=false, at_end=false: nothing is held out")
+        reading.note("val_set_size", None, "evaluator.at_start=false, at_end=false: nothing is held out")
         reading.overrides.update({"evaluator.every_steps": 0, "evaluator.at_start": False, "evaluator.at_end": False})
     for name, sources in (("train_dataset", train), ("valid_dataset", valid)):
-        reading.overrides[f"{name}.sources"] = [_given(source) for source in sources]
+        reading.overrides[f"{name}.sources"] = [_source_override(source) for source in sources]
     return train
 
 
-def _replaced(source: SourceConfig, split: str) -> SourceConfig:
+def _with_split(source: SourceConfig, split: str) -> SourceConfig:
     return SourceConfig(source.path, source.name, split, source.type, source.options)
 
 
-def _given(source: SourceConfig) -> dict[str, Any]:
+def _source_override(source: SourceConfig) -> dict[str, Any]:
     values = {"path": source.path, "name": source.name, "split": source.split, "type": source.type}
     return {**{k: v for k, v in values.items() if v}, **({"options": source.options} if source.options else {})}
 
 
 def _sources(reading: Reading, key: str, rl: str) -> list[SourceConfig]:
+    """Converts a list of axolotl data sets. A data set of several files becomes several sources."""
     entries = reading.take(key, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         reading.refuse(key, entries, "must be a list of data sets")
         return []
-    found: list[SourceConfig] = []
+    sources: list[SourceConfig] = []
     for i, entry in enumerate(entries):
         where, entry = f"{key}[{i}]", {k: v for k, v in entry.items() if v is not None}
         files, path = entry.pop("data_files", None), entry.pop("path", "")
@@ -206,33 +219,33 @@ def _sources(reading: Reading, key: str, rl: str) -> list[SourceConfig]:
         if isinstance(kind, dict):
             kind, options = "user_defined.default", {k: v for k, v in kind.items() if v is not None}
         kind = "chat_template.default" if kind == "chat_template" else kind
-        for name in ("chat_template", "chat_template_jinja"):  # axolotl lets each data set have its own, we one a run
-            if name in entry and reading.left.setdefault(name, entry[name]) == entry[name]:
+        for name in ("chat_template", "chat_template_jinja"):  # per data set in axolotl, per run in megarl
+            if name in entry and reading.unread.setdefault(name, entry[name]) == entry[name]:
                 entry.pop(name)
-        entry.pop("ds_type", None)  # the file's ending says it
+        entry.pop("ds_type", None)  # the file's suffix decides
         name, split = entry.pop("name", ""), entry.pop("split", "train")
         for unknown, value in entry.items():
-            reading.refuse(f"{where}.{unknown}", value, "is not read of a data set here")
+            reading.refuse(f"{where}.{unknown}", value, "is not supported in a data set")
         paths = [files] if isinstance(files, str) else files or [path]
         if files and path and Path(path).is_dir():
             paths = [str(Path(path) / file) for file in paths]
         elif files and path not in ("", "json", "parquet"):
             reading.refuse(f"{where}.data_files", files, "files of a hub data set cannot be picked; give local files")
-        sources = [SourceConfig(p, name, split, kind, options) for p in paths]
+        entry_sources = [SourceConfig(p, name, split, kind, options) for p in paths]
         try:
             if ALGORITHMS[rl][0] == "preference":
-                format_of(sources[0], paired=rl != "kto")
+                format_of(entry_sources[0], paired=rl != "kto")
             elif options or "." not in kind:
                 reading.refuse(f"{where}.type", kind, "must be FILE.FUNCTION, a transform, and takes no field names")
         except UserError as error:
             reading.refuse(f"{where}.type", kind, str(error))
-        reading.say(where, path or files, f"type {kind}" + (f", options {_plain(options)}" if options else ""))
-        found += sources
-    return found
+        reading.note(where, path or files, f"type {kind}" + (f", options {_plain(options)}" if options else ""))
+        sources += entry_sources
+    return sources
 
 
 def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[SourceConfig]) -> None:
-    """Lengths, batch size and steps, which hang together."""
+    """Sets lengths, batch size and steps, which depend on each other."""
     micro, accumulated = (
         int(reading.number("micro_batch_size", 1, 1)),
         int(reading.number("gradient_accumulation_steps", 1, 1)),
@@ -240,7 +253,7 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
     world = replicas * int(reading.number("dp_shard_size", 1, 1)) * int(reading.number("dp_replicate_size", 1, 1))
     if world != replicas:
         reading.overrides["parallel.dp_size"] = world
-        reading.say("dp_shard_size, dp_replicate_size", None, f"parallel.dp_size={world}")
+        reading.note("dp_shard_size, dp_replicate_size", None, f"parallel.dp_size={world}")
     length = int(reading.number("sequence_len", 512, 1))
     rows, samples, longest = micro * accumulated * world, 1, length
     if ALGORITHMS[rl][0] == "rl":
@@ -249,13 +262,13 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
         if reading.overrides["algorithm"] == "dr_grpo":
             reading.overrides["algorithm.aggregate_tokens"] = completion
         length = int(reading.number("max_prompt_len", 512, 1))
-        samples, longest = reading.left.get("trl.num_generations", 8), length + completion
-        reading.left["trl.num_generations"] = samples
+        samples, longest = reading.unread.get("trl.num_generations", 8), length + completion
+        reading.unread["trl.num_generations"] = samples
         rows = int(reading.number("trl.generation_batch_size", rows, 1))
         if not isinstance(samples, int) or rows % samples:
             reading.refuse(
                 "micro_batch_size", micro, f"x gradient_accumulation_steps {accumulated} x {world} ranks = {rows} "
-                f"completions are not whole groups of trl.num_generations={_plain(samples)}",
+                f"completions is not a multiple of trl.num_generations={_plain(samples)}",
             )  # fmt: skip
             samples = 1
         temperature = reading.number("trl.temperature", 1.0)
@@ -263,10 +276,10 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
         reading.overrides["actor.temperature"] = temperature
     for name in ("train_dataset", "valid_dataset"):
         reading.overrides[f"{name}.max_length"] = length
-    reading.say(
+    reading.note(
         "max_prompt_len" if rl in ("grpo", "gdpo") else "sequence_len", length, f"train_dataset.max_length={length}"
     )
-    both = 2 if ALGORITHMS[rl][0] == "preference" and rl != "kto" else 1
+    sequences_per_row = 2 if ALGORITHMS[rl][0] == "preference" and rl != "kto" else 1
     note = f"{rows} a step with dp {world}" + (f" / {samples} samples" if samples > 1 else "")
     reading.set(
         "micro_batch_size x gradient_accumulation_steps",
@@ -275,23 +288,27 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
         rows // samples,
         note,
     )
-    reading.overrides["actor.max_tokens_per_mb"] = micro * both * longest
+    reading.overrides["actor.max_tokens_per_mb"] = micro * sequences_per_row * longest
     _steps(reading, max(rows // samples, 1), train)
 
 
 def _steps(reading: Reading, batch: int, train: list[SourceConfig]) -> None:
-    """Steps of the run, and what is counted in them."""
-    epochs, most = reading.number("num_epochs", 1.0), int(reading.number("max_steps", -1, -1))
+    """Sets the steps of the run and the knobs that count in steps."""
+    epochs, max_steps = reading.number("num_epochs", 1.0), int(reading.number("max_steps", -1, -1))
     per_epoch = 0
-    if most < 1 or any(f"{name}_per_epoch" in reading.left for name in ("saves", "evals")):
+    if max_steps < 1 or any(f"{name}_per_epoch" in reading.unread for name in ("saves", "evals")):
         if reading.refused:
-            return  # the data is read only once all else is right
+            return  # read the data only if everything else is valid
         size = sum(len(load_rows(source.path, source.split, source.name)) for source in train)
         per_epoch = max(size // batch, 1)
-    total = most if most > 0 else max(int(epochs * per_epoch), 1)
-    note = "" if most > 0 else f"{epochs:g} x {per_epoch} batches"
+    total = max_steps if max_steps > 0 else max(int(epochs * per_epoch), 1)
+    note = "" if max_steps > 0 else f"{epochs:g} x {per_epoch} batches"
     reading.set(
-        "max_steps" if most > 0 else "num_epochs", most if most > 0 else epochs, "total_train_steps", total, note
+        "max_steps" if max_steps > 0 else "num_epochs",
+        max_steps if max_steps > 0 else epochs,
+        "total_train_steps",
+        total,
+        note,
     )
     share, steps = reading.take("warmup_ratio"), reading.take("warmup_steps")
     warmup = steps if steps is not None else int(share * total) if share is not None else min(int(0.03 * total), 100)
@@ -303,22 +320,23 @@ def _steps(reading: Reading, batch: int, train: list[SourceConfig]) -> None:
             reading.set(f"{name}_steps", every, knob, max(1, int(every * total)) if every < 1 else int(every))
         elif times is not None:
             reading.set(f"{name}s_per_epoch", times, knob, max(1, per_epoch // int(times)) if times else 0)
-        elif reading.left.get(f"{name}_strategy") == "epoch":
+        elif reading.unread.get(f"{name}_strategy") == "epoch":
             reading.set(reading.take(f"{name}_strategy") and f"{name}_strategy", "epoch", knob, per_epoch or total)
 
 
 def _numerics(reading: Reading) -> None:
+    """Sets dtypes and the chat template, and fills in defaults of the logger and the learning-rate schedule."""
     bf16 = reading.take("bf16", reading.take("bfloat16"))
     if bf16 is not None and bf16 not in (True, False, "auto"):
         reading.refuse("bf16", bf16, "must be true, false or auto")
     dtype = "bfloat16" if bf16 is True or (bf16 == "auto" and has_gpu()) else "float32"
     reading.set("bf16", bf16, "actor.dtype", dtype)
-    if reading.left.get("vllm.dtype", "auto") == "auto":
+    if reading.unread.get("vllm.dtype", "auto") == "auto":
         reading.overrides["server.dtype"] = dtype
-    reading.left.setdefault("lr_scheduler", "cosine")  # axolotl's default
-    if "wandb_project" in reading.left:
-        reading.left.setdefault("use_wandb", True)
-    if (tokenizer := reading.take("tokenizer_config")) not in (None, reading.left.get("base_model")):
+    reading.unread.setdefault("lr_scheduler", "cosine")  # axolotl's default
+    if "wandb_project" in reading.unread:
+        reading.unread.setdefault("use_wandb", True)
+    if (tokenizer := reading.take("tokenizer_config")) not in (None, reading.unread.get("base_model")):
         reading.refuse("tokenizer_config", tokenizer, "the tokenizer is the checkpoint's; save it there")
     jinja, chat = reading.take("chat_template_jinja"), reading.take("chat_template")
     chat = jinja if jinja is not None and chat in (None, "jinja") else chat
@@ -331,20 +349,20 @@ def _numerics(reading: Reading) -> None:
 
 
 def _plain_key(reading: Reading, key: str) -> None:
-    """A key of the tables, or refused."""
+    """Looks a key up in the tables, and refuses it if it is in none."""
     value = reading.take(key)
     if key in KNOBS:
         reading.set(key, value, KNOBS[key], value)
     elif key in CHOICES and isinstance(value, str | int | float) and value in CHOICES[key]:
         choice = CHOICES[key][value]
         if choice is None:
-            reading.say(key, value, "nothing: so it is here")
+            reading.note(key, value, "no change: megarl does the same")
         else:
             reading.set(key, value, *choice)
     elif key in NEEDLESS:
-        reading.say(key, value, f"nothing: {NEEDLESS[key]}")
+        reading.note(key, value, f"no change: {NEEDLESS[key]}")
     elif value is False:
-        reading.say(key, value, "nothing: it is off")
+        reading.note(key, value, "no change: it is off")
     elif key in CHOICES:
         why = WHY_NOT.get(key, "")
         reading.refuse(
@@ -356,7 +374,7 @@ def _plain_key(reading: Reading, key: str) -> None:
         near = difflib.get_close_matches(
             key, [*KNOBS, *CHOICES, *NEEDLESS, "datasets", "sequence_len"], n=1, cutoff=0.8
         )
-        reading.refuse(key, value, "is not read here" + (f"; did you mean {near[0]}?" if near else ""))
+        reading.refuse(key, value, "is not a supported key" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def _plain(value: Any) -> str:
@@ -364,13 +382,14 @@ def _plain(value: Any) -> str:
 
 
 def _override(knob: str, value: Any) -> str:
-    """An override in Hydra's grammar."""
+    """Formats an override in Hydra's grammar. A key of `sglang` is new to the configuration, which takes a `+`."""
     plus = "+" if knob.startswith("sglang.") else ""
     return f"algorithm={value}" if knob == "algorithm" else plus + override(knob, value)
 
 
-def _table(path: str, said: Sequence[tuple[str, str, str]]) -> str:
-    shown = [(key, value if len(value) <= 40 else value[:37] + "...", text) for key, value, text in said]
-    widths = [max(len(row[i]) for row in shown) for i in (0, 1)]
-    lines = [f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {text}" for key, value, text in shown]
+def _table(path: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    """Lays the rows out in columns; long values are shortened."""
+    cut = [(key, value if len(value) <= 40 else value[:37] + "...", text) for key, value, text in rows]
+    widths = [max(len(row[i]) for row in cut) for i in (0, 1)]
+    lines = [f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {text}" for key, value, text in cut]
     return f"{path}, as megarl reads it:\n" + "\n".join(lines)

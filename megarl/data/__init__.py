@@ -1,1 +1,1 @@
-"""Data sets in, batches out: the bundled task, GSM8K and folders in its layout, for RL and for SFT."""
+"""Reads data sets into batches for RL, SFT and preference training, and generates the bundled tasks."""

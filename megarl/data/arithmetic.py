@@ -1,15 +1,15 @@
-"""The bundled task: two-step sums written as GSM8K problems, so that a run needs no download.
+"""Bundled task: two-step sums written as GSM8K problems, so that a run needs no download.
 
-A problem is a start and two changes, each a digit from 1 to 9, with no negative number on the way:
+A problem is a start and two changes, each a digit from 1 to 9. No intermediate result is negative:
 
     question  Leo has 7 pens. Leo buys 1 more. Then Leo finds 1. How many pens?
     answer    7+1=8
               8+1=9
               #### 9
 
-The sums of the test split never occur in the train split, whatever the wording, so held-out accuracy measures
-arithmetic and not memory. `train_dataset.path=arithmetic` writes both splits as jsonl into a cache folder, and
-they are read from there like anybody's local folder.
+The sums of the test split never occur in the train split, in any wording. Held-out accuracy therefore measures
+arithmetic and not memory. `train_dataset.path=arithmetic` writes both splits as jsonl into a cache folder, and reads
+them from there like any local folder.
 """
 
 import itertools
@@ -36,7 +36,7 @@ QUESTIONS = (
 
 
 class Sum(NamedTuple):
-    """`a op1 b op2 c`, worked from left to right; the operators are "+" and "-"."""
+    """The sum `a op1 b op2 c`, evaluated from left to right. The operators are "+" and "-"."""
 
     a: int
     op1: str
@@ -54,26 +54,26 @@ class Sum(NamedTuple):
 
 
 def all_sums() -> list[Sum]:
-    """Every sum of the task: operands 1 to 9, never negative at any step."""
+    """Lists every sum of the task: operands 1 to 9, never negative at any step."""
     digits, operators = range(1, 10), "+-"
     sums = itertools.starmap(Sum, itertools.product(digits, operators, digits, operators, digits))
     return [s for s in sums if s.middle >= 0 and s.result >= 0]
 
 
 def split_sums(seed: int = 0) -> tuple[list[Sum], list[Sum]]:
-    """The sums of the train split and of the test split; no sum is in both."""
+    """Splits the sums into train and test. No sum is in both."""
     sums = all_sums()
     random.Random(f"split {seed}").shuffle(sums)
     return sums[TEST_SIZE:], sums[:TEST_SIZE]
 
 
 def answer_of(s: Sum) -> str:
-    """The two steps and `#### result`, in GSM8K's layout."""
+    """Writes the two steps and `#### result`, in GSM8K's layout."""
     return f"{s.a}{s.op1}{s.b}={s.middle}\n{s.middle}{s.op2}{s.c}={s.result}\n#### {s.result}"
 
 
 def question_of(s: Sum, rng: random.Random) -> str:
-    """One wording of the sum."""
+    """Writes the sum as a question in a random wording."""
     verb1 = rng.choice(GAINS if s.op1 == "+" else LOSSES)
     verb2 = rng.choice(GAINS if s.op2 == "+" else LOSSES)
     return rng.choice(QUESTIONS).format(
@@ -83,7 +83,7 @@ def question_of(s: Sum, rng: random.Random) -> str:
 
 
 def generate(split: str, seed: int = 0) -> list[dict[str, str]]:
-    """The rows of `split` ("train" or "test"), the same for the same seed, no question twice."""
+    """Generates the rows of `split` ("train" or "test"). Deterministic in `seed`; no question occurs twice."""
     train, test = split_sums(seed)
     sums, size = {"train": (train, TRAIN_SIZE), "test": (test, TEST_SIZE)}[split]
     rng = random.Random(f"{split} {seed}")
@@ -98,7 +98,7 @@ def generate(split: str, seed: int = 0) -> list[dict[str, str]]:
 def write_arithmetic(
     folder: Path, seed: int = 0, generate: Callable[[str, int], list[dict[str, Any]]] = generate
 ) -> Path:
-    """Writes `train.jsonl` and `test.jsonl` into `folder`; a file that already holds the same bytes is left alone."""
+    """Writes `train.jsonl` and `test.jsonl` into `folder`; a file that already holds the same text is left alone."""
     for split in ("train", "test"):
         text = "".join(json.dumps(row) + "\n" for row in generate(split, seed))
         path = folder / f"{split}.jsonl"
@@ -108,7 +108,7 @@ def write_arithmetic(
             folder.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.partial")
             partial.write_text(text)
-            partial.replace(path)  # ranks may write at once: each file appears whole
+            partial.replace(path)  # several ranks may write at once: rename, so that no reader sees half a file
         except OSError as error:
             raise UserError(
                 f"the bundled data set cannot be written to {folder} ({error.strerror}); "
@@ -118,5 +118,5 @@ def write_arithmetic(
 
 
 def cache_folder(name: str = "arithmetic") -> Path:
-    """Where `name` is kept: `megarl/NAME` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    """Cache folder of `name`: `megarl/NAME` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / name

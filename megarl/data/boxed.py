@@ -1,4 +1,4 @@
-r"""Problems whose answer is to stand in `\boxed{}`: competition mathematics, judged by the reward `math`."""
+r"""Prompts for competition mathematics: the answer goes into `\boxed{}`, which the reward `math` judges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ INSTRUCTION = "\nReason step by step, and put your final answer within \\boxed{}
 
 
 def to_prompt(cfg: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """For `type: megarl.data.boxed.to_prompt`: rows with a problem and an answer as `messages` and `answer`.
+    """Makes rows of `messages` and `answer` from a problem and an answer: `type: megarl.data.boxed.to_prompt`.
 
     Options: `field_problem` (default `problem`) and `field_answer` (default `answer`) name the columns.
     """
@@ -17,8 +17,8 @@ def to_prompt(cfg: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
     problem, answer = options.get("field_problem", "problem"), options.get("field_answer", "answer")
 
     def transform(example: dict[str, Any]) -> dict[str, Any]:
-        asked = [{"role": "user", "content": str(example[problem]).strip() + INSTRUCTION}]
-        # every other column is emptied, as none of them is read: `prompt` would be taken for the messages
-        return {**dict.fromkeys(example), "messages": asked, "answer": str(example[answer]).strip()}
+        messages = [{"role": "user", "content": str(example[problem]).strip() + INSTRUCTION}]
+        # empties all other columns: a `prompt` among them would be taken for the messages
+        return {**dict.fromkeys(example), "messages": messages, "answer": str(example[answer]).strip()}
 
     return transform

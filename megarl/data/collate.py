@@ -1,4 +1,4 @@
-"""Rows into batches: padding, and an endless, seeded stream of batches that resumes where it stopped."""
+"""Collates rows into batches: padding, and an endless seeded stream of batches that resumes exactly."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,8 +16,11 @@ from megarl.knobs import UserError
 def pad_sequences_to_tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Pads rows of equal keys into `{key: [batch, length]}`, zeros on the right, and adds `attention_mask`.
 
-    A key may hold one value a token (as long as the row's `input_ids`) or one number a row, which becomes `[batch]`.
-    `loss_mask` and `attention_mask` are bool. Raises `UserError` where a row does not fit.
+    A key holds either one value per token of the row's `input_ids`, or one number per row, which becomes `[batch]`.
+    `loss_mask` and `attention_mask` are bool.
+
+    Raises:
+        UserError: the rows differ in keys, or a value has neither shape.
     """
     if not rows or not all("input_ids" in row for row in rows):
         raise UserError(f"a batch needs rows with 'input_ids', got {[sorted(row) for row in rows[:1]] or 'no row'}")
@@ -31,7 +34,7 @@ def pad_sequences_to_tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Ten
             if value.shape != (len(row["input_ids"]),):
                 raise UserError(
                     f"row {i}: {key} has shape {list(value.shape)}, its input_ids have length {len(row['input_ids'])}; "
-                    "a key holds one value a token or one number a row"
+                    "a key holds one value per token or one number per row"
                 )
         batch[key] = pad_sequence(values, batch_first=True)
     for i, row in enumerate(rows):
@@ -53,12 +56,12 @@ def _as_tensor(row: Mapping[str, Any], key: str, index: int) -> Tensor:
         return torch.as_tensor(row[key])
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"row {index}: {key} is {type(row[key]).__name__}, which is no tensor; remove the column before batching"
+            f"row {index}: {key} is {type(row[key]).__name__}, which is not a tensor; remove the column before batching"
         ) from error
 
 
 class EpochSampler(Sampler[int]):
-    """The rows' order in one epoch: the same for the same seed and epoch."""
+    """Orders the rows of one epoch. Deterministic in seed and epoch."""
 
     def __init__(self, size: int, shuffle: bool, seed: int):
         self.size, self.shuffle, self.seed, self.epoch = size, shuffle, seed, 0
@@ -74,11 +77,11 @@ class EpochSampler(Sampler[int]):
 
 
 class Batches:
-    """Batches of a data set, epoch after epoch without end: `next(batches)`.
+    """Endless stream of batches over the epochs of a data set: `next(batches)`.
 
-    `state_dict()` is made of plain numbers and strings (JSON will do). A `Batches` over the same data with the same
-    config that loads it goes on with the very batch that would have come next. `collate_fn` makes a batch of the
-    list of rows: `list` (as it is) for RL, `pad_sequences_to_tensors` for SFT.
+    `state_dict()` holds only values that JSON can store. Another `Batches` with the same data and config that loads it
+    continues with exactly the next batch. `collate_fn` makes a batch from a list of rows: `list` (unchanged) for RL,
+    `pad_sequences_to_tensors` for SFT.
     """
 
     def __init__(self, dataset: Any, config: DatasetConfig, collate_fn: Callable[[list[Any]], Any] = list):
@@ -99,28 +102,24 @@ class Batches:
             num_workers=config.num_workers,
             collate_fn=collate_fn,
             drop_last=config.drop_last,
-            generator=torch.Generator().manual_seed(config.seed),  # else each start of it draws from the run's own
+            # Without a generator of its own, the loader would draw from the global one at every epoch.
+            generator=torch.Generator().manual_seed(config.seed),
         )
         self._rows: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Batches in one epoch."""
+        """Number of batches in one epoch."""
         return len(self.loader)
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch."""
+        """Number of rows in a batch."""
         return int(self._identity["batch_size"])
 
     @property
     def rows(self) -> int:
-        """Rows of the data set."""
+        """Number of rows in the data set."""
         return int(self._identity["rows"])
-
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 0, of the last batch that was handed out."""
-        return self._sampler.epoch
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -136,11 +135,15 @@ class Batches:
             return next(self._rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """Returns the position in the stream."""
         return {**self._identity, "epoch": self._sampler.epoch, "loader": self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken. Raises `UserError` where the data or the batch size is another."""
+        """Moves the stream to the position of `state`.
+
+        Raises:
+            UserError: the number of rows, batch size, shuffling or seed differs.
+        """
         for key, value in self._identity.items():
             if state[key] != value:
                 raise UserError(

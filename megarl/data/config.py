@@ -1,4 +1,4 @@
-"""The knobs of data sets, in a module that loads fast."""
+"""Knobs of data sets. A separate module, as it imports fast."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
 
 @dataclass(frozen=True)
 class DataConfig:
-    """How rows are prepared, of every data set of a run."""
+    """Preparation of rows, for all data sets of a run."""
 
-    on_bad_row: str = knob("error", "a row that does not fit its format: error (list them all and stop) or skip")
+    on_bad_row: str = knob("error", "rows that do not fit their format: error (list all of them and stop) or skip")
     chat_template: str = knob("", "chatml, llama3, a file or Jinja text, in place of the tokenizer's chat template")
 
     def __post_init__(self) -> None:
@@ -28,41 +28,41 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One of several data sets that are mixed, as in sources=[{path: a.jsonl, type: chatml.intel, weight: 2}]."""
+    """One of several mixed data sets, as in sources=[{path: a.jsonl, type: chatml.intel, weight: 2}]."""
 
-    path: str = knob("", "as in the data set that the sources are of, and so are the next four")
+    path: str = knob("", "as in the data set itself; so are name, split, type and options")
     name: str = knob("", "configuration on the hub, subfolder on disk; empty: its only one")
-    split: str = knob("train", "which split, with a slice if wanted")
+    split: str = knob("train", "split, optionally with a slice")
     type: str = knob("gsm8k", "how rows are read")
     options: dict[str, Any] = knob(factory=dict, meaning="field names and format strings that the type takes")
-    weight: float = knob(0.0, "share of an epoch's rows, against the other weights; 0 everywhere: every row once")
+    weight: float = knob(0.0, "share of an epoch's rows relative to the other weights; all 0: every row once")
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A data set and how it is cut into batches."""
+    """A data set, or several mixed ones, and the batches made of it."""
 
     path: str = knob(BUNDLED, f"{BUNDLED} (bundled), a hub name such as openai/gsm8k, or a local folder or file")
     name: str = knob("main", "the data set's configuration on the hub, its subfolder on disk; empty: its only one")
-    split: str = knob("train", "which split, with a slice if wanted: train[:100]")
+    split: str = knob("train", "split, optionally with a slice: train[:100]")
     type: str = knob("gsm8k", "how rows are read: gsm8k, messages, or a format of docs/data_formats.md")
     options: dict[str, Any] = knob(factory=dict, meaning="field names and format strings that the type takes")
-    sources: list[SourceConfig] = knob(factory=list, meaning="several data sets that are mixed, in place of path")
+    sources: list[SourceConfig] = knob(factory=list, meaning="several data sets to mix, in place of path")
     instruction: str = knob("", "type=gsm8k: appended to every question, such as an order to end with '#### N'")
     max_length: int | None = knob(
         None, "rows over this many tokens are skipped (RL: the prompt; SFT, preferences: with the answer)"
     )
-    batch_size: int = knob(32, "rows a step, over all ranks; a pair of completions is one row")
-    shuffle: bool = knob(True, "a new order every epoch; false keeps the file's order")
-    seed: int = knob(0, "the orders' seed")
-    drop_last: bool = knob(True, "leave out an epoch's last batch where it is not full")
+    batch_size: int = knob(32, "rows per step, over all ranks; a pair of completions is one row")
+    shuffle: bool = knob(True, "draw a new order every epoch; false keeps the file's order")
+    seed: int = knob(0, "seed of the order")
+    drop_last: bool = knob(True, "leave out an epoch's last batch if it is not full")
     num_workers: int = knob(0, "processes that load rows; 0 loads in the trainer")
 
     def parts(self) -> list[SourceConfig]:
-        """The data sets that this one is made of.
+        """Lists the sources, or the data set itself as the only source.
 
         Raises:
-            UserError: a source has no path, or some have a weight and others none.
+            UserError: a source has no path, a weight is negative, or only some sources have a weight.
         """
         if not self.sources:
             return [SourceConfig(self.path, self.name, self.split, self.type, dict(self.options))]
@@ -70,9 +70,9 @@ class DatasetConfig:
             raise UserError(f"sources[{nameless[0]}] has no path; give a hub name, a file or a folder")
         weights = [source.weight for source in self.sources]
         if min(weights) < 0 or len({weight > 0 for weight in weights}) > 1:
-            raise UserError(f"sources have the weights {weights}; give each a weight above 0, or none of them one")
+            raise UserError(f"sources have the weights {weights}; give each a weight above 0, or give no weights")
         return self.sources
 
     def describe(self) -> str:
-        """The paths, for messages."""
+        """Joins the paths, for messages."""
         return " + ".join(part.path for part in self.parts())

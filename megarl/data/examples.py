@@ -1,4 +1,4 @@
-"""Preferences as token ids, and as packed batches: what the offline methods train on."""
+"""Tokenizes preferences into examples and packed batches, for DPO, KTO and the other offline methods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from megarl.types import PackedBatch, cu_seqlens_of
 
 @dataclass(frozen=True)
 class PreferenceExample:
-    """A pair as token ids. `row_id` names its row across epochs and mixtures."""
+    """A pair as token ids. `row_id` identifies its row across epochs and mixtures."""
 
     prompt_ids: list[int]
     chosen_ids: list[int]
@@ -49,7 +49,7 @@ class PreferenceExample:
 
 @dataclass(frozen=True)
 class KTOExample:
-    """A completion as token ids and whether it is desirable."""
+    """A completion as token ids, with a label that is true if it is desirable."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -60,12 +60,13 @@ class KTOExample:
 def get_preference_dataset(
     config: DatasetConfig, tokenizer: Any, paired: bool = True, on_bad_row: str = "error"
 ) -> Any:
-    """The examples of a data set, or of several mixed, as rows of `PreferenceExample` or `KTOExample`.
+    """Reads a data set, or several mixed ones, as rows of `PreferenceExample` or, unless `paired`, `KTOExample`.
 
-    Rows of more than `max_length` tokens, the longer completion included, are skipped with a warning that lists them.
+    A row's length is its prompt with the longer completion. Rows over `max_length` tokens are skipped with a warning
+    that lists them.
 
     Raises:
-        UserError: a type or an option that there is not, data that cannot be read, or rows that do not fit.
+        UserError: a type or option is unknown, data cannot be read, or rows do not fit.
     """
     sources = config.parts()
     parts = []
@@ -77,7 +78,7 @@ def get_preference_dataset(
 
         def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
             row = Row(parsed(values))
-            ids = [index + number * 2**40]  # noqa: B023  (used within this turn of the loop)
+            ids = [index + number * 2**40]  # noqa: B023  (called before the next iteration)
             prompt, answers = write(*format_.read(row, options))  # noqa: B023
             if paired:
                 return asdict(PreferenceExample(prompt, answers[0], answers[1], *ids))
@@ -98,12 +99,12 @@ FEATURES = {
 
 
 class Writer:
-    """Writes a draft as token ids: of the prompt, and of each answer."""
+    """Tokenizes a draft: the prompt, and each of its answers."""
 
     def __init__(self, tokenizer: Any, format_: Format, options: Options):
         self.tokenizer, self.write, self.options = tokenizer, format_.write, options
         self.stops = stop_ids(tokenizer)
-        # A template of the tokenizer's writes its bos itself; before other text the tokenizer's own habit decides.
+        # The tokenizer's chat template writes its own bos. Before any other prompt, add one if the tokenizer would.
         self.bos = [tokenizer.bos_token_id] if self.write is not None and begins_with_bos(tokenizer) else []
 
     def __call__(self, chat: list[Message], answers: list[str]) -> tuple[list[int], list[list[int]]]:
@@ -113,25 +114,25 @@ class Writer:
         if prompt_ids[: len(self.bos)] != self.bos:
             prompt_ids = self.bos + prompt_ids
         if not prompt_ids:
-            raise BadRow("the prompt", "", "at least one token is wanted before a completion")
+            raise BadRow("the prompt", "", "expected at least one token before a completion")
         return prompt_ids, [self._ended(ids) for _, ids in split]
 
     def texts(self, chat: list[Message], answers: list[str]) -> tuple[str, list[str]]:
-        """The prompt and the completions as text."""
+        """Writes the prompt and the completions as text."""
         if isinstance(self.write, Turns):
             return self.write.prompt(chat), [answer + self.write.answer_end for answer in answers]
         if self.write is None:
             prompt = rendered(self.tokenizer, chat, cue=True)
             return prompt, [answer_text(self.tokenizer, chat, prompt, answer) for answer in answers]
-        said = {message["role"]: message["content"] for message in chat}
+        contents = {message["role"]: message["content"] for message in chat}
         names = PAIR if len(answers) == 2 else (COMPLETION,)
-        prompt = self.options["prompt_format"].format(prompt=said["user"], system=said.get("system", ""))
+        prompt = self.options["prompt_format"].format(prompt=contents["user"], system=contents.get("system", ""))
         return prompt, [
             self.options[f"{name}_format"].format(**{name: answer}) for name, answer in zip(names, answers, strict=True)
         ]
 
     def _ended(self, ids: list[int]) -> list[int]:
-        """A completion ends in a special token; where its text does not, the eos token is added."""
+        """Appends the eos token, unless the completion already ends in a special token."""
         if ids and ids[-1] in self.stops:
             return ids
         if self.tokenizer.eos_token_id is None:
@@ -140,25 +141,26 @@ class Writer:
 
 
 def _label(row: Row, field: str) -> bool:
-    """Whether a completion is desirable: true or false, 1 or 0, or these as text."""
+    """Reads a label: true or false, 1 or 0, or one of these as text. True if the completion is desirable."""
     value = row.values.get(field)
     text = str(value).strip().lower()
     if text not in ("true", "false", "1", "0", "1.0", "0.0"):
-        raise BadRow(field, value, "true or false is wanted")
+        raise BadRow(field, value, "expected true or false")
     return text in ("true", "1", "1.0")
 
 
 def _lengths(dataset: Any) -> list[int]:
-    """Tokens of each row's prompt and longest completion."""
+    """Returns the number of tokens of each row's prompt and longest completion."""
     prompts, *answers = (lengths_of(dataset, name) for name in dataset.column_names if name.endswith("_ids"))
     return [prompt + max(lengths) for prompt, *lengths in zip(prompts, *answers, strict=True)]
 
 
 def pack_preferences(rows: Sequence[dict[str, Any]]) -> PackedBatch:
-    """Rows of `PreferenceExample` as chosen_0, rejected_0, chosen_1, ...; of `KTOExample` one sequence each.
+    """Packs rows of `PreferenceExample` or `KTOExample`. A `collate_fn` for `Batches`.
 
-    Per token: `input_ids` int64 and `loss_mask` bool, set on the completion. Per sequence: `row_ids` int64, and of
-    pairs `pair_ids` int64 (0, 0, 1, 1, ...) and `is_chosen` bool, else `kto_label` bool. The `collate_fn` of `Batches`.
+    The sequences are chosen_0, rejected_0, chosen_1, ... for pairs, and one per row for KTO. Per token: `input_ids`
+    int64 and `loss_mask` bool, true on the completion. Per sequence: `row_ids` int64. Pairs add `pair_ids` int64
+    (0, 0, 1, 1, ...) and `is_chosen` bool; KTO adds `kto_label` bool.
     """
     paired = "chosen_ids" in rows[0]
     names = ("chosen_ids", "rejected_ids") if paired else ("completion_ids",)
@@ -178,9 +180,9 @@ def pack_preferences(rows: Sequence[dict[str, Any]]) -> PackedBatch:
 
 
 def with_mismatched(dataset: Any) -> Any:
-    """KTO's rows with `mismatched_ids`, the completion of another row: the one half a data set away.
+    """Adds `mismatched_ids` to KTO rows: the completion of the row half a data set away.
 
-    Rows of one prompt usually lie side by side, so that a neighbour's completion would often be the prompt's own.
+    Rows of one prompt are usually adjacent, so a neighbour's completion would often answer the same prompt.
     """
     if isinstance(dataset, Mixture):
         dataset.parts = [with_mismatched(part) for part in dataset.parts]
@@ -192,15 +194,16 @@ def with_mismatched(dataset: Any) -> Any:
 
 
 def pack_judged(rows: Sequence[dict[str, Any]], max_length: int | None = None) -> PackedBatch:
-    """Rows of `with_mismatched` as own_0, mismatched_0, own_1, ...: each prompt with its completion, then with the
-    other one, cut to `max_length` tokens in all.
+    """Packs rows of `with_mismatched` as own_0, mismatched_0, own_1, mismatched_1, ...
 
-    As `pack_preferences`, with `kto_label` and `mismatched` bool `[num_seqs]`, and neither `pair_ids` nor `is_chosen`.
+    Each prompt comes with its own completion and then with the mismatched one. The latter is cut to `max_length` tokens
+    with its prompt, but keeps at least one. The batch is as in `pack_preferences`, with `kto_label` and `mismatched`
+    bool `[num_seqs]` in place of `pair_ids` and `is_chosen`.
     """
     pairs = []
     for row in rows:
-        room = len(row["mismatched_ids"]) if max_length is None else max(max_length - len(row["prompt_ids"]), 1)
-        answers = {"chosen_ids": row["completion_ids"], "rejected_ids": row["mismatched_ids"][:room]}
+        limit = len(row["mismatched_ids"]) if max_length is None else max(max_length - len(row["prompt_ids"]), 1)
+        answers = {"chosen_ids": row["completion_ids"], "rejected_ids": row["mismatched_ids"][:limit]}
         pairs.append({"prompt_ids": row["prompt_ids"], **answers, "row_id": row["row_id"]})
     batch = pack_preferences(pairs)
     sequences = {

@@ -1,7 +1,7 @@
-"""Formats of preferences: pairs of a chosen and a rejected completion, and completions judged one by one (KTO).
+"""Formats of preference data: pairs of a chosen and a rejected completion, and single judged completions (KTO).
 
-`PAIRS` and `JUDGED` are the one table of formats, by the names that axolotl's `type:` takes. A format is how its rows
-are read and how the chat is written: by a fixed template, by the tokenizer's, or as the user says.
+`PAIRS` and `JUDGED` list all formats under the names of axolotl's `type:`. A format reads rows of one shape and writes
+the chat with a fixed template, with the tokenizer's template, or with the user's format strings.
 """
 
 from __future__ import annotations
@@ -19,38 +19,41 @@ from megarl.knobs import UserError
 CHOSEN, REJECTED, COMPLETION = "chosen", "rejected", "completion"
 
 
-Draft = tuple[list[Message], list[str]]  # the chat before the answer, and the answers to it
+Draft = tuple[list[Message], list[str]]  # the chat before the answer, and the answers
 Options = dict[str, Any]
 Reader = Callable[[Row, Options], Draft]
 
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of a type are read, who writes the chat (None: the tokenizer's template), and the options' defaults."""
+    """A row reader, the template that writes the chat, and the options with their defaults."""
 
     read: Reader
-    write: Turns | str | None = None  # "formats": the options' format strings
+    write: Turns | str | None = None  # None: the tokenizer's template; "formats": the options' format strings
     options: tuple[tuple[str, Any], ...] = ()
 
 
 def texts(prompt: str, *answers: str) -> Reader:
-    """{system?, prompt, answers...}, all text; of column names joined by `|` the first that the row has."""
+    """Reads {system?, prompt, answers...}, all text.
+
+    An argument may be several column names joined by `|`; the first that the row has is read.
+    """
 
     def read(row: Row, options: Options) -> Draft:
         def text(names: str) -> str:
-            found = next((name for name in names.split("|") if row.has(name)), None)
-            if found is None:
-                raise BadRow(names.replace("|", " or "), None, "text is wanted")
-            return row.text(found)
+            column = next((name for name in names.split("|") if row.has(name)), None)
+            if column is None:
+                raise BadRow(names.replace("|", " or "), None, "expected text")
+            return row.text(column)
 
-        answered = [text(names) for names in answers]
-        return [*_system(row), {"role": "user", "content": text(prompt)}], answered
+        answer_texts = [text(names) for names in answers]
+        return [*_system(row), {"role": "user", "content": text(prompt)}], answer_texts
 
     return read
 
 
 def named_texts(*answers: str) -> Reader:
-    """{system?, prompt, answers...}, under the column names that the options give."""
+    """Reads {system?, prompt, answers...} from the columns that the options name."""
 
     def read(row: Row, options: Options) -> Draft:
         chat = [*_system(row, options["field_system"]), {"role": "user", "content": row.text(options["field_prompt"])}]
@@ -60,24 +63,25 @@ def named_texts(*answers: str) -> Reader:
 
 
 def prompt_and_messages(*answers: str) -> Reader:
-    """{system?, prompt, answers[user, assistant]...}: the prompt is `prompt`, an answer the assistant's message."""
+    """Reads {system?, prompt, answers[user, assistant]...}.
+
+    The prompt is `prompt`. Each answer column holds a user and an assistant message, of which the latter counts.
+    """
 
     def read(row: Row, options: Options) -> Draft:
         chats = [row.messages(name, FIELDS, ROLES) for name in answers]
         for name, chat in zip(answers, chats, strict=True):
             if [m["role"] for m in chat] != ["user", "assistant"]:
-                raise BadRow(
-                    name, [m["role"] for m in chat], "one message of the user, then one of the assistant, are wanted"
-                )
+                raise BadRow(name, [m["role"] for m in chat], "expected one user message, then one assistant message")
         return [*_system(row), {"role": "user", "content": row.text("prompt")}], [chat[1]["content"] for chat in chats]
 
     return read
 
 
 def conversations(*answers: str, before: str = "") -> Reader:
-    """{answers[messages]...}: what comes before the last message is the prompt, the same for all.
+    """Reads {answers[messages]...}. All messages but the last are the prompt, and must be equal in all answers.
 
-    Messages in the column `before`, where the row has it, come first.
+    If the row has the column `before`, its messages come first.
     """
 
     def read(row: Row, options: Options) -> Draft:
@@ -89,7 +93,7 @@ def conversations(*answers: str, before: str = "") -> Reader:
             _check_answer(name, chat)
             if chat[:-1] != chats[0][:-1]:
                 raise BadRow(
-                    name, [m["content"] for m in chat[:-1]], f"up to the last message it must equal {names[0]}"
+                    name, [m["content"] for m in chat[:-1]], f"it must equal {names[0]} up to the last message"
                 )
         return chats[0][:-1], [chat[-1]["content"] for chat in chats]
 
@@ -97,26 +101,29 @@ def conversations(*answers: str, before: str = "") -> Reader:
 
 
 def alternating(*answers: str) -> Reader:
-    """{system?, prompt?, answers[messages]...}: user and assistant in turn, equal up to the last message.
+    """Reads {system?, prompt?, answers[messages]...}: alternating user and assistant, equal up to the last message.
 
-    `prompt` takes the place of the user's message where there is one turn only.
+    `prompt` replaces the user's message if there is only one turn.
     """
-    whole = conversations(*answers)
+    read_conversations = conversations(*answers)
 
     def read(row: Row, options: Options) -> Draft:
-        chat, answered = whole(row, options)
+        chat, answer_texts = read_conversations(row, options)
         roles = [m["role"] for m in chat]
         if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
-            raise BadRow(answers[0], [*roles, "assistant"], "turns of user and assistant are wanted, an even number")
+            raise BadRow(answers[0], [*roles, "assistant"], "expected user and assistant in turn, an even number")
         if len(chat) == 1 and row.has("prompt"):
             chat = [{"role": "user", "content": row.text("prompt")}]
-        return [*_system(row), *chat], answered
+        return [*_system(row), *chat], answer_texts
 
     return read
 
 
 def messages_and_answers(*answers: str) -> Reader:
-    """{messages[messages] or text, answers{role, content} or text or messages, of which the last counts}."""
+    """Reads {messages[messages] or text, answers...}.
+
+    An answer is {role, content}, text, or a list of messages, of which the last counts.
+    """
 
     def read(row: Row, options: Options) -> Draft:
         mapping, roles = _mapping(options)
@@ -126,26 +133,30 @@ def messages_and_answers(*answers: str) -> Reader:
         else:
             chat = row.messages(field, mapping, roles)
         if chat[-1]["role"] == "assistant":
-            raise BadRow(f"{field}[{len(chat) - 1}].role", "assistant", "the message before the answer is another's")
+            raise BadRow(
+                f"{field}[{len(chat) - 1}].role",
+                "assistant",
+                "expected another role before the answer",
+            )
         return chat, [_answer(row, options[f"field_{name}"], mapping, roles) for name in answers]
 
     return read
 
 
 def nectar(row: Row, options: Options) -> Draft:
-    """{prompt, answers[{answer, rank}]}: rank 1 is the best. The best is chosen, the worst rejected."""
+    """Reads {prompt, answers[{answer, rank}]}. Rank 1 is the best. The best answer is chosen, the worst rejected."""
     answers = row.values.get("answers")
     if not isinstance(answers, list) or len(answers) < 2:
-        raise BadRow("answers", answers, "a list of at least two ranked answers is wanted")
+        raise BadRow("answers", answers, "expected a list of at least two ranked answers")
     for i, entry in enumerate(answers):
         if not isinstance(entry, dict) or not isinstance(entry.get("answer"), str):
-            found = entry.get("answer") if isinstance(entry, dict) else entry
-            raise BadRow(f"answers[{i}].answer", found, "text is wanted")
+            value = entry.get("answer") if isinstance(entry, dict) else entry
+            raise BadRow(f"answers[{i}].answer", value, "expected text")
         if isinstance(rank := entry.get("rank"), bool) or not isinstance(rank, int | float):
-            raise BadRow(f"answers[{i}].rank", rank, "a number is wanted")
+            raise BadRow(f"answers[{i}].rank", rank, "expected a number")
     ranked = sorted(answers, key=lambda entry: entry["rank"])
     if ranked[0]["rank"] == ranked[-1]["rank"]:
-        raise BadRow("answers", [entry["rank"] for entry in ranked], "ranks that differ are wanted")
+        raise BadRow("answers", [entry["rank"] for entry in ranked], "expected different ranks")
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": row.text("prompt")}]
     return chat, [ranked[0]["answer"], ranked[-1]["answer"]]
 
@@ -156,15 +167,16 @@ def _system(row: Row, field: str = "system") -> list[Message]:
 
 
 def _mapping(options: Options) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the keys of a message's role and content, and the template's role for each role of the data."""
     roles = options.get("roles")
-    called = {source: role for role, sources in roles.items() for source in sources} if roles else ROLES
-    return {**FIELDS, **options.get("message_property_mappings", {})}, called
+    role_names = {source: role for role, sources in roles.items() for source in sources} if roles else ROLES
+    return {**FIELDS, **options.get("message_property_mappings", {})}, role_names
 
 
 def _check_answer(name: str, chat: list[Message]) -> None:
     roles = [m["role"] for m in chat]
     if roles[-1] != "assistant" or len(roles) < 2 or roles[-2] == "assistant":
-        raise BadRow(name, roles, "messages of which only the last is the assistant's answer are wanted")
+        raise BadRow(name, roles, "expected messages that end in exactly one assistant message")
 
 
 def _answer(row: Row, field: str, mapping: dict[str, str], roles: dict[str, str]) -> str:
@@ -176,7 +188,7 @@ def _answer(row: Row, field: str, mapping: dict[str, str], roles: dict[str, str]
         value, where = value[-1], f"{field}[{len(value) - 1}]"
     message = message_of(value, where, mapping, roles)
     if message["role"] != "assistant":
-        raise BadRow(f"{where}.role", message["role"], "the assistant's is wanted")
+        raise BadRow(f"{where}.role", message["role"], "expected assistant")
     return message["content"]
 
 
@@ -227,15 +239,15 @@ JUDGED: dict[str, Format] = {
 
 
 def format_of(source: SourceConfig, paired: bool) -> tuple[Format, Options]:
-    """The format of a type and its options, defaults filled in.
+    """Looks up the format of a type, and returns it with its options, defaults filled in.
 
     Raises:
-        UserError: a type or an option that there is not, or a format string that would lose the text.
+        UserError: the type or an option is unknown, or a format string leaves the text out.
     """
     table = PAIRS if paired else JUDGED
     if source.type not in table:
         raise UserError(
-            f"type {source.type!r} of {source.path} is no format of {'pairs' if paired else 'KTO'}; there are "
+            f"type {source.type!r} of {source.path} is not a format of {'pairs' if paired else 'KTO'}; choose from "
             f"{', '.join(table)}"
         )
     format_ = table[source.type]
@@ -251,14 +263,15 @@ def format_of(source: SourceConfig, paired: bool) -> tuple[Format, Options]:
 
 
 def _check_format(name: str, text: str) -> None:
+    """Raises `UserError` unless the format string names its text. Only the prompt's may also name `system`."""
     main = name.removesuffix("_format")
     allowed = {main, "system"} if main == "prompt" else {main}
     try:
-        found = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+        fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
     except ValueError as error:
-        raise UserError(f"{name}={text!r} is no format string ({error}); write a brace as {{{{ or }}}}") from error
-    if main not in found or found - allowed:
+        raise UserError(f"{name}={text!r} is not a format string ({error}); write a brace as {{{{ or }}}}") from error
+    if main not in fields or fields - allowed:
         raise UserError(
-            f"{name}={text!r} names {sorted(found)}; it must name {{{main}}}"
+            f"{name}={text!r} names {sorted(fields)}; it must name {{{main}}}"
             + (" and may name {system}" if main == "prompt" else " alone")
         )

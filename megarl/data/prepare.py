@@ -1,7 +1,7 @@
-"""Turning rows into token ids: what does not fit is reported by row and field, what was done is kept by its content.
+"""Prepares rows for training: reports rows that do not fit, caches results, drops long rows and mixes data sets.
 
-The cache lies in `megarl/prepared` beside the bundled data. Its key is a hash of the rows, of the tokenizer, of the
-settings and of this package's source, so a second start only maps a file, and nothing stale is ever read.
+The cache lies in `megarl/prepared`, next to the bundled data. Its key is a hash of the rows, the tokenizer, the
+settings and this package's source. A second start therefore only memory-maps a file, and stale results are never read.
 """
 
 from __future__ import annotations
@@ -24,74 +24,74 @@ from megarl.knobs import UserError
 
 logger = logging.getLogger("megarl.data")
 
-BAR_FROM_ROWS = 20_000  # fewer rows are done in a few seconds: no progress bar
-LISTED = 20  # bad rows that are listed one by one; a file lists the others
+BAR_FROM_ROWS = 20_000  # fewer rows take only a few seconds and get no progress bar
+LISTED = 20  # bad rows in the message; with more, a file lists all
 PROBLEM = "problem"
-JSON = "json"  # the column of JSON text that json files are read as
+JSON = "json"  # the only column of rows read from json files: their text
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-FIELDS = {"role": "role", "content": "content"}  # where a message keeps what
+FIELDS = {"role": "role", "content": "content"}  # keys of a message
 
 
 class BadRow(ValueError):
-    """A row that does not fit its format: the field, what was found there, and what was wanted."""
+    """A row that does not fit its format: the field, its value, and the value that was expected."""
 
-    def __init__(self, field: str, found: Any, wanted: str):
-        shown = "missing or null" if found is None else repr(found)
-        super().__init__(f"{field} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {wanted}")
+    def __init__(self, field: str, value: Any, expected: str):
+        text = "missing or null" if value is None else repr(value)
+        super().__init__(f"{field} is {text if len(text) <= 80 else text[:77] + '...'}; {expected}")
 
 
 def parsed(values: dict[str, Any]) -> Any:
-    """A row of `load_rows` as it was written. Raises `BadRow` where that is no JSON."""
+    """Parses a row of `load_rows`. Raises `BadRow` if it is text that is not JSON."""
     if list(values) != [JSON]:
         return values
     try:
         return json.loads(values[JSON])
     except json.JSONDecodeError as error:
-        raise BadRow("the row", values[JSON], f"JSON is wanted ({error})") from error
+        raise BadRow("the row", values[JSON], f"expected JSON ({error})") from error
 
 
 class Row:
-    """A row, read by field. Every reader raises `BadRow` for what is not as the format says."""
+    """A row, read by field. Every reader raises `BadRow` if the value does not fit."""
 
     def __init__(self, values: Any):
         if not isinstance(values, dict):
-            raise BadRow("the row", values, "an object is wanted")
+            raise BadRow("the row", values, "expected an object")
         self.values = values
 
     def has(self, field: str) -> bool:
         return self.values.get(field) is not None
 
     def text(self, field: str) -> str:
-        """The text in a field."""
+        """Returns the text in a field."""
         value = self.values.get(field)
         if not isinstance(value, str):
-            raise BadRow(field, value, "text is wanted")
+            raise BadRow(field, value, "expected text")
         return value
 
     def optional_text(self, field: str) -> str:
-        """The text in a field, empty where there is none."""
+        """Returns the text in a field, or an empty string if the field is missing."""
         return self.text(field) if self.has(field) else ""
 
     def messages(self, field: str, mapping: dict[str, str], roles: dict[str, str]) -> list[dict[str, str]]:
-        """The messages in a field, at least one, as `{"role", "content"}` with the template's role names.
+        """Returns the messages in a field, at least one, as `{"role", "content"}` with the template's role names.
 
-        `mapping` says under which key a message keeps its role and its content, `roles` what each role is called here.
+        `mapping` has the keys of a message's role and content. `roles` maps the data's role names to the template's.
         """
         value = self.values.get(field)
         if not isinstance(value, list) or not value:
-            raise BadRow(field, value, "a list of messages is wanted")
+            raise BadRow(field, value, "expected a list of messages")
         return [message_of(message, f"{field}[{i}]", mapping, roles) for i, message in enumerate(value)]
 
 
 def message_of(value: Any, where: str, mapping: dict[str, str], roles: dict[str, str]) -> dict[str, str]:
-    """A message as `{"role", "content"}`. Raises `BadRow`."""
+    """Converts a message to `{"role", "content"}`. Raises `BadRow` if it does not fit."""
     if not isinstance(value, dict):
-        raise BadRow(where, value, f"an object with {mapping['role']!r} and {mapping['content']!r} is wanted")
+        raise BadRow(where, value, f"expected an object with {mapping['role']!r} and {mapping['content']!r}")
     role, content = value.get(mapping["role"]), value.get(mapping["content"])
     if not isinstance(role, str) or role not in roles:
-        raise BadRow(f"{where}.{mapping['role']}", role, f"one of {', '.join(roles)} is wanted")
+        raise BadRow(f"{where}.{mapping['role']}", role, f"expected one of {', '.join(roles)}")
     if not isinstance(content, str):
-        raise BadRow(f"{where}.{mapping['content']}", content, "text is wanted")
+        raise BadRow(f"{where}.{mapping['content']}", content, "expected text")
     return {"role": roles[role], "content": content}
 
 
@@ -103,12 +103,18 @@ def convert_rows(
     source: SourceConfig,
     on_bad_row: str,
 ) -> Dataset:
-    """`convert(index, row)` of every row, cached; rows that raise `BadRow` are reported and, with `skip`, left out.
+    """Calls `convert(index, row)` on every row and caches the results. Rows that raise `BadRow` are reported.
 
-    `features` are those of what `convert` gives; `identity` is all that it depends on beside the row (JSON values).
+    Args:
+        rows: Rows of `load_rows`.
+        convert: Makes one result from the row's index and values.
+        features: Columns of the results.
+        identity: JSON values of everything that `convert` depends on besides the row, for the cache's key.
+        source: The data set, for messages.
+        on_bad_row: "error", or "skip" to leave bad rows out.
 
     Raises:
-        UserError: rows do not fit and `on_bad_row` is error, or none fits.
+        UserError: rows do not fit and `on_bad_row` is error, or no row fits.
     """
 
     def attempt(row: dict[str, Any], index: int) -> dict[str, Any]:
@@ -125,16 +131,16 @@ def convert_rows(
     )
     if bad:
         report([(i, problems[i].as_py()) for i in bad], len(done), source, on_bad_row)
-        kept = set(bad)
-        done = done.select([i for i in range(len(done)) if i not in kept])
+        skipped = set(bad)
+        done = done.select([i for i in range(len(done)) if i not in skipped])
     return done.remove_columns(PROBLEM)
 
 
 def report(bad: list[tuple[int, str]], total: int, source: SourceConfig, on_bad_row: str) -> None:
-    """Lists bad rows (index and problem), in a file where they are many.
+    """Warns of bad rows (index and problem), or raises. If they are many, a file lists all of them.
 
     Raises:
-        UserError: `on_bad_row` is error, or no row is left.
+        UserError: `on_bad_row` is error, or no row fits.
     """
     listed = "; ".join(f"row {i}: {problem}" for i, problem in bad[:LISTED])
     if len(bad) > LISTED:
@@ -147,14 +153,17 @@ def report(bad: list[tuple[int, str]], total: int, source: SourceConfig, on_bad_
     if len(bad) == total:
         raise UserError(f"{where}: {listed}")
     if on_bad_row == "error":
-        raise UserError(f"{where}: {listed}; mend them, or leave them out with data.on_bad_row=skip")
+        raise UserError(f"{where}: {listed}; fix them, or skip them with data.on_bad_row=skip")
     logger.warning("%s and were skipped: %s", where, listed)
 
 
 def cached_map(
     rows: Dataset, function: Callable[..., dict[str, Any]], features: Features, identity: Sequence[Any], what: str
 ) -> Dataset:
-    """`function(row, index)` of every row, in the columns `features`, from the cache where it was done before."""
+    """Calls `function(row, index)` on every row, or reads the results from the cache. `what` titles the progress bar.
+
+    The results have the columns `features`. `identity` holds JSON values of all that `function` depends on.
+    """
     key = hashlib.blake2b(digest_size=16)
     for part in (_source_hash(), content_hash(rows), json.dumps(list(identity), sort_keys=True), repr(features)):
         key.update(part.encode() + b"\0")
@@ -175,7 +184,7 @@ def cached_map(
 
 
 class _Hashing:
-    """A file that keeps only the hash of what is written to it."""
+    """File-like sink that hashes the bytes written to it."""
 
     closed = False
 
@@ -192,7 +201,7 @@ class _Hashing:
 
 
 def content_hash(rows: Dataset) -> str:
-    """A hash of the values of a data set, whatever file they came from."""
+    """Hashes the values of a data set, independent of the file that they were read from."""
     sink = _Hashing()
     for part in rows.with_format("arrow").iter(10_000):
         with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), part.schema) as writer:
@@ -201,9 +210,9 @@ def content_hash(rows: Dataset) -> str:
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
-    """A hash of all that decides how a tokenizer turns text and chats into ids."""
+    """Hashes everything that decides how a tokenizer turns text and chats into ids."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    for state in ("truncation", "padding"):  # change with its last use
+    for state in ("truncation", "padding"):  # left over from its last use
         backend.pop(state, None)
     parts = [
         type(tokenizer).__name__,
@@ -215,13 +224,13 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 
 def _source_hash() -> str:
-    """A hash of this package's source: what other code prepared is prepared again."""
+    """Hashes this package's source, so that a change of the code prepares the data again."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.blake2b(b"\0".join(f.read_bytes() for f in files), digest_size=16).hexdigest()
 
 
 def keep_within(dataset: Any, lengths: list[int], max_length: int | None, what: str) -> Any:
-    """The rows of at most `max_length` tokens; the others are counted and listed (row and length) in a warning."""
+    """Drops rows over `max_length` tokens, with a warning that lists their index and length. `what` names the rows."""
     if max_length is None:
         return dataset
     skipped = [(i, n) for i, n in enumerate(lengths) if n > max_length]
@@ -241,15 +250,15 @@ def keep_within(dataset: Any, lengths: list[int], max_length: int | None, what: 
 
 
 def lengths_of(dataset: Dataset, column: str = "input_ids") -> list[int]:
-    """The number of values that a column of lists holds in each row."""
+    """Returns the length of each row's list in a column."""
     batches = dataset.select_columns([column]).with_format("arrow").iter(10_000)
     return [n for batch in batches for n in batch.column(column).combine_chunks().value_lengths().to_pylist()]
 
 
 @contextmanager
-def progress_bars(shown: bool) -> Iterator[None]:
-    """Hides the bars of `datasets` inside the block where `shown` is false."""
-    if shown or datasets.are_progress_bars_disabled():
+def progress_bars(show: bool) -> Iterator[None]:
+    """Hides the progress bars of `datasets` inside the block unless `show` is true."""
+    if show or datasets.are_progress_bars_disabled():
         yield
         return
     datasets.disable_progress_bars()
@@ -260,10 +269,10 @@ def progress_bars(shown: bool) -> Iterator[None]:
 
 
 class Mixture:
-    """Several data sets as one: in an epoch each has its weight's share of the rows.
+    """Several data sets mixed into one. In an epoch, each has a share of the rows proportional to its weight.
 
-    The epoch is as long as it takes until every row of every data set was seen; a data set that is too short for its
-    share begins again. Without weights every row is there once. Rows of a data set stay in order; `Batches` shuffles.
+    An epoch is long enough to contain every row of every data set. A data set too short for its share starts again.
+    Without weights every row occurs once. Rows of a data set stay in order; `Batches` shuffles.
     """
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[float]):
@@ -286,5 +295,5 @@ class Mixture:
 
 
 def mix(parts: Sequence[Any], sources: Sequence[SourceConfig]) -> Any:
-    """The one data set itself, or the mixture of several by the weights of their sources."""
+    """Mixes data sets by the weights of their sources. A single data set is returned unchanged."""
     return parts[0] if len(parts) == 1 else Mixture(parts, [source.weight for source in sources])

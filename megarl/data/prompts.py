@@ -1,4 +1,4 @@
-"""Prompts for RL: GSM8K and data in its layout, rows with `messages`, and rows that a function of the user's makes."""
+"""Reads prompts for RL: GSM8K and data in its layout, rows with `messages`, and rows made by a user's function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datasets import Dataset, Features, List, Value
 from datasets.distributed import split_dataset_by_node
 from tqdm import tqdm
 
-from megarl.data.config import BUNDLED, DatasetConfig, SourceConfig
+from megarl.data.config import DatasetConfig, SourceConfig
 from megarl.data.prepare import (
     BAR_FROM_ROWS,
     FIELDS,
@@ -32,7 +32,6 @@ from megarl.data.templates import prompt_ids
 from megarl.knobs import UserError, function_of
 
 __all__ = [
-    "BUNDLED",
     "DatasetConfig",
     "get_gsm8k_rl_dataset",
     "get_rl_dataset",
@@ -47,13 +46,13 @@ MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
 def get_rl_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "error") -> Any:
-    """The prompts of a data set, or of several mixed: rows with `messages` and what the reward function reads.
+    """Reads the prompts of a data set, or of several mixed ones: `messages` and the columns for the reward function.
 
-    The type is `gsm8k`, `messages` (rows have them already), or `FILE.FUNCTION`: a function `f(cfg)` of the user's
-    that gives `(transform_fn, {"remove_columns": [...]})`, as axolotl's GRPO takes it.
+    The type is `gsm8k`, `messages` (rows have them already), or `FILE.FUNCTION`. The last is the user's function
+    `f(cfg)` that returns `(transform_fn, {"remove_columns": [...]})`, as in axolotl's GRPO.
 
     Raises:
-        UserError: data that cannot be read or used, or rows that do not fit.
+        UserError: the data cannot be read or used, or rows do not fit.
     """
     sources = config.parts()
     parts: list[Any] = []
@@ -70,10 +69,12 @@ def get_rl_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "err
 
 
 def load_gsm8k(path: str, split: str, name: str = "main") -> Dataset:
-    """The rows of `split`, with at least the text columns `question` and `answer`; `path` is as in `load_table`.
+    """Loads the rows of `split` and checks that they have the text columns `question` and `answer`.
+
+    `path` is as in `load_table`.
 
     Raises:
-        UserError: nothing fit to use is found.
+        UserError: the data is not found, cannot be read, is empty or lacks these columns.
     """
     dataset = load_table(path, split, name)
     _check_columns(dataset, path)
@@ -83,10 +84,13 @@ def load_gsm8k(path: str, split: str, name: str = "main") -> Dataset:
 def get_gsm8k_rl_dataset(
     path: str, split: str, tokenizer: Any, max_length: int | None = None, name: str = "main", instruction: str = ""
 ) -> Dataset:
-    r"""Prompts for RL: `messages` (one user turn: the question and `instruction`), `answer`, and the other columns.
+    r"""Reads prompts for RL: `messages` (one user turn: the question and `instruction`), `answer`, other columns.
 
     Prompts of more than `max_length` tokens, chat template included, are dropped with a warning that lists them.
     `instruction` is appended to each question, such as `"\nPut your final answer within \\boxed{}."`.
+
+    Raises:
+        UserError: the data cannot be read or used, an answer lacks `#### N`, or every prompt is too long.
     """
     dataset = load_gsm8k(path, split, name)
     unmarked = [i for i, answer in enumerate(dataset["answer"]) if not re.search(r"####\s*[^\s#]", answer)]
@@ -98,14 +102,14 @@ def get_gsm8k_rl_dataset(
     clashing = [c for c in dataset.column_names if c in REWARD_ARGUMENTS]
     if clashing:
         logger.warning("columns %s are left out: reward functions have arguments of these names", clashing)
-    kept = [c for c in dataset.column_names if c not in ("question", *clashing)]
+    columns = [c for c in dataset.column_names if c not in ("question", *clashing)]
 
     def to_messages(row: dict[str, Any], index: int) -> dict[str, Any]:
-        asked = [{"role": "user", "content": row["question"] + instruction}]
-        return {**{column: row[column] for column in kept}, "messages": asked}
+        messages = [{"role": "user", "content": row["question"] + instruction}]
+        return {**{column: row[column] for column in columns}, "messages": messages}
 
-    features = Features({**{column: dataset.features[column] for column in kept}, "messages": MESSAGES})
-    dataset = cached_map(dataset, to_messages, features, ["gsm8k prompts", instruction, kept], "preparing data")
+    features = Features({**{column: dataset.features[column] for column in columns}, "messages": MESSAGES})
+    dataset = cached_map(dataset, to_messages, features, ["gsm8k prompts", instruction, columns], "preparing data")
     if max_length is None:
         return dataset
 
@@ -118,29 +122,32 @@ def get_gsm8k_rl_dataset(
 
 
 def _transformed(source: SourceConfig, config: DatasetConfig, tokenizer: Any, on_bad_row: str) -> list[dict[str, Any]]:
-    """Rows as a function of the user's makes them, or as they are; not cached: the function may read what it likes."""
+    """Reads rows through the user's function, or unchanged for the type `messages`.
+
+    The rows are not cached, as the function may depend on anything.
+    """
     transform, removed = _transform_of(source, config)
     takes = inspect.signature(transform).parameters
     extra = {name: tokenizer for name in ("tokenizer", "processing_class") if name in takes}
     rows = load_rows(source.path, source.split, source.name)
-    found, lengths, bad = [], [], []
+    prompts, lengths, bad = [], [], []
     for index, values in enumerate(tqdm(rows, "preparing data", disable=len(rows) < BAR_FROM_ROWS)):
         try:
-            before = Row(parsed(values)).values
-            made = Row(transform(dict(before), **extra)).values
-            row = {**{name: value for name, value in before.items() if name not in removed}, **made}
-            found.append(_prompt_row(row))
+            original = Row(parsed(values)).values
+            transformed = Row(transform(dict(original), **extra)).values
+            row = {**{name: value for name, value in original.items() if name not in removed}, **transformed}
+            prompts.append(_prompt_row(row))
         except BadRow as error:
             bad.append((index, str(error)))
             continue
-        lengths.append(len(prompt_ids(tokenizer, found[-1]["messages"])))
+        lengths.append(len(prompt_ids(tokenizer, prompts[-1]["messages"])))
     if bad:
         report(bad, len(rows), source, on_bad_row)
-    return keep_within(found, lengths, config.max_length, "prompts")
+    return keep_within(prompts, lengths, config.max_length, "prompts")
 
 
 def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
-    """`prompt` (TRL's name, messages or the user's text) or `messages` becomes `messages`; the other columns stay."""
+    """Moves `prompt` (messages or the user's text, as in TRL) or `messages` to `messages`. Other columns stay."""
     field = "prompt" if row.get("prompt") is not None else "messages"
     if isinstance(row.get(field), str):
         messages = [{"role": "user", "content": row[field]}]
@@ -152,17 +159,17 @@ def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transform_of(source: SourceConfig, config: DatasetConfig) -> tuple[Callable[..., Any], list[str]]:
-    """The function that makes a row, and the columns that it does away with."""
+    """Returns the function that transforms a row, and the columns to remove."""
     if source.type == "messages":
         return lambda example: example, []
     if "." not in source.type:
         raise UserError(f"type {source.type!r} of {source.path} is not gsm8k, messages or FILE.FUNCTION of your own")
-    made = function_of(source.type, f"type {source.type} of {source.path}")(
+    result = function_of(source.type, f"type {source.type} of {source.path}")(
         {"datasets": [asdict(source)], "sequence_len": config.max_length}
     )
-    transform, settings = made if isinstance(made, tuple) else (made, {})
+    transform, settings = result if isinstance(result, tuple) else (result, {})
     if not callable(transform) or not isinstance(settings, dict):
-        raise UserError(f"{source.type}(cfg) gave {made!r}; it must give transform_fn, {{'remove_columns': [...]}}")
+        raise UserError(f"{source.type}(cfg) gave {result!r}; it must give transform_fn, {{'remove_columns': [...]}}")
     return transform, list(settings.get("remove_columns", []))
 
 
@@ -171,7 +178,7 @@ def _check_columns(dataset: Dataset, path: str) -> None:
     if missing:
         raise UserError(f"data set {path} has no column {' and no '.join(missing)}; it has {dataset.column_names}")
     if len(dataset) == 0:
-        raise UserError(f"data set {path} is empty: it has its columns but no row")
+        raise UserError(f"data set {path} is empty: it has columns but no rows")
     for column in COLUMNS:
         dtype = getattr(dataset.features[column], "dtype", "a nested value")
         if dtype not in ("string", "large_string"):

@@ -1,4 +1,4 @@
-"""Token sequences with a loss mask, for supervised fine-tuning: GSM8K's questions and answers, and chats."""
+"""Tokenizes data for supervised fine-tuning, with a loss mask: GSM8K's questions and answers, and chats."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FEATURES = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value(
 
 
 def get_sft_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "error") -> Any:
-    """The examples of a data set, or of several mixed: rows of `input_ids` and `loss_mask`.
+    """Reads a data set, or several mixed ones, as rows of `input_ids` and `loss_mask`.
 
-    The type is `gsm8k`, or `messages`: chats of any number of turns, with loss on what the assistant says alone.
+    The type is `gsm8k`, or `messages`: chats of any number of turns, with loss on the assistant's messages only.
 
     Raises:
-        UserError: data that cannot be read or used, or rows that do not fit.
+        UserError: the data cannot be read or used, or rows do not fit.
     """
     sources = config.parts()
     parts = []
@@ -54,11 +54,11 @@ def get_sft_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "er
 def get_gsm8k_sft_dataset(
     path: str, split: str, tokenizer: Any, max_length: int | None = None, name: str = "main", instruction: str = ""
 ) -> Dataset:
-    """Rows of `input_ids` and `loss_mask` (0 on the prompt, 1 on the answer and its end-of-sequence token).
+    """Reads rows of `input_ids` and `loss_mask` (0 on the prompt, 1 on the answer and its end-of-sequence token).
 
-    The prompt is the one that a rollout sends (the tokenizer's chat template where it has one, else the question as
-    it stands). No token spans prompt and answer. Sequences of more than `max_length` tokens are dropped with a warning
-    that lists them.
+    The prompt is the same as in a rollout: through the tokenizer's chat template if it has one, else the bare question.
+    No token spans prompt and answer. Sequences of more than `max_length` tokens are dropped with a warning that lists
+    them.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos token, so a model could not learn to stop; set tokenizer.eos_token")
@@ -73,14 +73,14 @@ def get_gsm8k_sft_dataset(
 
 
 def question_and_answer(tokenizer: Any, question: str, answer: str) -> dict[str, list[int]]:
-    """`input_ids` of a prompt, its answer and the eos token, and their `loss_mask`."""
+    """Tokenizes a prompt, its answer and the eos token into `input_ids` and `loss_mask`."""
     prompt = prompt_ids(tokenizer, [{"role": "user", "content": question}])
     if tokenizer.chat_template:
-        said = tokenizer.encode(answer, add_special_tokens=False)
+        answer_ids = tokenizer.encode(answer, add_special_tokens=False)
     else:
-        said = split_ids(tokenizer, question, answer)[1]
-    said.append(tokenizer.eos_token_id)
-    return {"input_ids": prompt + said, "loss_mask": [0] * len(prompt) + [1] * len(said)}
+        answer_ids = split_ids(tokenizer, question, answer)[1]
+    answer_ids.append(tokenizer.eos_token_id)
+    return {"input_ids": prompt + answer_ids, "loss_mask": [0] * len(prompt) + [1] * len(answer_ids)}
 
 
 def _chats(source: SourceConfig, tokenizer: Any, max_length: int | None, on_bad_row: str) -> Dataset:

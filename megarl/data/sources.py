@@ -1,4 +1,4 @@
-"""Rows from the hub, from disk or from a bundled generator. What lies on disk goes before the hub."""
+"""Loads rows from the hub, from disk or from a bundled generator. A local path takes precedence over the hub."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ GENERATORS: dict[str, Callable[..., list[dict[str, Any]]]] = {
 FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB_TIMEOUT_S = 10.0
-BAR_FROM_BYTES = 20_000_000  # smaller files are read in about a second: no progress bar
+BAR_FROM_BYTES = 20_000_000  # smaller files take about a second and get no progress bar
 
 
 def load_table(path: str, split: str, name: str = "") -> Dataset:
-    """The rows of `split` as a table, whose columns have one type each.
+    """Loads the rows of `split` as a table with one type per column.
 
     `path` is a bundled name (`arithmetic`, `arithmetic_pairs`, `arithmetic_judged`), a file, a folder in the hub's
     layout (`main/train-00000-of-00001.parquet`, or parquet, json or jsonl files named by their split), or a hub name
     such as `openai/gsm8k`. `split` may carry a slice: `train[:100]`.
 
     Raises:
-        UserError: nothing fit to use is found.
+        UserError: the data is not found, cannot be read or is empty.
     """
     files = _local_files(path, split, name)
     return _load_hub(path, name, split) if files is None else _load_files(files, split)
 
 
 def load_rows(path: str, split: str, name: str = "") -> Dataset:
-    """As `load_table`, but json files come as one column of text, `json`, a row each.
+    """Loads rows as `load_table` does, but keeps rows of json files as text, in the column `json`.
 
-    Rows may then differ in shape, and one that is not as it should be can be named. `prepare.parsed` reads them back.
+    Rows may then differ in shape, and errors can name the bad row. `prepare.parsed` parses the text.
     """
     files = _local_files(path, split, name)
     if files is None:
@@ -60,20 +60,20 @@ def load_rows(path: str, split: str, name: str = "") -> Dataset:
         return _load_files(files, split)
     lines = [line for file in files for line in _json_lines(file)]
     if not lines:
-        raise UserError(f"data set {path} is empty: {', '.join(map(str, files))} holds no row")
+        raise UserError(f"data set {path} is empty: {', '.join(map(str, files))} holds no rows")
     slices = ReadInstruction.from_spec(split).to_absolute({_base(split): len(lines)})
     return Dataset.from_dict({JSON: [line for part in slices for line in lines[part.from_ : part.to]]})
 
 
 def _local_files(path: str, split: str, name: str) -> list[Path] | None:
-    """The files of the split, or None for a hub name."""
+    """Finds the files of the split. Returns None for a hub name."""
     if path in GENERATORS:
         return _split_files(write_arithmetic(cache_folder(path), generate=GENERATORS[path]), name, split)
     if (local := Path(path).expanduser()).exists():
         return _split_files(local, name, split) if local.is_dir() else [local]
     if not HUB_NAME.fullmatch(path):
         raise UserError(
-            f"data set {path!r} not found: it is no file or folder here and no hub name (owner/name); "
+            f"data set {path!r} not found: it is neither a local file or folder nor a hub name (owner/name); "
             f"give one of these, or {BUNDLED!r} for the bundled task"
         )
     return None
@@ -87,37 +87,37 @@ def _base(split: str) -> str:
 
 
 def _kind(file: Path) -> str | None:
-    """The loader for a file, by its ending; None where there is none."""
+    """Returns the loader for a file by its suffix, or None if it is not supported."""
     suffixes = [s for s in file.suffixes if s not in COMPRESSIONS]
     return FILE_TYPES.get(suffixes[-1]) if suffixes else None
 
 
 def _split_files(folder: Path, name: str, split: str) -> list[Path]:
-    """The files of `folder/name`, else `folder`, else `folder/data`, that are named by the split."""
+    """Finds the files named by the split in `folder/name`, else in `folder`, else in `folder/data`."""
     base = _base(split)
     places = [p for p in dict.fromkeys((folder / name, folder, folder / "data")) if p.is_dir()]
     for place in places:
         files = [f for f in sorted(place.iterdir()) if f.is_file() and _kind(f)]
-        chosen = [f for f in files if re.fullmatch(rf"{base}([-_.].*)?", f.name)]
-        if chosen:
-            return chosen
-    found = sorted(f"{f.relative_to(folder)}" for p in places for f in p.iterdir() if not f.name.startswith("."))
-    wanted = f"{name}/{base}-00000-of-00001.parquet" if name else f"{base}-00000-of-00001.parquet"
+        split_files = [f for f in files if re.fullmatch(rf"{base}([-_.].*)?", f.name)]
+        if split_files:
+            return split_files
+    names = sorted(f"{f.relative_to(folder)}" for p in places for f in p.iterdir() if not f.name.startswith("."))
+    expected = f"{name}/{base}-00000-of-00001.parquet" if name else f"{base}-00000-of-00001.parquet"
     raise UserError(
-        f"no file of the split {base!r} in {folder}; it holds {found[:20] or 'nothing'}; wanted is "
-        f"{wanted} or {base}.parquet, .json or .jsonl"
+        f"no file of the split {base!r} in {folder}; it holds {names[:20] or 'nothing'}; expected "
+        f"{expected} or {base}.parquet, .json or .jsonl"
     )
 
 
 def _load_files(files: list[Path], split: str) -> Dataset:
-    """Reads files of one type as the split; a file that was named outright is the split asked for."""
+    """Reads files of one type as the split. A file that the path names directly counts as the split."""
     kinds = {_kind(f) for f in files}
     if len(kinds) > 1 or None in kinds:
         raise UserError(
             f"{', '.join(map(str, files))}: a split's files must all be parquet, or all json or jsonl (.gz is fine)"
         )
     if any(f.stat().st_size == 0 for f in files):
-        raise UserError(f"data set {', '.join(str(f) for f in files)} is empty: the file has no bytes")
+        raise UserError(f"data set {', '.join(str(f) for f in files)} is empty: a file has 0 bytes")
     with progress_bars(sum(f.stat().st_size for f in files) >= BAR_FROM_BYTES):
         try:
             return load_dataset(kinds.pop(), data_files={_base(split): [str(f) for f in files]}, split=split)
@@ -126,19 +126,19 @@ def _load_files(files: list[Path], split: str) -> Dataset:
 
 
 def _json_lines(file: Path) -> list[str]:
-    """The rows of a file of JSON lines, or of one JSON array, as text; blank lines are none."""
+    """Reads the rows of a file of JSON lines, or of one JSON array, as text. Blank lines are skipped."""
     try:
         with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8") as stream:
             text = stream.read()
         if text.lstrip().startswith("["):
             return [json.dumps(row, ensure_ascii=False) for row in json.loads(text)]
-    except (OSError, EOFError, ValueError) as error:  # JSON's and Unicode's errors are ValueErrors
+    except (OSError, EOFError, ValueError) as error:  # errors of JSON and Unicode are ValueErrors
         raise UserError(f"{file} cannot be read ({one_line(error)})") from error
     return [line for line in text.split("\n") if line.strip()]
 
 
 def _load_hub(path: str, name: str, split: str) -> Dataset:
-    """Reads a data set of the hub, or its copy in the cache of `datasets` where the hub does not answer in time."""
+    """Reads a data set from the hub, or from the cache of `datasets` if the hub does not answer in time."""
     unreachable = _why_unreachable(path)
     try:
         with _offline(unreachable is not None):
@@ -157,11 +157,14 @@ def _load_hub(path: str, name: str, split: str) -> Dataset:
 
 
 def _why_unreachable(path: str) -> str | None:
-    """Asks the hub once, within `HUB_TIMEOUT_S` (the loader itself would retry for most of a minute)."""
+    """Queries the hub once, within `HUB_TIMEOUT_S`. Returns the reason if it cannot be reached.
+
+    The loader itself would retry for most of a minute.
+    """
     try:
         HfApi(endpoint=datasets.config.HF_ENDPOINT).dataset_info(path, timeout=HUB_TIMEOUT_S)
     except HfHubHTTPError:
-        return None  # it answers; the loader says what is wrong
+        return None  # the hub answers, and the loader reports the error
     except OfflineModeIsEnabled:
         return "HF_HUB_OFFLINE is set"
     except httpx.TransportError as error:
@@ -171,7 +174,7 @@ def _why_unreachable(path: str) -> str | None:
 
 @contextmanager
 def _offline(on: bool) -> Iterator[None]:
-    """Inside the block `datasets` looks into its cache only, where `on`."""
+    """Restricts `datasets` to its cache inside the block if `on` is true."""
     before = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = before or on
     try:
@@ -181,6 +184,6 @@ def _offline(on: bool) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error, or of its cause."""
+    """Returns the first line of an error's cause, or of the error if it has none."""
     cause = error.__cause__ or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

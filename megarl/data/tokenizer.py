@@ -1,4 +1,4 @@
-"""The tokenizer of the bundled tiny model, made from the bundled task, and the check that a tokenizer fits a model."""
+"""Trains the tokenizer of the bundled tiny model, loads tokenizers, and checks that a tokenizer fits a model."""
 
 import functools
 from pathlib import Path
@@ -14,11 +14,11 @@ VOCAB_SIZE = 353
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
-# A digit is always a token of its own. A space before a digit goes with the word on its left ("has ", "7"), and the
-# last line's "\n#### " is one piece: a problem costs few tokens and a digit looks the same wherever it stands.
+# Every digit is a separate token. A space before a digit belongs to the word on its left ("has ", "7"), and "\n#### "
+# of the last line is one piece. A problem thus takes few tokens, and a digit has the same token everywhere.
 PIECES = r"\n#### ?|\d| ?\p{L}+(?: (?=\d))?| ?[^\s\p{L}\d]+|\s"
 
-# Each turn is its role's token and its text; an assistant's turn ends with eos, as its completions do.
+# A turn is the role's token and the text. An assistant turn ends with eos, as a completion does.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE over the bundled train split. Every string can be encoded; the same vocabulary every time."""
+    """Trains a byte-level BPE on the bundled train split. Deterministic, and able to encode every string."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,10 +65,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def load_hf_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a checkpoint folder or hub name, for workflows of one's own.
+    """Loads the tokenizer of a checkpoint folder or hub name, for use in custom workflows.
 
-    Its `apply_chat_template(..., tokenize=True)` gives a plain list of ids, which `decode` reads; transformers 5 gives
-    a mapping unless told `return_dict=False`.
+    Its `apply_chat_template(..., tokenize=True)` returns a plain list of ids for `decode`. In transformers 5 it returns
+    a mapping unless called with `return_dict=False`.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
@@ -76,7 +76,7 @@ def load_hf_tokenizer(path: str | Path) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, path: str) -> None:
-    """Raises `UserError` where the tokenizer has a token id that the model at `path` has no row for."""
+    """Raises `UserError` if the tokenizer has a token id outside the vocabulary of the model at `path`."""
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What judges completions: `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`."""
+"""Reward functions: `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float`."""
 
 from __future__ import annotations
 
@@ -26,36 +26,38 @@ REWARDS: dict[str, RewardFn] = {
 
 
 def reward_fn_of(name: str) -> RewardFn:
-    """The reward function of a name in `REWARDS`, or of `MODULE.FUNCTION` in a module that Python finds from here.
+    """Looks up a name in `REWARDS`, or imports the user's `MODULE.FUNCTION`, also from the working folder.
 
-    A function `f(completions, **columns) -> list[float]`, as TRL and axolotl have them, is called with lists of one.
+    A function `f(completions, **columns) -> list[float]`, as in TRL and axolotl, is wrapped by `one_by_one`.
 
     Raises:
-        UserError: there is no such function.
+        UserError: the name is unknown, or the function cannot be imported.
     """
     if name in REWARDS:
         return REWARDS[name]
     if "." not in name:
-        raise UserError(f"rewards.functions: {name} is none of {', '.join(REWARDS)}; your own is MODULE.FUNCTION")
+        raise UserError(
+            f"rewards.functions: {name} is none of {', '.join(REWARDS)}; a function of your own is MODULE.FUNCTION"
+        )
     function: RewardFn = function_of(name, f"rewards.functions: {name}")
     return function if "prompt_ids" in _parameters(function) else one_by_one(function)
 
 
 def one_by_one(function: RewardFn) -> RewardFn:
-    """A reward function of ours from `f(completions, **columns) -> list[float]`.
+    """Wraps `f(completions, **columns) -> list[float]` into a reward function for single completions.
 
-    It gets `prompts`, `completions`, `completion_ids` and every column as lists of one. A parameter that no column has,
-    but whose singular one has (`answers` of `answer`), gets that column.
+    `f` gets `prompts`, `completions`, `completion_ids` and every column as lists with one element. A plural parameter
+    without a column gets the singular one: `answers` receives the column `answer`.
     """
-    wanted = _parameters(function)
+    parameters = _parameters(function)
 
     def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
         columns = {name: [value] for name, value in data.items()}
-        for name in wanted:
+        for name in parameters:
             if name not in columns and name.endswith("s") and name[:-1] in columns:
                 columns[name] = columns[name[:-1]]
-        own = {"prompts": [prompt], "completion_ids": [completion_ids]}
-        (value,) = function(completions=[completions], **{**own, **columns})
+        inputs = {"prompts": [prompt], "completion_ids": [completion_ids]}
+        (value,) = function(completions=[completions], **{**inputs, **columns})
         return float(value)
 
     reward.__name__ = getattr(function, "__name__", "reward")

@@ -1,4 +1,4 @@
-"""The answer that a completion gives, for majority votes: of GSM8K, of a box, or its last line."""
+"""Extracts the answer of a completion for majority votes: a box, a GSM8K number or the last line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megarl.rewards.math import extract_boxed
 
 
 def answer_of(completion: str) -> str:
-    """The content of the last box, else the last number after `####`, else the last line that is not empty."""
+    """Returns the content of the last box, else the last number after `####`, else the last non-empty line."""
     boxed = extract_boxed(completion)
     if boxed is not None:
         return boxed.strip()

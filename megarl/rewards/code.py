@@ -1,8 +1,8 @@
-"""The reward of code: the share of unit tests that the completion's program passes, each in a sandbox of its own.
+"""Reward for code: the fraction of unit tests that the completion's program passes, each in a new sandbox.
 
-`tests` is a list of `{"input": ..., "output": ...}` (the program reads stdin and writes stdout) or of statements such
-as `assert add(1, 2) == 3`, run after the program. The program has no network, starts no process and writes no file
-outside its folder; see `megarl.sandbox`.
+`tests` is a list of `{"input": ..., "output": ...}`, where the program reads stdin and writes stdout, or of statements
+such as `assert add(1, 2) == 3`, which run after the program. The program has no network, cannot start a process and
+cannot write outside its folder; see `megarl.sandbox`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block of Python, or the whole text where there is none."""
+    """Returns the last fenced block of Python, or the whole text if there is none."""
     blocks = _BLOCK.findall(text)
     return str(blocks[-1]) if blocks else text
 
 
-def passes(code: str, test: dict[str, str] | str, time_limit_s: float = TEST_LIMIT_S) -> bool:
-    """Whether the program passes one test. A statement has to be reached: leaving early is no pass."""
+def passes(code: str, test: dict[str, str] | str) -> bool:
+    """True if the program passes one test. A program that exits before the test's statement does not pass."""
     if isinstance(test, str):
-        word = secrets.token_hex(16)
-        done = run_python(f"{code}\n{test}\nprint({word!r}, end='')", time_limit_s=time_limit_s)
-        return done.ok and done.stdout.endswith(word)
-    done = run_python(code, test["input"], time_limit_s=time_limit_s)
-    return done.ok and done.stdout.split() == test["output"].split()
+        end_marker = secrets.token_hex(16)  # printed last: a program that exits early lacks it
+        result = run_python(f"{code}\n{test}\nprint({end_marker!r}, end='')", time_limit_s=TEST_LIMIT_S)
+        return result.ok and result.stdout.endswith(end_marker)
+    result = run_python(code, test["input"], time_limit_s=TEST_LIMIT_S)
+    return result.ok and result.stdout.split() == test["output"].split()
 
 
 def code_reward_fn(
@@ -41,6 +41,6 @@ def code_reward_fn(
     tests: list[dict[str, str] | str],
     **data: Any,
 ) -> float:
-    """The share of `tests` that pass, 0.0 to 1.0."""
+    """Returns the fraction of `tests` that pass, 0.0 to 1.0."""
     code = extract_code(completions)
     return sum(passes(code, test) for test in tests) / len(tests)

@@ -1,4 +1,4 @@
-"""The reward of GSM8K: 1 where the number after `####` is the reference's, else 0."""
+"""Reward for GSM8K: 1 if the number after `####` equals the reference's, else 0."""
 
 import re
 from collections.abc import Sequence
@@ -6,17 +6,17 @@ from typing import Any, Literal
 
 from megarl.knobs import UserError
 
-# 1234, 1,234, 12.50 or .5. The atomic group takes the whole number or nothing, so a number is never cut short
-# (12/5, 1.2.3 and 1,2 are no numbers here), and matching stays linear in the length of the text.
+# 1234, 1,234, 12.50 or .5. The atomic group matches a whole number or nothing. A number is therefore never cut short
+# (12/5, 1.2.3 and 1,2 do not match), and matching is linear in the length of the text.
 _NUMBER = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?![.,]?[0-9]|[\w/])"
 _MARKED = re.compile(r"####[ \t]*+\$?([-+−]?)\$?(" + _NUMBER + ")")
 _ANYWHERE = re.compile(r"(?<!\w)(?<![0-9][.,/])(?:(?<![\w)])([-+−]))?\$?(" + _NUMBER + ")")
-MAX_TEXT = 200_000  # characters from the end that are searched
+MAX_TEXT = 200_000  # only the last characters are searched
 _BOXED = "\\boxed{"
 
 
 def _normalised(sign: str | None, digits: str) -> str:
-    """The one spelling of a number: no comma, no plus, no idle zeros; `-0` is `0`."""
+    """Normalizes the spelling of a number: no comma, plus sign or redundant zeros; `-0` becomes `0`."""
     whole, _, fraction = digits.replace(",", "").partition(".")
     fraction = fraction.rstrip("0")
     number = (whole.lstrip("0") or "0") + ("." + fraction if fraction else "")
@@ -28,7 +28,7 @@ def _last(matches: list[tuple[str, str]]) -> str | None:
 
 
 def _boxed_number(text: str) -> str | None:
-    r"""The number in the last `\boxed{...}`, where that holds exactly one."""
+    r"""Returns the number in the last `\boxed{...}` if it holds exactly one, else None."""
     start = text.rfind(_BOXED)
     if start < 0:
         return None
@@ -44,10 +44,13 @@ def _boxed_number(text: str) -> str | None:
 
 
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    r"""The final number of a solution, in one spelling ("1,234.50" -> "1234.5"), or None where there is none.
+    r"""Extracts the final number of a solution, in normalized spelling ("1,234.50" -> "1234.5"), or None.
 
-    `strict`: the last `#### N`. `flexible`: that, else the number of the last `\boxed{...}` if there is one (a box that
-    does not hold exactly one number gives None), else the last number in the text.
+    `strict` takes the last `#### N`. `flexible` falls back to the last `\boxed{...}`, and without a box to the last
+    number in the text. A box that does not hold exactly one number gives None.
+
+    Raises:
+        UserError: `method` is unknown.
     """
     if method not in ("strict", "flexible"):
         raise UserError(f"extraction method {method!r} is unknown; use 'strict' or 'flexible'")
@@ -69,11 +72,13 @@ def gsm8k_reward_fn(
     method: Literal["strict", "flexible"] = "strict",
     **kwargs: Any,
 ) -> float:
-    r"""1.0 where the completion's number is that of `answer` (GSM8K's column, ending in `#### N`), else 0.0.
+    r"""Returns 1.0 if the completion's number equals that of `answer` (GSM8K's column, ending in `#### N`), else 0.0.
 
-    By default the completion must say `#### N` too; `functools.partial(gsm8k_reward_fn, method="flexible")` also
-    takes `\boxed{N}` or the last number, as a model needs that was never shown GSM8K's format.
-    Raises `UserError` where the reference itself has no `#### N`.
+    By default the completion must contain `#### N` too. `functools.partial(gsm8k_reward_fn, method="flexible")` also
+    accepts `\boxed{N}` or the last number, for models that never saw GSM8K's format.
+
+    Raises:
+        UserError: the reference itself has no `#### N`.
     """
     reference = extract_solution(answer)
     if reference is None:

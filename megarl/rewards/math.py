@@ -1,9 +1,11 @@
-r"""The reward of MATH-style problems: 1 where the answer in `\boxed{}` equals the reference mathematically, else 0.
+r"""Reward for MATH-style problems: 1 if the answer in `\boxed{}` equals the reference mathematically, else 0.
 
-Numbers, fractions and equal text are compared here; what is left is parsed as LaTeX and compared by math-verify, which
-knows intervals, sets, matrices and simplification. Model output is never evaluated as code: math-verify's parser of
-Python-like expressions is not used, and an expression that could grow without bound (towers of powers, factorials,
-hundreds of signs) is compared as text only. Run it in a `RewardPool`, whose time and memory limits back this.
+This module compares numbers, fractions and equal text itself. Other answers are parsed as LaTeX and compared by
+math-verify, which knows intervals, sets, matrices and simplification.
+
+Model output is never evaluated as code: math-verify's parser of Python-like expressions is not used. Expressions that
+could grow without bound (towers of powers, factorials, hundreds of signs) are compared as text only. Run the reward in
+a `RewardPool`, whose time and memory limits are the second line of defence.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-MAX_ANSWER = 400  # characters; a longer one is compared as text
-MAX_COMPLETION = 200_000  # characters from the end that are searched for the answer
+MAX_ANSWER = 400  # characters; a longer answer is compared as text
+MAX_COMPLETION = 200_000  # only the last characters are searched for the answer
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}|(-?[0-9]+)/(-?[0-9]+)")
@@ -26,7 +28,7 @@ MAX_SIGNS = 80
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` with balanced braces, or None."""
+    r"""Returns the content of the last `\boxed{...}`, or None if there is none or its braces do not balance."""
     text = text[-MAX_COMPLETION:]
     starts = list(_BOXED.finditer(text))
     if not starts:
@@ -40,7 +42,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Whether two answers in LaTeX mean the same."""
+    """True if two LaTeX answers are mathematically equal."""
     a, b = _plain(answer), _plain(reference)
     if a == b:
         return True
@@ -49,7 +51,7 @@ def equal(answer: str, reference: str) -> bool:
         return exact_a == exact_b
     if not (_bounded(a) and _bounded(b)):
         return False
-    from math_verify import LatexExtractionConfig, parse, verify  # a second to import: only where it is needed
+    from math_verify import LatexExtractionConfig, parse, verify  # imported late, as it takes a second
 
     latex = [LatexExtractionConfig()]
     parsed = [
@@ -60,32 +62,33 @@ def equal(answer: str, reference: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The answer without spaces, sizes, units in text and dollar signs."""
+    """Removes spaces, size and font commands, trailing text such as units, and the signs $, % and °."""
     return _DECORATION.sub("", text.strip().rstrip("."))
 
 
 def _rational(text: str) -> Fraction | None:
+    """Parses a number or a fraction of integers exactly, or returns None."""
     if len(text) > 60:
         return None
     if text and text not in "+-" and _NUMBER.fullmatch(text):
         return Fraction(text.replace(",", ""))
-    found = _FRACTION.fullmatch(text)
-    if found is None:
+    match = _FRACTION.fullmatch(text)
+    if match is None:
         return None
-    sign, top, bottom = (found[1], found[2], found[3]) if found[2] else ("", found[4], found[5])
+    sign, top, bottom = (match[1], match[2], match[3]) if match[2] else ("", match[4], match[5])
     return Fraction(int(f"{sign}1") * int(top), int(bottom)) if int(bottom) else None
 
 
 def _bounded(text: str) -> bool:
-    """Whether parsing and simplifying stay small."""
+    """True if parsing and simplifying the answer cannot take unbounded time or memory."""
     return len(text) <= MAX_ANSWER and not _UNBOUNDED.search(text) and len(_SIGN.findall(text)) <= MAX_SIGNS
 
 
 def math_reward_fn(
     prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str, **data: Any
 ) -> float:
-    r"""1.0 where the last `\boxed{}` of the completion equals that of `answer` (or `answer` itself), else 0.0."""
-    found = extract_boxed(completions)
-    if found is None:
+    r"""Returns 1.0 if the completion's last `\boxed{}` equals that of `answer`, or `answer` if it has no box."""
+    boxed = extract_boxed(completions)
+    if boxed is None:
         return 0.0
-    return float(equal(found, extract_boxed(answer) or answer))
+    return float(equal(boxed, extract_boxed(answer) or answer))

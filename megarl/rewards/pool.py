@@ -1,10 +1,10 @@
-"""Reward functions in supervised processes: one that hangs, crashes or eats memory costs its own sample and no other.
+"""Runs reward functions in supervised processes. A hang, a crash or too much memory costs one sample only.
 
-calls made together --> shared out over idle workers, or new ones where all are stuck --> value, or RewardError
+    concurrent calls --> shares for idle workers, or for new ones if all are stuck --> value or RewardError
                              |
-                             +-- no answer within time_limit_s: killed, another takes its place and what is left
+                             +-- no answer within time_limit_s: the worker is killed, others take the rest of its share
 
-A worker answers call by call, and hands back the rest of a share that takes long.
+A worker answers call by call, and returns the rest of a share that takes long.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from megarl.knobs import UserError, knob
 from megarl.rewards import worker
 from megarl.types import Reward, RewardError
 
-PATIENCE_S = 0.1  # calls wait this long for a worker, or behind a slow one, before others take them
+PATIENCE_S = 0.1  # a call waits this long for a worker, or behind a slow one, before another worker takes it
 FORK_DEADLINE_S = 30.0
-START_DEADLINE_S = 120.0  # importing the reward functions
+START_DEADLINE_S = 120.0  # includes the import of the reward functions
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How completions are scored."""
+    """Reward functions, their weights and the limits of their processes."""
 
     functions: list[str] = knob(
         factory=lambda: ["gsm8k"], meaning="reward functions: names of megarl.rewards, or MODULE.FUNCTION of your own"
     )
     weights: list[float] = knob(factory=list, meaning="weight of each function in the reward; empty: 1 for all")
-    time_limit_s: float = knob(10.0, "seconds to score one completion; beyond, its sample is masked and counted")
-    memory_limit_mb: int = knob(4096, "address space of a process that scores, in MiB")
-    workers: int = knob(2, "processes that score while none of them hangs")
-    max_workers: int = knob(64, "most processes that score at once, where some hang or are slow")
+    time_limit_s: float = knob(10.0, "seconds to score one completion; after that its sample is masked and counted")
+    memory_limit_mb: int = knob(4096, "address space of a scoring process, in MiB")
+    workers: int = knob(2, "scoring processes while none of them hangs")
+    max_workers: int = knob(64, "maximum scoring processes, if some hang or are slow")
 
     def __post_init__(self) -> None:
         if not self.functions:
-            raise UserError("rewards.functions is empty; name one at least, such as gsm8k")
+            raise UserError("rewards.functions is empty; name at least one, such as gsm8k")
         if self.weights and len(self.weights) != len(self.functions):
             raise UserError(
                 f"rewards.weights has {len(self.weights)} values and rewards.functions {len(self.functions)}; give one "
-                "weight a function, or none"
+                "weight per function, or none"
             )
         if not self.time_limit_s > 0:
             raise UserError(f"rewards.time_limit_s={self.time_limit_s} must be above 0")
@@ -68,12 +68,18 @@ class RewardConfig:
 
 
 class RewardPool:
-    """Scores completions with `functions` in processes of its own; itself a reward function, async.
+    """Scores completions with `functions` in separate processes. The pool itself is an async reward function.
 
-    `await pool(prompt, completions, prompt_ids, completion_ids, **data)` gives the weighted sum, with the functions'
-    values in its `parts`; `await pool.score(...)` gives those alone. Both raise `RewardError` where a function failed.
-    The functions are those of `RLVRWorkflow`: `(prompt, completions, prompt_ids, completion_ids, **data) -> float`,
-    sync or async. A context manager, made in a thread that lives as long as it; used from one asyncio loop.
+    `await pool(prompt, completions, prompt_ids, completion_ids, **data)` returns the weighted sum, with the functions'
+    values in its `parts`. `await pool.score(...)` returns only the values. Both raise `RewardError` if a function
+    fails. The functions have the signature of `RLVRWorkflow`'s rewards, and are sync or async:
+    `(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
+
+    A context manager. Linux ends the processes with the thread that creates the pool, so that thread must live as long
+    as the pool. Use it from one asyncio loop.
+
+    Raises:
+        UserError: the functions cannot be loaded in another process.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]], config: RewardConfig | None = None) -> None:
@@ -82,29 +88,35 @@ class RewardPool:
         self.failures: collections.Counter[str] = collections.Counter()  # by cause
         self._idle: collections.deque[_Worker] = collections.deque()
         self._live: set[_Worker] = set()
-        self._queue: collections.deque[_Call] = collections.deque()  # no worker has them yet
+        self._queue: collections.deque[_Call] = collections.deque()  # calls without a worker
         self._forking = 0
         self._answers = 0
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()  # of the control socket
-        self._start(functions)
+        self._control, child_end = socket.socketpair()
+        self._process = self._spawn(child_end)
+        self._load(functions)
 
-    def _start(self, functions: Sequence[Callable[..., Any]]) -> None:
-        self._control, theirs = socket.socketpair()
+    def _spawn(self, child_end: socket.socket) -> subprocess.Popen[bytes]:
+        """Starts the process that will hold the reward functions, connected by `child_end`."""
         memory = str(self.config.memory_limit_mb * 2**20)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.rewards.worker", str(theirs.fileno()), memory],
-            pass_fds=[theirs.fileno()],
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.rewards.worker", str(child_end.fileno()), memory],
+            pass_fds=[child_end.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
-        theirs.close()
+        child_end.close()
+        return process
+
+    def _load(self, functions: Sequence[Callable[..., Any]]) -> None:
+        """Sends the functions to the process and waits until it has loaded them."""
         try:
             self._control.settimeout(START_DEADLINE_S)
             worker.send(self._control, pickle.dumps((sys.path, cloudpickle.dumps(list(functions)))))
             answer = self._answer()
             if "error" in answer:
-                raise UserError(f"the reward functions cannot be loaded in a process of their own: {answer['error']}")
+                raise UserError(f"the reward functions cannot be loaded in another process: {answer['error']}")
             self._control.settimeout(FORK_DEADLINE_S)
         except BaseException:
             self.close()
@@ -118,8 +130,8 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends all processes."""
-        for each in list(self._live):
-            each.kill()
+        for live in list(self._live):
+            live.kill()
         self._live.clear()
         self._idle.clear()
         self._control.close()
@@ -146,16 +158,16 @@ class RewardPool:
         call = _Call(pickled, loop.create_future())
         self._queue.append(call)
         if len(self._queue) == 1:
-            loop.call_soon(self._hand_out)  # with all other calls that are made in this turn of the loop
+            loop.call_soon(self._hand_out)  # later, together with all calls of this loop iteration
         try:
             return await call.values
         except asyncio.CancelledError:
-            for each in [each for each in self._live if each.scoring is call]:
-                self._end(each)
+            for busy in [busy for busy in self._live if busy.scoring is call]:
+                self._end(busy)
             raise
 
     def _hand_out(self) -> None:
-        """Shares the calls that wait out over the idle workers. Where there are none, more are made."""
+        """Divides queued calls among the idle workers. If calls remain, starts workers up to `rewards.workers`."""
         while self._queue and self._idle:
             count = -(-len(self._queue) // len(self._idle))
             self._begin(self._work(self._idle.pop(), [self._queue.popleft() for _ in range(count)]))
@@ -164,7 +176,7 @@ class RewardPool:
             self._watch = self._begin(self._watch_over())
 
     async def _work(self, worker_: _Worker, share: list[_Call]) -> None:
-        """Has a worker score a share, one call after the other. What it does not get to goes back to the queue."""
+        """Lets a worker score a share, one call after the other. Calls that it does not reach go back to the queue."""
         worker_.send(share)
         while worker_.share:
             call = worker_.next()
@@ -180,28 +192,28 @@ class RewardPool:
             self._answers += 1
             if "error" in answer:
                 self._fail(call, "raised", answer["error"])
-            elif not call.values.done():  # its caller may have been cancelled
+            elif not call.values.done():  # the caller may have been cancelled
                 call.values.set_result(answer["values"])
             if not answer["more"]:
                 break
-            if not worker_.share:  # it goes on with calls that others have taken meanwhile
+            if not worker_.share:  # it would go on with calls that others have taken meanwhile
                 self._end(worker_)
         worker_.scoring = None
         self._take_back(worker_)
         self._free(worker_)
 
     def _take_back(self, worker_: _Worker) -> None:
-        """Lets others have what a worker has not begun."""
+        """Returns the calls that a worker has not begun to the front of the queue."""
         self._queue.extendleft(reversed(worker_.share))
         worker_.share.clear()
 
-    def _fail(self, call: _Call, cause: str, says: str) -> None:
-        if not call.values.done():  # else its caller was cancelled
+    def _fail(self, call: _Call, cause: str, message: str) -> None:
+        if not call.values.done():  # otherwise the caller was cancelled
             self.failures[cause] += 1
-            call.values.set_exception(RewardError(says))
+            call.values.set_exception(RewardError(message))
 
     def _free(self, worker_: _Worker) -> None:
-        """A worker is done with its share, or has ended. Once nothing is left to do, those that are too many end."""
+        """Marks a worker as idle unless it has ended. Once all are idle, ends the workers beyond `rewards.workers`."""
         if worker_ in self._live:
             self._idle.append(worker_)
         if self._queue:
@@ -210,30 +222,35 @@ class RewardPool:
             self._end(self._idle.pop())
 
     async def _watch_over(self) -> None:
-        """While there is work: ends workers that are late, has others do what waits behind slow ones, and doubles the
-        workers, up to the most, where calls wait and none is answered."""
+        """Supervises the workers while there is work.
+
+        Ends workers over the time limit, and redistributes calls that wait behind slow ones. If calls wait and none is
+        answered, doubles the number of workers, up to `rewards.max_workers`.
+        """
         while self._queue or len(self._idle) < len(self._live):
-            seen = self._answers
+            answers_before = self._answers
             await asyncio.sleep(min(PATIENCE_S, self.config.time_limit_s))
-            for each in [each for each in self._live if each.scoring is not None]:
-                waited = time.monotonic() - each.since
-                if waited > self.config.time_limit_s:
-                    each.late = True
-                    self._end(each)
-                elif waited > PATIENCE_S:
-                    self._take_back(each)
+            for busy in [busy for busy in self._live if busy.scoring is not None]:
+                elapsed = time.monotonic() - busy.since
+                if elapsed > self.config.time_limit_s:
+                    busy.late = True
+                    self._end(busy)
+                elif elapsed > PATIENCE_S:
+                    self._take_back(busy)
             if self._queue and self._idle:
                 self._hand_out()
-            elif self._answers == seen and self._forking == 0:
+            elif self._answers == answers_before and self._forking == 0:
                 self._grow(max(len(self._live), 1))
 
     def _grow(self, count: int) -> None:
+        """Forks up to `count` workers, but no more than there are queued calls or room below `rewards.max_workers`."""
         room = self.config.max_workers - len(self._live) - self._forking
         for _ in range(min(count, room, len(self._queue))):
             self._forking += 1
             self._begin(self._fork())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task and keeps a reference to it, as asyncio itself holds only a weak one."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -241,33 +258,34 @@ class RewardPool:
 
     async def _fork(self) -> None:
         try:
-            made = await _Worker.made_by(self._forked)
+            new_worker = await _Worker.connect(self._request_fork)
         except (OSError, RewardError) as error:
             self._forking -= 1
             if self._queue:
-                self._fail(self._queue.popleft(), "died", f"no process could be made to score it: {error}")
+                self._fail(self._queue.popleft(), "died", f"no scoring process could be started: {error}")
         else:
             self._forking -= 1
-            self._live.add(made)
-            self._free(made)
+            self._live.add(new_worker)
+            self._free(new_worker)
 
     def _end(self, worker_: _Worker) -> None:
         worker_.kill()
         self._live.discard(worker_)
 
-    def _forked(self, theirs: socket.socket) -> int:
-        """Has a worker forked on this end of a socket pair; its pid."""
+    def _request_fork(self, child_end: socket.socket) -> int:
+        """Requests a worker on this end of a socket pair, and returns its pid."""
         with self._lock:
-            socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            socket.send_fds(self._control, [b"."], [child_end.fileno()])
             return int(self._answer()["pid"])
 
     def _answer(self) -> dict[str, Any]:
+        """Reads the next answer of the process that holds the functions."""
         try:
             message = worker.receive(self._control)
         except TimeoutError:
             message = None
         if message is None:
-            raise RewardError("the process that holds the reward functions did not answer; see its lines above")
+            raise RewardError("the process that holds the reward functions did not answer; see its output above")
         answer: dict[str, Any] = json.loads(message)
         return answer
 
@@ -279,45 +297,47 @@ class _Call:
 
 
 class _Worker:
-    """A process that scores, and the streams to it."""
+    """A scoring process and the streams to it."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = pid
         self.reader = reader
         self.writer = writer
         self.loop = asyncio.get_running_loop()
-        self.share: collections.deque[_Call] = collections.deque()  # not begun
+        self.share: collections.deque[_Call] = collections.deque()  # calls not begun
         self.scoring: _Call | None = None
-        self.since = 0.0  # when it began with that
+        self.since = 0.0  # start time of `scoring`
         self.late = False
 
     @staticmethod
-    async def made_by(fork: Callable[[socket.socket], int]) -> _Worker:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            pid = await asyncio.to_thread(fork, theirs)
-        ours.setblocking(False)
-        return _Worker(pid, *await asyncio.open_unix_connection(sock=ours))
+    async def connect(fork: Callable[[socket.socket], int]) -> _Worker:
+        """Creates a worker: `fork` starts the process on one end of a socket pair and returns its pid."""
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            pid = await asyncio.to_thread(fork, child_end)
+        parent_end.setblocking(False)
+        return _Worker(pid, *await asyncio.open_unix_connection(sock=parent_end))
 
     def send(self, share: list[_Call]) -> None:
+        """Sends a share of calls to the process."""
         self.share.extend(share)
         message = pickle.dumps([call.pickled for call in share])
         self.writer.write(worker.HEADER.pack(len(message)) + message)
 
     def next(self) -> _Call:
-        """The call that it scores now."""
+        """Takes the next call of the share as the one being scored."""
         self.scoring = self.share.popleft()
         self.since = time.monotonic()
         return self.scoring
 
     async def answer(self) -> dict[str, Any]:
-        """To the next call of the share; `more` says whether another one follows."""
+        """Reads the answer to the call being scored. Its `more` is true if another answer follows."""
         (size,) = worker.HEADER.unpack(await self.reader.readexactly(worker.HEADER.size))
         answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
         return answer
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it may have died by itself
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already
             os.kill(self.pid, signal.SIGKILL)
         if not self.loop.is_closed():
             self.writer.transport.abort()

@@ -1,9 +1,9 @@
-"""The processes of `RewardPool`: one that holds the reward functions, and forks a worker for every request.
+"""Processes of `RewardPool`: one holds the reward functions and forks a worker on every request.
 
-Started as `python -m megarl.rewards.worker FD MEMORY_BYTES`; FD is a Unix socket. The first message on it is the
-pickled reward functions (they come from the parent, which may hand over any code of its own). Every later message
-carries one end of a socket pair; a worker is forked on it and its pid answered. A worker reads shares of pickled calls
-from the parent and answers JSON, so that nothing of what a call returns is ever unpickled.
+Started as `python -m megarl.rewards.worker FD MEMORY_BYTES`, where FD is a Unix socket. The first message on it holds
+the pickled reward functions. Unpickling them is safe, as they come from the parent. Every later message carries one end
+of a socket pair: the process forks a worker on it and answers the worker's pid. A worker reads shares of pickled calls
+from the parent and answers in JSON, as a function's return value must not be unpickled in the parent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 from megarl.processes import die_with_parent
 
 HEADER = struct.Struct("!Q")
-SHARE_S = 0.02  # well below `pool.PATIENCE_S`, after which the parent gives what is left of a share to others
+SHARE_S = 0.02  # well below `pool.PATIENCE_S`, after which the parent gives the rest of a share to other workers
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next message, or None where the other side has gone."""
+    """Reads the next message, or None if the other side has closed."""
     header = _exactly(connection, HEADER.size)
     return _exactly(connection, HEADER.unpack(header)[0]) if header is not None else None
 
@@ -48,19 +48,23 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
 
 
 def send(connection: socket.socket, message: bytes) -> None:
-    """One message, with its length before it."""
+    """Sends one message, preceded by its length."""
     connection.sendall(HEADER.pack(len(message)) + message)
 
 
 def score(functions: list[Any], call: dict[str, Any]) -> list[float]:
-    """The value of every function for one completion. Raises what a function raises, and TypeError for no number."""
+    """Scores one completion with every function.
+
+    Raises:
+        TypeError: a function returned no finite number. Errors of the functions pass through.
+    """
     values = []
     for function in functions:
         value = function(*call["args"], **call["data"])
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         if isinstance(value, str) or not math.isfinite(number := float(value)):
-            raise TypeError(f"{getattr(function, '__name__', function)} returned {value!r}, which is no finite number")
+            raise TypeError(f"{getattr(function, '__name__', function)} returned {value!r}, not a finite number")
         values.append(number)
     return values
 
@@ -70,31 +74,31 @@ async def _awaited(value: Any) -> Any:
 
 
 def serve(connection: socket.socket, functions: list[Any]) -> None:
-    """Answers shares of calls until the parent hangs up, call by call. A share ends after SHARE_S: others go on."""
+    """Answers shares of calls, call by call, until the parent closes. After SHARE_S, the rest of a share goes back."""
     while (message := receive(connection)) is not None:
         calls: list[bytes] = pickle.loads(message)
-        until = time.monotonic() + SHARE_S
+        share_end = time.monotonic() + SHARE_S
         for number, call in enumerate(calls, 1):
             try:
                 answer: dict[str, Any] = {"values": score(functions, pickle.loads(call))}
-            except (Exception, SystemExit) as error:  # the sample's fate, told to the parent; the worker goes on
+            except (Exception, SystemExit) as error:  # fails only this sample; the worker goes on
                 answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-            answer["more"] = number < len(calls) and time.monotonic() < until
+            answer["more"] = number < len(calls) and time.monotonic() < share_end
             send(connection, json.dumps(answer).encode())
             if not answer["more"]:
                 break
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)  # of math-verify, whose own time limits are off: the pool has them
+    logging.disable(logging.WARNING)  # math-verify warns that its time limits are off; the pool has its own
     control = socket.socket(fileno=int(sys.argv[1]))
     memory = int(sys.argv[2])
     die_with_parent(os.getppid())
-    # Ctrl-C, and the SIGTERM that Slurm sends to all processes of a job, are the trainer's business: it finishes its
-    # step first, and still needs rewards. A handler, as what a reward starts would inherit it if they were ignored.
+    # On Ctrl-C, or on the SIGTERM that Slurm sends to all processes of a job, the trainer finishes its step and still
+    # needs rewards. Use a handler instead of SIG_IGN, which processes started by a reward would inherit.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers are reaped by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     message = receive(control)
     if message is None:
         return
@@ -102,7 +106,7 @@ def main() -> None:
         path, pickled = pickle.loads(message)
         sys.path[:] = path
         functions = pickle.loads(pickled)
-    except Exception as error:  # told to the parent, which raises it
+    except Exception as error:  # the parent raises it
         send(control, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
     send(control, json.dumps({"pid": os.getpid()}).encode())
@@ -110,14 +114,14 @@ def main() -> None:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not data:
             return
-        me = os.getpid()
+        server_pid = os.getpid()
         pid = os.fork()
         if pid:
             os.close(descriptors[0])
             send(control, json.dumps({"pid": pid}).encode())
             continue
         control.close()
-        die_with_parent(me)
+        die_with_parent(server_pid)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a reward may start processes and wait for them
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

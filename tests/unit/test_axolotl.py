@@ -25,7 +25,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(values: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], str]:
-    """The overrides, parsed by Hydra, and the table."""
+    """Returns the overrides, parsed by Hydra, and the table."""
     Path("run.yaml").write_text(yaml.safe_dump(values))
     overrides, table = read_axolotl("run.yaml", **sizes)
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -39,10 +39,10 @@ def refusals(values: dict[str, Any]) -> str:
 
 
 def targets() -> set[str]:
-    """Every knob that the tables name."""
+    """Collects every knob that the tables name."""
     chosen = {choice[0] for options in keys.CHOICES.values() for choice in options.values() if choice}
-    of_methods = {knob for _, _, table in keys.ALGORITHMS.values() for knob, _ in table.values()}
-    return {*keys.KNOBS.values(), *chosen, *of_methods}
+    of_algorithms = {knob for _, _, table in keys.ALGORITHMS.values() for knob, _ in table.values()}
+    return {*keys.KNOBS.values(), *chosen, *of_algorithms}
 
 
 def test_every_target_is_a_knob() -> None:
@@ -78,7 +78,7 @@ def test_offline_methods_take_their_knobs_and_axolotls_defaults(
         assert "(its default)" in table
 
 
-def test_kto_with_fields_and_formats_of_its_own() -> None:
+def test_kto_with_custom_fields_and_formats() -> None:
     kind = {"field_prompt": "q", "prompt_format": 'Q: it\'s {prompt}\n"A":', "completion_format": " {completion}"}
     overrides, _ = read(
         {
@@ -139,7 +139,7 @@ def test_grpo_with_a_server_rewards_and_a_transform() -> None:
          {"algorithm.kl_coef": 0.01, "gconfig.temperature": 0.7, "actor.temperature": 0.7}),
     ],
 )  # fmt: skip
-def test_variants_of_grpo_become_the_algorithm_that_they_are(
+def test_variants_of_grpo_map_to_their_algorithm(
     rl: str, trl: dict[str, Any], algorithm: str, knobs: dict[str, Any]
 ) -> None:
     overrides, _ = read({**BASE, "rl": rl, "datasets": GSM8K, "trl": {"num_generations": 2, **trl}})
@@ -186,7 +186,7 @@ def test_a_chat_template_is_taken_over(given: dict[str, Any], template: str | No
     assert overrides.get("data.chat_template") == template
 
 
-def test_everything_that_cannot_be_honoured_is_named_at_once_a_line_each() -> None:
+def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
     message = refusals(
         {
             **BASE, "rl": "grpo", "adapter": "lora", "load_in_4bit": True, "load_in_8bit": False, "deepspeed": "z3",
@@ -207,33 +207,40 @@ def test_everything_that_cannot_be_honoured_is_named_at_once_a_line_each() -> No
             "datasets[1].type",
         ]
     )  # fmt: skip
-    assert "lr_schedular: cosine  is not read here; did you mean lr_scheduler?" in message
+    assert "lr_schedular: cosine  is not a supported key; did you mean lr_scheduler?" in message
     assert "adamw_torch" in message
     assert "5" in message
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
-        ({"rl": "dpo", "datasets": [{"path": "a", "type": "chatml.intl"}]}, "is no format of pairs; there are chatml"),
-        ({"rl": "kto", "datasets": [{"path": "a", "type": "zephyr.nectar"}]}, "is no format of KTO; there are"),
+        (
+            {"rl": "dpo", "datasets": [{"path": "a", "type": "chatml.intl"}]},
+            "is not a format of pairs; choose from chatml",
+        ),
+        ({"rl": "kto", "datasets": [{"path": "a", "type": "zephyr.nectar"}]}, "is not a format of KTO; choose from"),
         ({"rl": "dpo", "datasets": [{"path": "a", "type": {"field_prompts": "q"}}]}, "field_prompts is not an option"),
         ({"rl": "dpo"}, "datasets: null  no data set is given"),
-        ({"rl": "dpo", "datasets": PAIRS, "val_set_size": 1.5}, "val_set_size: 1.5  must be a share below 1"),
+        ({"rl": "dpo", "datasets": PAIRS, "val_set_size": 1.5}, "val_set_size: 1.5  must be a fraction below 1"),
         ({"rl": "dpo", "datasets": PAIRS, "max_prompt_len": 5}, "max_prompt_len: 5  prompts are never cut"),
         ({"rl": "ebft", "datasets": PAIRS}, "rl: ebft is not one of dpo, ipo, kto, orpo, simpo, grpo, gdpo"),
         ({"datasets": PAIRS}, "rl: null is not one of"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_key(values: dict[str, Any], said: str) -> None:
-    assert said in refusals({**BASE, **values})
+def test_an_error_names_its_key(values: dict[str, Any], message: str) -> None:
+    assert message in refusals({**BASE, **values})
 
 
 def test_a_file_that_cannot_be_read_is_named() -> None:
     Path("list.yaml").write_text("- 1")
     Path("broken.yaml").write_text("a: [1")
-    for name, said in (("no.yaml", "No such file"), ("list.yaml", "is a mapping"), ("broken.yaml", "cannot be read")):
-        with pytest.raises(UserError, match=f"{name} .*{said}"):
+    for name, message in (
+        ("no.yaml", "No such file"),
+        ("list.yaml", "is a mapping"),
+        ("broken.yaml", "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=f"{name} .*{message}"):
             read_axolotl(name)
 
 

@@ -1,4 +1,4 @@
-"""Caches of the tests' own: nothing is read from or left in the user's."""
+"""Tokenizers, and caches in temporary folders: the tests never touch the user's caches."""
 
 import copy
 from pathlib import Path
@@ -26,32 +26,32 @@ def bundled_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tokenizer(bundled_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerBase:
-    """The bundled tokenizer; tests may change it."""
+    """The bundled tokenizer, as a copy that tests may change."""
     return copy.deepcopy(bundled_tokenizer)
 
 
 @pytest.fixture
 def chatml_tokenizer(bundled_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerBase:
-    """One as Qwen's: `<|im_end|>` is its eos, and it puts no bos."""
-    made = copy.deepcopy(bundled_tokenizer)
-    made.add_special_tokens(
+    """A tokenizer like Qwen's: its eos is `<|im_end|>`, and it adds no bos."""
+    tokenizer = copy.deepcopy(bundled_tokenizer)
+    tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}, replace_extra_special_tokens=False
     )
-    made.eos_token = "<|im_end|>"
-    return made
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
 
 
 @pytest.fixture
 def llama3_tokenizer(bundled_tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerBase:
-    """One as Llama 3's: a text begins with bos."""
-    made = copy.deepcopy(bundled_tokenizer)
+    """A tokenizer like Llama 3's: a text begins with bos."""
+    tokenizer = copy.deepcopy(bundled_tokenizer)
     names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    made.add_special_tokens({"additional_special_tokens": names}, replace_extra_special_tokens=False)
-    made.bos_token, made.eos_token = names[0], "<|eot_id|>"
-    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[(names[0], made.bos_token_id)]
+    tokenizer.add_special_tokens({"additional_special_tokens": names}, replace_extra_special_tokens=False)
+    tokenizer.bos_token, tokenizer.eos_token = names[0], "<|eot_id|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[(names[0], tokenizer.bos_token_id)]
     )
-    return made
+    return tokenizer
 
 
 @pytest.fixture

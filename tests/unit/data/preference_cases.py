@@ -1,4 +1,4 @@
-"""The formats with a row as axolotl documents it, what must come out as text, and rows that do not fit."""
+"""Cases for every preference format: a row as in axolotl's documentation, the expected texts, and bad rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WRONG = {"role": "assistant", "content": "six"}
 
 @dataclass(frozen=True)
 class Case:
-    """A format, a row of it, and the expected texts. `bad` are changes of fields and what must be said of them."""
+    """A format, a row of it, and the expected texts. `bad` pairs changes of fields with the expected message."""
 
     type: str
     row: dict[str, Any]
@@ -47,23 +47,23 @@ WRITERS = {"chatml": (chatml, "<|im_end|>"), "llama3": (llama3, "<|eot_id|>")}
 
 
 def text_case(writer: str, name: str, prompt: str, chosen: str, rejected: str, system: str = "Count.") -> Case:
-    """{system?, prompt, chosen, rejected}, all text."""
+    """Makes a case of {system?, prompt, chosen, rejected}, all text."""
     write, end = WRITERS[writer]
     row = {prompt: "2+3?", chosen: "5", rejected: "six", **({"system": system} if system else {})}
     bad: tuple[tuple[dict[str, Any], str], ...] = (
-        ({prompt: MISSING}, "missing or null; text is wanted"),
-        ({chosen: ["5"]}, f"{chosen} is ['5']; text is wanted"),
+        ({prompt: MISSING}, "missing or null; expected text"),
+        ({chosen: ["5"]}, f"{chosen} is ['5']; expected text"),
         (
             {rejected: None},
             "rejected or rejected_response is missing" if name in ("", ".default") else f"{rejected} is missing",
         ),
-        ({"system": 3}, "system is 3; text is wanted"),
+        ({"system": 3}, "system is 3; expected text"),
     )
     return Case(f"{writer}{name}", row, write(system), (f"5{end}", f"six{end}"), bad)
 
 
 def messages_cases(writer: str) -> list[Case]:
-    """The formats of a fixed template whose answers are lists of messages."""
+    """Makes the cases of a fixed template whose answers are lists of messages."""
     write, end = WRITERS[writer]
     return [
         Case(
@@ -72,15 +72,15 @@ def messages_cases(writer: str) -> list[Case]:
             write(),
             (f"5{end}", f"six{end}"),
             (
-                ({"chosen": "5"}, "chosen is '5'; a list of messages is wanted"),
-                ({"chosen": [USER]}, "chosen is ['user']; messages of which only the last is the assistant's"),
+                ({"chosen": "5"}, "chosen is '5'; expected a list of messages"),
+                ({"chosen": [USER]}, "chosen is ['user']; expected messages that end in"),
                 (
                     {"rejected": [{"role": "user", "content": "2+4?"}, WRONG]},
-                    "up to the last message it must equal chosen",
+                    "it must equal chosen up to the last message",
                 ),
                 (
                     {"rejected": [USER, {"role": "gpt", "content": "6"}]},
-                    "rejected[1].role is 'gpt'; one of system, user",
+                    "rejected[1].role is 'gpt'; expected one of system, user",
                 ),
             ),
         ),
@@ -91,9 +91,9 @@ def messages_cases(writer: str) -> list[Case]:
             (f"5{end}", f"six{end}"),
             (
                 ({"prompt": None}, "prompt is missing or null"),
-                ({"chosen": [BOT]}, "chosen is ['assistant']; one message of the user, then one of the assistant"),
-                ({"rejected": [USER, {"role": "assistant"}]}, "rejected[1].content is missing or null; text is wanted"),
-                ({"rejected": []}, "rejected is []; a list of messages is wanted"),
+                ({"chosen": [BOT]}, "chosen is ['assistant']; expected one user message, then one assistant message"),
+                ({"rejected": [USER, {"role": "assistant"}]}, "rejected[1].content is missing or null; expected text"),
+                ({"rejected": []}, "rejected is []; expected a list of messages"),
             ),
         ),
     ]
@@ -118,11 +118,11 @@ PAIR_CASES = [
         "<|system|>\n</s>\n<|user|>\n2+3?</s>\n<|assistant|>\n",
         ("5", "six"),
         (
-            ({"answers": [{"answer": "5", "rank": 1}]}, "a list of at least two ranked answers is wanted"),
-            ({"answers": [{"answer": "5", "rank": "1"}] * 2}, "answers[0].rank is '1'; a number is wanted"),
+            ({"answers": [{"answer": "5", "rank": 1}]}, "expected a list of at least two ranked answers"),
+            ({"answers": [{"answer": "5", "rank": "1"}] * 2}, "answers[0].rank is '1'; expected a number"),
             ({"answers": [{"answer": "5", "rank": 1}, {"rank": 2}]}, "answers[1].answer is missing or null"),
-            ({"answers": [{"answer": "5", "rank": 1}] * 2}, "answers is [1, 1]; ranks that differ are wanted"),
-            ({"prompt": 4}, "prompt is 4; text is wanted"),
+            ({"answers": [{"answer": "5", "rank": 1}] * 2}, "answers is [1, 1]; expected different ranks"),
+            ({"prompt": 4}, "prompt is 4; expected text"),
         ),
     ),
     Case(
@@ -131,9 +131,9 @@ PAIR_CASES = [
         "<|user|>2+3?<|assistant|>5<|endoftext|><|user|>2+3?<|assistant|>",
         ("5<|endoftext|>", "six<|endoftext|>"),
         (
-            ({"rejected": [USER, WRONG]}, "rejected is ['2+3?']; up to the last message it must equal chosen"),
-            ({"chosen": MISSING}, "chosen is missing or null; a list of messages is wanted"),
-            ({"chosen": [USER, BOT, BOT]}, "messages of which only the last is the assistant's answer are wanted"),
+            ({"rejected": [USER, WRONG]}, "rejected is ['2+3?']; it must equal chosen up to the last message"),
+            ({"chosen": MISSING}, "chosen is missing or null; expected a list of messages"),
+            ({"chosen": [USER, BOT, BOT]}, "expected messages that end in exactly one assistant message"),
         ),
     ),
     Case(
@@ -142,10 +142,10 @@ PAIR_CASES = [
         "<|system|>Count.<|user|>2+3?<|assistant|>",
         ("5<|endoftext|>", "six<|endoftext|>"),
         (
-            ({"messages": [USER, BOT]}, "messages[1].role is 'assistant'; the message before the answer is another's"),
-            ({"chosen": USER}, "chosen.role is 'user'; the assistant's is wanted"),
-            ({"rejected": 5}, "rejected is 5; an object with 'role' and 'content' is wanted"),
-            ({"messages": [{"role": "human", "content": "?"}]}, "messages[0].role is 'human'; one of system, user,"),
+            ({"messages": [USER, BOT]}, "messages[1].role is 'assistant'; expected another role before the answer"),
+            ({"chosen": USER}, "chosen.role is 'user'; expected assistant"),
+            ({"rejected": 5}, "rejected is 5; expected an object with 'role' and 'content'"),
+            ({"messages": [{"role": "human", "content": "?"}]}, "messages[0].role is 'human'; expected one of system"),
         ),
     ),
     Case(
@@ -154,9 +154,9 @@ PAIR_CASES = [
         TEMPLATE,
         ("5<|endoftext|>", "six<|endoftext|>"),
         (
-            ({"chat": [USER]}, "chat[0].from is missing or null; one of human, gpt is wanted"),
-            ({"good": {"from": "gpt"}}, "good.value is missing or null; text is wanted"),
-            ({"worse": []}, "worse is []; an object with 'from' and 'value' is wanted"),
+            ({"chat": [USER]}, "chat[0].from is missing or null; expected one of human, gpt"),
+            ({"good": {"from": "gpt"}}, "good.value is missing or null; expected text"),
+            ({"worse": []}, "worse is []; expected an object with 'from' and 'value'"),
         ),
         {"field_messages": "chat", "field_chosen": "good", "field_rejected": "worse", **MAPPED},
     ),
@@ -166,10 +166,10 @@ PAIR_CASES = [
         "<|system|>Count.<|user|>2+3?<|assistant|>",
         ("5<|endoftext|>", "six<|endoftext|>"),
         (
-            ({"chosen": [USER, USER, BOT], "rejected": [USER, USER, WRONG]}, "turns of user and assistant are wanted"),
-            ({"rejected": [{"role": "user", "content": "2+4?"}, WRONG]}, "up to the last message it must equal chosen"),
-            ({"chosen": "5"}, "chosen is '5'; a list of messages is wanted"),
-            ({"prompt": ["2+3?"]}, "prompt is ['2+3?']; text is wanted"),
+            ({"chosen": [USER, USER, BOT], "rejected": [USER, USER, WRONG]}, "expected user and assistant in turn"),
+            ({"rejected": [{"role": "user", "content": "2+4?"}, WRONG]}, "it must equal chosen up to the last message"),
+            ({"chosen": "5"}, "chosen is '5'; expected a list of messages"),
+            ({"prompt": ["2+3?"]}, "prompt is ['2+3?']; expected text"),
         ),
     ),
     Case(
@@ -179,9 +179,9 @@ PAIR_CASES = [
         (" 5!", " six"),
         (
             ({"q": None}, "q is missing or null"),
-            ({"good": 5}, "good is 5; text is wanted"),
-            ({"ctx": ["Count."]}, "ctx is ['Count.']; text is wanted"),
-            ({"worse": {"text": "six"}}, "worse is {'text': 'six'}; text is wanted"),
+            ({"good": 5}, "good is 5; expected text"),
+            ({"ctx": ["Count."]}, "ctx is ['Count.']; expected text"),
+            ({"worse": {"text": "six"}}, "worse is {'text': 'six'}; expected text"),
         ),
         {
             "field_prompt": "q", "field_system": "ctx", "field_chosen": "good", "field_rejected": "worse",
@@ -192,14 +192,14 @@ PAIR_CASES = [
 
 
 def judged_case(writer: str, name: str, prompt: str) -> Case:
-    """{system?, prompt, completion, label}."""
+    """Makes a case of {system?, prompt, completion, label}."""
     write, end = WRITERS[writer]
     row = {"system": "Count.", prompt: "2+3?", "completion": "5", "label": True}
     bad: tuple[tuple[dict[str, Any], str], ...] = (
         ({prompt: MISSING}, f"{prompt} is missing or null"),
         ({"completion": [BOT]}, "completion is [{"),
-        ({"label": MISSING}, "label is missing or null; true or false is wanted"),
-        ({"label": "good"}, "label is 'good'; true or false is wanted"),
+        ({"label": MISSING}, "label is missing or null; expected true or false"),
+        ({"label": "good"}, "label is 'good'; expected true or false"),
     )
     return Case(f"{writer}{name}", row, write("Count."), (f"5{end}",), bad, {}, True)
 
@@ -212,8 +212,8 @@ def judged_chat(writer: str, row: dict[str, Any]) -> Case:
         write(),
         (f"six{end}",),
         (
-            ({"completion": "six"}, "completion is 'six'; a list of messages is wanted"),
-            ({"completion": [WRONG], "chosen": MISSING}, "messages of which only the last is the assistant's answer"),
+            ({"completion": "six"}, "completion is 'six'; expected a list of messages"),
+            ({"completion": [WRONG], "chosen": MISSING}, "expected messages that end in exactly one assistant"),
             ({"label": None}, "label is missing or null"),
         ),
         {},
@@ -233,9 +233,9 @@ JUDGED_CASES = [
         TEMPLATE,
         ("5",),
         (
-            ({"prompt": 2}, "prompt is 2; text is wanted"),
+            ({"prompt": 2}, "prompt is 2; expected text"),
             ({"completion": None}, "completion is missing or null"),
-            ({"good": 0.5}, "good is 0.5; true or false is wanted"),
+            ({"good": 0.5}, "good is 0.5; expected true or false"),
         ),
         {"prompt_format": "<|user|>{prompt}<|assistant|>", "field_label": "good"},
         True,

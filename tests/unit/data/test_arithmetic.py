@@ -55,12 +55,12 @@ def test_a_question_names_the_three_numbers_and_a_change_per_operator() -> None:
         assert ["+" if v in gains else "-" for v in verbs] == [s.op1, s.op2]
 
 
-def test_the_same_seed_gives_the_same_rows_and_another_seed_others() -> None:
+def test_the_rows_depend_only_on_the_seed() -> None:
     assert generate("train") == generate("train")
     assert generate("test", 0) != generate("test", 1)
 
 
-def test_the_sizes_suffice_for_the_default_runs_without_a_repeat() -> None:
+def test_the_default_runs_see_no_question_twice() -> None:
     train, test = generate("train"), generate("test")
     assert len({row["question"] for row in train}) == len(train) == TRAIN_SIZE >= 500 * 32
     assert len({row["question"] for row in test}) == len(test) == TEST_SIZE
@@ -79,7 +79,7 @@ def test_the_splits_are_written_once_in_gsm8k_columns(tmp_path: Path) -> None:
     assert [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()] == rows
 
 
-def test_a_cache_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="XDG_CACHE_HOME"):
         write_arithmetic(tmp_path / "file" / "folder")

@@ -29,7 +29,7 @@ def trained(tokenizer: Any, ids: list[int], mask: list[int]) -> str:
     return tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
 
 
-def test_loss_is_on_the_assistants_turns_and_their_ends_alone(tokenizer: Any) -> None:
+def test_loss_covers_only_the_assistant_turns_and_their_ends(tokenizer: Any) -> None:
     ids, mask = chat_ids(tokenizer, CHAT)
     assert ids == tokenizer.apply_chat_template(CHAT, return_dict=False)
     assert trained(tokenizer, ids, mask) == "5<|endoftext|>6\n<|endoftext|>"
@@ -54,20 +54,20 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any) -> No
         "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
         "{{ m['content'] ~ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    with pytest.raises(UserError, match="writes an assistant's turn otherwise once others follow"):
+    with pytest.raises(UserError, match="changes an assistant turn once others follow"):
         chat_ids(tokenizer, CHAT)
     ids, mask = chat_ids(tokenizer, CHAT[:3])
     assert trained(tokenizer, ids, mask) == "<think></think>5<|endoftext|>"
 
 
-def test_sft_reads_chats_and_names_those_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
+def test_sft_reads_chats_and_names_rows_that_do_not_fit(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"messages": [{"role": "user"}]}, {"text": "x"}]
     config = DatasetConfig(path=write(tmp_path, rows), type="messages", batch_size=1)
     with pytest.raises(UserError) as caught:
         get_sft_dataset(config, tokenizer)
-    assert "row 1: messages is ['system', 'user']; a turn of the assistant is wanted" in str(caught.value)
+    assert "row 1: messages is ['system', 'user']; expected at least one assistant turn" in str(caught.value)
     assert "row 2: messages[0].content is missing or null" in str(caught.value)
-    assert "row 3: messages is missing or null; a list of messages is wanted" in str(caught.value)
+    assert "row 3: messages is missing or null; expected a list of messages" in str(caught.value)
     batch = next(Batches(get_sft_dataset(config, tokenizer, "skip"), config, pad_sequences_to_tensors))
     assert batch["input_ids"].tolist() == [tokenizer.apply_chat_template(CHAT, return_dict=False)]
     with pytest.raises(UserError, match=r"type 'chatml.intel' .* is not one of method=sft"):
@@ -83,9 +83,9 @@ def test_chats_and_gsm8k_mix(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_a_chat_template_is_chosen_by_name_file_or_text(tokenizer: Any, tmp_path: Path) -> None:
-    own = tokenizer.chat_template
+    original = tokenizer.chat_template
     set_chat_template(tokenizer, "")
-    assert tokenizer.chat_template == own
+    assert tokenizer.chat_template == original
     set_chat_template(tokenizer, "chatml")
     assert tokenizer.apply_chat_template(CHAT[1:2], tokenize=False) == "<|im_start|>user\n2+3?<|im_end|>\n"
     (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}")
@@ -119,7 +119,7 @@ def no_function(cfg):
 
 @pytest.fixture
 def transforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of transforms in the working folder, by a name of its own."""
+    """Writes a module of transforms into the working folder, under a unique name."""
     name = f"transforms_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(TRANSFORMS.format(n=name.removeprefix("transforms_")))
     monkeypatch.chdir(tmp_path)
@@ -134,7 +134,7 @@ def test_a_grpo_transform_makes_the_rows(transforms: str, tokenizer: Any, tmp_pa
     rows = get_rl_dataset(DatasetConfig(path=path, type=f"{transforms}.bare"), tokenizer)
     assert rows[0]["messages"] == [{"role": "user", "content": "0+1?<|endoftext|>"}]
     assert rows[0]["question"] == "0+1?"
-    with pytest.raises(UserError, match="row 0: messages is missing or null; a list of messages is wanted"):
+    with pytest.raises(UserError, match="row 0: messages is missing or null; expected a list of messages"):
         get_rl_dataset(DatasetConfig(path=path, type=f"{transforms}.broken"), tokenizer)
     with pytest.raises(UserError, match="it must give transform_fn"):
         get_rl_dataset(DatasetConfig(path=path, type=f"{transforms}.no_function"), tokenizer)
@@ -144,7 +144,7 @@ def test_a_grpo_transform_makes_the_rows(transforms: str, tokenizer: Any, tmp_pa
         get_rl_dataset(DatasetConfig(path=path, type="gsm9k"), tokenizer)
 
 
-def test_rows_with_messages_are_prompts_as_they_are(
+def test_rows_with_messages_become_prompts_unchanged(
     tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"messages": CHAT[:4], "answer": {"any": [1, "two"]}}, {"messages": CHAT}, {"messages": CHAT[:2] * 9}]

@@ -1,4 +1,4 @@
-"""Runs docs/data_formats.md: every row shown becomes what is shown, the Python runs, the tables hold all types."""
+"""Runs docs/data_formats.md: every row gives the output shown, the Python runs, and all types are covered."""
 
 import json
 import re
@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "data_formats.md").read_text(encodi
 
 
 def chatml_like() -> PreTrainedTokenizerBase:
-    """The tokenizer that the page speaks of."""
+    """Returns the ChatML tokenizer of the page."""
     tokenizer = train_tokenizer()
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}, replace_extra_special_tokens=False
@@ -37,7 +37,7 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreTrainedToke
 
 
 def becomes(type_: str, options: dict[str, Any], row: dict[str, Any], paired: bool, tokenizer: Any) -> str:
-    """What the page shows of a row: the texts of its tokens."""
+    """Writes the outcome of a row as the page shows it: the texts of its tokens."""
     Path("row.jsonl").write_text(json.dumps(row) + "\n")
     config = DatasetConfig(path="row.jsonl", type=type_, options=options)
     (example,) = get_preference_dataset(config, tokenizer, paired)
@@ -46,22 +46,20 @@ def becomes(type_: str, options: dict[str, Any], row: dict[str, Any], paired: bo
 
 
 def sections(title: str) -> list[tuple[list[str], dict[str, str]]]:
-    """The types in each heading below a title, and the code under it by language."""
+    """Returns the types in each heading below a title, and the code under the heading by language."""
     chapter = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    found = []
+    parts = []
     for part in chapter.split("\n### ")[1:]:
         blocks = dict(re.findall(r"```(\w+)\n(.*?)\n```", part, re.DOTALL))
-        found.append((re.findall(r"`([^`]+)`", part.split("\n")[0]), blocks))
-    return found
+        parts.append((re.findall(r"`([^`]+)`", part.split("\n")[0]), blocks))
+    return parts
 
 
 @pytest.mark.parametrize(("title", "table"), [("Pairs", PAIRS), ("Judged completions", JUDGED)])
-def test_every_type_is_shown_with_a_row_and_what_becomes_of_it(
-    title: str, table: dict[str, Any], tokenizer: Any
-) -> None:
-    shown = sections(title)
-    assert sorted(name for names, _ in shown for name in names) == sorted(table)
-    for names, blocks in shown:
+def test_every_type_is_shown_with_a_row_and_its_output(title: str, table: dict[str, Any], tokenizer: Any) -> None:
+    documented = sections(title)
+    assert sorted(name for names, _ in documented for name in names) == sorted(table)
+    for names, blocks in documented:
         options = yaml.safe_load(blocks.get("yaml", "{}"))
         for i, name in enumerate(names):
             outcome = becomes(name, options, json.loads(blocks["json"]), title == "Pairs", tokenizer)
@@ -73,10 +71,10 @@ def test_the_python_runs(tokenizer: Any) -> None:
     assert len(blocks) == 4
     names: dict[str, Any] = {"tokenizer": tokenizer}
     for block in blocks:
-        exec(block, names)  # the page's own code
+        exec(block, names)  # the code of the page
 
 
-def test_the_axolotl_example_becomes_what_is_shown(tokenizer: Any) -> None:
+def test_the_axolotl_example_prints_the_table_shown(tokenizer: Any) -> None:
     text, table = re.findall(r"```yaml\n(base_model.*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.DOTALL)[0]
     Path("dpo.yaml").write_text(text)
     assert read_axolotl("dpo.yaml")[1] == table

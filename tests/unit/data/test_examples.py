@@ -25,7 +25,7 @@ JUDGED = DatasetConfig(
 
 
 def worked(answer: str) -> tuple[bool, Sum]:
-    """Whether both steps of an answer hold, and its sum."""
+    """Returns True if both steps of an answer are right, and the answer's sum."""
     first, second, last = answer.split("\n")
     a, middle = first.split("=")
     b, result = second.split("=")
@@ -42,14 +42,14 @@ def worked(answer: str) -> tuple[bool, Sum]:
 def test_the_bundled_pairs_are_right_and_wrong_and_splits_share_no_sum(split: str) -> None:
     rows = generate_pairs(split)
     assert len(rows) == PAIRS[split]
-    own = set(split_sums()[split == "test"])
+    split_set = set(split_sums()[split == "test"])
     for row in rows:
         right, s = worked(row["chosen"]["content"])
         wrong, other = worked(row["rejected"]["content"])
         assert right
         assert not wrong
         assert s == other
-        assert s in own
+        assert s in split_set
         assert abs(int(row["rejected"]["content"].split("#### ")[1]) - s.result) == 1
     assert rows == generate_pairs(split)
     judged = generate_judged(split)
@@ -101,7 +101,6 @@ def test_a_stream_of_pairs_from_several_sources_resumes_with_the_batch_that_came
     assert config.describe() == f"{tmp_path / 'a.jsonl'} + arithmetic_pairs"
     unbroken = Batches(get_preference_dataset(config, tokenizer), config, pack_preferences)
     expected = [next(unbroken)["input_ids"].tolist() for _ in range(60)]
-    assert unbroken.epoch == 1
     first = Batches(get_preference_dataset(config, tokenizer), config, pack_preferences)
     for _ in range(41):
         next(first)
@@ -128,13 +127,13 @@ def test_pairs_over_the_limit_are_dropped_by_their_longer_completion(
     ("sizes", "weights", "counts"),
     [
         ((3, 5), (0.0, 0.0), (3, 5)),  # every row once
-        ((3, 5), (1.0, 1.0), (5, 5)),  # the shorter begins again
+        ((3, 5), (1.0, 1.0), (5, 5)),  # the shorter one starts again
         ((100, 10), (0.5, 0.5), (100, 100)),
         ((100, 10), (3.0, 1.0), (100, 33)),
         ((10, 10, 10), (1.0, 2.0, 7.0), (10, 20, 70)),
     ],
 )
-def test_a_mixture_has_its_weights_shares_and_leaves_no_row_out(
+def test_a_mixture_follows_its_weights_and_leaves_no_row_out(
     sizes: tuple[int, ...], weights: tuple[float, ...], counts: tuple[int, ...]
 ) -> None:
     parts = [[(k, i) for i in range(size)] for k, size in enumerate(sizes)]
@@ -153,7 +152,7 @@ def test_a_mixture_has_its_weights_shares_and_leaves_no_row_out(
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([SourceConfig("a", weight=1.0), SourceConfig("b")], "give each a weight above 0, or none of them one"),
+        ([SourceConfig("a", weight=1.0), SourceConfig("b")], "give each a weight above 0, or give no weights"),
         ([SourceConfig("a", weight=-1.0), SourceConfig("b", weight=2.0)], "give each a weight above 0"),
         ([SourceConfig("a"), SourceConfig()], r"sources\[1\] has no path"),
     ],

@@ -36,7 +36,8 @@ def test_the_cases_cover_every_format_with_three_bad_rows_each() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_prompt_and_completions_come_out_token_for_token(case: Case, tokenizers: Any, tmp_path: Path) -> None:
-    for tokenizer in tokenizers[: 1 if case.type.startswith("chat_template") else 3]:  # the others end turns otherwise
+    # With the tokenizer's own template, the other tokenizers end turns with other tokens than the case expects.
+    for tokenizer in tokenizers[: 1 if case.type.startswith("chat_template") else 3]:
         (row,) = dataset_of(case, [case.row], tokenizer, tmp_path)
         bos = tokenizer.encode("")
         assert row["prompt_ids"] == bos + tokenizer.encode(case.prompt, add_special_tokens=False)
@@ -49,28 +50,26 @@ def test_prompt_and_completions_come_out_token_for_token(case: Case, tokenizers:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_row_that_does_not_fit_is_named_by_index_field_and_what_was_found(
-    case: Case, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_row_that_does_not_fit_is_named_by_index_field_and_value(case: Case, tokenizer: Any, tmp_path: Path) -> None:
     good, bad = json.loads(json.dumps(case.row)), [case.broken(change) for change, _ in case.bad]
     rows = [good, *bad, "a string", good]
     with pytest.raises(UserError) as caught:
         dataset_of(case, rows, tokenizer, tmp_path)
     message = str(caught.value)
     assert f"{len(bad) + 1} of {len(rows)} rows" in message
-    for i, (_, said) in enumerate(case.bad, 1):
-        told = message.split(f"row {i}: ")[1].split(f"; row {i + 1}: ")[0]
-        assert said in told
-    assert f"row {len(bad) + 1}: the row is 'a string'; an object is wanted" in message
+    for i, (_, problem) in enumerate(case.bad, 1):
+        reported = message.split(f"row {i}: ")[1].split(f"; row {i + 1}: ")[0]
+        assert problem in reported
+    assert f"row {len(bad) + 1}: the row is 'a string'; expected an object" in message
     kept = dataset_of(case, rows, tokenizer, tmp_path, "skip")
     assert [row["row_id"] for row in kept] == [0, len(rows) - 1]
 
 
-def test_skipping_says_how_many_and_which(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_rows_are_counted_and_listed(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = PAIR_CASES[0]
     dataset_of(case, [case.row, {"chosen": 1}], tokenizer, tmp_path, "skip")
     assert "1 of 2 rows" in caplog.text
-    assert "row 1: chosen is 1; a list of messages is wanted" in caplog.text
+    assert "row 1: chosen is 1; expected a list of messages" in caplog.text
     with pytest.raises(UserError, match="1 of 1 rows"):
         dataset_of(case, [{"chosen": 1}], tokenizer, tmp_path, "skip")
 
@@ -82,14 +81,14 @@ def test_many_bad_rows_are_all_listed_in_a_file(tokenizer: Any, tmp_path: Path) 
     file = Path(str(caught.value).split("all 30 are listed in ")[1].split(";")[0])
     lines = file.read_text().splitlines()
     assert len(lines) == 30
-    assert lines[-1] == "row 30: chosen is 1; a list of messages is wanted"
+    assert lines[-1] == "row 30: chosen is 1; expected a list of messages"
 
 
-def test_a_line_that_is_no_json_is_a_bad_row_and_blank_lines_are_none(tokenizer: Any, tmp_path: Path) -> None:
+def test_invalid_json_is_a_bad_row_and_blank_lines_are_skipped(tokenizer: Any, tmp_path: Path) -> None:
     case = PAIR_CASES[0]
     (tmp_path / "a.jsonl").write_text(f"\n{json.dumps(case.row)}\n\n{{'chosen': 1\n\n")
     config = DatasetConfig(path=str(tmp_path / "a.jsonl"), type=case.type)
-    with pytest.raises(UserError, match=r"row 1: the row is .*; JSON is wanted \(Expecting property name"):
+    with pytest.raises(UserError, match=r"row 1: the row is .*; expected JSON \(Expecting property name"):
         get_preference_dataset(config, tokenizer)
 
 
@@ -113,13 +112,13 @@ def test_every_kind_of_file_gives_the_same_examples(ending: str, tokenizer: Any,
     assert tokenizer.decode(rows[0]["prompt_ids"] + rows[0]["rejected_ids"]) == case.prompt + case.answers[1]
 
 
-def test_a_bos_is_written_once_where_the_tokenizer_puts_one(llama3_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_bos_is_written_once_if_the_tokenizer_adds_one(llama3_tokenizer: Any, tmp_path: Path) -> None:
     fixed = next(case for case in PAIR_CASES if case.type == "chatml")
     (row,) = dataset_of(fixed, [fixed.row], llama3_tokenizer, tmp_path)
     assert row["prompt_ids"].count(llama3_tokenizer.bos_token_id) == 1
     assert row["prompt_ids"][0] == llama3_tokenizer.bos_token_id
     assert llama3_tokenizer.bos_token_id not in row["chosen_ids"] + row["rejected_ids"]
-    llama3_tokenizer.chat_template = LLAMA3.jinja()  # writes its bos itself
+    llama3_tokenizer.chat_template = LLAMA3.jinja()  # this template writes the bos itself
     case = next(case for case in PAIR_CASES if case.type == "chat_template.default")
     (row,) = dataset_of(case, [case.row], llama3_tokenizer, tmp_path)
     chat = [*case.row["messages"], case.row["chosen"]]
@@ -127,7 +126,7 @@ def test_a_bos_is_written_once_where_the_tokenizer_puts_one(llama3_tokenizer: An
     assert row["prompt_ids"].count(llama3_tokenizer.bos_token_id) == 1
 
 
-def test_the_templates_chosen_by_name_write_what_the_fixed_formats_write(tokenizers: Any) -> None:
+def test_the_named_templates_write_the_same_text_as_the_fixed_formats(tokenizers: Any) -> None:
     chat = [{"role": "system", "content": "Count."}, {"role": "user", "content": "2+3?\n"}]
     for tokenizer in tokenizers:
         for turns in (CHATML, LLAMA3):
@@ -138,7 +137,9 @@ def test_the_templates_chosen_by_name_write_what_the_fixed_formats_write(tokeniz
             assert written == bos + turns.prompt(chat)
 
 
-def test_whitespace_after_the_end_of_the_turn_is_no_part_of_a_completion(chatml_tokenizer: Any, tmp_path: Path) -> None:
+def test_whitespace_after_the_end_of_the_turn_is_not_part_of_a_completion(
+    chatml_tokenizer: Any, tmp_path: Path
+) -> None:
     chatml_tokenizer.chat_template = CHATML.jinja()
     case = next(case for case in PAIR_CASES if case.type == "chat_template.argilla_chat")
     (row,) = dataset_of(case, [case.row], chatml_tokenizer, tmp_path)
@@ -160,36 +161,36 @@ def test_a_template_that_does_not_continue_its_prompt_is_refused(tokenizer: Any,
 @pytest.mark.parametrize(
     ("type_", "options", "message"),
     [
-        ("chatml.argila", {}, "is no format of pairs; there are chatml, chatml.default, chatml.argilla"),
+        ("chatml.argila", {}, "is not a format of pairs; choose from chatml, chatml.default, chatml.argilla"),
         ("chatml.intel", {"field_prompt": "q"}, "field_prompt is not an option of type chatml.intel, which takes none"),
         ("user_defined.default", {"field_label": "l"}, "it takes field_prompt, field_system"),
         ("user_defined.default", {"prompt_format": "{instruction}"}, "it must name {prompt} and may name {system}"),
         ("user_defined.default", {"chosen_format": "{chosen} {rejected}"}, "it must name {chosen} alone"),
-        ("user_defined.default", {"prompt_format": "{prompt"}, "is no format string"),
+        ("user_defined.default", {"prompt_format": "{prompt"}, "is not a format string"),
         ("user_defined.default", {"prompt_format": "{prompt.__class__}"}, "it must name {prompt}"),
     ],
 )
-def test_a_type_or_option_that_there_is_not_is_refused(type_: str, options: dict[str, Any], message: str) -> None:
+def test_an_unknown_type_or_option_is_refused(type_: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         format_of(SourceConfig("a.jsonl", type=type_, options=options), paired=True)
     assert message in str(caught.value)
 
 
-def test_a_second_start_reads_the_cache_and_a_change_of_anything_does_not(
+def test_a_second_start_reads_the_cache_unless_anything_changed(
     tokenizer: Any, tmp_path: Path, caches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = next(case for case in PAIR_CASES if case.type == "chat_template.default")
     folder = caches / "megarl" / "prepared"
     first = list(dataset_of(case, [case.row], tokenizer, tmp_path))
-    made = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
-    assert len(made) == 1
+    files = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert len(files) == 1
     with monkeypatch.context() as patch:
         patch.setattr("megarl.data.examples.Writer.__call__", lambda *_: pytest.fail("prepared again"))
         (tmp_path / "copy").mkdir()
         assert list(dataset_of(case, [case.row], tokenizer, tmp_path / "copy")) == first  # by content, not by path
-    tokenizer.encode("used", truncation=True, max_length=2)  # leaves a trace in the tokenizer's state
+    tokenizer.encode("used", truncation=True, max_length=2)  # changes the tokenizer's state
     dataset_of(case, [case.row], tokenizer, tmp_path)
-    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == made
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == files
     other = {**case.row, "chosen": {"role": "assistant", "content": "five"}}
     dataset_of(case, [other], tokenizer, tmp_path)
     tokenizer.chat_template = CHATML.jinja()

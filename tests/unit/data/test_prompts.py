@@ -27,7 +27,7 @@ def rows_of(dataset: Dataset) -> list[dict[str, Any]]:
 
 
 def write(file: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
-    """Writes rows as the file's ending says, with `datasets` itself."""
+    """Writes rows with `datasets`, in the format of the file's suffix."""
     file.parent.mkdir(parents=True, exist_ok=True)
     data = Dataset.from_list(rows)
     if file.suffix == ".parquet":
@@ -56,7 +56,7 @@ def test_the_bundled_name_gives_the_generated_split() -> None:
         "data/train-0-of-1.parquet",
     ],
 )
-def test_a_local_folder_is_read_in_the_hubs_layout_and_in_plain_ones(tmp_path: Path, file: str) -> None:
+def test_a_local_folder_is_read_in_the_hub_layout_and_in_plain_layouts(tmp_path: Path, file: str) -> None:
     write(tmp_path / file)
     (tmp_path / "README.md").write_text("a data set\n")
     assert rows_of(load_gsm8k(str(tmp_path), "train")) == ROWS
@@ -77,7 +77,7 @@ def test_the_name_picks_the_subfolder(tmp_path: Path) -> None:
     assert rows_of(load_gsm8k(str(tmp_path), "train", "socratic")) == ROWS[4:]
 
 
-def test_a_single_file_is_the_split_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_single_file_counts_as_the_requested_split(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl")
     assert rows_of(load_gsm8k(str(file), "test[2:4]")) == ROWS[2:4]
 
@@ -99,11 +99,11 @@ def test_a_folder_without_the_split_says_what_it_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nowhere", "arithmetics", "a/b/c"])
-def test_what_is_neither_here_nor_a_hub_name_is_not_found(path: str) -> None:
+def test_a_path_that_is_neither_local_nor_a_hub_name_is_not_found(path: str) -> None:
     assert f"{path!r} not found" in error_of(path)
 
 
-def test_missing_columns_are_named_beside_those_found(tmp_path: Path) -> None:
+def test_missing_columns_are_named_with_the_existing_ones(tmp_path: Path) -> None:
     message = error_of(write(tmp_path / "a.jsonl", [{"prompt": "p", "answer": "#### 1"}]))
     assert "no column question" in message
     assert "['prompt', 'answer']" in message
@@ -214,8 +214,8 @@ def test_tiny_data_shows_no_progress_bar_and_the_setting_is_restored(
     assert not datasets.are_progress_bars_disabled()
     monkeypatch.setattr(prepare, "BAR_FROM_ROWS", 5)
     get_gsm8k_rl_dataset(file, "train", tokenizer, max_length=100, instruction="!")
-    assert "preparing data" in (shown := capfd.readouterr().err)
-    assert "measuring prompts" in shown
+    assert "preparing data" in (stderr := capfd.readouterr().err)
+    assert "measuring prompts" in stderr
 
 
 def test_the_defaults_are_the_bundled_train_split() -> None:
@@ -225,7 +225,7 @@ def test_the_defaults_are_the_bundled_train_split() -> None:
 
 @pytest.fixture
 def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A hub that takes the connection and never answers."""
+    """Starts a hub that accepts the connection and never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -255,13 +255,13 @@ def test_a_hub_that_refuses_the_connection_is_named_at_once(monkeypatch: pytest.
     assert time.monotonic() - start < 5
 
 
-def test_offline_mode_is_said_to_be_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in error_of("openai/gsm8k")
 
 
 class NotThere(http.server.BaseHTTPRequestHandler):
-    """What the hub answers for a data set that does not exist."""
+    """Answers like the hub for a data set that does not exist."""
 
     def do_GET(self) -> None:
         self.send_response(404)
@@ -275,7 +275,7 @@ class NotThere(http.server.BaseHTTPRequestHandler):
         return
 
 
-def test_a_data_set_that_the_hub_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_missing_on_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotThere) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -287,13 +287,15 @@ def test_a_data_set_that_the_hub_does_not_have_is_named(monkeypatch: pytest.Monk
             thread.join(timeout=10)
 
 
-def test_a_local_folder_goes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_hub: str) -> None:
+def test_a_local_folder_takes_precedence_over_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_hub: str
+) -> None:
     write(tmp_path / "openai" / "gsm8k" / "main" / HUB_FILE)
     monkeypatch.chdir(tmp_path)
     assert rows_of(load_gsm8k("openai/gsm8k", "train")) == ROWS
 
 
-def test_an_unreachable_hub_gives_way_to_the_cached_copy_with_a_warning(
+def test_without_the_hub_the_cached_copy_is_used_with_a_warning(
     tmp_path: Path, caches: Path, silent_hub: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "gsm8k" / "main" / HUB_FILE)

@@ -14,7 +14,7 @@ from megarl.data.tokenizer import EOS
 from megarl.knobs import UserError
 
 
-def test_the_prompt_is_the_rollouts_and_the_answer_with_eos_is_trained_on(tokenizer: Any) -> None:
+def test_the_prompt_equals_the_rollout_prompt_and_loss_covers_the_answer_and_eos(tokenizer: Any) -> None:
     dataset = get_gsm8k_sft_dataset("arithmetic", "test", tokenizer)
     assert dataset.column_names == ["input_ids", "loss_mask"]
     for row, source in zip(dataset, load_gsm8k("arithmetic", "test"), strict=True):
@@ -36,11 +36,11 @@ class Plain:
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(question=st.text(max_size=20), answer=st.text(max_size=20))
 def test_no_token_spans_prompt_and_answer(question: str, answer: str, tokenizer: Any) -> None:
-    for chosen in (tokenizer, Plain(tokenizer)):
-        tokens = question_and_answer(chosen, question, answer)
+    for variant in (tokenizer, Plain(tokenizer)):
+        tokens = question_and_answer(variant, question, answer)
         start = tokens["loss_mask"].index(1)
         assert tokenizer.decode(tokens["input_ids"][start:]) == answer + EOS
-        prompt = f"<|user|>{question}<|assistant|>" if chosen is tokenizer else question
+        prompt = f"<|user|>{question}<|assistant|>" if variant is tokenizer else question
         assert tokenizer.decode(tokens["input_ids"][:start]) == prompt
 
 

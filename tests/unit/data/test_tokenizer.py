@@ -37,7 +37,7 @@ def test_the_bundled_config_belongs_to_the_tokenizer() -> None:
 
 
 @given(st.text(max_size=60))
-def test_every_text_survives_encoding(text: str) -> None:
+def test_decoding_restores_every_text(text: str) -> None:
     assert FRESH.decode(FRESH.encode(text)) == text
 
 
@@ -48,7 +48,7 @@ def test_the_folder_loads_as_the_same_tokenizer() -> None:
         assert loaded.encode(row["answer"]) == FRESH.encode(row["answer"])
 
 
-def test_a_digit_is_a_token_of_its_own() -> None:
+def test_every_digit_is_a_separate_token() -> None:
     assert not [t for t in FRESH.get_vocab() if re.search(r"\d", t) and len(t) > 1]
     assert [FRESH.decode([i]) for i in FRESH.encode("12+9=21\n#### 21")] == [*"12+9=21", "\n#### ", "2", "1"]
 

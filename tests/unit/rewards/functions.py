@@ -1,4 +1,4 @@
-"""Reward functions that fail in every way; in a module that imports fast, as every pool imports it."""
+"""Reward functions that fail in every way. The module imports fast, as every pool imports it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Completions that a judge must survive: each is judged at once, and none is executed."""
+"""Hostile completions: a reward must judge each of them at once and execute none."""
 
 HUGE = 10_000_000
 
 HOSTILE: list[str] = [
-    # towers and floods of arithmetic
+    # towers of powers and very long arithmetic
     *(
         rf"\boxed{{{x}}}"
         for x in ("9**9**9", "9^9^9", "9^{9^{9^{9}}}", "10^{10^{10}}", "2^{99999999}", "99999999999!", "9!!!!!!")
@@ -65,7 +65,7 @@ HOSTILE: list[str] = [
     r"\boxed{$$$$$$}",
     r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 \end{pmatrix}}",
     r"\boxed{" + r"\begin{matrix}" * 30,
-    # text that lies
+    # text that looks like a number
     "\\boxed{\u202e3\u202c}",
     "\\boxed{\u0663}",  # Arabic-Indic three
     "\\boxed{\uff13}",  # fullwidth three

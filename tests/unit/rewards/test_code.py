@@ -1,4 +1,4 @@
-"""Code judged by its unit tests, and what the sandbox around it lets through."""
+"""The reward for code: unit tests that run in the sandbox."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_the_last_block_of_python_is_the_program() -> None:
     assert extract_code("print(1)") == "print(1)"
 
 
-def test_the_reward_is_the_share_of_tests_that_pass() -> None:
+def test_the_reward_is_the_fraction_of_tests_that_pass() -> None:
     tests: list[dict[str, str] | str] = [
         "assert add(1, 2) == 3",
         "assert add(1, 1) == 3",
@@ -40,5 +40,5 @@ def test_programs_may_read_stdin_and_write_stdout() -> None:
         "(",
     ],
 )
-def test_leaving_early_is_no_pass(code: str) -> None:
+def test_a_program_that_exits_early_does_not_pass(code: str) -> None:
     assert code_reward_fn("", f"```python\n{code}\n```", [], [], tests=["assert add(1, 2) == 3"]) == 0.0

@@ -86,7 +86,7 @@ def test_every_integer_is_read_with_or_without_commas(value: int, before: str) -
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-1000, max_value=1000, places=3))
-def test_a_decimal_equals_itself_in_every_spelling(value: object) -> None:
+def test_a_decimal_has_the_same_value_in_every_spelling(value: object) -> None:
     spelled = extract_solution(f"#### {value}")
     assert spelled is not None
     assert extract_solution(f"#### {value}00") == spelled == extract_solution(f"#### {spelled}")
@@ -103,7 +103,7 @@ def test_any_completion_gets_a_reward_of_zero_or_one(completion: str) -> None:
 
 
 @given(LIKELY)
-def test_what_is_extracted_is_a_number_in_one_spelling(text: str) -> None:
+def test_the_extracted_number_has_a_normalized_spelling(text: str) -> None:
     for method in ("strict", "flexible"):
         number = extract_solution(text, method)
         if number is not None:
@@ -134,7 +134,7 @@ def test_the_reward_compares_the_numbers_and_ignores_other_columns() -> None:
     assert type(reward("#### 1", "#### 1")) is float
 
 
-def test_flexible_reward_is_asked_for_by_name() -> None:
+def test_the_flexible_method_is_selected_by_name() -> None:
     flexible = functools.partial(gsm8k_reward_fn, method="flexible")
     assert flexible("p", "\\boxed{18}", [], [], answer="#### 18") == 1.0
     assert flexible("p", "it is 17", [], [], answer="#### 18") == 0.0

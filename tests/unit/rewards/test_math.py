@@ -1,4 +1,4 @@
-r"""MATH-style answers: what is equal, what is not, and what is never computed."""
+r"""The reward for MATH-style answers: equal, unequal and never computed expressions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_last_box_with_balanced_braces_is_the_answer(text: str, answer: str 
         (r"\text{(A)}", r"\text{(A)}"),
     ],
 )
-def test_equal_answers_are_equal_either_way_round(a: str, b: str) -> None:
+def test_equal_answers_are_equal_in_both_orders(a: str, b: str) -> None:
     assert equal(a, b)
     assert equal(b, a)
 
@@ -60,7 +60,7 @@ def test_equal_answers_are_equal_either_way_round(a: str, b: str) -> None:
         ("9^{9^{9}}", "9^{9^{8}}"),
     ],
 )
-def test_unequal_answers_are_unequal_either_way_round(a: str, b: str) -> None:
+def test_unequal_answers_are_unequal_in_both_orders(a: str, b: str) -> None:
     assert not equal(a, b)
     assert not equal(b, a)
 

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: hangs, crashes and hostile completions cost one sample each."""
+"""Reward functions in separate processes: hangs, crashes and hostile completions cost one sample each."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def test_a_thousand_rewards_of_which_many_fail_leave_the_others_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("what", "message"),
     [
         ("raise", "ValueError: no 7"),
         ("sys.exit", "SystemExit"),
         ("memory", "MemoryError"),
-        ("nan", "no finite number"),
-        ("text", "no finite number"),
+        ("nan", "not a finite number"),
+        ("text", "not a finite number"),
         ("none", "TypeError"),
         ("exit", "died"),
         ("hang", "rewards.time_limit_s=2"),
     ],
 )
-def test_a_failure_has_a_name_and_the_pool_goes_on(what: str, says: str) -> None:
+def test_a_failure_is_named_and_the_pool_goes_on(what: str, message: str) -> None:
     async def both() -> float:
-        with pytest.raises(RewardError, match=says):
+        with pytest.raises(RewardError, match=message):
             await pool("", "", [], [], i=7, what=what)
         return await pool("", "", [], [], i=7)
 
@@ -81,7 +81,7 @@ def test_several_rewards_are_weighted_and_async_ones_awaited() -> None:
         assert run(both) == (18.0, [16.0, 4.0])
 
 
-def test_a_cancelled_call_ends_its_process_and_keeps_no_place() -> None:
+def test_a_cancelled_call_ends_its_process_and_frees_its_slot() -> None:
     async def cancel() -> float:
         task = asyncio.create_task(pool("", "", [], [], i=1, what="hang"))
         await asyncio.sleep(0.3)
@@ -93,7 +93,7 @@ def test_a_cancelled_call_ends_its_process_and_keeps_no_place() -> None:
         assert run(cancel) == 2.0
 
 
-def test_calls_made_together_with_one_that_hangs_do_not_wait_for_it() -> None:
+def test_concurrent_calls_do_not_wait_for_one_that_hangs() -> None:
     async def score_all() -> list[float]:
         hanging = asyncio.create_task(pool("", "", [], [], i=0, what="hang"))
         others = await asyncio.gather(*(pool("", "", [], [], i=i) for i in range(1, 20)))
@@ -107,7 +107,7 @@ def test_calls_made_together_with_one_that_hangs_do_not_wait_for_it() -> None:
         assert not pool.failures
 
 
-def test_signals_to_all_processes_of_a_job_leave_rewards_alone() -> None:
+def test_signals_to_all_processes_of_a_job_do_not_stop_rewards() -> None:
     async def score_all() -> list[Any]:
         await pool("p", "c", [1], [2], i=0, what="")
         for pid in children():
@@ -132,7 +132,7 @@ def test_hostile_completions_are_judged_and_not_executed(tmp_path: Path, monkeyp
     judges = [REWARDS["math"], REWARDS["gsm8k"], REWARDS["gsm8k_flexible"], REWARDS["think_format"]]
 
     async def judge_all() -> None:
-        await pool.score("", r"\boxed{\sqrt{2}}", [], [], answer=r"\boxed{\sqrt{8}} #### 31337")  # imports are warm
+        await pool.score("", r"\boxed{\sqrt{2}}", [], [], answer=r"\boxed{\sqrt{8}} #### 31337")  # warms up the imports
         for text in HOSTILE:
             values = await pool.score("", text, [], [], answer=r"\boxed{\sqrt{7}} #### 31337")
             assert values == [0.0, 0.0, 0.0, 0.0], text[:80]
@@ -153,29 +153,29 @@ def test_a_reward_that_cannot_be_loaded_is_refused_at_once() -> None:
     assert not children()
 
 
-def test_rewards_in_lists_are_called_with_lists_of_one() -> None:
+def test_batched_reward_functions_are_called_with_lists_of_one() -> None:
     def lengths(completions: list[str], answers: list[str], **_: Any) -> list[float]:
         return [float(len(c) + len(a)) for c, a in zip(completions, answers, strict=True)]
 
     assert one_by_one(lengths)("p", "four", [], [], answer="six") == 7.0
 
 
-def test_a_reward_of_ones_own_is_found_by_module_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_reward_is_imported_by_module_and_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards_here.py").write_text("def half(completions, **_): return [0.5 for _ in completions]\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert reward_fn_of("my_rewards_here.half")("", "", [], []) == 0.5
-    for name, says in {
+    for name, message in {
         "gsm9k": "none of gsm8k",
         "no_module_here.f": "cannot be imported",
         "my_rewards_here.other": "cannot be imported",
     }.items():
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             reward_fn_of(name)
 
 
 @pytest.mark.parametrize(
-    ("knobs", "says"),
+    ("knobs", "message"),
     [
         ({"functions": []}, "functions is empty"),
         ({"weights": [1.0, 2.0]}, "weights has 2 values and rewards.functions 1"),
@@ -185,6 +185,6 @@ def test_a_reward_of_ones_own_is_found_by_module_and_name(tmp_path: Path, monkey
         ({"workers": 9, "max_workers": 8}, "workers=9"),
     ],
 )
-def test_knobs_that_cannot_work_are_refused(knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_knobs_that_cannot_work_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         RewardConfig(**knobs)
