@@ -1,5 +1,8 @@
-"""Algorithms, one file each. A new one is a file with its config and class, a line here and a file in
-configs/algorithm/ (docs/adding_an_algorithm.md)."""
+"""Algorithms, one file each.
+
+A new algorithm is a file with its config and class, a line in `ALGORITHMS` and a file in configs/algorithm/. See
+docs/adding_an_algorithm.md.
+"""
 
 from typing import Any
 
@@ -24,7 +27,7 @@ from megarl.algorithms.reward_model import RewardModel, RewardModelConfig
 from megarl.algorithms.rloo import RLOO, RLOOConfig
 from megarl.algorithms.simpo import SimPO, SimPOConfig
 
-# By the name that `algorithm=NAME` takes: the config and the class that is given it.
+# The config and the class of each algorithm, by the name that `algorithm=NAME` takes.
 ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], Any]] = {
     # method=rl
     "grpo": (GRPOConfig, GRPO),
@@ -50,12 +53,12 @@ ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], Any]] = {
 
 
 def algorithm_of(config: AlgorithmConfig) -> Any:
-    """The algorithm of this config: an `Algorithm`, a `PreferenceAlgorithm` or a `RewardModel`."""
-    return next(make for kind, make in ALGORITHMS.values() if kind is type(config))(config)
+    """Builds the algorithm of this config: an `Algorithm`, a `PreferenceAlgorithm` or a `RewardModel`."""
+    return next(algorithm for kind, algorithm in ALGORITHMS.values() if kind is type(config))(config)
 
 
 def name_of(config: AlgorithmConfig) -> str:
-    """What `algorithm=` calls the algorithm of this config."""
+    """Returns the `algorithm=` name of this config."""
     return next(name for name, (kind, _) in ALGORITHMS.items() if kind is type(config))
 
 

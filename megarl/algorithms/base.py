@@ -1,8 +1,8 @@
-"""What an RL algorithm decides: the advantage of every token, the loss, and how microbatch losses are weighted.
+"""Interface of RL algorithms: the advantage of every token, the loss, and the weight of each microbatch's loss.
 
-Most algorithms differ in their advantages and in a few settings of one objective, `ops.loss.policy_loss`; they derive
-from `PolicyGradient` and fill in both, or from `GroupRelative`, which has GRPO's advantages. An algorithm of another
-shape derives from `Algorithm`.
+Most algorithms differ in their advantages and in a few settings of one objective, `ops.loss.policy_loss`. They derive
+from `PolicyGradient` (`policy_gradient.py`) and fill in both. `GroupRelative` adds GRPO's advantages. An algorithm with
+another objective derives from `Algorithm`.
 """
 
 from __future__ import annotations
@@ -14,45 +14,46 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl_penalty import KL_ESTIMATORS
 from megarl.knobs import UserError, knob
-from megarl.ops.advantage import group_advantage
-from megarl.ops.loss import CORRECTIONS, PolicyLossSettings, policy_loss, policy_loss_metrics
+from megarl.ops.loss import CORRECTIONS
 from megarl.types import PackedBatch
 
 AGGREGATIONS = ("token", "sequence", "constant")
 KL_PLACES = ("loss", "reward")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-UNBOUNDED = 1e9  # a clip that never bites: ratios are held below e^20
+UNBOUNDED = 1e9  # a clip bound that never applies: ratios are clamped below e^20
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What the configuration calls an algorithm: any of its subclasses."""
+    """Base of all algorithm configs."""
 
     def check(self) -> None:
         """Refuses values that no run could use.
 
         Raises:
-            UserError: naming the knob.
+            UserError: with the name of the knob.
         """
 
 
 @dataclass(frozen=True)
 class RLConfig(AlgorithmConfig):
-    """Knobs that every RL algorithm has."""
+    """Knobs of every RL algorithm."""
 
-    n_minibatches: int = knob(1, "optimizer steps taken on each rollout batch, each on its own part of it")
+    n_minibatches: int = knob(1, "optimizer steps on each rollout batch; each step takes a different part of the batch")
     aggregate: str = knob(
-        "token", "the loss is a mean over token, over each sequence and then over them, or a constant per sequence"
+        "token", "mean of the loss: token (all tokens), sequence (each sequence first) or constant (aggregate_tokens)"
     )
-    aggregate_tokens: int = knob(0, "aggregate=constant: each sequence's sum is divided by this many tokens")
+    aggregate_tokens: int = knob(0, "aggregate=constant: each sequence's summed loss is divided by this many tokens")
     entropy_coef: float = knob(0.0, "weight of an entropy bonus")
-    kl_coef: float = knob(0.0, "weight of the KL to the reference policy; above 0 a frozen policy is kept beside")
-    kl_in: str = knob("loss", "where that KL goes: loss or reward")
-    kl_estimator: str = knob("k3", "estimate of that KL from one sample: k1, k2 or k3 (Schulman)")
-    correction: str = knob("none", "weight by trainer/rollout probability: none, truncate (TIS) or mask (IcePop)")
-    correction_low: float = knob(0.5, "mask: tokens of a smaller weight are left out")
-    correction_high: float = knob(2.0, "truncate: the largest weight; mask: tokens of a larger weight are left out")
+    kl_coef: float = knob(0.0, "weight of the KL to the reference policy; above 0 loads a frozen reference")
+    kl_in: str = knob("loss", "where the KL to the reference is applied: loss or reward")
+    kl_estimator: str = knob("k3", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)")
+    correction: str = knob(
+        "none", "weight each token by trainer/rollout probability: none, truncate (TIS) or mask (IcePop)"
+    )
+    correction_low: float = knob(0.5, "mask: tokens with a smaller weight are left out")
+    correction_high: float = knob(2.0, "truncate: the largest weight; mask: tokens with a larger weight are left out")
 
     def check(self) -> None:
         _at_least("n_minibatches", self.n_minibatches, 1)
@@ -73,7 +74,7 @@ class RLConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class ClipConfig(RLConfig):
-    """Knobs of algorithms that clip as PPO does."""
+    """Knobs of algorithms with PPO's clip."""
 
     eps_clip: float = knob(0.2, "the ratio to the proximal policy is clipped to 1 - eps_clip .. 1 + eps_clip")
 
@@ -91,7 +92,7 @@ class GroupConfig(RLConfig):
 
 
 def check_clips(low: float, high: float) -> None:
-    """Refuses a clip to 1 - low .. 1 + high that leaves no room, or lets negative ratios in."""
+    """Refuses clip bounds 1 - low .. 1 + high that are empty or allow negative ratios."""
     if not (0 < low <= 1 and high > 0):
         raise UserError(f"algorithm.clip_low={low} must lie in (0, 1] and algorithm.clip_high={high} above 0")
 
@@ -101,19 +102,22 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UserError(f"algorithm.{name}={value} is not one of {', '.join(allowed)}")
 
 
-def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise UserError(f"algorithm.{name}={value} must be at least {least}")
+def _at_least(name: str, value: float, minimum: float) -> None:
+    if not value >= minimum:
+        raise UserError(f"algorithm.{name}={value} must be at least {minimum}")
 
 
 class Algorithm(ABC):
-    """An algorithm, given its config. Per-token tensors are token-aligned in `advantages`; in `loss` every tensor of
-    `data` is aligned with `logprobs`."""
+    """Base class of RL algorithms.
 
-    min_group: int = 1  # completions of a prompt that the advantages need
-    needs_critic: ClassVar[bool] = False  # whether `advantages` reads `values`
-    needs_prox_logp: bool = True  # whether `prox_logp` is read before the update's first forward pass has found it
-    workflow: ClassVar[str] = "rlvr"  # how prompts are sampled
+    `advantages` gets the global batch with token-aligned tensors. `loss` gets a microbatch, in which every tensor is
+    aligned with `logprobs`.
+    """
+
+    min_group: int = 1  # completions per prompt that the advantages need
+    needs_critic: ClassVar[bool] = False  # True if `advantages` reads `values`
+    needs_prox_logp: bool = True  # True if `prox_logp` is read before the update's first forward pass computes it
+    workflow: ClassVar[str] = "rlvr"  # name of the rollout workflow
 
     def __init__(self, config: RLConfig) -> None:
         self.n_minibatches = config.n_minibatches
@@ -121,152 +125,40 @@ class Algorithm(ABC):
 
     @abstractmethod
     def advantages(self, batch: PackedBatch) -> Tensor:
-        """float32 `[total_tokens]`, zero where `loss_mask` is not set."""
+        """Returns float32 `[total_tokens]`, 0 where `loss_mask` is not set."""
 
     @abstractmethod
     def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a microbatch and its metrics (scalars; those named `*_max` are maxima)."""
+        """Returns the mean loss of a microbatch and its metrics: scalars, and maxima if named `*_max`."""
 
     @abstractmethod
     def loss_weight(self, data: PackedBatch) -> Tensor:
-        """The weight of a microbatch's mean in the global batch."""
+        """Returns the weight of a microbatch's mean in the global batch."""
 
     def should_accept(self, group: PackedBatch) -> bool:
-        """Whether the completions of a prompt are worth training on; the executor samples others where not."""
+        """True if the completions of a prompt are worth training on; otherwise another prompt is sampled."""
         return True
 
 
-class PolicyGradient(Algorithm):
-    """Ratio-weighted policy gradients, by the fused token loss.
-
-    Reads `rewards` and `group_ids` `[num_seqs]`; `loss_mask`, `prox_logp` (the policy that the ratio is taken
-    against), and where the settings need them `ref_logp` and `rollout_logprobs`, `[total_tokens]`.
-    """
-
-    def __init__(
-        self,
-        config: RLConfig,
-        *,
-        clip_low: float,
-        clip_high: float,
-        objective: str,
-        ratio: str,
-        dual_clip: float | None = None,
-    ) -> None:
-        super().__init__(config)
-        self.base = config
-        self.needs_prox_logp = config.n_minibatches > 1 or (self.needs_reference and config.kl_in == "reward")
-        self.settings = PolicyLossSettings(
-            objective=objective,
-            ratio=ratio,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-            kl_estimator=config.kl_estimator if self.needs_reference and config.kl_in == "loss" else "none",
-            kl_coef=config.kl_coef,
-            entropy_coef=config.entropy_coef,
-            correction=config.correction,
-            correction_low=config.correction_low,
-            correction_high=config.correction_high,
-        )
-
-    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        mask, settings = data["loss_mask"].bool(), self.settings
-        result = policy_loss(
-            logprobs,
-            data["prox_logp"],
-            data["advantages"],
-            mask,
-            settings=settings,
-            ref_logprobs=data["ref_logp"] if settings.kl_estimator != "none" else None,
-            rollout_logprobs=data["rollout_logprobs"] if settings.correction != "none" else None,
-            entropy=entropy,
-            cu_seqlens=data.cu_seqlens if settings.ratio == "sequence" else None,
-        )
-        weights = token_weights(data, self.base.aggregate, self.base.aggregate_tokens)
-        figures = policy_loss_metrics(result.sums)
-        metrics = {
-            "clip_fraction": figures["clipped_low"] + figures["clipped_high"],
-            **{name: figures[name] for name in ("approx_kl", "entropy", "ratio_max")},
-        }
-        if settings.kl_estimator != "none":
-            metrics["ref_kl"] = figures["ref_kl"]
-        if settings.correction != "none":
-            metrics.update({name: figures[name] for name in ("correction_weight", "corrected")})
-        return (result.loss * weights).sum(), {name: torch.tensor(value) for name, value in metrics.items()}
-
-    def loss_weight(self, data: PackedBatch) -> Tensor:
-        if self.base.aggregate == "token":
-            return data["loss_mask"].sum()
-        return (trained_tokens(data) > 0).sum()
-
-    def groups(self, batch: PackedBatch) -> Tensor:
-        """int64 `[num_seqs]`: group ids, where a sequence without a trained token (its reward failed, say) is a group
-        of its own, so that it moves no other's advantage."""
-        alone = trained_tokens(batch) == 0
-        return torch.where(alone, -1 - torch.arange(batch.num_seqs), batch["group_ids"])
-
-    def sequence_rewards(self, batch: PackedBatch) -> Tensor:
-        """float32 `[num_seqs]`: the rewards, less the KL to the reference where it belongs into them."""
-        rewards = batch["rewards"].float()
-        if self.needs_reference and self.base.kl_in == "reward":
-            rewards = rewards - self.base.kl_coef * sum_per_sequence(self._kl(batch), batch)
-        return rewards
-
-    def token_rewards(self, batch: PackedBatch) -> Tensor:
-        """float32 `[total_tokens]`: the reward at the last trained token, less the KL at every token."""
-        mask = batch["loss_mask"].bool()
-        rewards = torch.zeros(batch.total_tokens)
-        if self.needs_reference and self.base.kl_in == "reward":
-            rewards = -self.base.kl_coef * self._kl(batch)
-        positions = torch.where(mask, torch.arange(batch.total_tokens), -1)
-        for sequence, last in enumerate(int(part.max()) for part in positions.split(batch.lengths.tolist())):
-            if last >= 0:
-                rewards[last] += batch["rewards"][sequence]
-        return rewards
-
-    def _kl(self, batch: PackedBatch) -> Tensor:
-        """float32 `[total_tokens]`: estimate of KL(policy || reference) at each trained token, 0 elsewhere."""
-        r = (batch["ref_logp"] - batch["prox_logp"]).masked_fill(~batch["loss_mask"].bool(), 0.0)
-        if self.base.kl_estimator == "k1":
-            return -r
-        return r.square() / 2 if self.base.kl_estimator == "k2" else torch.expm1(r) - r
-
-
-class GroupRelative(PolicyGradient):
-    """Policy gradients with GRPO's advantages: (r - mean(r)) / (std(r) + eps) within the group, for every token."""
-
-    min_group = 2
-
-    def __init__(
-        self, config: GroupConfig, *, clip_low: float, clip_high: float, objective: str = "clip", ratio: str = "token"
-    ) -> None:
-        super().__init__(config, clip_low=clip_low, clip_high=clip_high, objective=objective, ratio=ratio)
-        self.advantage_eps = config.advantage_eps
-
-    def advantages(self, batch: PackedBatch) -> Tensor:
-        per_sequence = group_advantage(
-            self.sequence_rewards(batch), self.groups(batch), mode="mean_std", eps=self.advantage_eps
-        )
-        return broadcast_to_tokens(per_sequence, batch)
-
-
 def trained_tokens(batch: PackedBatch) -> Tensor:
-    """float32 `[num_seqs]`: how many tokens of each sequence are trained on."""
+    """Counts the trained tokens of each sequence, float32 `[num_seqs]`."""
     return sum_per_sequence(batch["loss_mask"].float(), batch)
 
 
 def sum_per_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
-    """float32 `[num_seqs]`: sums of `values` `[total_tokens]`, which must be 0 outside what counts."""
+    """Sums `values` `[total_tokens]` over each sequence, float32 `[num_seqs]`. Tokens not to be summed must hold 0."""
     ends = torch.cat((values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)))[batch.cu_seqlens.long()]
     return ends.diff().to(torch.float32)
 
 
 def token_weights(data: PackedBatch, aggregate: str, aggregate_tokens: int = 0) -> Tensor:
-    """float32 `[total_tokens]`: what each token's loss counts in the microbatch's mean.
+    """Returns the weight of each token's loss in the microbatch's mean, float32 `[total_tokens]`.
 
-    token: 1 / all trained tokens; sequence: 1 / (trained tokens of its sequence x sequences); constant: 1 /
-    (`aggregate_tokens` x sequences). Sequences without a trained token count nowhere.
+        token       1 / all trained tokens
+        sequence    1 / (trained tokens of its sequence x sequences)
+        constant    1 / (aggregate_tokens x sequences)
+
+    `sequences` counts only sequences with a trained token.
     """
     mask = data["loss_mask"].float()
     if aggregate == "token":
@@ -280,6 +172,6 @@ def token_weights(data: PackedBatch, aggregate: str, aggregate_tokens: int = 0) 
 
 
 def broadcast_to_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
-    """One value a sequence `[num_seqs]` to its trained tokens `[total_tokens]`; zero elsewhere."""
+    """Spreads one value per sequence `[num_seqs]` over its trained tokens `[total_tokens]`; 0 elsewhere."""
     spread = values.repeat_interleave(batch.lengths)
     return spread.masked_fill(~batch["loss_mask"].bool(), 0.0)

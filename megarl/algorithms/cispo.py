@@ -1,17 +1,18 @@
 """CISPO: clipped importance-sampling weights (MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5).
 
-GRPO's advantages; the ratio is clipped and held fixed, so that no token loses its gradient:
+GRPO's advantages. The clipped ratio is a constant weight (`sg`: stop-gradient), so every token keeps a gradient:
 
     L = - mean over trained tokens of sg(clip(rho_t, 1 - clip_low, 1 + clip_high)) A_i log pi(o_t)
 
-The paper leaves the lower side open: `clip_low=1`.
+The paper has no lower bound: `clip_low=1`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.algorithms.base import GroupConfig, GroupRelative, check_clips
+from megarl.algorithms.base import GroupConfig, check_clips
+from megarl.algorithms.policy_gradient import GroupRelative
 from megarl.knobs import knob
 
 
@@ -19,8 +20,8 @@ from megarl.knobs import knob
 class CISPOConfig(GroupConfig):
     """Knobs of CISPO."""
 
-    clip_low: float = knob(1.0, "the weight is clipped below at 1 - clip_low; 1 leaves it open")
-    clip_high: float = knob(4.0, "the weight is clipped above at 1 + clip_high")
+    clip_low: float = knob(1.0, "lower bound of the weight is 1 - clip_low; 1 is no bound")
+    clip_high: float = knob(4.0, "upper bound of the weight is 1 + clip_high")
 
     def check(self) -> None:
         super().check()
@@ -28,7 +29,7 @@ class CISPOConfig(GroupConfig):
 
 
 class CISPO(GroupRelative):
-    """CISPO, given its config."""
+    """CISPO."""
 
     def __init__(self, config: CISPOConfig) -> None:
         super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high, objective="cispo")

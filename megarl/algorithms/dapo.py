@@ -3,12 +3,12 @@
 GRPO's advantages with four changes:
 
     clip-higher        clip(rho_t, 1 - clip_low, 1 + clip_high), clip_high > clip_low
-    dynamic sampling   groups whose rewards are all alike are dropped and others sampled in their place
+    dynamic sampling   groups with equal rewards are dropped, and other prompts sampled in their place
     token-level loss   the mean runs over all tokens of the batch
     overlong shaping   for a completion of n tokens, with the budget L and the buffer B:
                        r += 0                 for n <= L - B
                             (L - B - n) / B   for L - B < n <= L
-                            -1                for n > L              (a completion cut off at L gets -1 with n = L)
+                            -1                for n > L              (a completion truncated at L has n = L and gets -1)
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import GroupConfig, GroupRelative, check_clips, trained_tokens
+from megarl.algorithms.base import GroupConfig, check_clips, trained_tokens
+from megarl.algorithms.policy_gradient import GroupRelative
 from megarl.knobs import UserError, knob
 from megarl.types import PackedBatch
 
@@ -29,11 +30,9 @@ class DAPOConfig(GroupConfig):
 
     clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low")
     clip_high: float = knob(0.28, "the ratio is clipped above at 1 + clip_high")
-    dynamic_sampling: bool = knob(True, "drop groups whose rewards are all alike, and sample others in their place")
-    overlong_buffer: int = knob(
-        0, "tokens below overlong_budget in which a completion's reward sinks by up to 1; 0: off"
-    )
-    overlong_budget: int = knob(0, "the longest completion, of which the last overlong_buffer tokens cost reward")
+    dynamic_sampling: bool = knob(True, "drop groups with equal rewards, and sample other prompts in their place")
+    overlong_buffer: int = knob(0, "tokens before overlong_budget over which the reward falls by up to 1; 0: off")
+    overlong_budget: int = knob(0, "longest completion in tokens; its last overlong_buffer tokens reduce the reward")
 
     def check(self) -> None:
         super().check()
@@ -46,7 +45,7 @@ class DAPOConfig(GroupConfig):
 
 
 class DAPO(GroupRelative):
-    """DAPO, given its config."""
+    """DAPO."""
 
     def __init__(self, config: DAPOConfig) -> None:
         super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high)
@@ -56,7 +55,7 @@ class DAPO(GroupRelative):
         return super().sequence_rewards(batch) + self.overlong_penalty(trained_tokens(batch))
 
     def overlong_penalty(self, tokens: Tensor) -> Tensor:
-        """float32, from 0 down to -1, for completions of `tokens` tokens."""
+        """Returns the penalty, float32 in [-1, 0], for completions of `tokens` tokens."""
         if self.config.overlong_buffer == 0:
             return torch.zeros_like(tokens)
         excess = tokens - (self.config.overlong_budget - self.config.overlong_buffer)

@@ -1,8 +1,8 @@
 """DPO: direct preference optimisation (Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7).
 
-    L = - mean over pairs of log sigmoid(beta (h(y_w) - h(y_l)))
+    L = - mean over pairs of log sigmoid(beta (h(y_w) - h(y_l))),   h(y) = logp(y) - logp_ref(y)
 
-`label_smoothing` is the share of labels held to be wrong (conservative DPO, Mitchell 2023).
+`label_smoothing` is the assumed share of wrong labels (conservative DPO, Mitchell 2023).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.types import PackedBatch
 class DPOConfig(PreferenceConfig):
     """Knobs of DPO."""
 
-    label_smoothing: float = knob(0.0, "share of the labels held to be wrong")
+    label_smoothing: float = knob(0.0, "assumed share of wrong labels")
 
     def check(self) -> None:
         super().check()
@@ -36,7 +36,7 @@ class DPOConfig(PreferenceConfig):
 
 
 class DPO(PreferenceAlgorithm):
-    """DPO, given its config."""
+    """DPO."""
 
     def __init__(self, config: DPOConfig) -> None:
         self.config = config

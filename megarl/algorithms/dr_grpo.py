@@ -1,7 +1,7 @@
 """Dr. GRPO: GRPO done right (Liu et al., https://arxiv.org/abs/2503.20783, section 3.2).
 
-GRPO without its two biases: advantages are not divided by the group's standard deviation, and each completion's sum of
-token losses is divided by a constant, not by its length:
+GRPO without its two biases. Advantages are not divided by the group's standard deviation. Each completion's summed
+token loss is divided by a constant, not by its length:
 
     A_i = r_i - mean(r)
     L   = - mean over completions of 1/C sum_t min(rho_t A_i, clip(rho_t, 1 - eps_clip, 1 + eps_clip) A_i)
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algorithms.base import ClipConfig, PolicyGradient, broadcast_to_tokens
+from megarl.algorithms.base import ClipConfig, broadcast_to_tokens
+from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import knob
 from megarl.ops.advantage import group_advantage
 from megarl.types import PackedBatch
@@ -26,12 +27,13 @@ class DrGRPOConfig(ClipConfig):
     """Knobs of Dr. GRPO."""
 
     aggregate: str = knob(
-        "constant", "the loss is a mean over token, over each sequence and then over them, or a constant per sequence"
+        "constant",
+        "mean of the loss: token (all tokens), sequence (each sequence first) or constant (aggregate_tokens)",
     )
 
 
 class DrGRPO(PolicyGradient):
-    """Dr. GRPO, given its config."""
+    """Dr. GRPO."""
 
     min_group = 2
 

@@ -1,11 +1,11 @@
 """GDPO: group reward-decoupled normalisation (Liu et al., https://arxiv.org/abs/2601.05242, section 3).
 
-With several rewards r^1..r^n, each is normalised within its group before they are summed, so that a reward of small
-spread is not drowned by one of large spread; the sum is then normalised over the batch:
+Each of several rewards r^1..r^n is normalised within its group before they are summed. A reward with a small spread
+then counts as much as one with a large spread. The sum is normalised over the batch:
 
     A_i = sum_k w_k (r_i^k - mean(r^k)) / (std(r^k) + eps),   then (A - mean(A)) / std(A) over the batch's completions
 
-Reads `reward_columns` float32 `[num_seqs, n]`, which workflows with several rewards return, unweighted.
+Reads `reward_columns` float32 `[num_seqs, n]`, the unweighted rewards from workflows with several reward functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import ClipConfig, GroupConfig, PolicyGradient, broadcast_to_tokens, trained_tokens
+from megarl.algorithms.base import ClipConfig, GroupConfig, broadcast_to_tokens, trained_tokens
+from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import UserError, knob
 from megarl.ops.advantage import group_advantage, whiten
 from megarl.types import PackedBatch
@@ -26,16 +27,16 @@ class GDPOConfig(ClipConfig, GroupConfig):
     """Knobs of GDPO."""
 
     reward_weights: list[float] = knob(factory=list, meaning="weight of each reward; empty: 1 for all")
-    normalize_batch: bool = knob(True, "bring the summed advantages to mean 0 and variance 1 over the batch")
+    normalize_batch: bool = knob(True, "normalise the summed advantages to mean 0 and variance 1 over the batch")
 
     def check(self) -> None:
         super().check()
         if self.kl_coef > 0 and self.kl_in == "reward":
-            raise UserError("algorithm.kl_in=reward: GDPO normalises each reward by itself; use kl_in=loss")
+            raise UserError("algorithm.kl_in=reward: GDPO normalises each reward separately; use kl_in=loss")
 
 
 class GDPO(PolicyGradient):
-    """GDPO, given its config."""
+    """GDPO."""
 
     min_group = 2
 
@@ -49,7 +50,7 @@ class GDPO(PolicyGradient):
         if len(weights) != columns.shape[1]:
             raise UserError(
                 f"algorithm.reward_weights has {len(weights)} values and the samples carry {columns.shape[1]} rewards; "
-                "give one weight a reward"
+                "give one weight per reward"
             )
         parts = [
             group_advantage(columns[:, k].contiguous(), self.groups(batch), eps=self.config.advantage_eps)

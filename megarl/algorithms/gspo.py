@@ -1,18 +1,19 @@
 """GSPO: group sequence policy optimisation (Zheng et al., https://arxiv.org/abs/2507.18071, equations 5 to 7).
 
-GRPO's advantages with the importance ratio of the whole completion, length-normalised:
+GRPO's advantages with one length-normalised importance ratio per completion:
 
     s_i = exp(1/|o_i| sum_t log pi(o_t) / pi_prox(o_t))
     L   = - mean over completions of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
 
-Its clip is two orders tighter than a token's.
+The clip is two orders of magnitude tighter than a per-token clip.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.algorithms.base import GroupConfig, GroupRelative, check_clips
+from megarl.algorithms.base import GroupConfig, check_clips
+from megarl.algorithms.policy_gradient import GroupRelative
 from megarl.knobs import knob
 
 
@@ -21,10 +22,11 @@ class GSPOConfig(GroupConfig):
     """Knobs of GSPO."""
 
     aggregate: str = knob(
-        "sequence", "the loss is a mean over token, over each sequence and then over them, or a constant per sequence"
+        "sequence",
+        "mean of the loss: token (all tokens), sequence (each sequence first) or constant (aggregate_tokens)",
     )
-    clip_low: float = knob(3e-4, "the sequence's ratio is clipped below at 1 - clip_low")
-    clip_high: float = knob(4e-4, "the sequence's ratio is clipped above at 1 + clip_high")
+    clip_low: float = knob(3e-4, "the sequence ratio is clipped below at 1 - clip_low")
+    clip_high: float = knob(4e-4, "the sequence ratio is clipped above at 1 + clip_high")
 
     def check(self) -> None:
         super().check()
@@ -32,7 +34,7 @@ class GSPOConfig(GroupConfig):
 
 
 class GSPO(GroupRelative):
-    """GSPO, given its config."""
+    """GSPO."""
 
     def __init__(self, config: GSPOConfig) -> None:
         super().__init__(config, clip_low=config.clip_low, clip_high=config.clip_high, ratio="sequence")

@@ -1,9 +1,9 @@
 """IPO: identity preference optimisation (Azar et al., https://arxiv.org/abs/2310.12036, equation 17).
 
-    L = mean over pairs of (h(y_w) - h(y_l) - 1 / (2 beta))^2
+    L = mean over pairs of (h(y_w) - h(y_l) - 1 / (2 beta))^2,   h(y) = logp(y) - logp_ref(y)
 
-`length_average` takes each h per token of its completion, as the method's authors advise for completions of unequal
-length and as TRL does; without it this is the paper's sum.
+`length_average` divides h by the completion's length. The authors advise it for completions of unequal length, and
+TRL does it. Without it, h is the paper's sum.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megarl.types import PackedBatch
 class IPOConfig(PreferenceConfig):
     """Knobs of IPO."""
 
-    length_average: bool = knob(True, "take log-ratios per token of the completion, not as sums")
+    length_average: bool = knob(True, "divide log-ratios by the completion's length")
 
 
 class IPO(PreferenceAlgorithm):
-    """IPO, given its config."""
+    """IPO."""
 
     def __init__(self, config: IPOConfig) -> None:
         self.config = config

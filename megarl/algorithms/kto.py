@@ -1,14 +1,15 @@
 """KTO: Kahneman-Tversky optimisation (Ethayarajh et al., https://arxiv.org/abs/2402.01306, equation 8).
 
-Completions are judged one by one, desirable or not:
+Each completion has a label, desirable or undesirable. With h(y) = logp(y) - logp_ref(y):
 
-    L = mean of  desirable_weight   (1 - sigmoid(beta (h(y) - z)))        where y is desirable
-                 undesirable_weight (1 - sigmoid(beta (z - h(y))))        where it is not
-    z = max(0, mean over the batch of h(y')),   y' the completion of another prompt
+    L = mean of  desirable_weight   (1 - sigmoid(beta (h(y) - z)))        for desirable y
+                 undesirable_weight (1 - sigmoid(beta (z - h(y))))        for undesirable y
+    z = max(0, mean over the batch of h(y')),   y' a completion of another prompt
 
-z is an estimate of KL(policy || reference), held fixed; the trainer takes it once over the global batch (`kto_kl`
-`[num_seqs]`, the same for all), so that it does not depend on the layout. So is the share of desirable completions
-(`kto_desirable_share`), by which a microbatch's part of a mean over the desirable ones is known.
+z estimates KL(policy || reference) and has no gradient. The trainer computes it once over the global batch (`kto_kl`
+`[num_seqs]`, one value repeated), so it does not depend on the layout. The trainer also provides
+`kto_desirable_share`, the share of desirable completions in the global batch. With it, a microbatch can report its part
+of a mean over one label.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class KTOConfig(PreferenceConfig):
 
 
 class KTO(PreferenceAlgorithm):
-    """KTO, given its config. Reads `kto_label`, `kto_kl` and `kto_desirable_share` `[num_seqs]`."""
+    """KTO. Reads `kto_label`, `kto_kl` and `kto_desirable_share` `[num_seqs]`."""
 
     paired = False
 
@@ -52,19 +53,19 @@ class KTO(PreferenceAlgorithm):
         weight = torch.where(desirable, self.config.desirable_weight, self.config.undesirable_weight)
         loss = (weight * (1 - torch.sigmoid(torch.where(desirable, h - z, z - h) * beta))).mean()
         reward, share = (beta * h).detach(), data["kto_desirable_share"].to(h.dtype)
-        # Parts whose means over the microbatches, each weighted by its sequences, are the means over either kind.
+        # Weighted by their sequences and averaged over microbatches, these give the mean over each label.
         good = (reward * desirable / share.clamp(min=1e-9)).mean()
         bad = (reward * ~desirable / (1 - share).clamp(min=1e-9)).mean()
         return loss, {
             "reward_desirable": good,
             "reward_undesirable": bad,
             "margin": good - bad,
-            "accuracy": ((reward > beta * z) == desirable).float().mean(),  # the share on its side of z
+            "accuracy": ((reward > beta * z) == desirable).float().mean(),  # share on the right side of z
             "kl": z.mean(),
         }
 
 
 def mismatched_kl(logprobs: Tensor, ref_logprobs: Tensor, data: PackedBatch) -> float:
-    """z of a batch of completions under prompts that are not theirs; both log-probs are token-aligned."""
+    """Computes z from completions paired with other prompts; both log-probs are token-aligned."""
     h = completion_logprobs(logprobs, data) - completion_logprobs(ref_logprobs, data)
     return max(0.0, float(h.double().mean()))

@@ -1,6 +1,6 @@
 """ORPO: odds-ratio preference optimisation (Hong et al., https://arxiv.org/abs/2403.07691, equations 6 and 7).
 
-With p(y) = exp(1/|y| logp(y)) and odds(y) = p(y) / (1 - p(y)), and no reference policy:
+No reference policy. With p(y) = exp(1/|y| logp(y)) and odds(y) = p(y) / (1 - p(y)):
 
     L = mean over pairs of  - 1/|y_w| logp(y_w)  -  alpha log sigmoid(log odds(y_w) - log odds(y_l))
 """
@@ -29,15 +29,15 @@ from megarl.types import PackedBatch
 class ORPOConfig(AlgorithmConfig):
     """Knobs of ORPO."""
 
-    alpha: float = knob(0.1, "weight of the odds ratio beside the likelihood of the chosen completion")
+    alpha: float = knob(0.1, "weight of the odds ratio relative to the chosen completion's likelihood")
 
     def check(self) -> None:
         if not self.alpha > 0:
-            raise UserError(f"algorithm.alpha={self.alpha} must be above 0; for none of it use method=sft")
+            raise UserError(f"algorithm.alpha={self.alpha} must be above 0; without the odds ratio use method=sft")
 
 
 class ORPO(PreferenceAlgorithm):
-    """ORPO, given its config."""
+    """ORPO."""
 
     needs_reference = False
 
@@ -56,9 +56,9 @@ class ORPO(PreferenceAlgorithm):
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - e^x) for x <= 0, by log(-expm1(x)) near 0 and log1p(-e^x) far from it (Maechler 2012).
+    """Computes log(1 - e^x) for x <= 0, by log(-expm1(x)) near 0 and log1p(-e^x) far from it (Maechler 2012).
 
-    x is held below -1e-6, so that a completion of probability 1 has finite odds.
+    x is clamped to at most -1e-6, so a completion with probability 1 has finite odds.
     """
     x = x.clamp(max=-1e-6)
     near = x > -0.6931

@@ -4,8 +4,8 @@
     L_pi    = - mean of min(rho_t A_t, clip(rho_t, 1 - eps_clip, 1 + eps_clip) A_t)
     L_V     = mean of 1/2 max((V - R_t)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R_t)^2)
 
-r_t is the reward at the last token, less the KL to the reference at every token with `kl_in=reward`. Advantages are
-brought to mean 0 and variance 1 over the batch.
+r_t is the reward at the last token. With `kl_in=reward` the KL to the reference is subtracted at every token.
+Advantages are normalised to mean 0 and variance 1 over the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import ClipConfig, PolicyGradient, token_weights
+from megarl.algorithms.base import ClipConfig, token_weights
+from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import UserError, knob
 from megarl.ops.advantage import gae_packed, whiten
 from megarl.types import PackedBatch
@@ -25,9 +26,9 @@ from megarl.types import PackedBatch
 class PPOConfig(ClipConfig):
     """Knobs of PPO."""
 
-    kl_in: str = knob("reward", "where that KL goes: loss or reward")
-    kl_estimator: str = knob("k1", "estimate of that KL from one sample: k1, k2 or k3 (Schulman)")
-    dual_clip: float | None = knob(None, "bound on the loss of a negative advantage, in multiples of it; above 1")
+    kl_in: str = knob("reward", "where the KL to the reference is applied: loss or reward")
+    kl_estimator: str = knob("k1", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)")
+    dual_clip: float | None = knob(None, "bound on the loss for a negative advantage, as a multiple of it; above 1")
     gamma: float = knob(1.0, "discount of later rewards, per token")
     gae_lambda: float = knob(0.95, "lambda of generalised advantage estimation")
     value_clip: float = knob(0.2, "the critic's new value is clipped to this distance from its old one")
@@ -44,7 +45,7 @@ class PPOConfig(ClipConfig):
 
 
 class PPO(PolicyGradient):
-    """PPO, given its config. `advantages` also reads `values` and sets `returns` `[total_tokens]` for the critic."""
+    """PPO. `advantages` also reads `values`, and sets `returns` `[total_tokens]` for the critic."""
 
     needs_critic = True
 
@@ -73,14 +74,14 @@ class PPO(PolicyGradient):
         return whiten(advantages, mask)
 
     def value_loss(self, values: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The critic's loss on a microbatch; `values` and the tensors of `data` are aligned with each other."""
+        """Returns the critic's mean loss on a microbatch and its metrics; `data` is aligned with `values`."""
         mask, old, returns = data["loss_mask"].bool(), data["values"], data["returns"]
         bound = self.config.value_clip
-        near = torch.clamp(values, old - bound, old + bound)
-        loss = 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).masked_fill(~mask, 0.0)
+        clamped = torch.clamp(values, old - bound, old + bound)
+        loss = 0.5 * torch.maximum((values - returns).square(), (clamped - returns).square()).masked_fill(~mask, 0.0)
         weights = token_weights(data, "token")
         with torch.no_grad():
-            clipped = ((near - returns).square() > (values - returns).square()) & mask
+            clipped = ((clamped - returns).square() > (values - returns).square()) & mask
             metrics = {
                 "value_clip_fraction": (clipped * weights).sum(),
                 "value": (values.masked_fill(~mask, 0.0) * weights).sum(),
@@ -88,5 +89,5 @@ class PPO(PolicyGradient):
         return (loss * weights).sum(), metrics
 
     def value_loss_weight(self, data: PackedBatch) -> Tensor:
-        """The weight of that mean."""
+        """Returns the weight of the critic's mean loss."""
         return data["loss_mask"].sum()

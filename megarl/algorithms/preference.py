@@ -1,8 +1,7 @@
-"""What the offline methods share: losses over whole completions, of pairs or of single judged ones.
+"""Base of the offline methods: losses over whole completions, in pairs or with one label each.
 
-A batch of pairs holds chosen_0, rejected_0, chosen_1, rejected_1, ...; the engine never parts a pair. With
-logp(y) = sum over the completion's tokens of log pi, h(y) = logp(y) - logp_ref(y) is what DPO calls the implicit reward
-over beta.
+A batch of pairs holds chosen_0, rejected_0, chosen_1, rejected_1, ...; a microbatch never splits a pair. logp(y) is the
+sum of log pi over the completion's tokens. h(y) = logp(y) - logp_ref(y); beta h(y) is DPO's implicit reward.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from megarl.types import PackedBatch
 
 @dataclass(frozen=True)
 class PreferenceConfig(AlgorithmConfig):
-    """Knobs that every method on preferences has."""
+    """Knobs of every method on preferences."""
 
-    beta: float = knob(0.1, "how strongly preferences pull; in DPO and KTO the price of leaving the reference")
+    beta: float = knob(0.1, "strength of the preferences; in DPO and KTO, strength of the pull to the reference")
 
     def check(self) -> None:
         if not self.beta > 0:
@@ -31,45 +30,47 @@ class PreferenceConfig(AlgorithmConfig):
 
 
 class PreferenceAlgorithm(ABC):
-    """A method on preferences, given its config. In `loss` every tensor of `data` is aligned with `logprobs`."""
+    """Base class of methods on preferences. In `loss` every tensor of `data` is aligned with `logprobs`."""
 
-    needs_reference = True  # whether `loss` reads `ref_logp`
-    paired = True  # whether sequences come as chosen, rejected
+    needs_reference = True  # True if `loss` reads `ref_logp`
+    paired = True  # True if sequences alternate between chosen and rejected
 
     @abstractmethod
     def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a microbatch and its metrics."""
+        """Returns the mean loss of a microbatch and its metrics."""
 
     def loss_weight(self, data: PackedBatch) -> Tensor:
-        """The weight of that mean: its pairs, or its sequences."""
+        """Returns the weight of that mean: the number of pairs, or of sequences."""
         return torch.tensor(data.num_seqs / 2 if self.paired else data.num_seqs)
 
 
 def completion_logprobs(logprobs: Tensor, data: PackedBatch) -> Tensor:
-    """float32 `[num_seqs]`: logp(y) of every completion, differentiable."""
-    kept = logprobs.masked_fill(~data["loss_mask"].bool(), 0.0)
-    return torch.stack([part.sum() for part in kept.split(data.lengths.tolist())])
+    """Computes logp(y) of every completion, float32 `[num_seqs]`, differentiable."""
+    masked = logprobs.masked_fill(~data["loss_mask"].bool(), 0.0)
+    return torch.stack([part.sum() for part in masked.split(data.lengths.tolist())])
 
 
 def completion_lengths(data: PackedBatch) -> Tensor:
-    """float32 `[num_seqs]`: tokens of every completion, at least 1."""
+    """Counts the tokens of every completion, float32 `[num_seqs]`, at least 1."""
     return trained_tokens(data).clamp(min=1).to(data["loss_mask"].device)
 
 
 def pairs(values: Tensor, data: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Values `[num_seqs]` of the chosen and of the rejected completions, `[pairs]` each."""
+    """Splits values `[num_seqs]` into chosen and rejected completions, `[pairs]` each."""
     chosen = data["is_chosen"].bool()
     return values[chosen], values[~chosen]
 
 
 def log_sigmoid_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """-(1 - e) log sigmoid(margin) - e log sigmoid(-margin), with e the share of labels held to be wrong."""
+    """Computes -(1 - e) log sigmoid(margin) - e log sigmoid(-margin), where e is the assumed share of wrong labels."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """What every method on pairs reports of its rewards `[pairs]`: their means, margin and the share in order, of
-    which ties are half: a policy equal to its reference is at a half, too."""
+    """Metrics of the rewards `[pairs]` of every paired method: means, margin and accuracy.
+
+    Accuracy is the share of pairs in order. A tie counts one half, so a policy equal to its reference has 0.5.
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
         "reward_chosen": chosen.mean(),
@@ -80,6 +81,6 @@ def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
 
 
 def check_label_smoothing(value: float) -> None:
-    """Refuses a share of wrong labels at which nothing could be learned."""
+    """Refuses an assumed share of wrong labels outside [0, 0.5); at 0.5 nothing could be learned."""
     if not 0 <= value < 0.5:
         raise UserError(f"algorithm.label_smoothing={value} must lie in [0, 0.5)")

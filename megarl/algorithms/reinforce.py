@@ -1,9 +1,10 @@
 """REINFORCE (Williams, Machine Learning 8, 1992) with importance weights, and the base of its relatives.
 
-    L = - mean over trained tokens of sg(rho_t) A_i log pi(o_t),   A_i = r_i, less the batch's mean with `baseline`
+    L = - mean over trained tokens of sg(rho_t) A_i log pi(o_t)
+    A_i = r_i, with `baseline` minus the mean reward of the batch
 
-In the first optimizer step on a batch rho_t is 1 and this is REINFORCE; in later ones its gradient is that of the
-importance-weighted estimate rho_t A_i.
+In the first optimizer step on a batch, rho_t is 1 and this is REINFORCE. In later steps its gradient equals the
+gradient of the importance-weighted estimate rho_t A_i.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algorithms.base import UNBOUNDED, PolicyGradient, RLConfig, broadcast_to_tokens, trained_tokens
+from megarl.algorithms.base import UNBOUNDED, RLConfig, broadcast_to_tokens, trained_tokens
+from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import knob
 from megarl.types import PackedBatch
 
@@ -25,14 +27,14 @@ class ReinforceConfig(RLConfig):
 
 
 class UnclippedPolicyGradient(PolicyGradient):
-    """The objective of REINFORCE; relatives differ in their advantages."""
+    """REINFORCE's objective. Derived algorithms differ in their advantages."""
 
     def __init__(self, config: RLConfig) -> None:
         super().__init__(config, clip_low=1.0, clip_high=UNBOUNDED, objective="cispo", ratio="token")
 
 
 class Reinforce(UnclippedPolicyGradient):
-    """REINFORCE, given its config."""
+    """REINFORCE."""
 
     def __init__(self, config: ReinforceConfig) -> None:
         super().__init__(config)
@@ -41,6 +43,6 @@ class Reinforce(UnclippedPolicyGradient):
     def advantages(self, batch: PackedBatch) -> Tensor:
         rewards = self.sequence_rewards(batch)
         if self.config.baseline:
-            counts = trained_tokens(batch) > 0
-            rewards = rewards - (rewards.double()[counts].mean().float() if counts.any() else 0.0)
+            trained = trained_tokens(batch) > 0
+            rewards = rewards - (rewards.double()[trained].mean().float() if trained.any() else 0.0)
         return broadcast_to_tokens(rewards, batch)

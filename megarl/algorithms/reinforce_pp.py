@@ -1,12 +1,12 @@
 """REINFORCE++ (Hu et al., https://arxiv.org/abs/2501.03262, section 3).
 
-PPO's clipped objective without a critic; the KL to the reference is part of the reward of every token, and advantages
-are normalised over the whole batch:
+PPO's clipped objective without a critic. The KL to the reference is part of every token's reward, and advantages are
+normalised over the whole batch:
 
     r_t = 1{t is the last token} r - kl_coef KL_t
     A_t = sum over s >= t of r_s,   then (A - mean(A)) / std(A) over all trained tokens of the batch
 
-`group_baseline` is the paper's variant for several completions a prompt: the group's mean reward is subtracted first.
+`group_baseline` is the paper's variant for several completions per prompt. It first subtracts the group's mean reward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import ClipConfig, PolicyGradient
+from megarl.algorithms.base import ClipConfig
+from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import UserError, knob
 from megarl.ops.advantage import gae_packed, group_advantage, whiten
 from megarl.types import PackedBatch
@@ -26,10 +27,10 @@ from megarl.types import PackedBatch
 class ReinforcePPConfig(ClipConfig):
     """Knobs of REINFORCE++."""
 
-    kl_in: str = knob("reward", "where that KL goes: loss or reward")
-    kl_estimator: str = knob("k1", "estimate of that KL from one sample: k1, k2 or k3 (Schulman)")
+    kl_in: str = knob("reward", "where the KL to the reference is applied: loss or reward")
+    kl_estimator: str = knob("k1", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)")
     gamma: float = knob(1.0, "discount of later rewards, per token")
-    group_baseline: bool = knob(False, "subtract the mean reward of the prompt's completions first")
+    group_baseline: bool = knob(False, "first subtract the mean reward of the prompt's completions")
 
     def check(self) -> None:
         super().check()
@@ -38,7 +39,7 @@ class ReinforcePPConfig(ClipConfig):
 
 
 class ReinforcePP(PolicyGradient):
-    """REINFORCE++, given its config."""
+    """REINFORCE++."""
 
     def __init__(self, config: ReinforcePPConfig) -> None:
         super().__init__(config, clip_low=config.eps_clip, clip_high=config.eps_clip, objective="clip", ratio="token")
@@ -51,6 +52,6 @@ class ReinforcePP(PolicyGradient):
             centred = group_advantage(batch["rewards"].float(), self.groups(batch), mode="mean")
             batch = PackedBatch(batch.cu_seqlens, batch.tokens, {**batch.sequences, "rewards": centred})
         rewards = self.token_rewards(batch)
-        # Returns are the advantages of GAE with lambda 1 and a value of 0 everywhere.
+        # Returns equal GAE's advantages with lambda 1 and all values 0.
         returns, _ = gae_packed(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, gamma=self.config.gamma)
         return whiten(returns, mask)

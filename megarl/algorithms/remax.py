@@ -2,7 +2,7 @@
 
     A_i = r_i - r(greedy completion of the same prompt)
 
-The workflow of this name samples both and returns the difference as the reward, so nothing is left to subtract.
+The `remax` workflow samples both completions and returns this difference as the reward.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megarl.types import PackedBatch
 
 @dataclass(frozen=True)
 class ReMaxConfig(RLConfig):
-    """Knobs of ReMax: those that all have."""
+    """Knobs of ReMax: only the common ones."""
 
 
 class ReMax(UnclippedPolicyGradient):
-    """ReMax, given its config."""
+    """ReMax."""
 
     workflow = "remax"
 

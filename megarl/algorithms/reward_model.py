@@ -1,10 +1,10 @@
 """A reward model from preferences (Bradley and Terry 1952; Ouyang et al., https://arxiv.org/abs/2203.02155, eq. 1).
 
-A scalar head scores each completion at its last token:
+A scalar head gives the score s(y) of each completion at its last token:
 
     L = - mean over pairs of log sigmoid(s(y_w) - s(y_l))  +  center_coef (s(y_w) + s(y_l))^2
 
-The second part holds the scores around 0 (Eisenstein et al., https://arxiv.org/abs/2312.09244).
+The second term keeps the scores near 0 (Eisenstein et al., https://arxiv.org/abs/2312.09244).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RewardModelConfig(AlgorithmConfig):
     """Knobs of the reward model."""
 
     center_coef: float = knob(0.0, "weight of the squared sum of a pair's scores")
-    label_smoothing: float = knob(0.0, "share of the labels held to be wrong")
+    label_smoothing: float = knob(0.0, "assumed share of wrong labels")
 
     def check(self) -> None:
         check_label_smoothing(self.label_smoothing)
@@ -34,7 +34,7 @@ class RewardModelConfig(AlgorithmConfig):
 
 
 class RewardModel:
-    """The loss of a reward model, given its config. It sees the values of a scalar head."""
+    """Loss of a reward model, on the values of a scalar head."""
 
     needs_reference = False
     paired = True
@@ -43,7 +43,7 @@ class RewardModel:
         self.config = config
 
     def loss(self, values: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a microbatch and its metrics; `values` `[tokens]` are token-aligned."""
+        """Returns the mean loss of a microbatch and its metrics; `values` `[tokens]` are token-aligned."""
         scores = values[data.cu_seqlens[1:].long() - 1]
         chosen, rejected = pairs(scores, data)
         loss = log_sigmoid_loss(chosen - rejected, self.config.label_smoothing).mean()
@@ -51,5 +51,5 @@ class RewardModel:
         return loss, pair_metrics(chosen, rejected)
 
     def loss_weight(self, data: PackedBatch) -> Tensor:
-        """The weight of that mean: its pairs."""
+        """Returns the weight of that mean: the number of pairs."""
         return torch.tensor(data.num_seqs / 2)

@@ -2,7 +2,7 @@
 
     A_i = r_i - mean of the other completions' rewards in the group
 
-with REINFORCE's loss. The paper puts the KL to the reference into the reward: `kl_in=reward`.
+The loss is REINFORCE's. The paper subtracts the KL to the reference from the reward: `kl_in=reward`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megarl.types import PackedBatch
 
 @dataclass(frozen=True)
 class RLOOConfig(RLConfig):
-    """Knobs of RLOO: those that all have."""
+    """Knobs of RLOO: only the common ones."""
 
 
 class RLOO(UnclippedPolicyGradient):
-    """RLOO, given its config."""
+    """RLOO."""
 
     min_group = 2
 

@@ -1,10 +1,10 @@
 """SimPO: simple preference optimisation (Meng et al., https://arxiv.org/abs/2405.14734, equation 6).
 
-The reward of a completion is its mean log-prob, and no reference policy is needed:
+The reward of a completion is beta times its mean log-prob. No reference policy is needed:
 
     L = - mean over pairs of log sigmoid(beta/|y_w| logp(y_w) - beta/|y_l| logp(y_l) - gamma)
 
-`cpo_alpha` adds the negative log-likelihood of the chosen completion with that weight (CPO-SimPO; Xu et al.,
+`cpo_alpha` is the weight of an added negative log-likelihood of the chosen completion (CPO-SimPO; Xu et al.,
 https://arxiv.org/abs/2401.08417).
 """
 
@@ -33,9 +33,9 @@ class SimPOConfig(PreferenceConfig):
     """Knobs of SimPO."""
 
     beta: float = knob(2.0, "scale of the mean log-probs")
-    gamma: float = knob(0.5, "margin that the chosen completion must be ahead by")
+    gamma: float = knob(0.5, "target margin of the chosen over the rejected completion")
     cpo_alpha: float = knob(0.0, "weight of the chosen completion's negative log-likelihood")
-    label_smoothing: float = knob(0.0, "share of the labels held to be wrong")
+    label_smoothing: float = knob(0.0, "assumed share of wrong labels")
 
     def check(self) -> None:
         super().check()
@@ -46,7 +46,7 @@ class SimPOConfig(PreferenceConfig):
 
 
 class SimPO(PreferenceAlgorithm):
-    """SimPO, given its config."""
+    """SimPO."""
 
     needs_reference = False
 

@@ -1,10 +1,10 @@
-"""Records what TRL's own losses and advantages give on fixed log-probs: made `trl_figures.json`.
+"""Records the results of TRL's losses and advantages on fixed log-probs in `trl_figures.json`.
 
     pip install trl==1.16.0      # in an environment of its own
     python tests/unit/algorithms/record_trl.py
 
-TRL's methods are called with a stand-in for the trainer that holds the settings, and a model that gives the recorded
-log-probs. Its advantages are a passage of a longer method, which is cut out of its source and run.
+TRL's methods are called with a stand-in for the trainer, which has the settings, and a model that returns the recorded
+log-probs. TRL computes advantages inside a longer method, so those lines are cut out of the source and run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-LENGTHS = [5, 7, 4, 6, 9, 3, 5, 8]  # of completions; two groups of four, four pairs, eight judged
+LENGTHS = [5, 7, 4, 6, 9, 3, 5, 8]  # of completions: two groups of four, or four pairs, or eight labelled ones
 GROUP = 4
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
@@ -43,18 +43,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 REWARDS = [1.0, 0.0, 1.0, 0.25, 1.0, 0.0, -1.0, 0.5]
 
 
-def same(x: Any, *_: Any, **__: Any) -> Any:
+def identity(x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 
 def trainer(**settings: Any) -> Any:
-    """A stand-in for `self`: one process, no logging."""
-    alone = MagicMock()
-    alone.device = torch.device("cpu")
-    alone.num_processes, alone.process_index = 1, 0
-    alone.gather = alone.gather_for_metrics = alone.reduce = same
+    """Builds a stand-in for `self`: one process, no logging."""
+    accelerator = MagicMock()
+    accelerator.device = torch.device("cpu")
+    accelerator.num_processes, accelerator.process_index = 1, 0
+    accelerator.gather = accelerator.gather_for_metrics = accelerator.reduce = identity
     defaults = {
-        "accelerator": alone, "model": SimpleNamespace(training=True), "aux_loss_enabled": False,
+        "accelerator": accelerator, "model": SimpleNamespace(training=True), "aux_loss_enabled": False,
         "_metrics": defaultdict(lambda: defaultdict(list)), "current_gradient_accumulation_steps": 1,
         "_total_train_tokens": 0, "_tp_size": 1,
     }  # fmt: skip
@@ -79,9 +79,9 @@ def gradient(loss: Tensor, logprobs: Tensor, mask: Tensor) -> dict[str, Any]:
     return {"loss": loss.item(), "gradient": logprobs.grad[mask].tolist()}
 
 
-def grpo(given: dict[str, Tensor], **settings: Any) -> dict[str, Any]:
-    """GRPOTrainer._compute_loss with a policy and a behaviour policy apart from each other."""
-    logprobs, mask = given["logprobs"].clone().requires_grad_(), given["mask"]
+def grpo(fixed: dict[str, Tensor], **settings: Any) -> dict[str, Any]:
+    """Runs GRPOTrainer._compute_loss with a policy that differs from the behaviour policy."""
+    logprobs, mask = fixed["logprobs"].clone().requires_grad_(), fixed["mask"]
     knobs = {
         "importance_sampling_level": "token", "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2,
         "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False, "max_completion_length": 12,
@@ -94,27 +94,27 @@ def grpo(given: dict[str, Tensor], **settings: Any) -> dict[str, Any]:
     ids = torch.zeros_like(mask, dtype=torch.long)
     batch = {
         "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": mask.long(),
-        "advantages": given["advantages"], "old_per_token_logps": given["old"], "ref_per_token_logps": given["ref"],
+        "advantages": fixed["advantages"], "old_per_token_logps": fixed["old"], "ref_per_token_logps": fixed["ref"],
         "num_items_in_batch": mask.sum(),
     }  # fmt: skip
     return gradient(GRPOTrainer._compute_loss(stand_in, None, batch), logprobs, mask)
 
 
-def rloo(given: dict[str, Tensor]) -> dict[str, Any]:
-    """RLOOTrainer._compute_loss in the first step on a batch."""
-    logprobs, mask = given["logprobs"].clone().requires_grad_(), given["mask"]
+def rloo(fixed: dict[str, Tensor]) -> dict[str, Any]:
+    """Runs RLOOTrainer._compute_loss for the first step on a batch."""
+    logprobs, mask = fixed["logprobs"].clone().requires_grad_(), fixed["mask"]
     stand_in = trainer(epsilon_low=0.2, epsilon_high=0.2)
     stand_in._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)
     ids = torch.zeros_like(mask, dtype=torch.long)
     batch = {
         "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": mask.long(),
-        "advantages": given["advantages"], "old_logps": (given["logprobs"] * mask).sum(1),
+        "advantages": fixed["advantages"], "old_logps": (fixed["logprobs"] * mask).sum(1),
     }  # fmt: skip
     return gradient(RLOOTrainer._compute_loss(stand_in, None, batch), logprobs, mask)
 
 
 def passage(module: Any, first: str, last: str) -> str:
-    """The lines of a module from the one that begins with `first` to the next that begins with `last`."""
+    """Returns a module's lines from one that begins with `first` to the next that begins with `last`."""
     lines = inspect.getsource(module).splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
     end = next(i for i in range(start, len(lines)) if lines[i].strip().startswith(last))
@@ -122,7 +122,7 @@ def passage(module: Any, first: str, last: str) -> str:
 
 
 def rloo_advantages(rewards: Tensor) -> dict[str, list[float]]:
-    """What RLOOTrainer's passage makes of rewards `[samples]`."""
+    """Runs RLOOTrainer's lines on rewards `[samples]`."""
     names = {
         **vars(rloo_trainer), "self": SimpleNamespace(normalize_advantages=False), "rewards": rewards,
         "grouped_rewards": rewards.view(-1, GROUP), "num_generations": GROUP,
@@ -133,7 +133,7 @@ def rloo_advantages(rewards: Tensor) -> dict[str, list[float]]:
 
 
 def advantages(module: Any, first: str, rewards: Tensor, **settings: Any) -> dict[str, list[float]]:
-    """What the trainer's passage makes of rewards `[samples, functions]`."""
+    """Runs the trainer's lines on rewards `[samples, functions]`."""
     weights = torch.ones(rewards.shape[1])
     stand_in = SimpleNamespace(reward_weights=weights, reward_funcs=[None] * rewards.shape[1], **settings)
     names = {
@@ -145,14 +145,14 @@ def advantages(module: Any, first: str, rewards: Tensor, **settings: Any) -> dic
 
 
 def outputs_of(logprobs: Tensor) -> Any:
-    """What TRL's fused head gives: one value for every token but the first."""
-    nothing = torch.zeros_like(logprobs).detach()
-    return SimpleNamespace(log_probs=logprobs, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    """Builds the output of TRL's fused head: one value for every token but the first."""
+    zeros = torch.zeros_like(logprobs).detach()
+    return SimpleNamespace(log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
 
 
-def offline(given: dict[str, Tensor], order: list[int], kind: Any, extra: dict[str, Any], **settings: Any) -> Any:
-    """`_compute_loss` of the DPO or KTO trainer on the completions in `order`, each behind a prompt of one token."""
-    logprobs, mask = given["logprobs"].clone().requires_grad_(), given["mask"]
+def offline(fixed: dict[str, Tensor], order: list[int], kind: Any, extra: dict[str, Any], **settings: Any) -> Any:
+    """Runs the DPO or KTO trainer's `_compute_loss` on the completions in `order`, each after a one-token prompt."""
+    logprobs, mask = fixed["logprobs"].clone().requires_grad_(), fixed["mask"]
     completion_mask = torch.nn.functional.pad(mask[order].long(), (1, 0))
     ids = torch.ones_like(completion_mask)
     batch = {"input_ids": ids, "attention_mask": ids, "completion_mask": completion_mask, **extra}
@@ -161,49 +161,49 @@ def offline(given: dict[str, Tensor], order: list[int], kind: Any, extra: dict[s
     return gradient(loss, logprobs, mask)
 
 
-def preferences(given: dict[str, Tensor]) -> dict[str, Any]:
+def preferences(fixed: dict[str, Tensor]) -> dict[str, Any]:
     chosen, rejected = [0, 2, 4, 6], [1, 3, 5, 7]
-    ref = (given["ref"] * given["mask"]).sum(1)
-    found: dict[str, Any] = {}
+    ref = (fixed["ref"] * fixed["mask"]).sum(1)
+    results: dict[str, Any] = {}
     for name, kind in (("dpo", "sigmoid"), ("ipo", "ipo")):
         knobs = {
             "loss_types": [kind], "loss_weights": [1.0], "beta": 0.1, "label_smoothing": 0.0, "ld_alpha": None,
             "f_divergence_type": "reverse_kl", "use_weighting": False,
         }  # fmt: skip
         extra = {"ref_chosen_logps": ref[chosen], "ref_rejected_logps": ref[rejected]}
-        found[name] = offline(given, chosen + rejected, DPOTrainer, extra, **knobs)
+        results[name] = offline(fixed, chosen + rejected, DPOTrainer, extra, **knobs)
     kl = torch.full((8,), 0.7)
     knobs = {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.2, "undesirable_weight": 0.8, "calculate_KL": True}
     labels = torch.tensor([i % 2 == 0 for i in range(8)])
     extra = {"label": labels, "ref_logps": ref, "ref_KL_logps": torch.zeros(8)}
-    found["kto"] = offline(given, list(range(8)), KTOTrainer, extra, **knobs, _compute_kl_logps=lambda *_: kl)
-    counts = given["mask"].sum(1)
+    results["kto"] = offline(fixed, list(range(8)), KTOTrainer, extra, **knobs, _compute_kl_logps=lambda *_: kl)
+    counts = fixed["mask"].sum(1)
     for name in ("orpo", "simpo"):
-        logprobs = given["logprobs"].clone().requires_grad_()
-        means = (logprobs * given["mask"]).sum(1) / counts
+        logprobs = fixed["logprobs"].clone().requires_grad_()
+        means = (logprobs * fixed["mask"]).sum(1) / counts
         if name == "orpo":
             ratio = ORPOTrainer.odds_ratio_loss(trainer(beta=0.1), means[chosen], means[rejected])[0]
-            loss = -means[chosen].mean() - ratio.mean()  # as its get_batch_loss_metrics joins them
+            loss = -means[chosen].mean() - ratio.mean()  # joined as in its get_batch_loss_metrics
         else:
             knobs = {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5, "label_smoothing": 0.0, "alpha": 0.0}
             loss = CPOTrainer.cpo_loss(trainer(**knobs), means[chosen], means[rejected])[0].mean()
-        found[name] = gradient(loss, logprobs, given["mask"])
-    return found
+        results[name] = gradient(loss, logprobs, fixed["mask"])
+    return results
 
 
 def main() -> None:
-    given = inputs()
-    rewards = torch.stack([torch.tensor(REWARDS), given["second_reward"]], 1)
+    fixed = inputs()
+    rewards = torch.stack([torch.tensor(REWARDS), fixed["second_reward"]], 1)
     first = "if self.multi_objective_aggregation"
     figures = {
         "trl": trl.__version__,
         "torch": torch.__version__,
         "lengths": LENGTHS,
         "rewards": rewards.tolist(),
-        "inputs": {name: given[name][given["mask"]].tolist() for name in ("logprobs", "old", "ref")},
-        "advantages": given["advantages"].tolist(),
-        "losses": {**{name: grpo(given, **knobs) for name, knobs in SETTINGS.items()}, "rloo": rloo(given)},
-        "preferences": preferences(given),
+        "inputs": {name: fixed[name][fixed["mask"]].tolist() for name in ("logprobs", "old", "ref")},
+        "advantages": fixed["advantages"].tolist(),
+        "losses": {**{name: grpo(fixed, **knobs) for name, knobs in SETTINGS.items()}, "rloo": rloo(fixed)},
+        "preferences": preferences(fixed),
         "advantages_of": {
             "grpo": advantages(
                 grpo_trainer, first, rewards[:, :1],

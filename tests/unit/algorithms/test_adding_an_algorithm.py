@@ -1,4 +1,4 @@
-"""docs/adding_an_algorithm.md is followed to the letter in a copy of the package: its algorithm is chosen by name."""
+"""Follows docs/adding_an_algorithm.md in a copy of the package and uses the new algorithm by name."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ try:
 except ValueError as error:
     assert "algorithm.scale=0.0 must be above 0" in str(error)
 else:
-    raise AssertionError("a scale of 0 was taken")
+    raise AssertionError("a scale of 0 was accepted")
 print("followed")
 """
 
 
 def follow(page: str, copy: Path) -> None:
-    """Writes the page's files, and inserts a diff's added lines after the line above each."""
+    """Writes the page's files, and inserts a diff's added lines after the line before each."""
     steps = FENCE.findall(page)
     assert [kind for kind, _, _ in steps] == ["python", "diff", "yaml"]
     for kind, name, body in steps:
@@ -49,11 +49,11 @@ def follow(page: str, copy: Path) -> None:
         if kind == "diff":
             text = target.read_text()
             for anchor, added in re.findall(r"^ (.*)\n\+(.*)$", body, re.M):
-                assert text.count(f"{anchor}\n") == 1, f"{name} has not exactly one line {anchor!r}"
+                assert text.count(f"{anchor}\n") == 1, f"{name} must have exactly one line {anchor!r}"
                 text = text.replace(f"{anchor}\n", f"{anchor}\n{added}\n")
             target.write_text(text)
         else:
-            assert not target.exists(), f"the page creates {name}, which is there already"
+            assert not target.exists(), f"the page creates {name}, which exists already"
             target.write_text(body)
 
 
@@ -62,7 +62,7 @@ def test_the_example_is_chosen_by_name_checked_and_gives_its_gradient(tmp_path: 
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     follow((ROOT / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8"), tmp_path)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", CHECK], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
     )
-    assert done.stdout.strip() == "followed", done.stderr[-3000:]
+    assert result.stdout.strip() == "followed", result.stderr[-3000:]

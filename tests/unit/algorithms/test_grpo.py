@@ -1,4 +1,4 @@
-"""GRPO's pieces by hand; its gradient is held to plain torch in tests/unit/actor/test_engine.py."""
+"""Parts of GRPO by hand; tests/unit/actor/test_engine.py compares its gradient with plain torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.types import PackedBatch
 
 
 def batch_of(rewards: list[float], groups: list[int]) -> PackedBatch:
-    """Sequences of a prompt token and two trained tokens."""
+    """Builds sequences of one prompt token and two trained tokens."""
     count = len(rewards)
     return PackedBatch(
         torch.arange(0, 3 * count + 1, 3),
@@ -30,7 +30,7 @@ def test_advantages_are_relative_to_the_group_and_zero_on_the_prompt() -> None:
     assert advantages[1, 1:].tolist() == pytest.approx([-half, -half])
 
 
-def test_a_group_without_a_difference_teaches_nothing() -> None:
+def test_equal_rewards_in_a_group_give_no_advantage() -> None:
     assert GRPO(GRPOConfig()).advantages(batch_of([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])).abs().max() == 0.0
 
 
@@ -38,7 +38,7 @@ def test_a_group_without_a_difference_teaches_nothing() -> None:
     ("log_ratio", "advantage", "gradient_flows"),
     [(0.5, 1.0, False), (0.5, -1.0, True), (-0.5, 1.0, True), (-0.5, -1.0, False), (0.1, 1.0, True)],
 )
-def test_the_clip_stops_the_gradient_of_tokens_that_went_too_far(
+def test_the_clip_stops_the_gradient_of_tokens_outside_the_bounds(
     log_ratio: float, advantage: float, gradient_flows: bool
 ) -> None:
     data = batch_of([0.0], [0])

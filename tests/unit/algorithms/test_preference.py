@@ -1,4 +1,4 @@
-"""Every offline method against its paper's formula, written out pair by pair in double precision."""
+"""Every offline method against its paper's formula, computed pair by pair in double precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [2, 2, 1, 1, 2, 2]
 
 
 def make_batch(seed: int = 0) -> PackedBatch:
-    """Three pairs, which are six judged completions too."""
+    """Builds three pairs, which are also six labelled completions."""
     g = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
     return PackedBatch(
@@ -92,7 +92,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "knobs"), VARIANTS, ids=[f"{n}-{'-'.join(k) or 'defaults'}" for n, k in VARIANTS])
-def test_loss_and_gradient_are_the_papers(name: str, knobs: dict[str, Any]) -> None:
+def test_loss_and_gradient_match_the_paper(name: str, knobs: dict[str, Any]) -> None:
     config = ALGORITHMS[name][0](**knobs)  # type: ignore[call-arg]
     config.check()
     algorithm, batch = algorithm_of(config), make_batch()
@@ -138,22 +138,22 @@ def test_a_policy_equal_to_its_reference_starts_at_log_2() -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.parametrize("cut", [[[0, 1], [2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]]])
-def test_figures_do_not_depend_on_the_microbatches(name: str, cut: list[list[int]]) -> None:
-    """The engine weights each microbatch's figures by `loss_weight`. One of KTO's may hold completions of one kind."""
+def test_metrics_do_not_depend_on_the_microbatches(name: str, cut: list[list[int]]) -> None:
+    """The engine weights a microbatch's metrics by `loss_weight`. For KTO it may have completions of one label only."""
     batch, algorithm = make_batch(), algorithm_of(ALGORITHMS[name][0]())
     batch["kto_label"] = torch.tensor([True, True, False, True, False, False])
     _, whole = algorithm.loss(batch["logprobs"], torch.zeros_like(batch["logprobs"]), batch)
     parts = [batch.select(indices) for indices in cut]
-    found = dict.fromkeys(whole, 0.0)
+    joined = dict.fromkeys(whole, 0.0)
     for part in parts:
-        _, figures = algorithm.loss(part["logprobs"], torch.zeros_like(part["logprobs"]), part)
+        _, metrics = algorithm.loss(part["logprobs"], torch.zeros_like(part["logprobs"]), part)
         share = float(algorithm.loss_weight(part) / algorithm.loss_weight(batch))
-        found = {key: total + share * float(figures[key]) for key, total in found.items()}
-    assert found == pytest.approx({key: float(value) for key, value in whole.items()}, rel=1e-5)
+        joined = {key: total + share * float(metrics[key]) for key, total in joined.items()}
+    assert joined == pytest.approx({key: float(value) for key, value in whole.items()}, rel=1e-5)
     if name == "kto":
         h = [float(a - b) for a, b in zip(sums(batch["logprobs"], batch), sums(batch["ref_logp"], batch), strict=True)]
         good, bad = (h[0] + h[1] + h[3]) / 3, (h[2] + h[4] + h[5]) / 3
-        assert found["margin"] == pytest.approx(0.1 * (good - bad), rel=1e-5)
+        assert joined["margin"] == pytest.approx(0.1 * (good - bad), rel=1e-5)
 
 
 def test_the_kl_of_kto_is_never_negative() -> None:
@@ -168,8 +168,8 @@ def test_log1mexp_is_exact_near_and_far_from_zero(x: float) -> None:
     value = torch.tensor(x, dtype=torch.float64, requires_grad=True)
     out = log1mexp(value)
     out.backward()
-    held = min(x, -1e-6)
-    assert float(out) == pytest.approx(math.log(-math.expm1(held)), rel=1e-9, abs=1e-30)
+    clamped = min(x, -1e-6)
+    assert float(out) == pytest.approx(math.log(-math.expm1(clamped)), rel=1e-9, abs=1e-30)
     assert value.grad is not None
     assert math.isfinite(float(value.grad))
 
@@ -185,14 +185,14 @@ def test_a_reward_model_scores_the_last_token() -> None:
     margins = torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)
     expected = -log_sigmoid(margins).mean() + 0.01 * (9 + 1 + 36) / 3
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
-    assert float(metrics["accuracy"]) == pytest.approx(1 / 2)  # one in order, one not, and a tie
+    assert float(metrics["accuracy"]) == pytest.approx(1 / 2)  # one pair in order, one not, and a tie
     loss.backward()
     assert values.grad is not None
     assert values.grad.nonzero().squeeze(1).tolist() == ends.tolist()
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "says"),
+    ("name", "knobs", "message"),
     [
         ("dpo", {"beta": 0.0}, "beta=0.0 must be above 0"),
         ("dpo", {"label_smoothing": 0.5}, r"label_smoothing=0.5 must lie in \[0, 0.5\)"),
@@ -202,6 +202,6 @@ def test_a_reward_model_scores_the_last_token() -> None:
         ("reward_model", {"center_coef": -1.0}, "center_coef=-1.0 must be at least 0"),
     ],
 )
-def test_knobs_that_cannot_work_are_refused(name: str, knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_knobs_that_cannot_work_are_refused(name: str, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         ALGORITHMS[name][0](**knobs).check()  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Every RL algorithm against its paper's formula, written out sequence by sequence in plain torch."""
+"""Every RL algorithm against its paper's formula, computed sequence by sequence in plain torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUPS = [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def make_batch(seed: int = 0, dtype: torch.dtype = torch.float32) -> PackedBatch:
-    """Eight completions of three prompts, with every key that an algorithm may read; aligned as losses see it."""
+    """Builds eight completions of three prompts, with every key that an algorithm reads, aligned as in losses."""
     g = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
 
@@ -47,7 +47,7 @@ def make_batch(seed: int = 0, dtype: torch.dtype = torch.float32) -> PackedBatch
 
 
 def split(values: Tensor, batch: PackedBatch) -> list[Tensor]:
-    """The trained tokens' values of each sequence."""
+    """Splits values into the trained tokens of each sequence."""
     pairs = zip(values.split(LENGTHS), batch["loss_mask"].split(LENGTHS), strict=True)
     return [part[mask] for part, mask in pairs]
 
@@ -120,7 +120,7 @@ def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list
 
 
 def expected_loss(name: str, logprobs: Tensor, batch: PackedBatch, config: Any) -> Tensor:
-    """The paper's loss, a completion at a time."""
+    """Computes the paper's loss, one completion at a time."""
     keys = ("prox_logp", "ref_logp", "rollout_logprobs", "advantages")
     pi, prox, ref, rollout, adv = (split(x, batch) for x in (logprobs, *(batch[key] for key in keys)))
     losses = []
@@ -167,7 +167,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "knobs"), VARIANTS, ids=[f"{n}-{'-'.join(k) or 'defaults'}" for n, k in VARIANTS])
-def test_advantages_loss_and_gradient_are_the_papers(name: str, knobs: dict[str, Any]) -> None:
+def test_advantages_loss_and_gradient_match_the_paper(name: str, knobs: dict[str, Any]) -> None:
     config: Any = ALGORITHMS[name][0](**knobs)  # type: ignore[call-arg]
     config.check()
     algorithm, batch = algorithm_of(config), make_batch()
@@ -194,19 +194,19 @@ def test_advantages_loss_and_gradient_are_the_papers(name: str, knobs: dict[str,
     ("knobs", "needed"),
     [
         ({}, False),
-        ({"n_minibatches": 2}, True),  # the second step has another policy
-        ({"kl_coef": 0.3, "kl_in": "reward"}, True),  # the rewards are made before the update
+        ({"n_minibatches": 2}, True),  # the policy changes before the second step
+        ({"kl_coef": 0.3, "kl_in": "reward"}, True),  # rewards are computed before the update
         ({"kl_coef": 0.3, "kl_in": "loss"}, False),
         ({"correction": "truncate"}, False),
     ],
 )
 @pytest.mark.parametrize("name", RL_NAMES)
-def test_the_proximal_log_probs_are_asked_for_where_they_are_read_before_the_update(
+def test_needs_prox_logp_is_set_if_prox_logp_is_read_before_the_update(
     name: str, knobs: dict[str, Any], needed: bool
 ) -> None:
     config: Any = ALGORITHMS[name][0](aggregate_tokens=24, **knobs)  # type: ignore[call-arg]
     algorithm, batch = algorithm_of(config), make_batch()
-    if config.kl_coef and config.kl_in == "reward":  # some methods' default
+    if config.kl_coef and config.kl_in == "reward":  # the default of some algorithms
         needed = True
     assert algorithm.needs_prox_logp == needed
     if not needed:
@@ -230,10 +230,10 @@ def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_parts(name: str, aggreg
 
 
 @pytest.mark.parametrize("name", RL_NAMES)
-def test_a_sample_that_is_not_trained_on_moves_nobody_else(name: str) -> None:
+def test_an_untrained_sample_changes_no_other_sample(name: str) -> None:
     config = ALGORITHMS[name][0](aggregate_tokens=24)  # type: ignore[call-arg]
     batch = make_batch()
-    kept = [0, 1, 3, 4, 5, 6, 7]
+    others = [0, 1, 3, 4, 5, 6, 7]
     batch["loss_mask"] = batch["loss_mask"].masked_fill(
         torch.repeat_interleave(torch.arange(8), batch.lengths) == 2, False
     )
@@ -243,20 +243,20 @@ def test_a_sample_that_is_not_trained_on_moves_nobody_else(name: str) -> None:
     poisoned["rewards"][2] = 1e6
     poisoned["reward_columns"][2] = -1e6
     results = []
-    for case in (batch.select(kept), poisoned):
+    for case in (batch.select(others), poisoned):
         algorithm = algorithm_of(config)
         case["advantages"] = algorithm.advantages(case)
         logprobs = (case["prox_logp"] + 0.1).requires_grad_()
         algorithm.loss(logprobs, torch.ones_like(logprobs), case)[0].backward()
         results.append((case["advantages"], logprobs.grad))
     (adv, grad), (poisoned_adv, poisoned_grad) = results
-    where = poisoned.token_index(kept)
+    where = poisoned.token_index(others)
     assert torch.equal(adv, poisoned_adv[where])
     assert torch.equal(grad, poisoned_grad[where])
     assert not poisoned_grad.index_fill(0, where, 0.0).any()
 
 
-def test_dapo_drops_groups_without_a_signal_and_shortens_the_overlong() -> None:
+def test_dapo_drops_groups_with_equal_rewards_and_penalises_overlong_completions() -> None:
     from megarl.algorithms.dapo import DAPO, DAPOConfig
 
     algorithm = DAPO(DAPOConfig(overlong_buffer=4, overlong_budget=10))
@@ -277,18 +277,18 @@ def test_ppo_gives_the_critic_returns_and_clips_its_values() -> None:
     algorithm.advantages(batch)
     rewards = batch["rewards"].tolist()
     for row, reward in zip(split(batch["returns"], batch), rewards, strict=True):
-        assert row.tolist() == pytest.approx([reward] * len(row), abs=1e-5)  # lambda 1: what is left to come
+        assert row.tolist() == pytest.approx([reward] * len(row), abs=1e-5)  # with lambda 1 the sum of later rewards
     values = (batch["values"] + 0.5 * torch.randn(sum(LENGTHS))).requires_grad_()
     loss, metrics = algorithm.value_loss(values, batch)
     mask, old, goal = batch["loss_mask"], batch["values"], batch["returns"]
-    near = old + (values - old).clamp(-0.2, 0.2)
-    expected = 0.5 * torch.maximum((values - goal) ** 2, (near - goal) ** 2)[mask].mean()
+    clamped = old + (values - old).clamp(-0.2, 0.2)
+    expected = 0.5 * torch.maximum((values - goal) ** 2, (clamped - goal) ** 2)[mask].mean()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert 0 < float(metrics["value_clip_fraction"]) < 1
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "says"),
+    ("name", "knobs", "message"),
     [
         ("grpo", {"eps_clip": 0.0}, "eps_clip=0.0 must lie between 0 and 1"),
         ("grpo", {"eps_clip": 1.0}, "eps_clip=1.0"),
@@ -311,12 +311,12 @@ def test_ppo_gives_the_critic_returns_and_clips_its_values() -> None:
         ("decoupled_ppo", {"correction": "none"}, "use truncate or mask, or algorithm=grpo"),
     ],
 )
-def test_knobs_that_cannot_work_are_refused(name: str, knobs: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_knobs_that_cannot_work_are_refused(name: str, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         ALGORITHMS[name][0](**knobs).check()  # type: ignore[call-arg]
 
 
-def test_gdpo_wants_a_weight_for_each_reward() -> None:
+def test_gdpo_needs_a_weight_for_each_reward() -> None:
     batch = make_batch()
     algorithm: Callable[..., Any] = algorithm_of(ALGORITHMS["gdpo"][0](reward_weights=[1.0]))  # type: ignore[call-arg]
     with pytest.raises(UserError, match="reward_weights has 1 values and the samples carry 2 rewards"):

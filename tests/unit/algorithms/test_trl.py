@@ -1,11 +1,13 @@
-"""Our losses, gradients and advantages against TRL's own code on the same log-probs; `record_trl.py` made the figures.
+"""Losses, gradients and advantages against TRL's code on the same log-probs; `record_trl.py` recorded TRL's results.
 
-Where definitions differ, the test says how:
-- TRL adds 1e-4 to every standard deviation: `advantage_eps=1e-4`; GDPO's over the batch has it too, ours none.
-- TRL's `epsilon_high` of CISPO is the largest weight itself, ours is above 1: 1.3 is `clip_high=0.3`.
-- TRL's RLOO takes the ratio of the whole completion and the mean over completions; in the first step on a batch its
-  gradient is that of ours summed over tokens (`aggregate=constant` with 1 token).
-- Where TRL's loss has another value for the same gradient (log pi or a ratio of 1 in it), gradients are compared.
+Differences of definitions:
+- TRL adds 1e-4 to every standard deviation: `advantage_eps=1e-4`. It also does so for GDPO over the batch; megarl does
+  not.
+- TRL's `epsilon_high` of CISPO is the largest weight, megarl's is the distance from 1: 1.3 is `clip_high=0.3`.
+- TRL's RLOO uses the ratio of the whole completion and the mean over completions. In the first step on a batch its
+  gradient equals megarl's summed over tokens (`aggregate=constant` with 1 token).
+- Some of TRL's losses have another value with the same gradient (log pi, or a ratio of 1). Then only gradients are
+  compared.
 """
 
 from __future__ import annotations
@@ -26,16 +28,16 @@ LENGTHS = torch.tensor(FIGURES["lengths"])
 
 
 def tokens(values: list[float]) -> Tensor:
-    """Values of the completions' tokens, with a 0 for the prompt's one token before each."""
+    """Puts a 0 for the one prompt token before the values of each completion's tokens."""
     return torch.cat([torch.cat([torch.zeros(1), part]) for part in torch.tensor(values).split(LENGTHS.tolist())])
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def make_batch() -> PackedBatch:
-    given = {name: tokens(values) for name, values in FIGURES["inputs"].items()}
+    recorded = {name: tokens(values) for name, values in FIGURES["inputs"].items()}
     mask = tokens([1.0] * int(LENGTHS.sum())).bool()
     advantages = torch.tensor(FIGURES["advantages"]).repeat_interleave(LENGTHS + 1) * mask
     count = len(LENGTHS)
@@ -43,9 +45,9 @@ def make_batch() -> PackedBatch:
         cu_seqlens_of(LENGTHS + 1),
         {
             "loss_mask": mask,
-            "prox_logp": given["old"],
-            "ref_logp": given["ref"],
-            "logprobs": given["logprobs"],
+            "prox_logp": recorded["old"],
+            "ref_logp": recorded["ref"],
+            "logprobs": recorded["logprobs"],
             "advantages": advantages,
         },
         {
@@ -62,7 +64,7 @@ def make_batch() -> PackedBatch:
 
 
 def ours(name: str, knobs: dict[str, Any], batch: PackedBatch) -> tuple[float, Tensor]:
-    """The loss and its gradient at the trained tokens."""
+    """Computes the loss and its gradient at the trained tokens."""
     logprobs = batch["logprobs"].clone().requires_grad_()
     algorithm = algorithm_of(ALGORITHMS[name][0](**knobs))
     loss, _ = algorithm.loss(logprobs, torch.zeros_like(logprobs), batch)
@@ -82,7 +84,7 @@ LOSSES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("trl", "name", "knobs"), LOSSES, ids=[case[0] for case in LOSSES])
-def test_policy_losses_and_gradients_are_trls(trl: str, name: str, knobs: dict[str, Any]) -> None:
+def test_policy_losses_and_gradients_match_trl(trl: str, name: str, knobs: dict[str, Any]) -> None:
     loss, gradient = ours(name, knobs, make_batch())
     assert loss == pytest.approx(FIGURES["losses"][trl]["loss"], rel=1e-5, abs=1e-6)
     assert_close(gradient, torch.tensor(FIGURES["losses"][trl]["gradient"]))
@@ -111,26 +113,26 @@ PREFERENCES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "knobs"), PREFERENCES, ids=[case[0] for case in PREFERENCES])
-def test_losses_on_preferences_and_their_gradients_are_trls(name: str, knobs: dict[str, Any]) -> None:
+def test_losses_on_preferences_and_their_gradients_match_trl(name: str, knobs: dict[str, Any]) -> None:
     loss, gradient = ours(name, knobs, make_batch())
     assert loss == pytest.approx(FIGURES["preferences"][name]["loss"], rel=1e-5, abs=1e-6)
     assert_close(gradient, torch.tensor(FIGURES["preferences"][name]["gradient"]))
 
 
 def advantages(name: str, knobs: dict[str, Any]) -> Tensor:
-    """One a completion."""
+    """Computes one advantage per completion."""
     batch = make_batch()
-    found = algorithm_of(ALGORITHMS[name][0](**knobs)).advantages(batch)
-    return found[batch.cu_seqlens[1:].long() - 1]
+    per_token = algorithm_of(ALGORITHMS[name][0](**knobs)).advantages(batch)
+    return per_token[batch.cu_seqlens[1:].long() - 1]
 
 
 @pytest.mark.parametrize(("name", "knobs"), [("grpo", {"advantage_eps": 1e-4}), ("dr_grpo", {"aggregate_tokens": 12})])
-def test_advantages_are_trls(name: str, knobs: dict[str, Any]) -> None:
+def test_advantages_match_trl(name: str, knobs: dict[str, Any]) -> None:
     theirs = torch.tensor(FIGURES["advantages_of"][name]["advantages"])
     assert_close(advantages(name, knobs), theirs)
 
 
-def test_rloo_advantages_are_trls() -> None:
+def test_rloo_advantages_match_trl() -> None:
     theirs = torch.tensor(FIGURES["advantages_of"]["rloo"]["advantages"])
     assert_close(advantages("rloo", {}), theirs)
 
@@ -144,8 +146,8 @@ def test_gdpo_normalises_each_reward_and_sums_as_trl_does() -> None:
     assert_close(over_batch * width / (width + 1e-4), torch.tensor(theirs["advantages"]))
 
 
-def test_the_figures_are_of_clipped_and_unclipped_tokens() -> None:
-    """A gradient of 0 at some tokens and not at others: both branches of the clip were compared."""
+def test_the_recorded_results_have_clipped_and_unclipped_tokens() -> None:
+    """Some gradients are 0 and others are not, so both branches of the clip were compared."""
     for name in ("grpo", "dapo", "gspo"):
         zero = torch.tensor(FIGURES["losses"][name]["gradient"]) == 0
         assert 0 < zero.sum() < len(zero), name

@@ -1,0 +1,138 @@
+"""Clipped, ratio-weighted policy gradients: the loss that PPO, GRPO and their kin share, and group-relative advantages.
+
+An algorithm sets `clip_low` and `clip_high`, the bounds of the ratio to the proximal policy, and the shape of the
+objective. The fused kernel computes loss and gradient of each token (`megarl/ops/loss.py`, `csrc/common/loss_math.h`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.base import (
+    Algorithm,
+    GroupConfig,
+    RLConfig,
+    broadcast_to_tokens,
+    sum_per_sequence,
+    token_weights,
+    trained_tokens,
+)
+from megarl.algorithms.kl_penalty import kl_to_reference
+from megarl.ops.advantage import group_advantage
+from megarl.ops.loss import PolicyLossSettings, policy_loss, policy_loss_metrics
+from megarl.types import PackedBatch
+
+
+class PolicyGradient(Algorithm):
+    """Ratio-weighted policy gradients, by the fused token loss.
+
+    Reads `rewards` and `group_ids` `[num_seqs]`, `loss_mask` and `prox_logp` `[total_tokens]`. `prox_logp` is the
+    proximal policy, in the denominator of the ratio. Some settings also need `ref_logp` or `rollout_logprobs`
+    `[total_tokens]`.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        *,
+        clip_low: float,
+        clip_high: float,
+        objective: str,
+        ratio: str,
+        dual_clip: float | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.base = config
+        self.needs_prox_logp = config.n_minibatches > 1 or (self.needs_reference and config.kl_in == "reward")
+        self.settings = PolicyLossSettings(
+            objective=objective,
+            ratio=ratio,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            dual_clip=dual_clip,
+            kl_estimator=config.kl_estimator if self.needs_reference and config.kl_in == "loss" else "none",
+            kl_coef=config.kl_coef,
+            entropy_coef=config.entropy_coef,
+            correction=config.correction,
+            correction_low=config.correction_low,
+            correction_high=config.correction_high,
+        )
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        mask, settings = data["loss_mask"].bool(), self.settings
+        result = policy_loss(
+            logprobs,
+            data["prox_logp"],
+            data["advantages"],
+            mask,
+            settings=settings,
+            ref_logprobs=data["ref_logp"] if settings.kl_estimator != "none" else None,
+            rollout_logprobs=data["rollout_logprobs"] if settings.correction != "none" else None,
+            entropy=entropy,
+            cu_seqlens=data.cu_seqlens if settings.ratio == "sequence" else None,
+        )
+        weights = token_weights(data, self.base.aggregate, self.base.aggregate_tokens)
+        means = policy_loss_metrics(result.sums)
+        metrics = {
+            "clip_fraction": means["clipped_low"] + means["clipped_high"],
+            **{name: means[name] for name in ("approx_kl", "entropy", "ratio_max")},
+        }
+        if settings.kl_estimator != "none":
+            metrics["ref_kl"] = means["ref_kl"]
+        if settings.correction != "none":
+            metrics.update({name: means[name] for name in ("correction_weight", "corrected")})
+        return (result.loss * weights).sum(), {name: torch.tensor(value) for name, value in metrics.items()}
+
+    def loss_weight(self, data: PackedBatch) -> Tensor:
+        if self.base.aggregate == "token":
+            return data["loss_mask"].sum()
+        return (trained_tokens(data) > 0).sum()
+
+    def groups(self, batch: PackedBatch) -> Tensor:
+        """Returns group ids, int64 `[num_seqs]`.
+
+        A sequence without a trained token, for example because its reward failed, gets a group of its own. It then
+        changes no other sequence's advantage.
+        """
+        untrained = trained_tokens(batch) == 0
+        return torch.where(untrained, -1 - torch.arange(batch.num_seqs), batch["group_ids"])
+
+    def sequence_rewards(self, batch: PackedBatch) -> Tensor:
+        """Returns the rewards, float32 `[num_seqs]`; with `kl_in=reward` minus the KL to the reference."""
+        rewards = batch["rewards"].float()
+        if self.needs_reference and self.base.kl_in == "reward":
+            rewards = rewards - self.base.kl_coef * sum_per_sequence(
+                kl_to_reference(batch, self.base.kl_estimator), batch
+            )
+        return rewards
+
+    def token_rewards(self, batch: PackedBatch) -> Tensor:
+        """Returns the reward at the last trained token, float32 `[total_tokens]`; with `kl_in=reward` minus the KL."""
+        mask = batch["loss_mask"].bool()
+        rewards = torch.zeros(batch.total_tokens)
+        if self.needs_reference and self.base.kl_in == "reward":
+            rewards = -self.base.kl_coef * kl_to_reference(batch, self.base.kl_estimator)
+        positions = torch.where(mask, torch.arange(batch.total_tokens), -1)
+        for sequence, last in enumerate(int(part.max()) for part in positions.split(batch.lengths.tolist())):
+            if last >= 0:
+                rewards[last] += batch["rewards"][sequence]
+        return rewards
+
+
+class GroupRelative(PolicyGradient):
+    """Policy gradients with GRPO's advantages: (r - mean(r)) / (std(r) + eps) within the group, for every token."""
+
+    min_group = 2
+
+    def __init__(
+        self, config: GroupConfig, *, clip_low: float, clip_high: float, objective: str = "clip", ratio: str = "token"
+    ) -> None:
+        super().__init__(config, clip_low=clip_low, clip_high=clip_high, objective=objective, ratio=ratio)
+        self.advantage_eps = config.advantage_eps
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        per_sequence = group_advantage(
+            self.sequence_rewards(batch), self.groups(batch), mode="mean_std", eps=self.advantage_eps
+        )
+        return broadcast_to_tokens(per_sequence, batch)
