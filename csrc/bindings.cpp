@@ -5,12 +5,10 @@ namespace megarl {
 void register_logprob(py::module_& m);
 void register_advantage(py::module_& m);
 void register_loss(py::module_& m);
-void register_decode(py::module_& m);
-void register_layer(py::module_& m);
-void register_attention(py::module_& m);
+void register_cpu_only(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "megarl's kernels. Arguments are raw addresses: call them through megarl.ops, which checks them.";
+  m.doc() = "megarl's kernels. They take unchecked addresses: call them through megarl.ops and megarl.cpu.";
 #ifdef MEGARL_WITH_CUDA
   m.attr("has_cuda") = true;
 #else
@@ -21,9 +19,7 @@ PYBIND11_MODULE(_C, m) {
   register_logprob(m);
   register_advantage(m);
   register_loss(m);
-  register_decode(m);
-  register_layer(m);
-  register_attention(m);
+  register_cpu_only(m);
 }
 
 }  // namespace megarl

@@ -5,9 +5,10 @@
 
 namespace megarl {
 
-// rewards float [batch, columns]. Group members need not be adjacent: `order` [batch] lists sequences sorted
-// by group and `sorted_ids` [batch] their groups. advantage float [batch]. normalize_columns: each reward
-// column is normalised, then the columns are summed; else summed, then normalised.
+// rewards float [batch, columns], advantage float [batch]. Group members need not be adjacent: `order`
+// [batch] lists the sequences sorted by group, and `sorted_ids` [batch] has their groups. With
+// normalize_columns, each reward column is normalised and then the columns are summed. Otherwise they are
+// summed, then normalised.
 struct GroupAdvantageArgs {
   int64_t batch, columns;
   const float* rewards;
@@ -18,8 +19,8 @@ struct GroupAdvantageArgs {
   float* advantage;
 };
 
-// moments double [3] = (n, mean, m2) of the unmasked values. Values are summed in chunks of kMomentChunk,
-// merged in order; partials: double [chunks, 3] of scratch.
+// moments double [3] = (n, mean, m2) of the unmasked values. Values are summed in chunks of kMomentChunk, and
+// the chunks are merged in order. partials is scratch, double [chunks, 3].
 constexpr int64_t kMomentChunk = 4096;
 struct MomentsArgs {
   int64_t tokens;
@@ -28,14 +29,14 @@ struct MomentsArgs {
   double *partials, *moments;
 };
 
-// parts double [count, 3] -> moments double [3], merged in order.
+// Merges parts double [count, 3] in order into moments double [3].
 struct MergeMomentsArgs {
   int64_t count;
   const double* parts;
   double* moments;
 };
 
-// out float [tokens]; masked tokens get 0. `out` may be `x`. clip: infinity for none.
+// out float [tokens], 0 for masked tokens. `out` may alias `x`. An infinite clip is no bound.
 struct WhitenArgs {
   int64_t tokens;
   const float* x;
@@ -47,8 +48,8 @@ struct WhitenArgs {
   float* out;
 };
 
-// Packed GAE: tokens of sequence b are [cu_seqlens[b], cu_seqlens[b + 1]). Masked tokens are passed over and
-// get 0. bootstrap float [sequences] is the value after the last token, or null for 0. lambda float [1] or
+// Packed GAE. Sequence b has the tokens [cu_seqlens[b], cu_seqlens[b + 1]). Masked tokens are skipped and get
+// 0. bootstrap float [sequences] is the value after the last token; null is 0. lambda float [1] or
 // [sequences].
 struct GaeArgs {
   int64_t sequences;

@@ -21,8 +21,8 @@ Moments chunk_moments(const MomentsArgs& a, int64_t begin, int64_t end) {
   return m;
 }
 
-// A sequence on its way from the last token to the first. Each step waits for the one before it, so two
-// sequences are walked side by side.
+// Iterates over a sequence from the last token to the first. Each step depends on the one before, so two
+// sequences are processed in one loop to hide the latency.
 struct GaeCursor {
   GaeCursor(const GaeArgs& a, int64_t b)
       : t(a.cu_seqlens[b + 1]),
@@ -49,7 +49,7 @@ struct GaeCursor {
   GaeState state;
 };
 
-// Fused multiply-add halves the wait between steps, so where the processor has it that copy runs.
+// Fused multiply-add halves the latency of a step. The copy that uses it runs if the processor has it.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
 __attribute__((target_clones("arch=x86-64-v3", "default")))
 #endif
@@ -99,8 +99,8 @@ void whiten_cpu(const WhitenArgs& args, int threads) {
 void gae_cpu(const GaeArgs& args, int threads) {
   if (args.sequences == 0) return;
   const int64_t mean_length = args.cu_seqlens[args.sequences] / args.sequences;
-  // A token takes about a nanosecond: below some 10^5 of them, waking a second thread costs more than it
-  // gains.
+  // A token takes about a nanosecond. Below about 10^5 tokens, starting a second thread costs more than it
+  // saves.
   parallel_for((args.sequences + 1) / 2, mean_length / 2, threads,
                [&](int64_t pair) { gae_pair(args, 2 * pair); });
 }

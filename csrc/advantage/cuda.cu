@@ -34,8 +34,8 @@ __global__ void whiten_kernel(const WhitenArgs a) {
   a.out[i] = a.mask[i] ? static_cast<float>(whiten(a.x[i], m, a.eps, a.keep_mean, a.clip)) : 0.0f;
 }
 
-// Every thread's value combined with those of all threads before it: out = v_0 then v_1 ... then v_{i-1}
-// (exclusive); `total` is all of them. `then(first, second)` applies `first` before `second`.
+// Exclusive scan over the threads of a block: thread i gets v_0 then v_1 ... then v_{i-1}. `total` gets the
+// combination of all threads. `then(first, second)` applies `first` before `second`.
 template <class V, class Then>
 __device__ __forceinline__ V block_scan(V v, const V& identity, const Then& then, V* total) {
   constexpr int kWarps = kThreads / kWarp;
@@ -64,13 +64,13 @@ __device__ __forceinline__ V block_scan(V v, const V& identity, const Then& then
     if (w == warp) prefix = all;
     all = then(all, of_warp[w]);
   }
-  __syncthreads();  // of_warp may be used again
+  __syncthreads();  // the next call may overwrite of_warp
   *total = all;
   return then(prefix, before);
 }
 
-// A block a sequence, from its end: each thread composes four tokens into one map, the maps are scanned, and
-// each thread replays its tokens from the state that reaches it.
+// One block per sequence, from its last token. Each thread composes four tokens into one map. A scan of the
+// maps gives each thread its start state, from which it replays its tokens.
 __global__ void __launch_bounds__(kThreads) gae_kernel(const GaeArgs a) {
   constexpr int kTokens = 4;
   const int64_t b = blockIdx.x, begin = a.cu_seqlens[b];

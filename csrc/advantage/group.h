@@ -6,7 +6,7 @@
 
 namespace megarl {
 
-// Reward of a sequence: column `c`, or the sum of all columns where c is -1.
+// Reward of a sequence: column `c`, or the sum of all columns if c is -1.
 MEGARL_HD double reward_of(const GroupAdvantageArgs& a, int64_t sequence, int64_t c) {
   const float* row = a.rewards + sequence * a.columns;
   if (c >= 0) return row[c];
@@ -15,7 +15,8 @@ MEGARL_HD double reward_of(const GroupAdvantageArgs& a, int64_t sequence, int64_
   return sum;
 }
 
-// Adds the normalised column `c` of the group at order[begin, end) to its advantages (`first`: sets them).
+// Normalises column `c` of the group at order[begin, end). `first` sets its advantages, otherwise adds to
+// them.
 MEGARL_HD void add_group_column(const GroupAdvantageArgs& a, int64_t begin, int64_t end, int64_t c,
                                 bool first) {
   const double n = static_cast<double>(end - begin);
@@ -35,7 +36,7 @@ MEGARL_HD void add_group_column(const GroupAdvantageArgs& a, int64_t begin, int6
   }
 }
 
-// Fills the advantages of the group that begins at order[begin]; does nothing where no group begins.
+// Computes the advantages of the group that begins at order[begin]; does nothing if no group begins there.
 MEGARL_HD void group_at(const GroupAdvantageArgs& a, int64_t begin) {
   const int64_t id = a.sorted_ids[begin];
   if (begin > 0 && a.sorted_ids[begin - 1] == id) return;

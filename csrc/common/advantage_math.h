@@ -1,6 +1,6 @@
 // Group-relative advantages, mergeable moments and the GAE recurrence, written once for CPU and CUDA.
-// Sums are in double throughout: these tensors are small, and the order of a batch then cannot be seen in
-// float.
+// All sums are in double. The tensors are small, and the order of a batch then does not change the float
+// results.
 #pragma once
 
 #include <cmath>
@@ -12,20 +12,20 @@ namespace megarl {
 // The codes are shared with megarl/ops/advantage.py.
 enum class GroupMode : int { kMeanStd = 0, kMean = 1, kLeaveOneOut = 2 };
 
-// One reward of a group of n, given the group's mean and its sample standard deviation.
+// Advantage of one reward in a group of n, from the group's mean and sample standard deviation.
 //   kMeanStd:     (r - mean) / (std + eps)                                        (GRPO)
 //   kMean:        r - mean                                                        (Dr. GRPO)
 //   kLeaveOneOut: r - mean of the others = n/(n - 1) (r - mean)                   (RLOO)
-// A group of one has nothing to compare with: 0.
+// A group of one has nothing to compare with and gets 0.
 MEGARL_HD double group_relative(double r, double mean, double std, double n, GroupMode mode, double eps) {
   const double centred = r - mean;
-  if (n < 2) return centred * 0;  // NaN stays visible
+  if (n < 2) return centred * 0;  // keeps NaN
   if (mode == GroupMode::kMeanStd) return centred / (std + eps);
   if (mode == GroupMode::kMean) return centred;
   return centred * n / (n - 1);
 }
 
-// Count, mean and sum of squared distances from the mean.
+// Count, mean and sum of squared deviations from the mean.
 struct Moments {
   double n, mean, m2;
 };
@@ -38,7 +38,7 @@ MEGARL_HD Moments merge(const Moments& a, const Moments& b) {
   return {n, a.mean + delta * (b.n / n), a.m2 + b.m2 + delta * delta * (a.n * b.n / n)};
 }
 
-// x brought to variance 1 (sample variance) and, unless `keep_mean`, mean 0; then clipped to [-clip, clip].
+// Normalises x to sample variance 1 and, unless `keep_mean`, mean 0; then clips it to [-clip, clip].
 MEGARL_HD double whiten(double x, const Moments& m, double eps, bool keep_mean, double clip) {
   const double variance = m.n > 1 ? m.m2 / (m.n - 1) : 0;
   double y = (x - m.mean) / sqrt(variance + eps);
@@ -48,8 +48,8 @@ MEGARL_HD double whiten(double x, const Moments& m, double eps, bool keep_mean, 
 
 // Generalised advantage estimation (Schulman et al., 2016), from the last token to the first:
 //   A_t = r_t + gamma V_next - V_t + gamma lambda A_next
-// where next is the next unmasked token. A token is an affine map of the state (A_next, V_next), and maps
-// compose, so a run of tokens can be scanned in parallel.
+// where next is the next unmasked token. A token is an affine map of the state (A_next, V_next). Maps
+// compose, so tokens can be scanned in parallel.
 struct GaeState {
   double advantage, value;
 };
@@ -72,7 +72,7 @@ MEGARL_HD GaeState apply(const GaeMap& m, const GaeState& s) {
   return {m.p * s.advantage + (m.q * s.value + m.c), m.sets_value ? m.value : s.value};
 }
 
-// The map of `earlier` after `later` (the recurrence runs backwards in time).
+// Composition that applies `later` first, then `earlier`: the recurrence runs backwards in time.
 MEGARL_HD GaeMap compose(const GaeMap& earlier, const GaeMap& later) {
   const double known = later.sets_value ? later.value : 0;
   return {earlier.p * later.p, earlier.p * later.q + (later.sets_value ? 0 : earlier.q),

@@ -1,4 +1,4 @@
-// Help for the bindings: addresses cross as integers, and one bound function serves CPU and CUDA.
+// Helpers of the bindings. Addresses are passed as integers, and one bound function serves CPU and CUDA.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -17,7 +17,7 @@ namespace megarl {
 
 namespace py = pybind11;
 
-// Where a kernel runs: on a CUDA stream, or on this many CPU threads.
+// Place where a kernel runs: a CUDA stream, or a number of CPU threads.
 struct Where {
   bool cuda;
   uintptr_t stream;
@@ -29,7 +29,7 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Runs the CPU or the CUDA form of a kernel. The Python lock is free meanwhile.
+// Runs the CPU or the CUDA side of a kernel, with Python's global interpreter lock released.
 template <class Args>
 void launch(const Where& where, const Args& args, void (*cpu)(const Args&, int),
             void (*cuda)(const std::common_type_t<Args>&, void*)) {

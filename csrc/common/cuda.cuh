@@ -1,4 +1,4 @@
-// What the CUDA kernels share: launch checks, conversions and reductions in a fixed order.
+// Shared by the CUDA kernels: launch checks, conversions and reductions in a fixed order.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -56,7 +56,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// A trivially copyable value from the lane `delta` further on, word by word.
+// Returns the value of the lane `delta` higher, copied word by word. V must be trivially copyable.
 template <class V>
 __device__ __forceinline__ V shuffle_down(const V& v, int delta) {
   constexpr int kWords = sizeof(V) / 4;
@@ -69,8 +69,8 @@ __device__ __forceinline__ V shuffle_down(const V& v, int delta) {
   return out;
 }
 
-// combine(v of thread 0, v of thread 1, ...) as a binary tree whose shape depends on kThreads alone. The
-// result is valid in thread 0. combine(left, right) need not commute.
+// Combines the threads' values in thread order, as a tree whose shape depends only on kThreads. The result is
+// valid in thread 0. combine(left, right) need not commute.
 template <int kThreads, class V, class Combine>
 __device__ __forceinline__ V block_reduce(V v, const Combine& combine) {
   constexpr int kWarps = kThreads / kWarp;
@@ -85,7 +85,7 @@ __device__ __forceinline__ V block_reduce(V v, const Combine& combine) {
   __syncthreads();
   if (threadIdx.x == 0)
     for (int w = 1; w < kWarps; ++w) v = combine(v, of_warp[w]);
-  __syncthreads();  // of_warp may be used again
+  __syncthreads();  // the next call may overwrite of_warp
   return v;
 }
 

@@ -1,5 +1,5 @@
-// Which copy of the row kernels this machine runs: the best instruction set that it has, or the one that
-// MEGARL_CPU_ISA names (tests use it to reach the others).
+// Choice of the copy of the row kernels: the best instruction set of this machine, or the one named by
+// MEGARL_CPU_ISA, with which tests reach the other copies.
 #pragma once
 
 #include <cstdlib>
@@ -30,7 +30,7 @@ inline Isa machine_isa() {
 
 }  // namespace megarl
 
-// The function `name` of the copy that this machine runs. Copies are namespaces of that name.
+// The function `name` of the chosen copy. Each copy is a namespace named like its instruction set.
 #ifdef MEGARL_X86_LEVELS
 #define MEGARL_BEST_COPY(name)                          \
   (machine_isa() == Isa::kAvx512Bf16 ? avx512bf16::name \

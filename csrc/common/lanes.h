@@ -1,10 +1,10 @@
-// Sixteen-lane vectors for the CPU kernels: the compiler's portable vectors, with AVX-512 instructions where
-// a file is compiled for them.
+// Sixteen-lane vectors for the CPU kernels: the compiler's portable vectors, with AVX-512 instructions in the
+// copies compiled for them.
 //
-// Every reduction runs over lanes in one written order, so that a result does not depend on the alignment of
-// a row, its position in a batch or the number of threads. A file that includes this is compiled once for
-// each instruction set, with MEGARL_ISA naming the copy; everything here is inlined, so copies cannot be
-// mixed up.
+// Every reduction goes over the lanes in a fixed order. Results then do not depend on the alignment of a row,
+// its position in the batch or the number of threads. A file that includes this header is compiled once for
+// each instruction set; MEGARL_ISA names the copy. Everything here is inlined, so the linker cannot mix
+// copies.
 #pragma once
 
 #include <cmath>
@@ -81,8 +81,8 @@ MEGARL_HD FloatLanes load_lanes(const Float16* p) {
   return _mm512_cvtph_ps(load_raw<__m256i>(p));
 }
 
-// Round to nearest even. A NaN stays one: those that arise here have no low mantissa bits to carry into the
-// exponent.
+// Rounds to nearest even. A NaN stays a NaN: the NaNs that occur here have no low mantissa bits that could
+// carry into the exponent.
 MEGARL_HD void store_lanes(BFloat16* p, FloatLanes v) {
 #ifdef __AVX512BF16__
   const __m256bh out = _mm512_cvtneps_pbh(v);
@@ -108,7 +108,7 @@ MEGARL_HD FloatLanes load_lanes(const BFloat16* p) {
   return bit_cast<FloatLanes>(__builtin_convertvector(load_raw<ShortLanes>(p), UIntLanes) << 16);
 }
 
-// Half to float by a multiplication with 2^112, which also normalises subnormal halves.
+// Converts half to float by a multiplication with 2^112, which also normalises subnormal halves.
 MEGARL_HD FloatLanes load_lanes(const Float16* p) {
   const UIntLanes h = __builtin_convertvector(load_raw<ShortLanes>(p), UIntLanes);
   const UIntLanes sign = (h & 0x8000u) << 16;
@@ -130,7 +130,7 @@ MEGARL_HD void store_lanes(Float16* p, FloatLanes v) {
   const UIntLanes sign = (bits >> 16) & 0x8000u;
   const UIntLanes magnitude = bits & 0x7fffffffu;
   const UIntLanes normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
-  const FloatLanes aligned = bit_cast<FloatLanes>(magnitude) + 0.5f;  // a subnormal half's bits end up lowest
+  const FloatLanes aligned = bit_cast<FloatLanes>(magnitude) + 0.5f;  // puts a subnormal half's bits lowest
   const UIntLanes subnormal = bit_cast<UIntLanes>(aligned) - 0x3f000000u;
   const IntLanes signed_magnitude = bit_cast<IntLanes>(magnitude);
   UIntLanes half = signed_magnitude < 0x38800000 ? subnormal : normal;
@@ -140,7 +140,7 @@ MEGARL_HD void store_lanes(Float16* p, FloatLanes v) {
   std::memcpy(p, &out, sizeof(out));
 }
 
-// The greater; a NaN in `v` is passed over.
+// Lane-wise maximum that ignores NaN in `v`.
 MEGARL_HD FloatLanes max_lanes(FloatLanes v, FloatLanes best) {
   return v > best ? v : best;
 }
@@ -151,9 +151,9 @@ MEGARL_HD DoubleLanes max_lanes(DoubleLanes v, DoubleLanes best) {
   return v > best ? v : best;
 }
 
-// 2^r for |r| <= 1/2 by a minimax polynomial of this degree. Relative error below 8e-8 (degree 6), 2.2e-7
-// (5), which is nothing beside the rounding of 16-bit logits, and 2.7e-6 (4), nothing beside that of a result
-// stored in 16 bits.
+// 2^r for |r| <= 1/2 by a minimax polynomial of this degree. The relative error is below 8e-8 for degree 6.
+// Degree 5 has 2.2e-7, negligible beside the rounding of 16-bit logits. Degree 4 has 2.7e-6, negligible
+// beside the rounding of a 16-bit result.
 template <int kDegree, class V>
 MEGARL_HD V exp2_fraction(V r) {
   if (kDegree == 4) {
@@ -177,12 +177,12 @@ MEGARL_HD V exp2_fraction(V r) {
   return p * r + 1.0f;
 }
 
-// 2^w for w <= 127, as 2^n 2^r with n the nearest integer. Exactly 0 for -infinity and anything that
-// underflows, NaN for NaN. `w` is bounded below on return, so that 2^w * w is 0 where 2^w is.
+// 2^w for w <= 127, as 2^n 2^r with n the nearest integer. Exactly 0 for -infinity and on underflow, NaN for
+// NaN. On return `w` is bounded below, so that 2^w * w is 0 wherever 2^w is 0.
 #ifdef __AVX512F__
 template <int kDegree>
 MEGARL_HD FloatLanes exp2_lanes(FloatLanes& w) {
-  w = _mm512_max_ps(_mm512_set1_ps(-160.0f), w);  // gives the second operand where that is NaN
+  w = _mm512_max_ps(_mm512_set1_ps(-160.0f), w);  // returns the second operand if that is NaN
   const FloatLanes n = _mm512_roundscale_ps(w, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return _mm512_scalef_ps(exp2_fraction<kDegree>(w - n), n);
 }
@@ -211,7 +211,7 @@ MEGARL_HD DoubleLanes exp2_lanes(DoubleLanes& w) {
   return e;
 }
 
-// By halves: lane i and lane i + width are added until one lane is left.
+// Adds by halves: lane i and lane i + width, until one lane is left.
 template <class A, int kWidth = kLanes>
 MEGARL_HD A horizontal_sum(typename Vector<A, kWidth>::type v) {
   if constexpr (kWidth == 2) {
@@ -224,7 +224,7 @@ MEGARL_HD A horizontal_sum(typename Vector<A, kWidth>::type v) {
   }
 }
 
-// Lane i of the result is horizontal_sum(v[i]), to the bit. `v` may be overwritten.
+// Lane i of the result equals horizontal_sum(v[i]) to the bit. May overwrite `v`.
 #ifdef __AVX512F__
 template <int kWidth = kLanes / 2>
 MEGARL_HD FloatLanes horizontal_sums(FloatLanes (&v)[kLanes]) {
@@ -247,7 +247,7 @@ MEGARL_HD FloatLanes horizontal_sums(const FloatLanes (&v)[kLanes]) {
 }
 #endif
 
-// The greatest lane; NaN lanes are passed over.
+// Maximum over the lanes, without NaN lanes.
 template <class A>
 MEGARL_HD A horizontal_max(lanes_t<A> v) {
   A best = static_cast<A>(-INFINITY);
@@ -268,7 +268,7 @@ MEGARL_HD Float16 minus_infinity<Float16>() {
   return {0xfc00};
 }
 
-// The last, incomplete group of lanes: `count` elements, then -infinity.
+// Loads the last, incomplete group of lanes: `count` elements, then -infinity.
 template <class T>
 MEGARL_HD lanes_t<accumulator_t<T>> load_tail(const T* p, int count) {
   T buffer[kLanes];
@@ -283,7 +283,7 @@ MEGARL_HD void store_tail(T* p, lanes_t<accumulator_t<T>> v, int count) {
   std::memcpy(p, buffer, count * sizeof(T));
 }
 
-// As many floats as a register of this copy has; the compiler keeps wider vectors in memory.
+// Floats in a register of this copy. The compiler would keep wider vectors in memory.
 #if defined(__AVX512F__)
 constexpr int kRegister = kLanes;
 #elif defined(__AVX2__)
@@ -293,7 +293,7 @@ constexpr int kRegister = kLanes / 4;
 #endif
 using Register = Vector<float, kRegister>::type;
 
-// The vector at `i` of n elements; `pad` follows the last one.
+// Loads the vector at `i` of n elements, filled up with `pad` after the last one.
 template <class V = FloatLanes>
 MEGARL_HD V load_padded(const float* x, int64_t i, int64_t n, float pad) {
   constexpr int kWidth = sizeof(V) / sizeof(float);

@@ -24,7 +24,7 @@ struct PolicyLossSettings {
   double entropy_coef;
 };
 
-// What is summed over the unmasked tokens, in double; the entries from kFirstMax on take the maximum instead.
+// Sums over the unmasked tokens, in double. The entries from kFirstMax on are maxima instead.
 // The order is shared with POLICY_LOSS_SUMS of megarl/ops/loss.py.
 enum LossSum : int {
   kTokens,
@@ -45,7 +45,7 @@ enum LossSum : int {
   kLossSums
 };
 
-// Log-ratios are held within this distance of 0 before exp: e^20 is 5e8, and no overflow can follow.
+// Bound on the magnitude of log-ratios before exp. e^20 is 5e8, so nothing overflows.
 constexpr double kLogRatioLimit = 20;
 
 template <class T>
@@ -62,13 +62,14 @@ MEGARL_HD bool within(T x) {
 template <class T>
 struct TokenLoss {
   T loss;
-  T d_logprob;  // derivative by this token's log-prob, the ratio held fixed
-  T d_ratio;    // derivative by the log of the ratio: this token's, or its sequence's
+  T d_logprob;  // derivative by this token's log-prob with the ratio fixed
+  T d_ratio;    // derivative by the log-ratio of this token, or of its sequence
 };
 
 // KL(policy || reference) estimated from one sample, with r = ref - logprob (Schulman, "Approximating KL
 // divergence"):
-//   k1 = -r,  k2 = r^2 / 2,  k3 = e^r - 1 - r.     `slope` gets the derivative by logprob.
+//   k1 = -r,  k2 = r^2 / 2,  k3 = e^r - 1 - r.
+// `slope` gets the derivative by logprob.
 template <class T>
 MEGARL_HD T kl_estimate(T r, int estimator, T* slope) {
   if (estimator == static_cast<int>(KlEstimator::kK1)) {
@@ -85,11 +86,13 @@ MEGARL_HD T kl_estimate(T r, int estimator, T* slope) {
   return excess - b;
 }
 
-// One unmasked token. `log_ratio` is log(policy/old), of the token or of its sequence. Adds to
-// sums[kLossSums].
-//   clip:   max(-A r, -A clip(r, 1 - low, 1 + high)), for A < 0 no more than -A c        (PPO, DAPO; dual
-//   clip) cispo:  -A clip(r, 1 - low, 1 + high) logprob, the clipped ratio held fixed          (CISPO)
-// times the weight w = old/rollout, min(w, high) or w where low <= w <= high and else 0    (TIS, IcePop)
+// Loss of one unmasked token; adds its metrics to sums[kLossSums]. `log_ratio` is log(policy/old) of the
+// token or of its sequence. The objective, with ratio r and advantage A:
+//   clip:   max(-A r, -A clip(r, 1 - low, 1 + high)); with dual clip c at most -A c for A < 0     (PPO, DAPO)
+//   cispo:  -A clip(r, 1 - low, 1 + high) logprob, with the clipped ratio fixed                   (CISPO)
+// times a correction by w = old/rollout:
+//   truncate: min(w, high)                                                                        (TIS)
+//   mask:     w if low <= w <= high, else 0                                                       (IcePop)
 // plus kl_coef KL(policy || reference) - entropy_coef entropy.
 template <class T>
 MEGARL_HD TokenLoss<T> token_loss(const PolicyLossSettings& s, T logprob, T log_ratio, T old, T advantage,
@@ -155,7 +158,7 @@ MEGARL_HD TokenLoss<T> token_loss(const PolicyLossSettings& s, T logprob, T log_
   return out;
 }
 
-// Sums of two disjoint sets of tokens.
+// Adds the sums of a disjoint set of tokens.
 MEGARL_HD void add_sums(double* into, const double* from) {
   for (int k = 0; k < kFirstMax; ++k) into[k] += from[k];
   for (int k = kFirstMax; k < kLossSums; ++k) into[k] = from[k] > into[k] ? from[k] : into[k];

@@ -1,13 +1,13 @@
-// One parallel loop for all CPU kernels. Work items never share a sum, so the thread count cannot change a
-// bit.
+// The parallel loop of all CPU kernels. Work items never share a sum, so the number of threads cannot change
+// a bit.
 #pragma once
 
 #include <cstdint>
 
 namespace megarl {
 
-// Calls fn(i) for i in [0, n). `cost` is the rough number of elements touched by one call: small jobs stay on
-// one thread.
+// Calls fn(i) for i in [0, n). `cost` is the rough number of elements that one call touches; small jobs stay
+// on one thread.
 template <class Fn>
 void parallel_for(int64_t n, int64_t cost, int threads, const Fn& fn) {
   constexpr int64_t kWorthAThread = 1 << 15;

@@ -1,4 +1,4 @@
-// Element types of the tensors that kernels take, and the macro that lets row math serve CPU and CUDA.
+// Element types of the kernels' tensors, and the macro for functions that CPU and CUDA share.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace megarl {
 
-// The codes are shared with megarl/ops/kernels.py.
+// The codes are shared with megarl/ops/native.py.
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
 
-// Storage of the 16-bit floats. Arithmetic is done in float.
+// Storage of the 16-bit floats. Arithmetic is in float.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -41,7 +41,7 @@ void dispatch_dtype(int dtype, const char* op, Fn&& fn) {
                               " is not one of 0..3");
 }
 
-// The type that row statistics are kept in: float, or double where the tensor is double.
+// Type of row statistics: float, or double for double tensors.
 template <class T>
 struct Accumulator {
   using type = float;

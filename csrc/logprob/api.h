@@ -1,22 +1,22 @@
-// Log-prob and entropy of labels under (a vocabulary shard of) logits: statistics, merge over ranks,
-// gradient. The CPU and the CUDA side take the same arguments; a kernel reads and writes raw memory and
-// allocates none.
+// Log-prob and entropy of labels under logits or a vocabulary shard of them: statistics, merge over ranks,
+// gradient. The CPU and CUDA sides take the same arguments. A kernel only reads and writes the given memory
+// and allocates none.
 #pragma once
 
 #include <cstdint>
 
 namespace megarl {
 
-// `rows` rows of `columns` logits, `row_stride` elements apart. The first `valid` columns are vocabulary, the
-// rest padding. Column c is vocabulary entry `vocab_start + c`.
+// `rows` rows of `columns` logits, with a stride of `row_stride` elements. The first `valid` columns are
+// vocabulary, the rest padding. Column c is vocabulary entry `vocab_start + c`.
 struct LogitRows {
   int64_t rows, columns, valid, row_stride, vocab_start;
   int dtype;  // DType; statistics are float, or double for double logits
 };
 
-// stats [rows, 4] = (max, sum, dot, label logit) of row_math.h. The label logit is NaN where the label lies
-// in another shard. Rows with label -1 are not read and get zeros. inv_temp (1/temperature): double [1] or
-// [rows] (`temp_stride` 0 or 1). dot is 0 unless `with_entropy`.
+// stats [rows, 4] = (max, sum, dot, label logit) of row_math.h. The label logit is NaN if the label is in
+// another shard. Rows with label -1 are not read and get zeros. inv_temp (1/temperature) is double [1] or
+// [rows], with `temp_stride` 0 or 1. dot is 0 unless `with_entropy`.
 struct StatsArgs {
   LogitRows shape;
   const void* logits;
@@ -27,8 +27,8 @@ struct StatsArgs {
   void* stats;
 };
 
-// stats [ranks, rows, 4] -> logprob [rows], entropy [rows], context [rows, 3] = (max, log sum, entropy).
-// Ranks are merged in rank order. Rows with label -1 get zeros; a label that no rank holds gives NaN.
+// Merges stats [ranks, rows, 4] in rank order into logprob [rows], entropy [rows] and context [rows, 3] =
+// (max, log sum, entropy). Rows with label -1 get zeros. A label outside all shards gives NaN.
 struct MergeArgs {
   int64_t ranks, rows;
   int dtype;  // kFloat32 or kFloat64
@@ -39,8 +39,8 @@ struct MergeArgs {
   void *logprob, *entropy, *context;
 };
 
-// grad [rows, columns] from the gradients of log-prob and, where not null, entropy. `grad` may be `logits`.
-// Rows with label -1, rows whose gradients are both 0, and padding columns get zeros and are not read.
+// grad [rows, columns] from the gradients of log-prob and entropy; the latter may be null. `grad` may alias
+// `logits`. Rows with label -1, rows with both gradients 0, and padding columns get zeros and are not read.
 struct BackwardArgs {
   LogitRows shape;
   const void* logits;

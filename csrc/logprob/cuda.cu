@@ -1,6 +1,6 @@
-// One block a row. Each thread keeps running statistics over its own columns and takes one exponential an
-// element; the block then merges them in a fixed tree. Which thread owns a column never depends on alignment,
-// so a row gives the same bits wherever it lies in memory.
+// One block per row. Each thread keeps running statistics over its own columns, with one exponential per
+// element. The block then merges them in a fixed tree. A column's thread does not depend on alignment, so a
+// row gives the same bits anywhere in memory.
 #include "../common/cuda.cuh"
 #include "../common/row_math.h"
 #include "api.h"
@@ -12,7 +12,7 @@ constexpr int kThreads = 512;
 constexpr int kBlocksPerSm = 2;
 constexpr int kGroup = 8;  // adjacent columns of a thread
 
-// Sixty-four bytes of a row in flight for each thread.
+// Groups with which each thread has 64 bytes of a row in flight.
 template <class T>
 constexpr int kGroups = 64 / (kGroup * static_cast<int>(sizeof(T)));
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ T of_bits(uint32_t bits) {
   }
 }
 
-// Adjacent elements packed in 32-bit words: arrays of 16-bit structs would be put in local memory.
+// Adjacent elements packed in 32-bit words. The compiler would put arrays of 16-bit structs in local memory.
 template <class T>
 struct Group {
   static constexpr int kPerWord = 4 / sizeof(T), kWords = kGroup / kPerWord;
@@ -44,14 +44,14 @@ struct Group {
   __device__ __forceinline__ T get(int i) const {
     return of_bits<T>(words[i / kPerWord] >> (16 * (i % kPerWord)));
   }
-  // Elements are set in order, each once.
+  // Must be called for each element once, in order.
   __device__ __forceinline__ void set(int i, T x) {
     const uint32_t shifted = bits_of(x) << (16 * (i % kPerWord));
     words[i / kPerWord] = i % kPerWord == 0 ? shifted : words[i / kPerWord] | shifted;
   }
 };
 
-// Columns [c, c + kGroup) of a row, -infinity from `valid` on.
+// Loads columns [c, c + kGroup) of a row, with -infinity from `valid` on.
 template <class T, bool kAligned>
 __device__ __forceinline__ Group<T> load_group(const T* row, int64_t c, int64_t valid) {
   Group<T> g;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], floa
 #pragma unroll
   for (int u = 0; u < kGroups<T>; ++u)
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) top = fmaxf(top, to_float(g[u].get(i)));  // passes over NaN
+    for (int i = 0; i < kGroup; ++i) top = fmaxf(top, to_float(g[u].get(i)));  // ignores NaN
   s = rescale(s, top, inv_temp);
   const float max = top == -INFINITY ? 0.0f : top, scale = inv_temp * static_cast<float>(kLog2E);
   float sum = 0, dot = 0;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], floa
       const float w = (to_float(g[u].get(i)) - max) * scale;
       const float e = exp2_approx(w);
       sum += e;
-      if (kDot) dot += e * fmaxf(w, -200.0f);  // e is 0 there: spares 0 * -inf
+      if (kDot) dot += e * fmaxf(w, -200.0f);  // e is 0 there; avoids 0 * -inf
     }
   s.sum += sum;
   s.dot += dot * static_cast<float>(kLn2);
@@ -174,8 +174,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) backward_kernel(const 
   const float inv_temp = static_cast<float>(a.inv_temp[row * a.temp_stride]);
   const RowGradient<float> k = row_gradient(context[0], context[1], context[2], g, h, inv_temp);
   constexpr int64_t kSpan = kThreads * kGroup;
-  constexpr int kHeld =
-      kAligned ? kGroups<T> : 1;  // element by element, more groups would not fit the registers
+  constexpr int kHeld = kAligned ? kGroups<T> : 1;  // unaligned, more groups would not fit the registers
   for (int64_t c = threadIdx.x * kGroup; c < columns; c += kSpan * kHeld) {
     Group<T> v[kHeld];
 #pragma unroll

@@ -6,17 +6,17 @@
 namespace megarl {
 namespace {
 
-// Columns per tile: its logits stay in the first-level cache between the pass for the maximum and the pass
-// for the exponentials, so memory is read once and one exponential is taken an element. While that pass
-// computes, it fetches the next tile.
+// Columns per tile. A tile stays in the first-level cache between the pass for the maximum and the pass for
+// the exponentials, so memory is read once, with one exponential per element. The second pass prefetches the
+// next tile.
 constexpr int64_t kTile = 2048;
 constexpr int kCacheLine = 64;
 constexpr int kUnroll = 4;
 constexpr int kStep = kUnroll * kLanes;
 
 #ifdef __AVX512F__
-// Pairs of bfloat16 are compared as floats in place: the upper one's order is that of the whole word, and a
-// -infinity that the lower one turns into a NaN is passed over like one.
+// Compares pairs of bfloat16 as floats, without unpacking the upper one: it decides the order of the whole
+// word. If the lower one's bits turn an upper -infinity into a NaN, the maximum ignores that NaN.
 MEGARL_HD float tile_max(const BFloat16* x, int64_t n) {
   FloatLanes upper[2], lower[2];
   for (int u = 0; u < 2; ++u) upper[u] = lower[u] = FloatLanes{} - INFINITY;
@@ -116,8 +116,8 @@ void backward(const T* x, T* grad, int64_t valid, int64_t columns, int64_t label
   using V = lanes_t<A>;
   const RowGradient<A> k = coefficients;
   constexpr int kDegree = sizeof(T) == 2 ? 4 : 6;
-  // The label's column gets a summand of its own, from the logit as it was before it is overwritten. Near p =
-  // 1 the two cancel, so the exponential is taken in full precision.
+  // The label's column has an additional term. It is computed first, because `grad` may overwrite the logit.
+  // Near p = 1 the terms cancel, so the exponential has full precision.
   const bool here = label >= 0 && label < valid;
   A label_grad = 0;
   if (here) label_grad = gradient_lanes<6, V, A>(load_tail(x + label, 1), k)[0] + k.label;

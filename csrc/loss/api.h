@@ -1,4 +1,4 @@
-// The policy loss of every token with its gradient and the metrics, in one pass; and sums over sequences.
+// Policy loss of every token with its gradient and metrics, in one pass; and sums over sequences.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace megarl {
 
-// Tensors [tokens] of `dtype` (kFloat32 or kFloat64). Null where not used: ref, rollout, entropy,
-// sequence_ratio, d_ratio. With sequence_ratio [sequences], the log-ratio of the sequence (cu_seqlens) stands
-// for the token's and its derivative goes to d_ratio; else both derivatives go to d_logprob. Masked tokens
-// are not read and get 0. Metrics are summed in chunks of kLossChunk tokens (partials double [chunks,
-// kLossSums]), then in order into sums double [kLossSums].
+// Tensors [tokens] of `dtype` (kFloat32 or kFloat64). ref, rollout, entropy, sequence_ratio and d_ratio are
+// null if not used. With sequence_ratio [sequences], the sequence's log-ratio (cu_seqlens) replaces the
+// token's, and its derivative goes to d_ratio. Otherwise both derivatives go to d_logprob. Masked tokens are
+// not read and get 0. Metrics are summed in chunks of kLossChunk tokens (partials double [chunks,
+// kLossSums]), and the chunks in order into sums double [kLossSums].
 constexpr int64_t kLossChunk = 1024;
 struct PolicyLossArgs {
   int64_t tokens, sequences;
@@ -25,7 +25,7 @@ struct PolicyLossArgs {
   double *partials, *sums;
 };
 
-// sums double [sequences, 2] = (sum of x, number) over the unmasked tokens of each sequence.
+// sums double [sequences, 2] = (sum of x, count) over the unmasked tokens of each sequence.
 struct SegmentSumArgs {
   int64_t sequences;
   int dtype;

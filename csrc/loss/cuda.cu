@@ -15,7 +15,7 @@ __device__ __forceinline__ Sums add(Sums a, const Sums& b) {
   return a;
 }
 
-// A block a chunk of tokens: the loss of each, and the chunk's metrics.
+// One block per chunk of tokens: the loss of each token, and the chunk's metrics.
 template <class T>
 __global__ void __launch_bounds__(kThreads) policy_loss_kernel(const PolicyLossArgs a) {
   const int64_t begin = blockIdx.x * kLossChunk;

@@ -1,11 +1,11 @@
-// One token of the policy loss read from and written to memory, shared by CPU and CUDA.
+// Reads the inputs and writes the results of one token of the policy loss; shared by CPU and CUDA.
 #pragma once
 
 #include "api.h"
 
 namespace megarl {
 
-// The last sequence that begins at or before token `t`.
+// Returns the last sequence that begins at or before token `t`.
 MEGARL_HD int64_t sequence_of(const int32_t* cu_seqlens, int64_t sequences, int64_t t) {
   int64_t low = 0, high = sequences;
   while (high - low > 1) {

@@ -22,7 +22,8 @@ class Sequences:
     """Sequences of tokens for packed attention. Sequences can share a prompt.
 
     Sequence s has the tokens `rows[cu_seqlens[s] : cu_seqlens[s + 1]]`, in order. Its first `skipped[s]` tokens act
-    only as keys: they are a shared prompt whose queries belong to another sequence. Every token is a query exactly once.
+    only as keys. They are a shared prompt, whose queries belong to another sequence. Every token is a query exactly
+    once.
 
     Raises:
         ValueError: a dtype or shape does not fit, `cu_seqlens` does not rise from 0, or a token is not a query exactly

@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics, logs, progress in the terminal, the curve and the summary at its end."""
+"""Outputs of a run: metrics, logs, progress in the terminal, the curve and the summary at the end."""

@@ -1,4 +1,4 @@
-"""How much memory a rank's GPU holds, in one line of the log."""
+"""Logs the GPU memory of a rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ GIB = 2**30
 
 
 def log_gpu_stats(where: str) -> None:
-    """Logs, at level info, the GPU memory that this process holds after `where`, in GiB: what tensors take, what torch
-    keeps for them, the most so far, and the GPU's. Without a GPU, the process's own memory."""
+    """Logs this process's GPU memory in GiB after stage `where`, at level info.
+
+    The line has allocated, reserved and peak memory, and the GPU's total. Without a GPU it has the process's resident
+    host memory.
+    """
     if not torch.cuda.is_available():
         log.info("%s: %.2f GiB of host memory", where, psutil.Process().memory_info().rss / GIB)
         return
     device = torch.cuda.current_device()
     log.info(
-        "%s: GPU %d: %.2f GiB in tensors, %.2f kept, %.2f at most, of %.2f",
+        "%s: GPU %d: %.2f GiB allocated, %.2f reserved, %.2f peak, of %.2f",
         where,
         device,
         torch.cuda.memory_allocated(device) / GIB,

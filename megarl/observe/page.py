@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: curves, timings, syncs, staleness, samples, what was left out."""
+"""Self-contained HTML page of a run: curves, timings, syncs, staleness, samples, and rejected prompts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from megarl.observe.timers import clock
 
-MAX_SAMPLES = 400  # of the last evaluation
+MAX_SAMPLES = 400  # shown of the last evaluation
 INK, GRID, COLORS = "#1f2933", "#e4e7eb", ("#1769aa", "#2e7d32", "#b45309", "#7b1fa2", "#c62828", "#00838f", "#5d4037")
 
-# Title, unit, and the metrics drawn together; a chart without any of its metrics is left out.
+# Title, unit and metrics of each chart. A chart is skipped if the run has none of its metrics.
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Held-out accuracy", "part of problems solved", (metrics.ACCURACY,)),
     ("Training reward", "mean reward of a step", (metrics.REWARD,)),
@@ -75,7 +75,7 @@ def write_page(folder: Path) -> Path:
     """Writes `report.html` into the run's folder and returns its path.
 
     Raises:
-        UserError: the folder holds no metrics.
+        UserError: the folder has no metrics.
     """
     run = RunFolder(folder.resolve())
     if not run.metrics.is_file():
@@ -133,7 +133,7 @@ def _points(rows: Sequence[Mapping[str, float]], name: str) -> list[tuple[float,
 
 
 def _draw(title: str, unit: str, series: Mapping[str, list[tuple[float, float]]], stacked: bool = False) -> str:
-    """One chart as SVG text."""
+    """Draws one chart and returns it as SVG text."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # slow to import
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -166,7 +166,7 @@ def _draw(title: str, unit: str, series: Mapping[str, list[tuple[float, float]]]
 
 
 def _timings(rows: Sequence[Mapping[str, float]]) -> str:
-    """Where the time of a step goes: a stacked chart, and medians."""
+    """Time per stage of a step: a stacked chart and a table."""
     steps = [row for row in rows if f"{metrics.TIME}update" in row]
     names = sorted({k for row in steps for k in row if k.startswith(metrics.TIME) and k.count("/") == 1})
     if not steps or not names:
@@ -183,7 +183,7 @@ def _timings(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def _accounts(path: Path) -> str:
-    """How many prompts were trained on, and why others were not."""
+    """Number of trained prompts, and the reasons for rejected ones."""
     if not path.is_file():
         return ""
     trained, reasons = 0, Counter[str]()
@@ -201,7 +201,7 @@ def _accounts(path: Path) -> str:
 
 
 def _samples(folder: Path) -> str:
-    """The samples of the last evaluation, to search and filter."""
+    """Samples of the last evaluation, with search and filter."""
     files = sorted(folder.glob("step-*.jsonl"))
     if not files:
         return ""

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view in a terminal, one line a step elsewhere."""
+"""Progress display of a run: a live view in a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BAR_WIDTH = 24
 
 
 class Progress:
-    """A view of a run of `total_steps`, fed once a step. Use as a context manager: leaving it restores the terminal.
+    """Display of a run with `total_steps` steps. Use it as a context manager: leaving it restores the terminal.
 
-    `done_steps` is where a resumed run starts. The first `update` of a new run may be for step 0, with the accuracy
-    before training; it may come before the view is entered.
+    `done_steps` is the number of steps before a resume. The first `update` of a new run may be for step 0, with the
+    accuracy before training. It may be called before the context is entered.
     """
 
     def __init__(self, title: str, total_steps: int, done_steps: int = 0, console: Console | None = None) -> None:
@@ -52,11 +52,11 @@ class Progress:
             self._live.stop()
 
     def note(self, message: str) -> None:
-        """Prints a line; in the live view it stays above."""
+        """Prints a line, above the live view if there is one."""
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, step: int, stats: Mapping[str, float]) -> None:
-        """Shows the metrics of a finished step. `step` counts finished steps; names are those of `metrics.py`."""
+        """Shows the metrics of a finished step. `step` counts finished steps; `metrics.py` has the metrics' names."""
         now = time.monotonic()
         if step > self._step:
             self._times.record(stats, now - self._last_update)
@@ -72,7 +72,7 @@ class Progress:
             self.note(self.line())
 
     def line(self) -> str:
-        """The last step in one line, for logs."""
+        """Formats the last step as one line, for logs."""
         parts = [f"step {self._step}/{self._total}"]
         parts += [f"{name} {value}" for name, value in self._numbers()]
         if times := self._times.last():
@@ -90,7 +90,7 @@ class Progress:
         )
 
     def _numbers(self) -> list[tuple[str, str]]:
-        """What is known so far, as (name with unit, value) pairs in a fixed order."""
+        """Latest values as (name with unit, value) pairs, in a fixed order."""
         stats, numbers = self._stats, []
         if metrics.REWARD in stats:
             numbers.append(("reward", f"{stats[metrics.REWARD]:.3f}"))
@@ -138,26 +138,26 @@ class Progress:
         if not numbers:
             return Text("waiting for the first step", style="dim")
         table = Table.grid(padding=(0, 3))
-        for left in range(0, len(numbers), 3):
-            table.add_row(*(Text.assemble((name + " ", "dim"), value) for name, value in numbers[left : left + 3]))
+        for start in range(0, len(numbers), 3):
+            table.add_row(*(Text.assemble((name + " ", "dim"), value) for name, value in numbers[start : start + 3]))
         return table
 
     def _stages(self) -> list[RenderableType]:
         times = self._times.median()
         if not times:
             return []
-        longest, whole = max(times.values()), sum(times.values())
+        longest, total = max(times.values()), sum(times.values())
         table = Table.grid(padding=(0, 1))
         for name, seconds in times.items():
             filled = round(BAR_WIDTH * seconds / longest) if longest else 0
-            share = seconds / whole if whole else 0.0
+            share = seconds / total if total else 0.0
             bar = Text("█" * filled + " " * (BAR_WIDTH - filled), style="cyan")
             table.add_row(Text(name, style="dim"), bar, f"{seconds:6.2f}s", Text(f"{share:4.0%}", style="dim"))
         return [table]
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The values as one row of block characters, averaged down to at most `width` of them."""
+    """Draws values as one row of at most `width` block characters, each the mean of its values."""
     count = min(width, len(values))
     bounds = [i * len(values) // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""What is left of a run to look at: `curve.png`, `summary.json` and the lines printed at its end."""
+"""Results of a run: `curve.png`, `summary.json` and the lines printed at the end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ INK, FAINT, ACCURACY_COLOR, TREND_COLOR = "#1f2933", "#9aa5b1", "#1769aa", "#2e7
 
 
 def draw_curve(source: Path | Sequence[Mapping[str, float]], path: Path, title: str = "") -> None:
-    """Draws what there is of held-out accuracy and margin, training reward and loss over steps into a PNG.
+    """Draws held-out accuracy and margin, training reward and loss over steps into a PNG, as far as they exist.
 
-    `source` is a `metrics.jsonl` or its rows. The loss is drawn only where there is no reward: in RL it says little.
-    Raises UserError when it holds none of them.
+    `source` is a `metrics.jsonl` or its rows. The loss is drawn only without a reward, because in RL it says little.
+
+    Raises:
+        UserError: the metrics have none of the curves.
     """
     rows = read_metrics(source) if isinstance(source, Path) else source
     keys = (metrics.ACCURACY, metrics.MARGIN, metrics.REWARD, metrics.LOSS)
@@ -37,7 +39,7 @@ def draw_curve(source: Path | Sequence[Mapping[str, float]], path: Path, title: 
         panels.append(lambda axes: _draw_trend(axes, loss, "Training loss", "mean loss"))
     if not panels:
         names = f"{metrics.ACCURACY}, {metrics.REWARD} or {metrics.LOSS}"
-        raise UserError(f"{len(rows)} steps hold none of {names}, so there is nothing to draw")
+        raise UserError(f"{len(rows)} steps have none of {names}, so there is nothing to draw")
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure
@@ -59,20 +61,20 @@ def draw_curve(source: Path | Sequence[Mapping[str, float]], path: Path, title: 
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Writes `summary.json` in one step and returns its path. Numbers that are not finite become null."""
+    """Writes `summary.json` atomically and returns its path. Numbers that are not finite become null."""
     path = RunFolder(Path(run_dir)).summary
     replace_text(path, json.dumps(_without_nan(summary), indent=2, allow_nan=False) + "\n")
     return path
 
 
 def summary_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """The few lines printed at the end of a run. What `summary` lacks is left out."""
+    """Lines printed at the end of a run. Values that `summary` lacks are skipped."""
     run, lines = RunFolder(Path(run_dir)), []
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     if before is not None and after is not None:
         problems = summary.get("accuracy_problems")
-        what = "problems" if "margin_after" not in summary else "rows"
-        over = f" on {problems} held-out {what}" if problems else ""
+        unit = "problems" if "margin_after" not in summary else "rows"
+        over = f" on {problems} held-out {unit}" if problems else ""
         lines.append(f"accuracy  {before:.1%} before, {after:.1%} after ({(after - before) * 100:+.1f} points){over}")
     if summary.get("margin_before") is not None and summary.get("margin_after") is not None:
         lines.append(f"margin    {summary['margin_before']:.4f} before, {summary['margin_after']:.4f} after")
@@ -102,13 +104,13 @@ def _draw_accuracy(axes: Any, series: list[tuple[int, float]]) -> None:
     axes.set_title("Held-out accuracy", loc="left", color=INK, fontsize=11, fontweight="bold")
     axes.set_ylabel("solved, or in order (%)", color=INK)
     low, high = min(values), max(values)
-    room = max(5.0, 0.25 * (high - low))
-    axes.set_ylim(max(0.0, low - room), min(105.0, high + room))
+    padding = max(5.0, 0.25 * (high - low))
+    axes.set_ylim(max(0.0, low - padding), min(105.0, high + padding))
     if len(series) < 2:
         return
     axes.margins(x=0.12)
     for index, neighbour, word in ((0, 1, "before"), (-1, -2, "after")):
-        up = values[index] >= values[neighbour]  # on the side that the line does not come from
+        up = values[index] >= values[neighbour]  # label on the side away from the line
         axes.annotate(
             f"{word} {values[index]:.1f}%",
             (steps[index], values[index]),

@@ -1,4 +1,4 @@
-"""The folder that a run leaves: `runs/<experiment>/<time>/`, and the link `latest` beside it."""
+"""Folder of a run: `runs/<experiment>/<time>/`, and the link `latest` next to it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where each thing of a run lies."""
+    """Paths in the folder of a run."""
 
     path: Path
 
     @property
     def config(self) -> Path:
-        """The whole configuration, written by the command before anything starts."""
+        """Complete configuration, written by the command before anything starts."""
         return self.path / "config.yaml"
 
     @property
     def metrics(self) -> Path:
-        """One line of JSON a step."""
+        """One line of JSON per step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -48,13 +48,13 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """One file a server and a rank; those of a cluster job in a folder for each attempt (`new_attempt`)."""
+        """One log file per server and rank. A cluster job has a subfolder per attempt (`new_attempt`)."""
         return self.path / "logs"
 
     def new_attempt(self) -> Path:
         """Makes the next `logs/attempt_N`, counted from 1, and points `logs/latest` at it."""
-        done = [int(p.name.removeprefix("attempt_")) for p in self.logs.glob("attempt_*")]
-        attempt = self.logs / f"attempt_{max(done, default=0) + 1}"
+        numbers = [int(p.name.removeprefix("attempt_")) for p in self.logs.glob("attempt_*")]
+        attempt = self.logs / f"attempt_{max(numbers, default=0) + 1}"
         attempt.mkdir()
         _point_latest(self.logs / "latest", attempt.name)
         return attempt
@@ -63,9 +63,10 @@ class RunFolder:
 def new_run(root: str | Path, experiment: str, name: str = "") -> RunFolder:
     """Makes `root/experiment/<time>/` with its subfolders and points `latest` at it.
 
-    With a `name`, such as a cluster job's, the folder is called so, and one that is there already is taken again.
+    With a `name`, such as a cluster job's, the folder has this name instead, and an existing one is used again.
 
-    Raises UserError when `experiment` is not a plain name or the folder cannot be written.
+    Raises:
+        UserError: `experiment` is not a plain name, or the folder cannot be written.
     """
     if not experiment or "/" in experiment or experiment in {".", "..", "latest"}:
         raise UserError(f"experiment name {experiment!r} must be one folder name other than 'latest', without '/'")
@@ -82,7 +83,11 @@ def new_run(root: str | Path, experiment: str, name: str = "") -> RunFolder:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """The run in `path`, for `resume=`. Raises UserError, naming what is missing, when it holds none."""
+    """Opens the run in `path`, for `resume=`.
+
+    Raises:
+        UserError: `path` is not a run or is not writable; the message says what is missing.
+    """
     run = RunFolder(Path(path).resolve())
     remedy = "give the folder of a run, such as runs/gsm8k_grpo/latest"
     if not run.path.is_dir():
@@ -91,12 +96,12 @@ def open_run(path: str | Path) -> RunFolder:
     if missing:
         raise UserError(f"resume={path} is not a run: it has no {' and no '.join(missing)}; {remedy}")
     if not os.access(run.path, os.W_OK):
-        raise UserError(f"resume={path} cannot be written; resume a copy of it in a folder of yours")
+        raise UserError(f"resume={path} cannot be written; copy it to a folder of your own and resume the copy")
     return run
 
 
 def _new_folder(parent: Path) -> Path:
-    """A folder named by the time; a second run within the same second gets `-2`."""
+    """Makes a folder named by the time; a second run within the same second gets `-2`."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count(1):
         folder = parent / (stamp if number == 1 else f"{stamp}-{number}")
@@ -107,7 +112,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _point_latest(link: Path, name: str) -> None:
-    """Replaces the link in one step. A file system without links costs a warning, not the run."""
+    """Replaces the link atomically. If the file system has no links, logs a warning instead of failing the run."""
     new = link.with_name(f".latest-{os.getpid()}")
     try:
         new.symlink_to(name, target_is_directory=True)

@@ -1,4 +1,4 @@
-"""How long the stages of a step take, and when the run will be over."""
+"""Durations of a step's stages, and the time left."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from megarl.observe.metrics import TIME
 
-WINDOW = 20  # steps that the medians look back on
+WINDOW = 20  # last steps in medians and means
 
 
 class StageTimes:
-    """Seconds per stage over the last steps, fed with the `time_s/...` metrics of each step."""
+    """Seconds per stage over the last steps, from the `time_s/...` metrics of each step."""
 
     def __init__(self) -> None:
         self._stages: dict[str, deque[float]] = {}
@@ -20,9 +20,9 @@ class StageTimes:
         self._last: dict[str, float] = {}
 
     def record(self, stats: Mapping[str, float], step_s: float) -> None:
-        """Takes the stage times out of a step's metrics, and `step_s`, the seconds the whole step took.
+        """Records the stage times in a step's metrics, and `step_s`, the seconds of the whole step.
 
-        Only top-level stages count (`time_s/rollout`, not `time_s/actor/forward`, which is inside one).
+        Only top-level stages count: `time_s/rollout`, not `time_s/actor/forward`, which is part of one.
         """
         self._steps.append(step_s)
         self._last = {}
@@ -33,25 +33,24 @@ class StageTimes:
                 self._stages.setdefault(stage, deque(maxlen=WINDOW)).append(value)
 
     def last(self) -> dict[str, float]:
-        """Seconds of each stage that ran in the last step."""
+        """Returns the seconds of each stage that ran in the last step."""
         return self._last
 
     def median(self) -> dict[str, float]:
-        """Median seconds of each stage, over the last steps in which it ran."""
+        """Returns the median seconds of each stage, over the last steps in which it ran."""
         return {stage: statistics.median(times) for stage, times in self._stages.items()}
 
     def eta_s(self, steps_left: int) -> float | None:
-        """Seconds until `steps_left` more steps are done; None before the first step.
+        """Estimates the seconds for `steps_left` more steps; None before the first step.
 
-        The mean, not the median: stages that run every few steps, such as evaluation, take their share.
+        Uses the mean, not the median, so that stages that run only every few steps, such as evaluation, count.
         """
         return statistics.fmean(self._steps) * steps_left if self._steps else None
 
 
 def clock(seconds: float) -> str:
-    """Seconds as people read them: `42s`, `3m05s`, `2h07m`, `3d04h`."""
-    whole = max(0, round(seconds))
-    minutes, s = divmod(whole, 60)
+    """Formats seconds as `42s`, `3m05s`, `2h07m` or `3d04h`."""
+    minutes, s = divmod(max(0, round(seconds)), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     if days:

@@ -1,4 +1,4 @@
-"""Advantages from rewards: group-relative, generalised advantage estimation, and whitening over a batch."""
+"""Advantages from rewards: group-relative advantages, generalised advantage estimation and whitening."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.ops.native import _C, check, where
 
 GroupMode = Literal["mean_std", "mean", "leave_one_out"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
-GROUP_MODES: tuple[GroupMode, ...] = ("mean_std", "mean", "leave_one_out")  # positions are the kernel's codes
+GROUP_MODES: tuple[GroupMode, ...] = ("mean_std", "mean", "leave_one_out")  # a mode's index is its code in the kernel
 
 
 def group_advantage(
@@ -24,17 +24,17 @@ def group_advantage(
     eps: float = 1e-6,
     aggregation: Aggregation = "sum_then_normalize",
 ) -> Tensor:
-    """Advantage of each sequence relative to its group, float32 `[batch]`.
+    """Computes the advantage of each sequence relative to its group, float32 `[batch]`.
 
     Args:
-        rewards: float32 `[batch]`, or `[batch, columns]` where there are several rewards.
+        rewards: float32 `[batch]`, or `[batch, columns]` with several rewards per sequence.
         group_ids: int64 `[batch]`; members of a group need not be adjacent.
-        mode: "mean_std" is GRPO's (r - mean) / (std + eps) with the sample standard deviation, "mean" is
-            Dr. GRPO's r - mean, "leave_one_out" is RLOO's r - mean of the others.
+        mode: "mean_std" is GRPO's (r - mean) / (std + eps) with the sample standard deviation. "mean" is
+            Dr. GRPO's r - mean. "leave_one_out" is RLOO's r - mean of the others.
         eps: added to the standard deviation.
-        aggregation: of several columns: "sum_then_normalize", or "normalize_then_sum" (GDPO).
+        aggregation: order of operations on several columns, "sum_then_normalize" or "normalize_then_sum" (GDPO).
 
-    A group of one has advantage 0: it has nothing to compare with.
+    A group of one sequence has advantage 0, because there is nothing to compare with.
     """
     if mode not in GROUP_MODES:
         raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(GROUP_MODES)}")
@@ -60,30 +60,32 @@ def gae_packed(
     lam: float | Tensor = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over packed sequences: advantages and returns, float32 `[tokens]`.
+    """Computes advantages and returns of packed sequences by GAE, float32 `[tokens]` each.
 
     Args:
-        rewards, values: float32 `[tokens]`.
-        mask: bool `[tokens]`; tokens outside (prompt, tool output) are passed over and get 0.
+        rewards: float32 `[tokens]`.
+        values: float32 `[tokens]`.
+        mask: bool `[tokens]`; False tokens (prompt, tool output) are skipped and get 0.
         cu_seqlens: int32 `[num_seqs + 1]`.
-        gamma: discount. lam: the lambda of every sequence, or float32 `[num_seqs]`.
-        bootstrap: float32 `[num_seqs]`, the value after a sequence that was cut off; None is 0.
+        gamma: discount per token.
+        lam: lambda, a number or float32 `[num_seqs]`.
+        bootstrap: float32 `[num_seqs]`, the value after a truncated sequence; None is 0.
     """
     lambdas = lam if isinstance(lam, Tensor) else torch.full((1,), lam, dtype=torch.float32, device=rewards.device)
     return _gae(rewards, values, mask, cu_seqlens, bootstrap, gamma, lambdas)
 
 
 def moments(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Count, mean and sum of squared distances from the mean of the unmasked values: float64 `[3]`.
+    """Computes count, mean and sum of squared deviations from the mean over the unmasked values: float64 `[3]`.
 
-    With a `group`, over all its ranks (merged in rank order, Chan et al. 1979).
+    With a `group`, the moments of all its ranks are merged in rank order (Chan et al. 1979).
     """
-    local = _moments(x, mask)
+    local_moments = _moments(x, mask)
     if group is None or dist.get_world_size(group) == 1:
-        return local
-    parts = local.new_empty(dist.get_world_size(group), 3)
-    dist.all_gather(list(parts.unbind(0)), local, group=group)
-    return moments_merge(parts)
+        return local_moments
+    moments_by_rank = local_moments.new_empty(dist.get_world_size(group), 3)
+    dist.all_gather(list(moments_by_rank.unbind(0)), local_moments, group=group)
+    return moments_merge(moments_by_rank)
 
 
 def whiten(
@@ -95,13 +97,13 @@ def whiten(
     clip: float | None = None,
     eps: float = 1e-8,
 ) -> Tensor:
-    """The unmasked values of float32 `x` `[tokens]` brought to mean 0 and variance 1 over all ranks of `group`.
+    """Normalises the unmasked values of float32 `x` `[tokens]` to mean 0 and variance 1 over all ranks of `group`.
 
-    `shift_mean=False` keeps the mean. `clip` bounds the result to `[-clip, clip]`. The variance is the sample
-    variance, `eps` is added to it. Masked values become 0.
+    `shift_mean=False` keeps the mean. `clip` bounds the result to `[-clip, clip]`. `eps` is added to the sample
+    variance. Masked values become 0.
     """
     if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip}, it must be positive; leave it out for no bound")
+        raise ValueError(f"clip is {clip}, it must be positive; None is no bound")
     return _whiten(x, mask, moments(x, mask, group=group), eps, not shift_mean, math.inf if clip is None else clip)
 
 
@@ -188,7 +190,7 @@ def _(x: Tensor, mask: Tensor) -> Tensor:
 
 @torch.library.custom_op("megarl::moments_merge", mutates_args=())
 def moments_merge(parts: Tensor) -> Tensor:
-    """Moments of a union of disjoint sets, float64 `[parts, 3]` to `[3]`, merged in order."""
+    """Merges the moments of disjoint sets in order: float64 `[parts, 3]` to `[3]`."""
     check("parts", parts, dtype=torch.float64, shape=(parts.shape[0], 3), device=parts.device)
     result = parts.new_empty(3)
     _C.merge_moments(where(parts), parts.shape[0], parts.data_ptr(), result.data_ptr())

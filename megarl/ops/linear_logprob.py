@@ -1,7 +1,7 @@
-"""Log-probs straight from hidden states and the LM head's weight: only a chunk of the logits is held at a time.
+"""Log-probs directly from hidden states and the LM head's weight, with only a chunk of the logits in memory.
 
-For token-level losses the gradient is known while a chunk's logits are at hand (6 T*H*V operations in all);
-otherwise backward computes them again (8 T*H*V).
+A token-level loss allows the gradient to be computed while the chunk's logits are in memory: 6 T*H*V operations in
+all. Otherwise backward computes the logits again: 8 T*H*V operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.ops import logprob_kernels as kernels
 from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
 from megarl.ops.native import check
 
-# Gets log-probs `[rows]`, entropy `[rows]` or None, and the positions of these rows; returns their loss, to be summed.
+# Takes log-probs `[rows]`, entropy `[rows]` or None, and the rows' positions. Returns their losses, which are summed.
 TokenLossFn = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
@@ -37,24 +37,23 @@ def linear_logprobs(
     chunk_rows: int | None = None,
     main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropy) of `labels` under `hidden @ weight.T`, without ever holding `[tokens, vocabulary]`.
+    """Computes log-probs of `labels` under `hidden @ weight.T`, without a `[tokens, vocabulary]` tensor.
 
-    Only rows with a label are computed, a chunk at a time; backward computes the chunk's logits again (8 instead
-    of 6 T*H*V operations in all). Where the loss of a token needs nothing but that token's log-prob and entropy,
-    `linear_token_loss` spares the repetition.
+    Only rows with a label are computed, a chunk at a time. Backward computes each chunk's logits again: 8 T*H*V
+    operations in all instead of 6. `linear_token_loss` avoids this if each token's loss needs only that token's
+    log-prob and entropy. `vocab_parallel_logprobs` describes the arguments that are not listed here.
 
     Args:
-        hidden: `[tokens, hidden]`, the same on all ranks of `group`; its gradient is summed over them.
+        hidden: `[tokens, hidden]`, identical on all ranks of `group`; its gradient is summed over them.
         weight: `[local vocabulary, hidden]`, this rank's rows of the LM head, in hidden's dtype.
-        labels, vocab_valid, vocab_start, temperature, group, with_entropy: as in `vocab_parallel_logprobs`.
-        rows: int64, the positions with a label, where the caller knows them (`TokenIndex.rows`); otherwise they
-            are found here, which on CUDA waits for the device.
-        chunk_rows: rows of logits held at a time; None takes a sixteenth of the rows, at least 256, at most 1024.
-        main_grad: float32 `[local vocabulary, hidden]` to which the weight's gradient is added in backward, in
-            float32 throughout; `weight.grad` stays as it is then. None: the gradient is returned through autograd.
+        rows: int64, the positions with a label, if the caller knows them. None finds them here, which on CUDA waits
+            for the device.
+        chunk_rows: rows of logits in memory at a time; None is a sixteenth of the rows, between 256 and 1024.
+        main_grad: float32 `[local vocabulary, hidden]`. Backward adds the weight's gradient to it, in float32
+            throughout, and leaves `weight.grad` unchanged. None returns the gradient through autograd.
 
     Returns:
-        float32 `[tokens]` log-probs and entropy (or None), 0 where there is no label. Both are differentiable.
+        float32 `[tokens]` log-probs and entropy (or None), 0 for rows without a label. Both are differentiable.
     """
     head = _Head.make(hidden, weight, labels, vocab_valid, vocab_start, temperature, group, rows, chunk_rows, main_grad)
     logprob, entropy = _LinearLogprobs.apply(hidden, weight, head, with_entropy)
@@ -76,13 +75,13 @@ def linear_token_loss(
     chunk_rows: int | None = None,
     main_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A token-level loss straight from the hidden states: forward and gradient of a chunk in one visit.
+    """Computes a token-level loss directly from the hidden states, and each chunk's gradient with it.
 
-    `loss_fn(logprobs, entropy, rows)` is called once a chunk with the values of some labelled rows and their
-    positions, and returns their losses; they are summed. Arguments as in `linear_logprobs`.
+    `loss_fn(logprobs, entropy, rows)` is called once per chunk, with the values and positions of the chunk's rows. It
+    returns their losses, which are summed. See `linear_logprobs` for the other arguments.
 
     Returns:
-        The summed loss, differentiable in `hidden` and `weight` (backward can run once); log-probs and entropy
+        The summed loss, differentiable in `hidden` and `weight`; backward can run only once. Log-probs and entropy
         `[tokens]`, detached.
     """
     head = _Head.make(hidden, weight, labels, vocab_valid, vocab_start, temperature, group, rows, chunk_rows, main_grad)
@@ -92,7 +91,7 @@ def linear_token_loss(
 
 @dataclass
 class _Head:
-    """What every chunk of a linear log-prob shares."""
+    """Inputs shared by all chunks."""
 
     labels: Tensor
     inv_temp: Tensor
@@ -130,7 +129,7 @@ class _Head:
         return _Head(labels, inv_temp, rows, chunk, (vocab_valid, vocab_start), group, main_grad)
 
     def chunks(self) -> list[tuple[slice, Tensor]]:
-        """Slices of the compacted rows, each with the rows it stands for."""
+        """Splits the labelled rows into chunks: the slice of `rows`, and the token positions in it."""
         count = self.rows.numel()
         spans = [slice(i, min(i + self.chunk, count)) for i in range(0, count, self.chunk)]
         return [(span, self.rows[span]) for span in spans]
@@ -150,12 +149,12 @@ class _Head:
     def backward_chunk(
         self, logits: Tensor, rows: Tensor, context: Tensor, g: Tensor, h: Tensor | None, x: Tensor, grads: _HeadGrads
     ) -> None:
-        """Turns the chunk's logits into their gradient and adds it to those of `hidden` and `weight`."""
+        """Overwrites the chunk's logits with their gradient, and adds to the gradients of `hidden` and `weight`."""
         labels, inv_temp = self.row_inputs(rows)
         h = h.contiguous() if h is not None else None
         kernels.logprob_backward_(logits, labels, inv_temp, context, g.contiguous(), h, *self.vocab)
         if grads.hidden is not None:
-            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.of_weight))
+            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight))
         if grads.weight is not None:
             add_weight_grad(grads.weight, logits, x)
 
@@ -166,28 +165,30 @@ class _Head:
 
 @dataclass
 class _HeadGrads:
-    of_weight: Tensor
+    """Gradients of `hidden` and `weight`, accumulated over chunks; None if not needed."""
+
+    head_weight: Tensor  # the weight itself, to which hidden's gradient is linear
     hidden: Tensor | None
     weight: Tensor | None  # float32, or float64 for float64 weights
 
     @staticmethod
-    def make(hidden: Tensor, weight: Tensor, needed: tuple[bool, ...], into: Tensor | None) -> _HeadGrads:
+    def make(hidden: Tensor, weight: Tensor, needed: tuple[bool, ...], main_grad: Tensor | None) -> _HeadGrads:
         for_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
-        for_weight = into
+        for_weight = main_grad
         if for_weight is None and needed[1]:
             for_weight = torch.zeros_like(weight, dtype=kernels.stats_dtype(weight.dtype))
         return _HeadGrads(weight, for_hidden, for_weight)
 
 
 def add_weight_grad(grad: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """`grad += d_logits.T @ hidden`, summed in `grad`'s dtype also where the factors are 16-bit."""
+    """Computes `grad += d_logits.T @ hidden`, summed in `grad`'s dtype even if the factors are 16-bit."""
     if d_logits.dtype == grad.dtype:
         grad.addmm_(d_logits.t(), hidden)
     elif grad.device.type == "cuda":
         torch.addmm(grad, d_logits.t(), hidden, out_dtype=grad.dtype, out=grad)
     else:
         x = hidden.to(grad.dtype)
-        for start in range(0, grad.shape[0], 4096):  # a block of the vocabulary at a time bounds the widened copy
+        for start in range(0, grad.shape[0], 4096):  # blocks of the vocabulary bound the size of the widened copy
             block = slice(start, start + 4096)
             grad[block].addmm_(d_logits[:, block].to(grad.dtype).t(), x)
 

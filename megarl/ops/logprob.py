@@ -1,7 +1,7 @@
-"""Log-probs and entropy of labels under logits, packed and vocabulary-parallel, and their gradients.
+"""Log-probs and entropy of labels under packed, vocabulary-parallel logits, and their gradients.
 
-Forward reads the logits once and keeps three floats a row; backward reads them once more and may overwrite them
-with their own gradient. See csrc/common/row_math.h for the formulas. `linear_logprobs` starts from hidden states.
+Forward reads the logits once and keeps three floats per row. Backward reads them once more and can overwrite them with
+their own gradient. csrc/common/row_math.h has the formulas. `linear_logprobs` starts from hidden states.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def vocab_parallel_logprobs(
     with_entropy: bool = False,
     inplace_backward: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each row's label, and the entropy of the row if asked, from a vocabulary shard of the logits.
+    """Computes each row's log-prob of its label, and optionally the row's entropy, from a vocabulary shard.
 
     Args:
-        logits: `[tokens, local vocabulary]`, bf16, fp16 or fp32 (fp64 on CPU); rows may be further apart than
-            their length. Values are divided by `temperature` before the softmax.
-        labels: i32 or i64 `[tokens]`, global vocabulary ids; -1 is no label: log-prob and entropy 0, gradient 0.
-        vocab_valid: true size of the whole vocabulary; columns past it are padding with probability 0.
+        logits: `[tokens, local vocabulary]`, bf16, fp16 or fp32 (fp64 on CPU), divided by `temperature` before the
+            softmax. The row stride may exceed the row length.
+        labels: i32 or i64 `[tokens]`, global vocabulary ids. Rows with label -1 have log-prob, entropy and gradient 0.
+        vocab_valid: true size of the vocabulary; columns past it are padding with probability 0.
         vocab_start: global id of this shard's first column.
         temperature: a positive number, or one for each token `[tokens]`.
-        group: ranks that hold the other shards, in vocabulary order. One all-gather of four floats a token.
+        group: ranks with the shards of the vocabulary, in vocabulary order. One all-gather of four floats per token.
         with_entropy: also return the entropy in nats.
-        inplace_backward: backward overwrites `logits` with their gradient. Nothing else may need them by then,
-            and backward can run once.
+        inplace_backward: backward overwrites `logits` with their gradient. Nothing else may read them by then, and
+            backward can run only once.
 
     Returns:
         float32 `[tokens]` log-probs and entropy (or None); float64 for float64 logits. Both are differentiable.
-        The gradient of each rank's logits is complete for its own shard: no collective in backward.
+        Each rank computes the complete gradient of its own shard, without a collective in backward.
 
     Raises:
         ValueError: a dtype, shape, stride, device, temperature or (on CPU) label out of range.
@@ -68,15 +68,16 @@ def vocab_parallel_logprobs(
 
 
 def gather_logprobs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """Log-prob of `labels` `[...]` under whole-vocabulary `logits` `[..., vocabulary]`; float32, differentiable.
+    """Computes log-probs of `labels` `[...]` under whole-vocabulary `logits` `[..., vocabulary]`.
 
-    Row i scores `labels[i]`: to score the next token of packed ids pass `torch.roll(input_ids, -1)`.
+    The result is float32 and differentiable. Row i scores `labels[i]`. To score the next
+    token of packed ids, pass `torch.roll(input_ids, -1)`.
     """
     return _gather(logits, labels, temperature, with_entropy=False)[0]
 
 
 def gather_logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """As `gather_logprobs`, with the entropy of each row in nats beside it."""
+    """Computes log-probs like `gather_logprobs`, and the entropy of each row in nats."""
     logprob, entropy = _gather(logits, labels, temperature, with_entropy=True)
     assert entropy is not None
     return logprob, entropy
@@ -88,7 +89,7 @@ def _gather(
     if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} and labels {tuple(labels.shape)}; "
-            "logits must have the labels' shape and the vocabulary behind it"
+            "logits must have the labels' shape and then the vocabulary"
         )
     vocab = logits.shape[-1]
     if isinstance(temperature, Tensor) and temperature.numel() > 1:

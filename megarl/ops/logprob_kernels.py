@@ -1,4 +1,4 @@
-"""The log-prob kernels as `torch.library` operators: checked here, with fake forms for `torch.compile`."""
+"""The log-prob kernels as `torch.library` operators, with checks, and fake implementations for `torch.compile`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def check_rows(name: str, tensor: Tensor) -> None:
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What row statistics of logits of `dtype` are kept in."""
+    """Returns the dtype of row statistics for logits of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
+    """Checks the labels `[rows]`, on CPU also their range, and converts them to contiguous int64."""
     rows = logits.shape[:1]
     check("labels", labels, dtype=(torch.int64, torch.int32), shape=tuple(rows), device=logits.device, contiguous=False)
     if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
@@ -43,7 +44,7 @@ def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
 
 
 def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
-    """`1 / temperature` as float64 `[1]` or `[tokens]`."""
+    """Returns `1 / temperature` as float64 `[1]` or `[tokens]`."""
     if not isinstance(temperature, Tensor):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
@@ -51,19 +52,19 @@ def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
     if temperature.device.type == "cpu" and temperature.numel() and not torch.compiler.is_compiling():
         lowest = float(temperature.min())
         if not lowest > 0:
-            raise ValueError(f"temperature goes down to {lowest}, it must be positive in every row")
+            raise ValueError(f"the lowest temperature is {lowest}, it must be positive in every row")
     value = temperature.detach().double().reciprocal()
     return value.reshape(1) if value.numel() == 1 else value.contiguous()
 
 
 def gathered_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Row statistics of every rank of `group` in rank order, `[ranks, rows, 4]`."""
+    """Gathers the row statistics of all ranks of `group` in rank order, `[ranks, rows, 4]`."""
     size = dist.get_world_size(group) if group is not None else 1
     if size == 1:
         return stats.unsqueeze(0)
-    parts = stats.new_empty(size, *stats.shape)
-    dist.all_gather(list(parts.unbind(0)), stats, group=group)
-    return parts
+    stats_by_rank = stats.new_empty(size, *stats.shape)
+    dist.all_gather(list(stats_by_rank.unbind(0)), stats, group=group)
+    return stats_by_rank
 
 
 def _check_row_inputs(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int) -> None:
@@ -86,7 +87,7 @@ def _shape(logits: Tensor, vocab_valid: int, vocab_start: int) -> _C.LogitRows:
 def logprob_stats(
     logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int, with_entropy: bool
 ) -> Tensor:
-    """Row statistics `[rows, 4]` = (max, sum, dot, label logit) of csrc/common/row_math.h; dot only for the entropy."""
+    """Computes `[rows, 4]` = (max, sum, dot, label logit) of csrc/common/row_math.h; dot is 0 unless `with_entropy`."""
     _check_row_inputs(logits, labels, inv_temp, vocab_valid, vocab_start)
     stats = torch.empty(logits.shape[0], 4, dtype=stats_dtype(logits.dtype), device=logits.device)
     shape = _shape(logits, vocab_valid, vocab_start)
@@ -106,7 +107,7 @@ def _(
 
 @torch.library.custom_op("megarl::logprob_merge", mutates_args=())
 def logprob_merge(stats: Tensor, labels: Tensor, inv_temp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics `[ranks, rows, 4]` to log-prob `[rows]`, entropy `[rows]` and backward context `[rows, 3]`."""
+    """Merges statistics `[ranks, rows, 4]` into log-prob `[rows]`, entropy `[rows]` and context `[rows, 3]`."""
     ranks, rows = stats.shape[:2]
     check("stats", stats, dtype=(torch.float32, torch.float64), shape=(ranks, rows, 4), device=labels.device)
     check("labels", labels, dtype=torch.int64, shape=(rows,), device=stats.device)
@@ -163,7 +164,7 @@ def logprob_backward(
     vocab_valid: int,
     vocab_start: int,
 ) -> Tensor:
-    """Gradient of the logits, `[rows, columns]` in their dtype, in memory of its own."""
+    """Returns the gradient of the logits, `[rows, columns]`, in their dtype and in new memory."""
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _backward_into(grad, logits, labels, inv_temp, context, grad_logprob, grad_entropy, vocab_valid, vocab_start)
     return grad
@@ -194,5 +195,5 @@ def logprob_backward_(
     vocab_valid: int,
     vocab_start: int,
 ) -> None:
-    """Overwrites the logits with their gradient: no second `[rows, columns]` buffer."""
+    """Overwrites the logits with their gradient, without a second `[rows, columns]` buffer."""
     _backward_into(logits, logits, labels, inv_temp, context, grad_logprob, grad_entropy, vocab_valid, vocab_start)

@@ -1,4 +1,4 @@
-"""The policy loss of every token, its gradient and its metrics in one pass."""
+"""Policy loss of every token, with its gradient and metrics in one pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.autograd.function import once_differentiable
 from megarl.knobs import knob
 from megarl.ops.native import _C, DTYPE_CODES, address, check, where
 
-# Positions are the kernel's codes.
+# A name's index is its code in the kernel.
 OBJECTIVES = ("clip", "cispo")
 KL_ESTIMATORS = ("none", "k1", "k2", "k3")
 CORRECTIONS = ("none", "truncate", "mask")
 RATIO_LEVELS = ("token", "sequence")
 
-# What `PolicyLoss.sums` holds, in the kernel's order: sums over the unmasked tokens, then maxima.
+# Entries of `PolicyLoss.sums` in the kernel's order: sums over the unmasked tokens, then maxima.
 POLICY_LOSS_SUMS = (
     *("tokens", "loss", "policy_loss", "ref_kl", "entropy", "ratio", "clipped_low", "clipped_high", "dual_clipped"),
     *("approx_kl", "correction_weight", "corrected", "ratio_max", "correction_weight_max"),
@@ -27,13 +27,16 @@ POLICY_LOSS_SUMS = (
 
 @dataclass(frozen=True)
 class PolicyLossSettings:
-    """The policy objective. PPO and GRPO: the defaults. DAPO: clip_high above clip_low. GSPO: ratio "sequence"."""
+    """Settings of the policy objective.
 
-    objective: str = knob("clip", "clip (PPO) or cispo: the clipped ratio weighs the log-prob and is held fixed")
-    ratio: str = knob("token", "importance ratio of each token, or of its sequence (GSPO: mean log-ratio)")
+    The defaults are PPO's and GRPO's. DAPO has clip_high above clip_low, GSPO has ratio "sequence".
+    """
+
+    objective: str = knob("clip", "clip (PPO), or cispo: the clipped ratio is a constant weight of the log-prob")
+    ratio: str = knob("token", "importance ratio per token or per sequence (GSPO: mean log-ratio)")
     clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low")
     clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high")
-    dual_clip: float | None = knob(None, "bound on the loss of a negative advantage, in multiples of it; above 1")
+    dual_clip: float | None = knob(None, "bound on the loss for a negative advantage, as a multiple of it; above 1")
     kl_estimator: str = knob("none", "KL penalty against the reference policy: none, k1, k2 or k3")
     kl_coef: float = knob(0.0, "weight of the KL penalty")
     entropy_coef: float = knob(0.0, "weight of the entropy bonus")
@@ -58,10 +61,10 @@ class PolicyLossSettings:
 
 
 class PolicyLoss(NamedTuple):
-    """What `policy_loss` returns."""
+    """Result of `policy_loss`."""
 
-    loss: Tensor  # [tokens], 0 where masked; normalise and sum it once, over the global batch
-    sums: Tensor  # float64 [len(POLICY_LOSS_SUMS)], of the local tokens
+    loss: Tensor  # [tokens], 0 where masked; not yet averaged over the global batch
+    sums: Tensor  # float64 [len(POLICY_LOSS_SUMS)], over the local tokens
 
 
 def policy_loss(
@@ -76,19 +79,25 @@ def policy_loss(
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> PolicyLoss:
-    """Per-token policy loss, differentiable in `logprobs` and `entropy`. Formulas: csrc/common/loss_math.h.
+    """Computes the policy loss per token, differentiable in `logprobs` and `entropy`.
+
+    csrc/common/loss_math.h has the formulas. All tensors of values have the shape and dtype of `logprobs`.
 
     Args:
-        logprobs: float32 (or float64) `[tokens]` of the policy; the others have its shape and dtype.
-        old_logprobs: of the policy that the ratio is taken against.
-        advantages: per token. loss_mask: bool; tokens outside are not read and get 0.
-        ref_logprobs: of the reference policy; needed where `settings.kl_estimator` is not none.
-        rollout_logprobs: of the policy that generated; needed where `settings.correction` is not none.
-        entropy: of the policy; a bonus where `settings.entropy_coef` is not 0, else only a metric.
-        cu_seqlens: int32 `[num_seqs + 1]` needed for the sequence ratio.
+        logprobs: float32 or float64 `[tokens]`, of the policy.
+        old_logprobs: of the policy in the denominator of the ratio.
+        advantages: per token.
+        loss_mask: bool `[tokens]`; False tokens are not read and get 0.
+        ref_logprobs: of the reference policy; needed unless `settings.kl_estimator` is "none".
+        rollout_logprobs: of the policy that sampled; needed unless `settings.correction` is "none".
+        entropy: of the policy; a bonus if `settings.entropy_coef` is not 0, else only a metric.
+        cu_seqlens: int32 `[num_seqs + 1]`, needed for the sequence ratio.
 
     Returns:
         The loss of each token, not yet averaged, and the metric sums (see `policy_loss_metrics`).
+
+    Raises:
+        ValueError: a tensor that the settings need is missing, or its dtype, shape or device does not fit.
     """
     for name, needed, value in (
         ("ref_logprobs", settings.kl_estimator != "none", ref_logprobs),
@@ -105,7 +114,7 @@ def policy_loss(
 
 
 def policy_loss_metrics(sums: Tensor) -> dict[str, float]:
-    """Means over the tokens, by name: `loss`, `ratio`, `clipped_low` (a fraction), ..., and the maxima."""
+    """Returns means over the tokens by name (`loss`, `ratio`, `clipped_low`, a fraction, ...), and the maxima."""
     named = dict(zip(POLICY_LOSS_SUMS, sums.tolist(), strict=True))
     tokens = named.pop("tokens")
     means = {k: v if k.endswith("_max") else v / max(tokens, 1.0) for k, v in named.items()}
@@ -132,9 +141,9 @@ class _PolicyLoss(torch.autograd.Function):
             sums = segment_sum(logprobs - old, mask, cu_seqlens)
             sequence_ratio = (sums[:, 0] / sums[:, 1].clamp(min=1)).to(logprobs.dtype)
             ctx.counts = sums[:, 1]
-        numbers, flags = _settings_lists(settings)
+        numbers, codes = _settings_lists(settings)
         loss, d_logprob, d_ratio, sums = _policy_loss(
-            logprobs, old, advantages, mask, ref, rollout, entropy, sequence_ratio, cu_seqlens, numbers, flags
+            logprobs, old, advantages, mask, ref, rollout, entropy, sequence_ratio, cu_seqlens, numbers, codes
         )
         ctx.save_for_backward(mask, d_logprob, d_ratio, cu_seqlens)
         ctx.settings, ctx.has_entropy = settings, entropy is not None
@@ -147,10 +156,10 @@ class _PolicyLoss(torch.autograd.Function):
         mask, d_logprob, d_ratio, cu_seqlens = ctx.saved_tensors
         grad = grad_loss * d_logprob
         if ctx.settings.ratio == "sequence":
-            # Each token moves its sequence's mean log-ratio by 1/count, and through it every token of the sequence.
-            flow = segment_sum(grad_loss * d_ratio, mask, cu_seqlens)[:, 0]
-            share = (flow / ctx.counts.clamp(min=1)).to(grad.dtype)
-            spread = torch.repeat_interleave(share, cu_seqlens.diff().long(), output_size=mask.numel())
+            # Each token changes its sequence's mean log-ratio by 1/count, and so the loss of all its tokens.
+            d_log_ratio = segment_sum(grad_loss * d_ratio, mask, cu_seqlens)[:, 0]
+            per_token = (d_log_ratio / ctx.counts.clamp(min=1)).to(grad.dtype)
+            spread = torch.repeat_interleave(per_token, cu_seqlens.diff().long(), output_size=mask.numel())
             grad = torch.where(mask, grad + spread, grad)
         d_entropy = None
         if ctx.has_entropy:
@@ -159,7 +168,7 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 def _settings_lists(s: PolicyLossSettings) -> tuple[list[float], list[int]]:
-    """The settings as flat lists, the form in which an operator can take them."""
+    """Flattens the settings into lists of floats and codes, which an operator can take."""
     numbers = [s.clip_low, s.clip_high, s.dual_clip or 0.0, s.kl_coef, s.correction_low, s.correction_high]
     codes = [OBJECTIVES.index(s.objective), RATIO_LEVELS.index(s.ratio), KL_ESTIMATORS.index(s.kl_estimator)]
     return [*numbers, s.entropy_coef], [*codes, CORRECTIONS.index(s.correction)]
@@ -245,7 +254,7 @@ def _native_settings(numbers: list[float], codes: list[int]) -> Any:
 
 @torch.library.custom_op("megarl::segment_sum", mutates_args=())
 def segment_sum(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum and number of the unmasked values of each packed sequence: float64 `[num_seqs, 2]`."""
+    """Computes sum and count of the unmasked values of each packed sequence: float64 `[num_seqs, 2]`."""
     shape, sequences = (x.numel(),), cu_seqlens.numel() - 1
     check("x", x, dtype=(torch.float32, torch.float64), shape=shape, device=x.device)
     check("mask", mask, dtype=torch.bool, shape=shape, device=x.device)

@@ -1,4 +1,4 @@
-"""The compiled module, and the checks that stand before every pointer handed to it."""
+"""The compiled module `_C`, and the checks before every pointer passed to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def check(
     device: torch.device,
     contiguous: bool = True,
 ) -> None:
-    """Raises ValueError, naming both sides, unless `tensor` is what a kernel may be handed."""
+    """Checks that a kernel can take `tensor`.
+
+    Raises:
+        ValueError: with the actual and the expected value.
+    """
     allowed = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.dtype not in allowed:
         names = " or ".join(str(d) for d in allowed)
@@ -47,17 +51,17 @@ def check_on_cpu(
     dtype: torch.dtype = torch.float32,
     contiguous: bool = True,
 ) -> None:
-    """`check` for kernels that CPUs alone have, most of whose tensors are float32."""
+    """Checks a tensor of a CPU-only kernel; see `check`."""
     check(name, tensor, dtype=dtype, shape=shape, device=CPU, contiguous=contiguous)
 
 
 def address(tensor: Tensor | None) -> int:
-    """What a kernel is handed for a tensor; 0 for none."""
+    """Returns the address of a tensor's data, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def where(tensor: Tensor) -> _C.Where:
-    """The device, stream and thread count that a kernel on `tensor` runs with."""
+    """Returns the device, stream and number of threads that a kernel on `tensor` runs with."""
     if tensor.device.type == "cuda":
         if not HAS_CUDA:
             raise ValueError(f"tensors are on {tensor.device}, but megarl was built with MEGARL_CUDA=0; rebuild it")

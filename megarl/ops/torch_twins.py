@@ -1,6 +1,6 @@
-"""Plain-torch twins of the operations: the same names and results, no kernels. For reading, tests and debugging.
+"""Plain-torch twins of the operations, with the same names and results. For reading, tests and debugging.
 
-They take the whole vocabulary and all tokens (no process groups), run on any device and differentiate by autograd.
+They need the whole vocabulary and all tokens (no process groups), run on any device and differentiate by autograd.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megarl.ops.advantage import Aggregation, GroupMode
-from megarl.ops.linear_logprob import TokenLossFn
 from megarl.ops.loss import PolicyLoss, PolicyLossSettings
 
 
@@ -23,7 +22,7 @@ def vocab_parallel_logprobs(
     temperature: float | Tensor = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `megarl.ops.logprob.vocab_parallel_logprobs`; the whole vocabulary is here."""
+    """See `megarl.ops.logprob.vocab_parallel_logprobs`; logits have the whole vocabulary."""
     x = logits[:, :vocab_valid].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     if isinstance(temperature, Tensor) and temperature.numel() > 1:
         temperature = temperature.unsqueeze(1)
@@ -38,27 +37,6 @@ def vocab_parallel_logprobs(
     return logprob, torch.where(has_label, entropy, torch.zeros_like(entropy))
 
 
-def gather_logprobs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """See `megarl.ops.logprob.gather_logprobs`."""
-    return gather_logprobs_entropy(logits, labels, temperature)[0]
-
-
-def gather_logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """See `megarl.ops.logprob.gather_logprobs_entropy`."""
-    vocab = logits.shape[-1]
-    if isinstance(temperature, Tensor) and temperature.numel() > 1:
-        temperature = temperature.expand(labels.shape).reshape(-1)
-    logprob, entropy = vocab_parallel_logprobs(
-        logits.reshape(-1, vocab),
-        labels.reshape(-1),
-        vocab_valid=vocab,
-        temperature=temperature,
-        with_entropy=True,
-    )
-    assert entropy is not None
-    return logprob.view(labels.shape), entropy.view(labels.shape)
-
-
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -68,29 +46,10 @@ def linear_logprobs(
     temperature: float | Tensor = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `megarl.ops.logprob.linear_logprobs`; here all logits are held."""
+    """See `megarl.ops.logprob.linear_logprobs`; this one holds all logits."""
     return vocab_parallel_logprobs(
         hidden @ weight.t(), labels, vocab_valid=vocab_valid, temperature=temperature, with_entropy=with_entropy
     )
-
-
-def linear_token_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_fn: TokenLossFn,
-    *,
-    vocab_valid: int,
-    temperature: float | Tensor = 1.0,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See `megarl.ops.logprob.linear_token_loss`; here all logits are held and `loss_fn` is called once."""
-    logprob, entropy = linear_logprobs(
-        hidden, weight, labels, vocab_valid=vocab_valid, temperature=temperature, with_entropy=with_entropy
-    )
-    rows = (labels != -1).nonzero().squeeze(1)
-    loss = loss_fn(logprob[rows], entropy[rows] if entropy is not None else None, rows).sum()
-    return loss, logprob.detach(), entropy.detach() if entropy is not None else None
 
 
 def group_advantage(
@@ -130,7 +89,7 @@ def gae_packed(
     lam: float | Tensor = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `megarl.ops.advantage.gae_packed`; here a loop over time."""
+    """See `megarl.ops.advantage.gae_packed`; this one loops over time."""
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     bounds = cu_seqlens.tolist()
     for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
@@ -148,9 +107,9 @@ def gae_packed(
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
     """See `megarl.ops.advantage.moments`."""
-    kept = x[mask].double()
-    mean = kept.mean() if kept.numel() else kept.new_zeros(())
-    return torch.stack([kept.new_tensor(float(kept.numel())), mean, (kept - mean).square().sum()])
+    unmasked = x[mask].double()
+    mean = unmasked.mean() if unmasked.numel() else unmasked.new_zeros(())
+    return torch.stack([unmasked.new_tensor(float(unmasked.numel())), mean, (unmasked - mean).square().sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, clip: float | None = None, eps: float = 1e-8) -> Tensor:
@@ -177,11 +136,11 @@ def policy_loss(
     """See `megarl.ops.loss.policy_loss`."""
     s, zero = settings, torch.zeros_like(logprobs)
 
-    def kept(x: Tensor) -> Tensor:
+    def unmasked(x: Tensor) -> Tensor:
         return torch.where(loss_mask, x, zero)
 
-    logprobs, old = kept(logprobs), kept(old_logprobs)
-    advantages = kept(advantages)
+    logprobs, old = unmasked(logprobs), unmasked(old_logprobs)
+    advantages = unmasked(advantages)
     log_ratio = logprobs - old
     if s.ratio == "sequence":
         assert cu_seqlens is not None
@@ -206,7 +165,7 @@ def policy_loss(
     weight, corrected = torch.ones_like(zero), torch.zeros_like(loss_mask)
     if s.correction != "none":
         assert rollout_logprobs is not None
-        weight = (old - kept(rollout_logprobs)).clamp(-20, 20).exp()
+        weight = (old - unmasked(rollout_logprobs)).clamp(-20, 20).exp()
         above, below = weight > s.correction_high, weight < s.correction_low
         if s.correction == "truncate":
             corrected, weight = above, weight.clamp(max=s.correction_high)
@@ -216,19 +175,19 @@ def policy_loss(
     policy, kl = loss, zero
     if s.kl_estimator != "none":
         assert ref_logprobs is not None
-        r = kept(ref_logprobs) - logprobs
+        r = unmasked(ref_logprobs) - logprobs
         b = r.clamp(-20, 20)
         kl = {"k1": -r, "k2": r.square() / 2, "k3": b.expm1() - b}[s.kl_estimator]
         loss = loss + s.kl_coef * kl
     if entropy is not None:
-        loss = loss - s.entropy_coef * kept(entropy)
-    loss = kept(loss)
+        loss = loss - s.entropy_coef * unmasked(entropy)
+    loss = unmasked(loss)
     columns = [torch.ones_like(zero), loss, policy, kl, entropy if entropy is not None else zero, ratio]
     columns += [cut & (ratio < 1 - s.clip_low), cut & (ratio > 1 + s.clip_high), dual]
     columns += [bounded.expm1() - bounded, weight, corrected]
-    sums = [kept(c.to(zero.dtype)).detach().double().sum() for c in columns]
+    sums = [unmasked(c.to(zero.dtype)).detach().double().sum() for c in columns]
     maxima = [
-        kept(c).detach().double().amax() if c.numel() else zero.new_zeros((), dtype=torch.float64)
+        unmasked(c).detach().double().amax() if c.numel() else zero.new_zeros((), dtype=torch.float64)
         for c in (ratio, weight)
     ]
     return PolicyLoss(loss, torch.stack([*sums, *maxima]))

@@ -1,1 +1,1 @@
-"""Process groups and the platform under them. With actor/, the only place that imports Megatron."""
+"""Process groups and the platform below them. Only this package and actor/ import Megatron."""

@@ -1,4 +1,4 @@
-"""Sends batches and small facts from rank 0 to all trainer ranks: tensors and JSON, never pickled objects."""
+"""Broadcasts batches and small values from rank 0 to all trainer ranks, as tensors and JSON, never as pickles."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from megarl.types import PackedBatch
 
 
 def broadcast_json(value: Any = None, src: int = 0) -> Any:
-    """`value` of rank `src` on every rank; it must be JSON."""
+    """Returns rank `src`'s `value` on every rank; it must be JSON."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    mine = dist.get_rank() == src
-    text = json.dumps(value).encode() if mine else b""
+    is_source = dist.get_rank() == src
+    text = json.dumps(value).encode() if is_source else b""
     size = torch.tensor([len(text)], device=platform.device())
     dist.broadcast(size, src)
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+    data = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8) if is_source else torch.empty(int(size), dtype=torch.uint8)
+    )
     data = data.to(platform.device())
     dist.broadcast(data, src)
     return json.loads(bytes(data.cpu().tolist()))
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank; values must be JSON."""
+    """Returns the values of all ranks in rank order, on every rank; they must be JSON."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     return [broadcast_json(value, src) for src in range(dist.get_world_size())]
 
 
-def broadcast_batch(batch: PackedBatch | None, src: int = 0) -> PackedBatch:
-    """The packed batch of rank `src` on every rank, bit for bit. Other ranks pass None."""
+def broadcast_batch(batch: PackedBatch | None) -> PackedBatch:
+    """Returns rank 0's packed batch on every rank, bit for bit. Other ranks pass None."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
         return batch
@@ -46,18 +48,18 @@ def broadcast_batch(batch: PackedBatch | None, src: int = 0) -> PackedBatch:
     header = None
     if batch is not None:
         header = [batch.cu_seqlens.numel(), describe(batch.tokens), describe(batch.sequences)]
-    count, tokens, sequences = broadcast_json(header, src)
+    count, tokens, sequences = broadcast_json(header)
 
-    def receive(mine: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        wire = torch.uint8 if dtype == torch.bool else dtype
-        tensor = torch.empty(shape, dtype=wire) if mine is None else mine.contiguous().view(wire)
+    def broadcast_tensor(source: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        wire_dtype = torch.uint8 if dtype == torch.bool else dtype
+        tensor = torch.empty(shape, dtype=wire_dtype) if source is None else source.contiguous().view(wire_dtype)
         on_device = tensor.to(platform.device())
-        dist.broadcast(on_device, src)
+        dist.broadcast(on_device, 0)
         return on_device.cpu().view(dtype)
 
-    cu_seqlens = receive(batch.cu_seqlens if batch else None, torch.int32, [count])
+    cu_seqlens = broadcast_tensor(batch.cu_seqlens if batch else None, torch.int32, [count])
     return PackedBatch(
         cu_seqlens,
-        {k: receive(batch.tokens[k] if batch else None, getattr(torch, d), s) for k, d, s in tokens},
-        {k: receive(batch.sequences[k] if batch else None, getattr(torch, d), s) for k, d, s in sequences},
+        {k: broadcast_tensor(batch.tokens[k] if batch else None, getattr(torch, d), s) for k, d, s in tokens},
+        {k: broadcast_tensor(batch.sequences[k] if batch else None, getattr(torch, d), s) for k, d, s in sequences},
     )

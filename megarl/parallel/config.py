@@ -1,4 +1,4 @@
-"""The knobs of the actor's layout. Imports no torch: the commands read it before anything heavy is loaded."""
+"""Knobs of the actor's layout. Imports no torch, because the commands read it before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZES = ("tp_size", "pp_size", "vpp_size", "cp_size", "dp_size", "ep_size", "etp
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the actor is laid out over trainer ranks: tp x pp x cp x dp of them."""
+    """Layout of the actor over tp x pp x cp x dp trainer ranks."""
 
     tp_size: int = knob(1, "tensor parallel ranks: each layer's matrices are split over them")
     pp_size: int = knob(1, "pipeline parallel ranks: the layers are split over them")
@@ -24,15 +24,15 @@ class ParallelConfig:
     sequence_parallel: bool = knob(False, "split tokens over tp ranks where a layer's matrices are not split")
     first_stage_layers: int = knob(0, "layers of the first pipeline rank; 0: as many as the others")
     last_stage_layers: int = knob(0, "layers of the last pipeline rank; 0: as many as the others")
-    timeout_s: float = knob(3600.0, "seconds without a stage or collective of a rank after which the run is ended")
+    timeout_s: float = knob(3600.0, "seconds without a new stage or collective on a rank, after which the run is ended")
 
     @property
     def expert_tp_size(self) -> int:
-        """`etp_size` with its default worked out."""
+        """Resolved `etp_size`: tp_size if it is None."""
         return self.tp_size if self.etp_size is None else self.etp_size
 
     def sizes(self) -> dict[str, int]:
-        """The sizes whose product is the world, dp worked out."""
+        """Returns the sizes whose product is the world size, with dp resolved."""
         rest = self.tp_size * self.pp_size * self.cp_size
         return {
             "tp_size": self.tp_size,
@@ -42,15 +42,15 @@ class ParallelConfig:
         }
 
     def world_size(self) -> int:
-        """Trainer ranks this layout needs.
+        """Returns the number of trainer ranks, from WORLD_SIZE if torchrun set it.
 
         Raises:
-            UserError: see `check`; or a world (of torchrun) that is not tp * pp * cp * dp.
+            UserError: see `check`, or WORLD_SIZE is not tp * pp * cp * dp.
         """
         self.check()
         rest = self.tp_size * self.pp_size * self.cp_size
-        given = os.environ.get("WORLD_SIZE")
-        world = rest * (self.dp_size or 1) if given is None else int(given)
+        announced_world = os.environ.get("WORLD_SIZE")
+        world = rest * (self.dp_size or 1) if announced_world is None else int(announced_world)
         if world % rest or (self.dp_size is not None and world != rest * self.dp_size):
             raise UserError(
                 f"the world has {world} ranks, but parallel.tp_size={self.tp_size} x pp_size={self.pp_size} x "
@@ -62,15 +62,15 @@ class ParallelConfig:
             raise UserError(
                 f"parallel.ep_size={self.ep_size} x etp_size={self.expert_tp_size} does not divide the "
                 f"{world // self.pp_size} ranks of tp_size={self.tp_size} x cp_size={self.cp_size} x "
-                f"dp_size={world // rest}, which it is taken from; change one of them"
+                f"dp_size={world // rest} that experts are laid out over; change one of them"
             )
         return world
 
     def check(self) -> None:
-        """Refuses values that no model and no world could use.
+        """Refuses values that fit no model and no number of ranks.
 
         Raises:
-            UserError: naming the knob.
+            UserError: with the name of the knob.
         """
         for name in SIZES:
             value = getattr(self, name)
@@ -90,32 +90,33 @@ class ParallelConfig:
             raise UserError(f"parallel.timeout_s={self.timeout_s} must be above 0")
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:
-        """The layers, counted from 0, of `[pp rank][virtual stage]`, as Megatron deals them out.
+        """Returns the layers, counted from 0, of `[pp rank][virtual stage]`, in Megatron's order.
 
-        Virtual stage v of all ranks comes before virtual stage v + 1 of any.
+        Virtual stage v of all ranks comes before virtual stage v + 1 of any rank.
 
         Raises:
-            UserError: the layers do not come out even, or a rank would hold none.
+            UserError: the layers cannot be split evenly, or a rank would have none.
         """
         ends = {0: self.first_stage_layers, self.pp_size - 1: self.last_stage_layers} if self.pp_size > 1 else {}
         fixed = {rank: layers for rank, layers in ends.items() if layers}
-        left, ranks = num_layers - sum(fixed.values()), self.pp_size - len(fixed)
-        given = "".join(
+        remaining, ranks = num_layers - sum(fixed.values()), self.pp_size - len(fixed)
+        uneven_knobs = "".join(
             f", parallel.{name}={getattr(self, name)}"
             for name in ("first_stage_layers", "last_stage_layers")
             if getattr(self, name)
         )
-        if left < 0 or (left == 0) != (ranks == 0) or (ranks and left % ranks):
+        if remaining < 0 or (remaining == 0) != (ranks == 0) or (ranks and remaining % ranks):
             raise UserError(
-                f"parallel.pp_size={self.pp_size}{given} does not divide the model's {num_layers} layers: {left} are "
-                f"left for {ranks} ranks; set first_stage_layers and last_stage_layers so that the rest is even"
+                f"parallel.pp_size={self.pp_size}{uneven_knobs} does not divide the model's {num_layers} layers: "
+                f"{remaining} are left for {ranks} ranks; set first_stage_layers and last_stage_layers so that the "
+                "rest is even"
             )
-        counts = [fixed.get(rank, left // ranks if ranks else 0) for rank in range(self.pp_size)]
+        counts = [fixed.get(rank, remaining // ranks if ranks else 0) for rank in range(self.pp_size)]
         for rank, count in enumerate(counts):
             if count % self.vpp_size:
                 raise UserError(
                     f"parallel.vpp_size={self.vpp_size} does not divide the {count} layers of pipeline rank {rank} "
-                    f"(parallel.pp_size={self.pp_size}{given}, {num_layers} layers); choose a divisor of {count}"
+                    f"(parallel.pp_size={self.pp_size}{uneven_knobs}, {num_layers} layers); choose a divisor of {count}"
                 )
         stages: list[list[range]] = [[] for _ in range(self.pp_size)]
         start = 0

@@ -16,30 +16,27 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed.distributed_c10d import _world
 
 from megarl.knobs import UserError
-from megarl.parallel import platform, rendezvous, watchdog
+from megarl.parallel import megatron_patches, platform, rendezvous, watchdog
 from megarl.parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place in the layout and the process groups it belongs to.
+    """This rank's place in the layout, and its process groups.
 
-    `dp` are the replicas of this rank's part of the model and of the sequence; `dp_cp` those of the model's part alone,
-    over which gradients are summed. Experts are laid out over the same ranks by `ep`, `etp` (tensor parallel inside an
-    expert) and `edp` (replicas of the same experts).
+    `dp` has the replicas of this rank's shard of the model and part of the sequence. Experts are laid out over the same
+    ranks by `ep` (expert parallel) and `etp` (tensor parallel inside an expert).
     """
 
     rank: int
     world_size: int
-    layout: ParallelConfig  # every size worked out
+    layout: ParallelConfig  # with all sizes resolved
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
-    dp_cp: dist.ProcessGroup
     ep: dist.ProcessGroup
     etp: dist.ProcessGroup
-    edp: dist.ProcessGroup
     collection: ProcessGroupCollection
 
     @property
@@ -79,16 +76,8 @@ class Groups:
         return self.dp.size()
 
     @property
-    def ep_rank(self) -> int:
-        return self.ep.rank()
-
-    @property
     def ep_size(self) -> int:
         return self.ep.size()
-
-    @property
-    def etp_rank(self) -> int:
-        return self.etp.rank()
 
     @property
     def etp_size(self) -> int:
@@ -96,24 +85,24 @@ class Groups:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank's last virtual stage is the model's last: it computes losses."""
+        """True if this rank has the model's last virtual stage, which computes losses."""
         return self.pp_rank == self.pp_size - 1
 
 
 def initialize(config: ParallelConfig) -> Groups:
-    """Joins the world (a world of one unless torchrun or the launcher set RANK) and makes Megatron's groups.
+    """Joins the world and creates Megatron's process groups. All engines of a process share them.
 
-    Engines of one process share them.
+    The world has one rank unless torchrun or the launcher set RANK.
 
     Raises:
-        UserError: the layout does not fit the world, or this process is laid out otherwise (see `leave_layout`).
+        UserError: the layout does not fit the world, or this process has another layout already (see `leave_layout`).
     """
-    platform.prepare()
+    megatron_patches.prepare()
     world = config.world_size()
     layout = dataclasses.replace(config, dp_size=config.sizes()["dp_size"], etp_size=config.expert_tp_size)
     if not dist.is_initialized():
         _join_world(platform.collective_backend(), timedelta(seconds=config.timeout_s + watchdog.GRACE_S))
-        if watchdog.WATCH in os.environ:  # the local launcher watches
+        if watchdog.WATCH in os.environ:  # the local launcher monitors the records
             watchdog.start(Path(os.environ[watchdog.WATCH]), dist.get_rank(), world, config.timeout_s, guard=False)
     if dist.get_world_size() != world:
         raise UserError(
@@ -121,7 +110,7 @@ def initialize(config: ParallelConfig) -> Groups:
             f"dp_size={layout.dp_size} needs {world} ranks, {dist.get_world_size()} were started"
         )
     if not parallel_state.model_parallel_is_initialized():
-        with platform.scope():
+        with megatron_patches.scope():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp_size,
                 pipeline_model_parallel_size=layout.pp_size,
@@ -131,31 +120,33 @@ def initialize(config: ParallelConfig) -> Groups:
                 expert_tensor_parallel_size=layout.etp_size,
                 distributed_timeout_minutes=math.ceil((config.timeout_s + watchdog.GRACE_S) / 60),
             )
-        if platform.has_gpu():  # layers are made inside a fork of it (tensor_parallel/layers.py:142); dropout is 0
+        if platform.has_gpu():  # Megatron creates layers in a fork of it (tensor_parallel/layers.py:142); dropout is 0
             model_parallel_cuda_manual_seed(0)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     groups = Groups(
         *(dist.get_rank(), world, layout),
-        *(collection.tp, collection.pp, collection.cp, collection.dp, collection.dp_cp),
-        *(collection.ep, collection.expt_tp, collection.expt_dp),
-        collection,
+        *(collection.tp, collection.pp, collection.cp, collection.dp),
+        *(collection.ep, collection.expt_tp, collection),
     )
-    made = {name: getattr(groups, name) for name in ("tp_size", "pp_size", "cp_size", "dp_size", "ep_size", "etp_size")}
-    if made != {name: getattr(layout, name) for name in made}:
+    names = ("tp_size", "pp_size", "cp_size", "dp_size", "ep_size", "etp_size")
+    existing = {name: getattr(groups, name) for name in names}
+    if existing != {name: getattr(layout, name) for name in names}:
         raise UserError(
-            f"this process is laid out as {made} already; give every engine of it the same parallel.* sizes"
+            f"this process has the layout {existing} already; give all its engines the same parallel.* sizes"
         )
     return groups
 
 
 def _join_world(backend: str, timeout: timedelta) -> None:
-    """Joins the ranks that torchrun or a launcher of megarl's started; alone, makes a world of one."""
+    """Joins the ranks that torchrun or a megarl launcher started. Without either, creates a world of one rank."""
     folder = rendezvous.job_folder()
     if folder is not None and "RANK" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = rendezvous.ranks_store(folder, rank, world, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    elif "MEGARL_RENDEZVOUS" in os.environ:  # the local launcher: a file, as torch's TCP store listens on every address
+    elif (
+        "MEGARL_RENDEZVOUS" in os.environ
+    ):  # local launcher: a file, because torch's TCP store listens on every address
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = dist.FileStore(os.environ["MEGARL_RENDEZVOUS"], world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
@@ -166,20 +157,21 @@ def _join_world(backend: str, timeout: timedelta) -> None:
 
 
 def leave_layout() -> None:
-    """Leaves the layout's groups and stays in the world, so that another layout of it can be made.
+    """Closes the layout's groups but stays in the world, so that another layout can be created.
 
-    Every rank calls it. Megatron forgets its groups without closing them, and each keeps threads and sockets.
+    Every rank must call it. Megatron drops its groups without closing them, and each open group keeps threads and
+    sockets.
     """
     if not parallel_state.model_parallel_is_initialized():
         return
     parallel_state.destroy_model_parallel()
-    dist.barrier()  # no rank still uses a group that another closes
+    dist.barrier()  # no rank closes a group that another still uses
     for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 
 def destroy() -> None:
-    """Leaves all groups."""
+    """Closes all groups and leaves the world."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

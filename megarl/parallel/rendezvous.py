@@ -1,10 +1,10 @@
-"""How the processes of a job on several machines find each other: by a folder that all of them see.
+"""Rendezvous of a job on several machines, through a shared folder.
 
-Each process that is waited for publishes its address there as a small file, written aside and renamed, so that nobody
-reads half of one. A folder serves one attempt of a job: what an earlier attempt left is never read.
+A process publishes its address there as a small file. It writes a temporary file and renames it, so that no reader sees
+a partial one. Each attempt of a job has its own folder and never reads the files of an earlier attempt.
 
-MEGARL_JOB_FOLDER is that folder. MEGARL_INTERFACE names the network interface that everything of the job listens on and
-talks over, and nothing listens on another; without it, the interface of the default route.
+MEGARL_JOB_FOLDER is the folder. MEGARL_INTERFACE names the only network interface on which the job listens and talks.
+The default is the interface of the default route.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
 
 JOB_FOLDER = "MEGARL_JOB_FOLDER"
 INTERFACE = "MEGARL_INTERFACE"
-TRAINER = "trainer"  # where the ranks' store listens
-ENDED = "trainers-ended"  # the servers are no longer needed
+TRAINER = "trainer"  # name of the published address of the ranks' store
+ENDED = "trainers-ended"  # published when the servers are no longer needed
 POLL_S = 0.1
 ROUTES = Path("/proc/net/route")
 
 
 def job_folder() -> Path | None:
-    """The folder where the processes of this job meet; None where all run on this machine."""
-    given = os.environ.get(JOB_FOLDER)
-    return Path(given) if given else None
+    """Returns the shared folder of this job; None if all processes run on this machine."""
+    folder = os.environ.get(JOB_FOLDER)
+    return Path(folder) if folder else None
 
 
 def server_name(index: int) -> str:
-    """What server `index` publishes its address as."""
+    """Returns the name under which server `index` publishes its address."""
     return f"server_{index}"
 
 
 def publish(folder: Path, name: str, text: str) -> None:
-    """Makes `folder/name` hold `text`, in one step."""
-    aside = folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
-    aside.write_text(text)
-    aside.replace(folder / name)
+    """Writes `text` to `folder/name` atomically."""
+    temporary = folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
+    temporary.write_text(text)
+    temporary.replace(folder / name)
 
 
 def awaited(folder: Path, name: str, timeout_s: float) -> str:
-    """What was published as `name`, waited for.
+    """Waits for the text published as `name`.
 
     Raises:
-        TimeoutError: it was not within `timeout_s` seconds.
+        TimeoutError: nothing was published within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        os.listdir(folder)  # has a network file system look again
+        os.listdir(folder)  # makes a network file system refresh its view
         try:
             return (folder / name).read_text()
         except FileNotFoundError:
@@ -67,48 +67,48 @@ def awaited(folder: Path, name: str, timeout_s: float) -> str:
 
 
 def interface() -> str:
-    """The name of the job's network interface on this machine.
+    """Returns the name of the job's network interface on this machine.
 
     Raises:
-        UserError: it has no IPv4 address here, or none is named and there is no default route.
+        UserError: the interface has no IPv4 address, or MEGARL_INTERFACE is not set and there is no default route.
     """
     name = os.environ.get(INTERFACE) or _default_route()
     if not name:
-        raise UserError(f"this machine has no default route; set {INTERFACE} to one of {', '.join(_with_addresses())}")
-    if name not in _with_addresses():
+        raise UserError(f"this machine has no default route; set {INTERFACE} to one of {', '.join(_ipv4_addresses())}")
+    if name not in _ipv4_addresses():
         raise UserError(
             f"{INTERFACE}={name} has no IPv4 address on {socket.gethostname()}; "
-            f"choose one of {', '.join(_with_addresses())}"
+            f"choose one of {', '.join(_ipv4_addresses())}"
         )
     return name
 
 
 def own_address() -> str:
-    """The IPv4 address to listen on: of the job's interface, or 127.0.0.1 where all run on this machine."""
-    return _with_addresses()[interface()] if job_folder() is not None else "127.0.0.1"
+    """Returns the IPv4 address to listen on: the job interface's, or 127.0.0.1 if all run on this machine."""
+    return _ipv4_addresses()[interface()] if job_folder() is not None else "127.0.0.1"
 
 
-def _with_addresses() -> dict[str, str]:
-    """Interfaces of this machine with an IPv4 address, and its first one."""
-    found: dict[str, str] = {}
+def _ipv4_addresses() -> dict[str, str]:
+    """Returns this machine's network interfaces with their first IPv4 address."""
+    addresses_by_name: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family == socket.AF_INET:
-                found.setdefault(name, address.address)
-    return found
+                addresses_by_name.setdefault(name, address.address)
+    return addresses_by_name
 
 
 def _default_route() -> str:
-    """The interface of the default route with the lowest metric; "" if there is none."""
+    """Returns the interface of the default route with the lowest metric; "" if there is none."""
     rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
     defaults = [(int(row[6]), row[0]) for row in rows if row[1] == "00000000" and row[7] == "00000000"]
     return min(defaults)[1] if defaults else ""
 
 
 def ranks_store(folder: Path, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store that the trainer ranks of several machines meet at; rank 0 serves it on the job's interface alone.
+    """Opens the store of the trainer ranks on several machines; rank 0 serves it on the job's interface only.
 
-    Collectives over sockets are told to use the same interface.
+    Gloo and NCCL are told to use the same interface for their sockets.
 
     Raises:
         TimeoutError: rank 0 published no address within `timeout`.
@@ -121,11 +121,11 @@ def ranks_store(folder: Path, rank: int, world_size: int, timeout: timedelta) ->
         host, port = awaited(folder, TRAINER, timeout.total_seconds()).rsplit(":", 1)
         return TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
     host = own_address()
-    listener = socket.create_server((host, 0))  # torch's own listener would take all addresses
-    number = listener.getsockname()[1]
-    publish(folder, TRAINER, f"{host}:{number}")
+    listener = socket.create_server((host, 0))  # torch's own listener would listen on all addresses
+    port_number = listener.getsockname()[1]
+    publish(folder, TRAINER, f"{host}:{port_number}")
     return TCPStore(
-        *(host, number, world_size),
+        *(host, port_number, world_size),
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,

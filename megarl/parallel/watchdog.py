@@ -1,8 +1,8 @@
-"""Where every rank is, kept outside the rank, so that one that died or hangs can be named.
+"""Finds the ranks that died or hang, from a record that each rank keeps outside its process.
 
-A rank keeps one small record in a memory-mapped file: the stage it is in and the last collective it joined. Writing
-it costs about a microsecond, and it outlives the process. `Monitor` reads the records of all ranks, in the local
-launcher or, where there is none, in ranks 0 and 1. Imports no torch at the top: the launcher reads this module.
+The record is a small memory-mapped file with the rank's stage and the last collective it joined. A write costs about a
+microsecond, and the file outlives the process. `Monitor` reads the records of all ranks. It runs in the local launcher
+or, without one, in ranks 0 and 1. This module imports torch only when needed, because the launcher reads it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-WATCH = "MEGARL_WATCH"  # folder of the records, from the local launcher to its ranks
+WATCH = "MEGARL_WATCH"  # folder of the records, set by the local launcher for its ranks
 BEAT_S = 0.5
-GUARD_EVERY = 10  # beats between looks of ranks that watch each other over a network file system, which must see them
-FROZEN_S = 60.0  # a process that has not run for so long is stopped or starved
-FROZEN_PART = 0.8  # of parallel.timeout_s, if that is sooner: what does not run makes no progress either
-GRACE_S = 30.0  # collectives themselves fail so long after parallel.timeout_s: the monitor speaks first
+GUARD_EVERY = 10  # beats between checks of ranks that watch each other, and between flushes to a network file system
+FROZEN_S = 60.0  # a process without a beat for this long is stopped or starved
+FROZEN_PART = 0.8  # of parallel.timeout_s, if less than FROZEN_S: a frozen rank is reported before a stuck one
+GRACE_S = 30.0  # collectives fail this long after parallel.timeout_s, so that the monitor reports first
 EXIT_STUCK = 70  # EX_SOFTWARE
 SHOWN = 4  # ranks described in one line
 
@@ -31,7 +31,7 @@ COMPUTES, WAITS, FAILED = range(3)
 _RECORD = struct.Struct("<qqqq48s104s")  # beats, changes, state, collectives joined, stage, last collective
 _BEATS = struct.Struct("<q")
 
-# torch.distributed's calls reach the process group by these names.
+# ProcessGroup's methods, and the names of the torch.distributed calls that use them.
 _METHODS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -73,8 +73,8 @@ class _Recorder:
         self.beats += 1
         _BEATS.pack_into(self._map, 0, self.beats)
 
-    def show(self) -> None:
-        """Has a network file system bring the record to the other machines."""
+    def flush(self) -> None:
+        """Flushes the record, so that other machines see it on a network file system."""
         self._map.flush()
 
     def write(self) -> None:
@@ -96,10 +96,10 @@ _recorder: _Recorder | None = None
 
 
 def start(folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: bool) -> None:
-    """Begins this rank's record in `folder`, which all ranks see; once a process.
+    """Starts this rank's record in the shared `folder`. Later calls in the same process do nothing.
 
-    With `guard`, ranks 0 and 1 watch all ranks and end themselves with EXIT_STUCK and one line when one is stuck; a
-    launcher that watches from outside needs none.
+    With `guard`, ranks 0 and 1 monitor all ranks. If a rank is stuck, they print one line and exit with EXIT_STUCK. The
+    local launcher monitors from outside and needs no guard.
     """
     global _recorder
     if _recorder is not None:
@@ -115,30 +115,30 @@ def start(folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: 
 def _beat(recorder: _Recorder, guard: bool, monitor: Monitor | None) -> None:
     while True:
         recorder.beat()
-        looks = guard and recorder.beats % GUARD_EVERY == 0
-        if looks:
-            recorder.show()
-        if looks and monitor is not None and (problem := monitor.check()):
+        is_guard_beat = guard and recorder.beats % GUARD_EVERY == 0
+        if is_guard_beat:
+            recorder.flush()
+        if is_guard_beat and monitor is not None and (problem := monitor.check()):
             print(f"megarl: {problem}", file=sys.stderr, flush=True)
-            os._exit(EXIT_STUCK)  # the main thread may be inside a collective that nothing interrupts
+            os._exit(EXIT_STUCK)  # the main thread may be in a collective that cannot be interrupted
         time.sleep(BEAT_S)
 
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Names what the rank is doing, for the record."""
+    """Records `name` as the rank's stage inside the context."""
     if (recorder := _recorder) is None:
         yield
         return
     before, recorder.stage = recorder.stage, name
     recorder.write()
-    yield  # an error keeps its stage in the record
+    yield  # after an error the record keeps this stage
     recorder.stage = before
     recorder.write()
 
 
 def _record_collectives(recorder: _Recorder) -> None:
-    """Every collective of this process is recorded as it is joined, waited for and done."""
+    """Patches torch.distributed to record when this process joins, waits for and finishes a collective."""
     import torch.distributed as dist
 
     labels: dict[str, str] = {}
@@ -146,8 +146,8 @@ def _record_collectives(recorder: _Recorder) -> None:
     def label(group: Any) -> str:
         if group.group_name not in labels:
             ranks = dist.get_process_group_ranks(group)
-            shown = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > SHOWN else f"ranks {', '.join(map(str, ranks))}"
-            labels[group.group_name] = f"{group.group_desc} ({shown})"
+            members = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > SHOWN else ", ".join(map(str, ranks))
+            labels[group.group_name] = f"{group.group_desc} (ranks {members})"
         return labels[group.group_name]
 
     def recorded(call: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -160,7 +160,7 @@ def _record_collectives(recorder: _Recorder) -> None:
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.turn(WAITS)
         try:
-            result = waits(work, *args, **kwargs)
+            result = original_wait(work, *args, **kwargs)
         except BaseException:
             recorder.turn(FAILED)
             raise
@@ -169,63 +169,71 @@ def _record_collectives(recorder: _Recorder) -> None:
 
     for method, name in _METHODS.items():
         setattr(dist.ProcessGroup, method, recorded(getattr(dist.ProcessGroup, method), name))
-    waits = dist.Work.wait
+    original_wait = dist.Work.wait
     setattr(dist.Work, "wait", wait)  # noqa: B010  (mypy refuses to assign a method)
 
 
 class Monitor:
-    """Reads the records of all ranks and tells when one is stuck. Ages are counted by the reader, in time that it has
-    itself been running, so that clocks of nodes need not agree and a job that was suspended whole goes on."""
+    """Reads the records of all ranks and reports stuck ones.
+
+    The reader measures the age of a record in its own running time. Clocks of nodes need not agree, and suspending and
+    resuming a whole job is not an error.
+    """
 
     def __init__(self, folder: Path, world_size: int, timeout_s: float, every_s: float = BEAT_S) -> None:
-        """`every_s` is how often `check` is called."""
+        """Starts with no records seen; `every_s` is the time between calls of `check`."""
         self.folder, self.world_size, self.timeout_s = folder, world_size, timeout_s
         self._every_s = every_s
-        self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # value and seconds since it changed
-        self._last = time.monotonic()
+        self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # last value, and seconds since it changed
+        self._last_check = time.monotonic()
 
     def check(self) -> str | None:
-        """One line about ranks that are stuck: not run for FROZEN_S, or no stage and no collective for timeout_s.
+        """Returns one line about stuck ranks, or None.
 
-        With a short timeout_s the first is told after FROZEN_PART of it, so before the second, which it implies.
+        A rank is frozen after FROZEN_S without a beat. It makes no progress after `timeout_s` without a new stage or
+        collective. A frozen rank makes no progress either, so with a short `timeout_s` it is reported as frozen after
+        FROZEN_PART of it.
         """
         now = time.monotonic()
-        passed, self._last = min(now - self._last, 2 * self._every_s), now
-        frozen, still = [], []
+        elapsed, self._last_check = min(now - self._last_check, 2 * self._every_s), now
+        frozen, no_progress = [], []
         for rank in range(self.world_size):
             record = self._read(rank)
             if record is None:
                 continue
-            if self._age((rank, "beats"), record[0], passed) > min(FROZEN_S, FROZEN_PART * self.timeout_s):
+            if self._age((rank, "beats"), record[0], elapsed) > min(FROZEN_S, FROZEN_PART * self.timeout_s):
                 frozen.append(rank)
-            if self._age((rank, "changes"), record[1], passed) > self.timeout_s:
-                still.append(rank)
+            if self._age((rank, "changes"), record[1], elapsed) > self.timeout_s:
+                no_progress.append(rank)
         if frozen:
             return self._line(frozen, "beats", "does not run (stopped or starved)")
-        if still:
-            busy = [rank for rank in still if (record := self._read(rank)) and record[2] == COMPUTES]
-            return self._line(busy or still, "changes", f"makes no progress (parallel.timeout_s={self.timeout_s:g})")
+        if no_progress:
+            # Ranks that wait in a collective wait for the ones that compute.
+            busy = [rank for rank in no_progress if (record := self._read(rank)) and record[2] == COMPUTES]
+            return self._line(
+                busy or no_progress, "changes", f"makes no progress (parallel.timeout_s={self.timeout_s:g})"
+            )
         return None
 
     def describe(self, rank: int) -> str:
-        """Stage and last collective of a rank."""
+        """Describes the stage and last collective of a rank."""
         record = self._read(rank)
         if record is None:
             return "before it had joined the other ranks"
         _, _, state, joined, stage, collective = record
         if not joined:
             return f"in stage {stage}, no collective yet"
-        how = {COMPUTES: "past", WAITS: "waits in", FAILED: "failed in"}[state]
-        return f"in stage {stage}, {how} collective {joined}, {collective}"
+        relation = {COMPUTES: "past", WAITS: "waits in", FAILED: "failed in"}[state]
+        return f"in stage {stage}, {relation} collective {joined}, {collective}"
 
-    def _line(self, ranks: list[int], clock: str, what: str) -> str:
-        def about(rank: int) -> str:
+    def _line(self, ranks: list[int], clock: str, problem: str) -> str:
+        def description(rank: int) -> str:
             return f"rank {rank} {self.describe(rank)}, {self._seen[rank, clock][1]:.0f} s"
 
         names = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
         others = [rank for rank in range(self.world_size) if rank not in ranks]
-        shown = [about(rank) for rank in (*ranks[:SHOWN], *others)[:SHOWN] if (rank, clock) in self._seen]
-        return f"rank{'s' * (len(ranks) > 1)} {names} {what}; " + "; ".join(shown)
+        details = [description(rank) for rank in (*ranks[:SHOWN], *others)[:SHOWN] if (rank, clock) in self._seen]
+        return f"rank{'s' * (len(ranks) > 1)} {names} {problem}; " + "; ".join(details)
 
     def _read(self, rank: int) -> tuple[int, int, int, int, str, str] | None:
         try:
@@ -238,8 +246,8 @@ class Monitor:
         words = [text.rstrip(b"\0").decode(errors="replace") for text in (stage, collective)]
         return (*numbers, *words) if words[0] else None
 
-    def _age(self, key: tuple[int, str], value: int, passed: float) -> float:
+    def _age(self, key: tuple[int, str], value: int, elapsed: float) -> float:
         before, age = self._seen.get(key, (value, 0.0))
-        age = age + passed if before == value else 0.0
+        age = age + elapsed if before == value else 0.0
         self._seen[key] = (value, age)
         return age

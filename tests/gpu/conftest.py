@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device and a build with the CUDA kernels; skipped, with the reason, where there is none."""
+"""Skips these tests, with the reason, without a CUDA device or a build with the CUDA kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel on a CUDA device: the CPU tests' shapes and hard values, against the oracle and the CPU results."""
+"""Every kernel on a CUDA device, with the CPU tests' shapes and extreme values, against the oracle and the CPU."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ROUNDING = {torch.float32: 1.2e-7, torch.bfloat16: 2.0**-8, torch.float16: 2.0**
 
 
 def on_both(run, *tensors, **keys):
-    """`run` on CPU and on the device; results of both, on the CPU."""
-    there = [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
-    keys_there = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in keys.items()}
-    here, device = run(*tensors, **keys), run(*there, **keys_there)
-    as_tuple = here if isinstance(here, tuple) else (here,)
-    device_tuple = device if isinstance(device, tuple) else (device,)
-    return as_tuple, tuple(t.cpu() for t in device_tuple)
+    """Calls `run` on CPU and on the device, and returns both results on the CPU."""
+    device_tensors = [t.cuda() if isinstance(t, torch.Tensor) else t for t in tensors]
+    device_keys = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in keys.items()}
+    on_cpu, on_device = run(*tensors, **keys), run(*device_tensors, **device_keys)
+    cpu_results = on_cpu if isinstance(on_cpu, tuple) else (on_cpu,)
+    device_results = on_device if isinstance(on_device, tuple) else (on_device,)
+    return cpu_results, tuple(t.cpu() for t in device_results)
 
 
 def close(run, *tensors, rtol=1e-5, atol=1e-6, **keys):
-    for here, there in zip(*on_both(run, *tensors, **keys), strict=True):
-        torch.testing.assert_close(there, here, rtol=rtol, atol=atol, equal_nan=True)
+    for on_cpu, on_device in zip(*on_both(run, *tensors, **keys), strict=True):
+        torch.testing.assert_close(on_device, on_cpu, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +57,7 @@ def test_log_probs_and_gradients_match_the_oracle(vocab, dtype, pad):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hard_values_behave_as_on_the_cpu(dtype):
+def test_extreme_values_behave_like_on_the_cpu(dtype):
     logits = (torch.randn(9, 4097) * 3).to(dtype)
     logits[1] = torch.nan
     logits[2, 77] = torch.nan
@@ -96,7 +96,7 @@ def test_a_row_gives_the_same_bits_at_every_position_and_alignment(dtype, vocab)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_row_kernels_fill_their_outputs_and_touch_nothing_else(dtype):
+def test_row_kernels_fill_their_outputs_and_write_nothing_else(dtype):
     rows, vocab, stride = 6, 4097, 4110
     source = Guarded((rows, stride), dtype, "cuda")
     source.tensor.copy_(torch.randn(rows, stride))

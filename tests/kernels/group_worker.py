@@ -1,4 +1,4 @@
-"""Runs on two ranks of a real gloo group and compares what they hold together with one rank holding all."""
+"""Worker of test_groups.py: compares two ranks of a gloo group with one rank that has everything."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def run(rank: int, world: int, init_file: str) -> None:
     )
     group = dist.group.WORLD
     try:
-        vocabulary_is_split(rank, world, group)
-        head_is_split(rank, world, group)
-        batch_is_split(rank, world, group)
+        check_split_vocabulary(rank, world, group)
+        check_split_head(rank, world, group)
+        check_split_batch(rank, world, group)
     finally:
         dist.destroy_process_group()
 
 
-def vocabulary_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
+def check_split_vocabulary(rank: int, world: int, group: dist.ProcessGroup) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(12, VOCAB + PAD), torch.randint(-1, VOCAB, (12,))
     g, h = torch.randn(12), torch.randn(12)
@@ -42,12 +42,12 @@ def vocabulary_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None
         assert leaf.grad is not None
     for a, b in zip((*got, local.grad), (*want, whole.grad[:, shard]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    everyone = [torch.empty_like(got[0]) for _ in range(world)]
-    dist.all_gather(everyone, got[0].detach())
-    assert all(torch.equal(t, everyone[0]) for t in everyone), "ranks disagree in a bit"
+    by_rank = [torch.empty_like(got[0]) for _ in range(world)]
+    dist.all_gather(by_rank, got[0].detach())
+    assert all(torch.equal(t, by_rank[0]) for t in by_rank), "ranks do not agree to the bit"
 
 
-def head_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
+def check_split_head(rank: int, world: int, group: dist.ProcessGroup) -> None:
     torch.manual_seed(1)
     hidden, weight = torch.randn(30, 8), torch.randn(VOCAB + PAD, 8)
     labels = torch.randint(-1, VOCAB, (30,))
@@ -67,11 +67,11 @@ def head_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(list(results[0]), whole, rtol=1e-5, atol=1e-5)
 
 
-def batch_is_split(rank: int, world: int, group: dist.ProcessGroup) -> None:
+def check_split_batch(rank: int, world: int, group: dist.ProcessGroup) -> None:
     torch.manual_seed(2)
     x, mask = torch.randn(9000) * 2 + 50, torch.rand(9000) < 0.6
     mask[:4500] &= rank >= 0
-    mine = slice(0, 0) if rank == 1 else slice(0, 9000)  # one rank holds nothing at all
-    torch.testing.assert_close(moments(x[mine], mask[mine], group=group), moments(x, mask), rtol=1e-12, atol=1e-12)
-    mine = slice(rank * 4500, (rank + 1) * 4500)
-    torch.testing.assert_close(whiten(x[mine], mask[mine], group=group), whiten(x, mask)[mine], rtol=1e-6, atol=1e-6)
+    local = slice(0, 0) if rank == 1 else slice(0, 9000)  # one rank has no values
+    torch.testing.assert_close(moments(x[local], mask[local], group=group), moments(x, mask), rtol=1e-12, atol=1e-12)
+    local = slice(rank * 4500, (rank + 1) * 4500)
+    torch.testing.assert_close(whiten(x[local], mask[local], group=group), whiten(x, mask)[local], rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Slow float64 results in numpy, written from the definitions and apart from the kernels; and guarded buffers."""
+"""Slow float64 references in numpy, written from the definitions; and guarded buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABS = (1, 7, 31, 33, 1000, 4097, 32000, 50257, 151936)
 
 
 class Guarded:
-    """A tensor of `shape` prefilled with NaN (or 0xFF bytes) between guard words; `check` sees an overrun."""
+    """A tensor prefilled with NaN (0xFF bytes) between guard bytes; `check` detects writes outside of it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"):
         size = math.prod(shape) * dtype.itemsize
@@ -33,7 +33,7 @@ class Guarded:
 def logprob_oracle(
     logits: Tensor, labels: Tensor, valid: int, temperature: Any = 1.0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Log-prob [T], entropy [T] and probabilities [T, valid], by exp and log of long doubles."""
+    """Computes log-prob [T], entropy [T] and probabilities [T, valid], by exp and log of long doubles."""
     x = logits[:, :valid].double().numpy().astype(np.longdouble)
     temperature = np.asarray(temperature, dtype=np.longdouble).reshape(-1, 1)
     with np.errstate(all="ignore"):
@@ -50,7 +50,7 @@ def logprob_oracle(
 def logprob_grad_oracle(
     logits: Tensor, labels: Tensor, valid: int, g: Tensor, h: Tensor, temperature: Any = 1.0
 ) -> np.ndarray:
-    """d(sum g logprob + h entropy)/d logits [T, V], row by row: d logprob_y = 1{y} - p, d H = -p (log p + H)."""
+    """Computes d(sum g logprob + h entropy)/d logits [T, V] by d logprob_y = 1{y} - p, d H = -p (log p + H)."""
     _, entropy, p = logprob_oracle(logits, labels, valid, temperature)
     temperature = np.broadcast_to(np.asarray(temperature, dtype=float), (len(p),))
     out = np.zeros(tuple(logits.shape))
@@ -67,7 +67,7 @@ def logprob_grad_oracle(
 def gae_oracle(
     rewards: Tensor, values: Tensor, mask: Tensor, cu: Tensor, gamma: float, lam: list[float], bootstrap: list[float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The definition: A_t = sum_l (gamma lambda)^l delta_{t+l} over the unmasked tokens of a sequence."""
+    """Computes A_t = sum_l (gamma lambda)^l delta_{t+l} over the unmasked tokens of each sequence."""
     advantages, returns = np.zeros(len(rewards)), np.zeros(len(rewards))
     for b, (begin, end) in enumerate(itertools.pairwise(cu.tolist())):
         steps = [t for t in range(begin, end) if mask[t]]
@@ -80,7 +80,7 @@ def gae_oracle(
 
 
 def group_oracle(rewards: np.ndarray, ids: list[int], mode: str, eps: float, each: bool) -> np.ndarray:
-    """Advantages by lists of each group's members."""
+    """Computes advantages from a list of each group's members; `each` normalises the columns before their sum."""
     columns = rewards.astype(float) if each else rewards.astype(float).sum(axis=1, keepdims=True)
     out = np.zeros(len(rewards))
     for i, group in enumerate(ids):

@@ -2,7 +2,7 @@
 
     python tests/kernels/run_sanitized.py [more pytest arguments]
 
-The sanitized module lies in build/sanitize and takes the place of megarl._C in this process only.
+The sanitized module is in build/sanitize and replaces megarl._C in this process only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build() -> None:
 
 
 def run_again_under_the_sanitizers() -> int:
-    """The runtime must be loaded before the interpreter, so this script runs once more."""
+    """Runs this script again with the sanitizers' runtime preloaded; it must be loaded before the interpreter."""
     runtimes = [
         subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")
@@ -57,7 +57,7 @@ def use_sanitized_module() -> None:
     spec = importlib.util.spec_from_file_location("megarl._C", next(BUILD.glob("_C.*.so")))
     assert spec is not None
     assert spec.loader is not None
-    import torch  # noqa: F401  (its OpenMP runtime first)
+    import torch  # noqa: F401  (loads its OpenMP runtime first)
 
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     use_sanitized_module()
     here = str(Path(__file__).parent)
-    # These start processes of their own, which load nothing of this build.
-    others = ("test_cuda_build.py", "test_groups.py", "test_instruction_sets.py", "test_extending_guide.py")
-    skip = [f"--ignore={here}/{name}" for name in others]
+    # These start other processes, which would not load the sanitized module.
+    excluded = ("test_cuda_build.py", "test_groups.py", "test_instruction_sets.py", "test_extending_guide.py")
+    skip = [f"--ignore={here}/{name}" for name in excluded]
     sys.exit(pytest.main([here, "-q", "-p", "no:cacheprovider", *skip, *sys.argv[1:]]))

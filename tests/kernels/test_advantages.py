@@ -1,4 +1,4 @@
-"""Group-relative advantages, packed GAE and whitening against float64 oracles, with properties."""
+"""Group-relative advantages, packed GAE and whitening: float64 oracles and properties."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_gae_of_a_sequence_does_not_depend_on_its_neighbours_or_on_threads():
         assert torch.equal(a, c)
 
 
-def test_nan_in_a_masked_token_or_another_sequence_is_not_seen():
+def test_nan_in_a_masked_token_or_another_sequence_has_no_effect():
     rewards, values, mask, cu = packed([5, 5], masked=0.0)
     mask[2] = False
     clean = gae_packed(rewards, values, mask, cu)[0]
@@ -131,9 +131,9 @@ def test_whitening_gives_mean_0_and_variance_1_and_matches_the_twin(shift_mean, 
     torch.testing.assert_close(got, torch_twins.whiten(x, mask, shift_mean=shift_mean, clip=clip), rtol=1e-5, atol=1e-5)
     assert (got[~mask] == 0).all()
     if clip is None:
-        kept = got[mask].double()
-        assert abs(kept.var() - 1) < 1e-5
-        assert abs(kept.mean() - (0 if shift_mean else x[mask].double().mean())) < 1e-5
+        whitened = got[mask].double()
+        assert abs(whitened.var() - 1) < 1e-5
+        assert abs(whitened.mean() - (0 if shift_mean else x[mask].double().mean())) < 1e-5
 
 
 def test_whitening_nothing_or_one_value_gives_zeros():
@@ -142,7 +142,7 @@ def test_whitening_nothing_or_one_value_gives_zeros():
     assert whiten(torch.empty(0), torch.empty(0, dtype=torch.bool)).shape == (0,)
 
 
-def test_kernels_fill_their_outputs_and_touch_nothing_else():
+def test_kernels_fill_their_outputs_and_write_nothing_else():
     rewards, values, mask, cu = packed([7, 0, 6])
     here, lam = where(rewards), torch.ones(1)
     outs = [Guarded((13,), torch.float32) for _ in range(3)]

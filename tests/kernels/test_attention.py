@@ -17,21 +17,23 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def grouped(groups: list[tuple[int, list[int]]]) -> tuple[Sequences, int]:
-    """Sequences of groups, each with a beginning of so many tokens in common, before so many of each one's own; their
-    tokens are numbered as they first come, then shuffled. With the number of tokens."""
+    """Builds sequences from groups of (prompt length, completion lengths), and returns them with the number of tokens.
+
+    Members of a group share its prompt. The indices of the tokens are shuffled.
+    """
     rows: list[int] = []
     bounds, skipped, tokens = [0], [], 0
-    for common, own in groups:
-        prompt = list(range(tokens, tokens + common))
-        tokens += common
-        for member, length in enumerate(own):
+    for prompt_length, lengths in groups:
+        prompt = list(range(tokens, tokens + prompt_length))
+        tokens += prompt_length
+        for member, length in enumerate(lengths):
             rows += [*prompt, *range(tokens, tokens + length)]
             tokens += length
             bounds.append(len(rows))
-            skipped.append(common if member else 0)
-    numbers = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))
+            skipped.append(prompt_length if member else 0)
+    shuffled = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens))
     return Sequences(
-        torch.tensor(bounds).int(), numbers[torch.tensor(rows).long()], torch.tensor(skipped).long()
+        torch.tensor(bounds).int(), shuffled[torch.tensor(rows).long()], torch.tensor(skipped).long()
     ), tokens
 
 
@@ -41,16 +43,16 @@ def check(sequences: Sequences, tokens: int, heads: int, kv_heads: int, dim: int
         for i, (n, s) in enumerate(((heads, spread), (kv_heads, 1), (kv_heads, 1)))
     ]
     gradient = randn(tokens, heads, dim, seed=7)
-    given = [x.clone().requires_grad_() for x in inputs]
+    leaves = [x.clone().requires_grad_() for x in inputs]
     exact = [x.double().requires_grad_() for x in inputs]
-    got = packed_attention(*given, sequences, dim**-0.5)
+    got = packed_attention(*leaves, sequences, dim**-0.5)
     expected = torch_twins.packed_attention(*exact, sequences, dim**-0.5)
     torch.testing.assert_close(got.double(), expected, atol=3e-6 * spread, rtol=3e-6)
-    found = torch.autograd.grad(got, given, gradient)
-    wanted = torch.autograd.grad(expected, exact, gradient.double())
-    # A score's rounding is a share of the weights; the gradient of keys is their sum times queries.
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, atol=2e-5 * spread**2, rtol=2e-5)
+    grads = torch.autograd.grad(got, leaves, gradient)
+    exact_grads = torch.autograd.grad(expected, exact, gradient.double())
+    # The relative error of the weights grows with the scores, and keys' gradients are their sum times queries.
+    for grad, exact_grad in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(grad.double(), exact_grad, atol=2e-5 * spread**2, rtol=2e-5)
 
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 16, 17, 40]), min_size=1, max_size=4)
@@ -62,35 +64,35 @@ LENGTHS = st.lists(st.sampled_from([0, 1, 2, 7, 8, 9, 16, 17, 40]), min_size=1, 
     kv_heads=st.integers(1, 2), group=st.integers(1, 3), dim=st.sampled_from([1, 8, 16, 24, 64]),
     spread=st.sampled_from([1.0, 30.0]),
 )  # fmt: skip
-def test_values_and_gradients_are_those_of_float64(groups, kv_heads, group, dim, spread):
+def test_values_and_gradients_match_float64(groups, kv_heads, group, dim, spread):
     check(*grouped(groups), kv_heads * group, kv_heads, dim, spread)
 
 
 @pytest.mark.parametrize("groups", [[(0, [200])], [(150, [90, 64, 65])]])
-def test_sequences_of_more_than_a_block_of_queries_too(groups):
+def test_sequences_longer_than_a_block_of_queries_match_float64(groups):
     check(*grouped(groups), 4, 2, 32)
 
 
-def test_a_sequence_does_not_see_another_nor_a_later_token():
+def test_a_token_sees_no_other_sequence_and_no_later_token():
     sequences, tokens = grouped([(5, [20, 9]), (0, [33])])
     inputs = [randn(tokens, n, 16, seed=n) for n in (4, 2, 2)]
     whole = packed_attention(*inputs, sequences, 0.25)
     first = sequences.rows[:25]
     alone = Sequences(torch.tensor([0, 18]).int(), torch.arange(18), torch.tensor([0]))
-    begun = packed_attention(*(x[first[:18]] for x in inputs), alone, 0.25)
-    assert torch.equal(whole[first[:18]], begun)  # and no bit depends on what else is in the batch
+    prefix_alone = packed_attention(*(x[first[:18]] for x in inputs), alone, 0.25)
+    assert torch.equal(whole[first[:18]], prefix_alone)  # to the bit
 
 
 def test_the_number_of_threads_changes_no_bit():
     sequences, tokens = grouped([(40, [60] * 8)] * 4)
     inputs = [randn(tokens, n, 16, seed=n).requires_grad_() for n in (4, 2, 2)]
-    threads, found = torch.get_num_threads(), []
+    threads, results = torch.get_num_threads(), []
     for number in (1, 3):
         torch.set_num_threads(number)
         out = packed_attention(*inputs, sequences, 0.25)
-        found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     torch.set_num_threads(threads)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def sequences_of(bounds: list[int], rows: list[int], skipped: list[int]) -> Sequences:
@@ -119,7 +121,7 @@ def test_sequences_that_do_not_fit_are_refused(bounds, rows, skipped, message):
     ("query", "key", "value", "message"),
     [
         ((3, 4, 8), (2, 2, 8), (2, 2, 8), "query has shape"),
-        ((2, 4, 8), (2, 3, 8), (2, 3, 8), "the numbers must divide"),
+        ((2, 4, 8), (2, 3, 8), (2, 3, 8), "heads must be a multiple"),
         ((2, 4, 8), (2, 2, 8), (2, 2, 7), "value has shape"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The operators under torch.compile: no graph breaks, the same bits, and fake forms that agree with the real ones."""
+"""Operators under torch.compile: no graph breaks, the same bits, and fake implementations that match the real ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_training_step_compiles_into_one_graph_with_the_same_bits():
     assert torch.equal(grads[0][1], grads[1][1])
 
 
-def test_the_fake_form_of_every_operator_agrees_with_the_real_one():
+def test_every_fake_implementation_matches_the_real_one():
     stats = logprob_kernels.logprob_stats(LOGITS, LABELS, ONE, 9, 0, True)
     _, _, context = logprob_kernels.logprob_merge(stats[None], LABELS, ONE)
     moments = advantage.moments(F, M)

@@ -1,4 +1,4 @@
-"""The CUDA kernels compile for every architecture we ship, and the compiler's resource report shows no spill."""
+"""The CUDA kernels compile for every shipped architecture, without register spills in the compiler's report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "csrc").glob("*/cuda.cu"))
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
-MAX_REGISTERS = {"stats_kernel": 64, "backward_kernel": 64}  # two blocks of 512 threads on an SM
+MAX_REGISTERS = {"stats_kernel": 64, "backward_kernel": 64}  # so that two blocks of 512 threads fit on an SM
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
-    """`reports[kernel, architecture]`: what ptxas says of each kernel."""
+    """Compiles the kernels; `reports[kernel, architecture]` is the report of ptxas."""
     if not shutil.which("nvcc"):
         pytest.skip("nvcc is not installed: the CUDA kernels cannot be compiled here")
     out = tmp_path_factory.mktemp("cuda")
@@ -30,14 +30,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], s
         )
         for i, s in enumerate(SOURCES)
     ]
-    found = {}
+    report_by_kernel = {}
     for process in running:
         log = process.communicate(timeout=280)[1]
         assert process.returncode == 0, log
         for block in log.split("Compiling entry function '")[1:]:
             name, architecture = re.match(r"(\w+)' for '(\w+)'", block).groups()
-            found[name, architecture] = block
-    return found
+            report_by_kernel[name, architecture] = block
+    return report_by_kernel
 
 
 def test_every_kernel_is_built_for_every_architecture(reports):

@@ -1,4 +1,4 @@
-"""A generation step's operations on CPU against their plain-torch twins, over odd shapes."""
+"""Operations of a generation step on CPU against their plain-torch twins, over odd shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def pages(rows: int, kv_heads: int, dim: int, seed: int, dtype: torch.dtype = torch.float32):
-    """A cache whose slots are dealt out at random to `rows + 2` requests of up to 40 tokens, and rows of them."""
+    """Builds a cache with random slots for `rows + 2` requests of up to 40 tokens, and chooses rows of them."""
     generator = torch.Generator().manual_seed(seed)
     requests, longest = rows + 2, 40
     table = torch.randperm(requests * longest, generator=generator).int().view(requests, longest)
@@ -29,7 +29,7 @@ def pages(rows: int, kv_heads: int, dim: int, seed: int, dtype: torch.dtype = to
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(0, 5), width=WIDTHS, updated=st.booleans(), seed=SEEDS)
-def test_the_norm_adds_first_and_keeps_the_sum(rows, width, updated, seed):
+def test_the_norm_adds_the_update_and_keeps_the_sum(rows, width, updated, seed):
     residual, update, weight = randn(rows, width, seed=seed), randn(rows, width, seed=seed + 1), randn(width, seed=2)
     expected_sum = residual.clone()
     expected = torch_twins.add_rms_norm(expected_sum, update if updated else None, weight, 1e-6)
@@ -52,8 +52,8 @@ def test_queries_and_keys_are_normed_rotated_and_stored(rows, kv_heads, group, d
     other_keys, other_values = keys.clone(), values.clone()
     expected = torch_twins.rotate_and_store(qkv, other_keys, other_values, slots, positions, cos_sin, **norms)
     got = decode.rotate_and_store(qkv, keys, values, slots, positions, cos_sin, **norms)
-    for mine, theirs in ((got, expected), (keys, other_keys), (values, other_values)):
-        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=2e-6)
+    for actual, twin in ((got, expected), (keys, other_keys), (values, other_values)):
+        torch.testing.assert_close(actual, twin, atol=2e-6, rtol=2e-6)
 
 
 @settings(max_examples=80, deadline=None)
@@ -63,7 +63,7 @@ def test_queries_and_keys_are_normed_rotated_and_stored(rows, kv_heads, group, d
 )  # fmt: skip
 def test_a_row_attends_to_its_own_sequence_up_to_its_token(rows, kv_heads, group, dim, window, dtype, seed):
     keys, values, table, requests, positions = pages(rows, kv_heads, dim, seed, dtype)
-    # Rows lie apart, as queries beside keys and values do.
+    # The row stride is larger than a row, as for queries in a qkv tensor.
     queries = randn(rows, group * kv_heads + 1, dim, seed=seed + 3, dtype=dtype)[:, :-1]
     unseen = torch.ones(len(keys), dtype=torch.bool)
     for request, position in zip(requests, positions, strict=True):
@@ -75,13 +75,13 @@ def test_a_row_attends_to_its_own_sequence_up_to_its_token(rows, kv_heads, group
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_rows_attention_does_not_depend_on_the_rows_beside_it():
+def test_a_rows_attention_does_not_depend_on_the_other_rows():
     keys, values, table, requests, positions = pages(6, 2, 32, 0)
     queries = randn(6, 4, 32, seed=1)
     whole = decode.paged_attention(queries, keys, values, table, requests, positions, 0.3)
     for row in range(6):
-        one = slice(row, row + 1)
-        alone = decode.paged_attention(queries[one], keys, values, table, requests[one], positions[one], 0.3)
+        only = slice(row, row + 1)
+        alone = decode.paged_attention(queries[only], keys, values, table, requests[only], positions[only], 0.3)
         assert torch.equal(alone[0], whole[row])
 
 
@@ -97,17 +97,18 @@ def test_the_gated_activation_is_silu_times_up(rows, width, scale, seed):
     rows=st.integers(1, 5), vocab=st.sampled_from([1, 2, 15, 16, 17, 353]), spread=st.sampled_from([0.0, 1.0, 20.0]),
     cold=st.booleans(), seed=SEEDS,
 )  # fmt: skip
-def test_the_token_at_a_draw_and_its_logprob_are_those_of_the_softmax(rows, vocab, spread, cold, seed):
+def test_sampled_tokens_and_logprobs_match_the_softmax(rows, vocab, spread, cold, seed):
     logits, uniform = randn(rows, vocab, seed=seed) * spread, torch.rand(rows, dtype=torch.float64)
-    logits[:, vocab // 2 + 1 :: 3] = -torch.inf  # tokens that must never come
+    logits[:, vocab // 2 + 1 :: 3] = -torch.inf  # tokens that must never be sampled
     temperature = torch.full((rows,), 0.3 if cold else 1.7)
     tokens, logprobs = decode.sample(logits.clone(), temperature, uniform)
     exact = (logits.double() / temperature[:, None]).log_softmax(-1)
     chosen = exact.gather(1, tokens.long()[:, None])[:, 0]
     torch.testing.assert_close(logprobs, chosen.float(), atol=1e-6, rtol=1e-6)
-    theirs, of_theirs = torch_twins.sample(logits, temperature, uniform)
-    assert torch.allclose(logprobs[tokens == theirs], of_theirs[tokens == theirs], atol=1e-6, rtol=1e-6)
-    # The draw lies in the token's own stretch of the unit interval, up to rounding.
+    twin_tokens, twin_logprobs = torch_twins.sample(logits, temperature, uniform)
+    equal = tokens == twin_tokens
+    assert torch.allclose(logprobs[equal], twin_logprobs[equal], atol=1e-6, rtol=1e-6)
+    # The draw lies in the token's interval of the cumulative probabilities, up to rounding.
     end = exact.exp().cumsum(-1).gather(1, tokens.long()[:, None])[:, 0]
     assert ((uniform < end + 1e-6) & (uniform > end - chosen.exp() - 1e-6)).all()
 
@@ -121,11 +122,11 @@ def test_draws_give_each_token_its_probability():
     counts = torch.bincount(tokens, minlength=24)
     assert counts[expected == 0].sum() == 0
     chi_square = ((counts - 200_000 * expected).square() / (200_000 * expected))[expected > 0].sum()
-    assert chi_square < 60  # 19 degrees of freedom: exceeded once in 4 million runs
+    assert chi_square < 60  # 19 degrees of freedom; exceeded once in 4 million runs
 
 
 @pytest.mark.parametrize("draw", [0.0, 1.0 - 2**-53])
-def test_the_ends_of_the_unit_interval_give_tokens_that_can_come(draw):
+def test_the_ends_of_the_unit_interval_give_possible_tokens(draw):
     logits = torch.tensor([[-torch.inf, *[0.1] * 30, -torch.inf, -200.0]])
     tokens, logprobs = decode.sample(logits, torch.ones(1), torch.tensor([draw], dtype=torch.float64))
     assert tokens.item() == (1 if draw == 0 else 30)
@@ -141,10 +142,10 @@ def test_a_row_without_a_distribution_gives_token_0_and_nan(value):
     assert logprobs.isnan().tolist() == [True, False]
 
 
-def test_refusals_name_the_argument_and_the_rule():
+def test_error_messages_name_the_argument_and_the_rule():
     keys, values, table, requests, positions = pages(2, 2, 16, 0)
     good = (randn(2, 4, 16, seed=0), keys, values, table, requests, positions, 0.3)
-    for place, wrong, says in (
+    for index, wrong, message in (
         (0, randn(2, 3, 16, seed=0), "3 heads of 16, the cache 2 of 16"),
         (0, randn(2, 4, 16, seed=0).double(), "queries have dtype torch.float64"),
         (2, values[:, :1], "values has shape"),
@@ -152,8 +153,8 @@ def test_refusals_name_the_argument_and_the_rule():
         (4, requests[:1], "requests has shape"),
         (0, randn(2, 16, 4, seed=0).transpose(1, 2), "queries have strides"),
     ):
-        with pytest.raises(ValueError, match=says):
-            decode.paged_attention(*good[:place], wrong, *good[place + 1 :])
+        with pytest.raises(ValueError, match=message):
+            decode.paged_attention(*good[:index], wrong, *good[index + 1 :])
     with pytest.raises(ValueError, match="qkv has 40 columns"):
         decode.rotate_and_store(randn(2, 40, seed=0), keys, values, requests, positions, randn(40, 16, seed=0))
     with pytest.raises(ValueError, match="uniform has dtype"):

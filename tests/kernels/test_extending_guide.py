@@ -1,4 +1,4 @@
-"""docs/extending_kernels.md is followed to the letter in a copy of the sources: it builds, and its own test passes."""
+"""Follows docs/extending_kernels.md in a copy of the sources: it must build, and its own test must pass."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ FENCE = re.compile(r"^```(cpp|python append|python|diff) (\S+)\n(.*?)^```$", re.
 
 
 def run(command: list[str], **options: object) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
 
 
 def apply(kind: str, target: Path, body: str) -> None:
-    """Writes a new file, appends to one, or inserts a diff's added lines after the line above them."""
+    """Writes a new file, appends to a file, or inserts a diff's added lines after the line before them."""
     if kind == "diff":
         text = target.read_text()
         for anchor, added in re.findall(r"^ (.*)\n\+(.*)$", body, re.M):
-            assert text.count(f"{anchor}\n") == 1, f"{target} has not exactly one line {anchor!r}"
+            assert text.count(f"{anchor}\n") == 1, f"{target} must have exactly one line {anchor!r}"
             text = text.replace(f"{anchor}\n", f"{anchor}\n{added}\n")
         target.write_text(text)
     elif kind == "python append":
         target.write_text(target.read_text() + "\n\n" + body)
     else:
-        assert not target.exists(), f"the guide creates {target}, which is there already"
+        assert not target.exists(), f"the guide creates {target}, which exists already"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(body)
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels with the guide's files added."""
+    """Copies the kernels and adds the guide's files."""
     copy = tmp_path_factory.mktemp("guide")
     for folder in ("csrc", "megarl/ops", "benchmarks"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -65,16 +65,16 @@ def test_the_guide_builds_and_its_test_and_benchmark_run(copy: Path) -> None:
     configure = [
         *(sys.executable, "-m", "cmake", "-S", str(copy), "-B", str(build), "-G", "Ninja"),
         *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"),
-        *("-DCMAKE_BUILD_TYPE=None", "-DMEGARL_ISA_COPIES=OFF"),  # not optimised: speed is not what is tested
+        *("-DCMAKE_BUILD_TYPE=None", "-DMEGARL_ISA_COPIES=OFF"),  # not optimised, for a faster build
         f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
     ]
     run(configure)
     run([sys.executable, "-m", "cmake", "--build", str(build)])
     module = next(build.glob("_C.*.so"))
     shutil.copy(module, copy / "megarl" / module.name)
-    here = {**os.environ, "PYTHONPATH": str(copy)}
-    run([sys.executable, "-m", "pytest", "-q", "tests/kernels/test_overlong.py"], cwd=copy, env=here)
-    run([sys.executable, "benchmarks/overlong.py"], cwd=copy, env=here)
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    run([sys.executable, "-m", "pytest", "-q", "tests/kernels/test_overlong.py"], cwd=copy, env=environment)
+    run([sys.executable, "benchmarks/overlong.py"], cwd=copy, env=environment)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed: the CUDA side cannot be compiled here")

@@ -1,4 +1,4 @@
-"""Split over a real process group equals unsplit: vocabulary (TP), batch (DP)."""
+"""Vocabulary (TP) and batch (DP) split over a real process group give the unsplit results."""
 
 from __future__ import annotations
 

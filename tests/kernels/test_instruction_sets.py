@@ -1,4 +1,4 @@
-"""The row kernels of the other instruction sets, which this machine would not choose by itself."""
+"""The row kernels of the instruction sets that this machine would not choose."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_the_values_are_right_on(isa):
     files = [
         str(HERE / f"test_{name}.py") for name in ("logprob_values", "logprob_bits", "decode", "layer", "attention")
     ]
-    ran = pytest_under(isa, *files, "-k", CASES)
-    if "which this processor or build has not" in ran.stdout:
+    result = pytest_under(isa, *files, "-k", CASES)
+    if "which this processor or build has not" in result.stdout:
         pytest.skip(f"this processor has no {isa}")
-    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert result.returncode == 0, result.stdout[-3000:]
 
 
 def test_an_unknown_instruction_set_is_named():
-    ran = pytest_under("mmx", str(HERE / "test_logprob_values.py"), "-k", "public_faces")
-    assert ran.returncode == 1
-    assert "MEGARL_CPU_ISA is 'mmx'" in ran.stdout
+    result = pytest_under("mmx", str(HERE / "test_logprob_values.py"), "-k", "public_functions")
+    assert result.returncode == 1
+    assert "MEGARL_CPU_ISA is 'mmx'" in result.stdout

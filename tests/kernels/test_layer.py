@@ -1,4 +1,4 @@
-"""A layer's operations on CPU and their gradients against the plain-torch twins in float64, over odd shapes."""
+"""Operations of a layer on CPU, and their gradients, against the plain-torch twins in float64, over odd shapes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ def randn(*shape: int, seed: int) -> Tensor:
 
 
 def agree(kernel: Callable[..., Tensor], twin: Callable[..., Tensor], inputs: list[Tensor], *sizes: float) -> None:
-    """Values and all gradients of the kernel, in float32, are those of the twin in float64. `sizes`: of the summands
-    whose rounding each may show, values first."""
-    given = [x.clone().requires_grad_() for x in inputs]
+    """Checks that values and all gradients of the float32 kernel match the twin in float64.
+
+    `sizes` scales the tolerance of the values and of each gradient: the size of the terms that are rounded.
+    """
+    leaves = [x.clone().requires_grad_() for x in inputs]
     exact = [x.double().requires_grad_() for x in inputs]
-    got, expected = kernel(*given), twin(*exact)
+    got, expected = kernel(*leaves), twin(*exact)
     gradient = randn(*got.shape, seed=9)
-    # Gradients come in any layout: here with the elements of a row apart.
-    found = torch.autograd.grad(got, given, gradient.t().contiguous().t() if gradient.ndim == 2 else gradient)
-    wanted = torch.autograd.grad(expected, exact, gradient.double())
-    for mine, theirs, size in zip((got, *found), (expected, *wanted), sizes, strict=True):
-        torch.testing.assert_close(mine.double(), theirs, atol=2e-6 * size, rtol=2e-6)
+    # Gradients can have any layout; this one is column-major.
+    grads = torch.autograd.grad(got, leaves, gradient.t().contiguous().t() if gradient.ndim == 2 else gradient)
+    exact_grads = torch.autograd.grad(expected, exact, gradient.double())
+    for actual, wanted, size in zip((got, *grads), (expected, *exact_grads), sizes, strict=True):
+        torch.testing.assert_close(actual.double(), wanted, atol=2e-6 * size, rtol=2e-6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, width=WIDTHS, size=st.sampled_from([1e-4, 1.0, 1e4]), seed=SEEDS)
-def test_the_norm_and_its_gradients_are_those_of_float64(rows, width, size, seed):
+def test_the_norm_and_its_gradients_match_float64(rows, width, size, seed):
     x, weight = randn(rows, width, seed=seed) * size, randn(width, seed=seed + 1)
     steepest = float(weight.abs().max() * (x.square().mean(-1) + 1e-6).rsqrt().amax()) if rows else 0.0
     agree(
@@ -50,7 +52,7 @@ def test_the_norm_and_its_gradients_are_those_of_float64(rows, width, size, seed
 
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, width=WIDTHS, scale=st.sampled_from([1.0, 30.0, 1e4]), seed=SEEDS)
-def test_the_gated_activation_and_its_gradient_are_those_of_float64(rows, width, scale, seed):
+def test_the_gated_activation_and_its_gradient_match_float64(rows, width, scale, seed):
     agree(layer_ops.silu_mul, torch_twins.silu_mul, [randn(rows, 2 * width, seed=seed) * scale], scale, scale)
 
 
@@ -58,7 +60,7 @@ def test_the_gated_activation_and_its_gradient_are_those_of_float64(rows, width,
 @given(
     tokens=ROWS, heads=st.integers(1, 3), dim=st.sampled_from([2, 14, 16, 30, 64, 128]), seed=SEEDS
 )  # fmt: skip
-def test_the_rotation_and_its_gradient_are_those_of_float64(tokens, heads, dim, seed):
+def test_the_rotation_and_its_gradient_match_float64(tokens, heads, dim, seed):
     angles = randn(tokens, dim // 2, seed=seed + 1) * 100
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
     agree(
@@ -69,7 +71,7 @@ def test_the_rotation_and_its_gradient_are_those_of_float64(tokens, heads, dim, 
     )
 
 
-def test_parts_of_a_tensor_are_taken_as_they_lie():
+def test_slices_of_a_tensor_give_the_same_bits():
     whole, weight = randn(7, 3, 48, seed=0), randn(16, seed=1)
     part = whole[..., 16:32]
     assert torch.equal(layer_ops.rms_norm(part, weight, 1e-6), layer_ops.rms_norm(part.contiguous(), weight, 1e-6))
@@ -80,15 +82,15 @@ def test_parts_of_a_tensor_are_taken_as_they_lie():
 
 def test_the_number_of_threads_changes_no_bit():
     x, weight, gradient = randn(3000, 64, seed=0), randn(64, seed=1), randn(3000, 64, seed=2)
-    found = []
+    results = []
     threads = torch.get_num_threads()
     for number in (1, 3):
         torch.set_num_threads(number)
-        given = [t.clone().requires_grad_() for t in (x, weight)]
-        out = layer_ops.silu_mul(layer_ops.rms_norm(*given, 1e-6).repeat(1, 2))
-        found.append((out, *torch.autograd.grad(out, given, gradient)))
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        out = layer_ops.silu_mul(layer_ops.rms_norm(*leaves, 1e-6).repeat(1, 2))
+        results.append((out, *torch.autograd.grad(out, leaves, gradient)))
     torch.set_num_threads(threads)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,6 @@ def test_the_number_of_threads_changes_no_bit():
         (lambda: layer_ops.rotate(randn(3, 2, 8, seed=0), randn(3, 8, seed=0).double()), "cos_sin has dtype"),
     ],
 )
-def test_what_a_kernel_may_not_be_handed_is_refused(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Log-probs straight from hidden states: values, gradients, memory, and the fp32 main gradient."""
+"""Log-probs directly from hidden states: values, gradients, and the float32 main gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gradients(op, x, w, labels, **more):
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 34, 1000, None])
-def test_values_and_gradients_equal_the_materialising_twin_for_every_chunk(chunk_rows):
+def test_values_and_gradients_match_the_twin_for_every_chunk_size(chunk_rows):
     x, w, labels = problem()
     want = gradients(torch_twins.linear_logprobs, x, w, labels)
     for got, expected in zip(gradients(linear_logprobs, x, w, labels, chunk_rows=chunk_rows), want, strict=True):
@@ -44,7 +44,7 @@ def test_gradcheck_passes_in_float64():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_token_loss_gives_the_same_as_log_probs_followed_by_the_loss(dtype):
+def test_the_token_loss_equals_log_probs_followed_by_the_loss(dtype):
     x, w, labels = problem(dtype=dtype)
     logprob, entropy, *want = gradients(linear_logprobs, x, w, labels)
     rows = (labels != -1).nonzero().squeeze(1)
@@ -76,12 +76,12 @@ def test_the_weight_gradient_is_added_to_the_main_gradient_in_float32(op):
     wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
     want = torch.autograd.grad(run(wide_x, wide_w), wide_w)[0]
     error = (main - 1 - want).abs().max()
-    assert error < 2e-2 * want.abs().max()  # bf16 logits and logit gradients, but no bf16 sums
+    assert error < 2e-2 * want.abs().max()  # logits and their gradients are bf16, sums are not
     summed_in_bf16 = torch.autograd.grad(run(x.detach().requires_grad_(), w), w)[0]
     assert summed_in_bf16.dtype == torch.bfloat16
 
 
-def test_rows_that_the_caller_knows_are_not_searched_for():
+def test_given_rows_give_the_same_result():
     x, w, labels = problem()
     rows = (labels != -1).nonzero().squeeze(1)
     plain, given = (linear_logprobs(x, w, labels, vocab_valid=301, rows=r)[0] for r in (None, rows))

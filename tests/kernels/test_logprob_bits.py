@@ -1,4 +1,4 @@
-"""What the log-prob kernels promise beyond values: repeatable bits, splits of the vocabulary, and memory left alone."""
+"""Log-prob kernels: repeatable bits, splits of the vocabulary, and no writes outside of outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def restore_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def everything(logits, labels, vocab, g, h):
+def results_and_gradient(logits, labels, vocab, g, h):
     leaf = logits.detach().requires_grad_()
     logprob, entropy = vocab_parallel_logprobs(leaf, labels, vocab_valid=vocab, with_entropy=True)
     (logprob * g + entropy * h).sum().backward()
@@ -38,20 +38,22 @@ def test_a_row_gives_the_same_bits_for_every_thread_count_position_and_stride(dt
     labels = torch.randint(0, vocab, (rows,))
     g, h = torch.randn(rows), torch.randn(rows)
     torch.set_num_threads(1)
-    want = everything(logits, labels, vocab, g, h)
+    want = results_and_gradient(logits, labels, vocab, g, h)
     order = torch.randperm(rows)
     spread = torch.empty(rows * (vocab + 13) + 1, dtype=dtype)[1:].view(rows, vocab + 13)[:, :vocab]
     spread.copy_(logits[order])
     for threads in (2, 3, 8):
         torch.set_num_threads(threads)
-        for got, expected in zip(everything(logits, labels, vocab, g, h), want, strict=True):
+        for got, expected in zip(results_and_gradient(logits, labels, vocab, g, h), want, strict=True):
             assert torch.equal(got, expected)
-        for got, expected in zip(everything(spread, labels[order], vocab, g[order], h[order]), want, strict=True):
+        for got, expected in zip(
+            results_and_gradient(spread, labels[order], vocab, g[order], h[order]), want, strict=True
+        ):
             assert torch.equal(got, expected[order])
 
 
 def sharded(logits, labels, cuts, temperature=1.0):
-    """Log-prob, entropy and gradients from vocabulary shards at `cuts`, merged as the ranks of a group would."""
+    """Computes log-prob, entropy and gradients from vocabulary shards at `cuts`, merged like the ranks of a group."""
     inv_temp = kernels.inverse_temperature(temperature, logits)
     vocab = logits.shape[1]
     bounds = [0, *sorted(cuts), vocab]
@@ -68,13 +70,13 @@ def sharded(logits, labels, cuts, temperature=1.0):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_every_split_of_the_vocabulary_equals_none(data):
+def test_every_split_of_the_vocabulary_equals_the_whole(data):
     vocab = data.draw(st.integers(1, 300))
     cuts = data.draw(st.lists(st.integers(0, vocab), max_size=7))
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(4, vocab, dtype=torch.float64, generator=generator) * data.draw(st.sampled_from([1, 50]))
     if data.draw(st.booleans()) and vocab > 2:
-        logits[1, : vocab - 1] = -torch.inf  # whole shards without mass
+        logits[1, : vocab - 1] = -torch.inf  # shards without probability
     labels = torch.randint(0, vocab, (4,), generator=generator)
     labels[1] = vocab - 1
     labels[2] = -1
@@ -99,7 +101,7 @@ def test_a_shard_that_is_all_padding_changes_nothing():
         assert torch.equal(got, want)
 
 
-def test_a_label_that_no_shard_holds_is_nan_and_not_a_number_that_looks_right():
+def test_a_label_outside_all_shards_gives_nan():
     logits, labels = torch.randn(2, 8), torch.tensor([3, 12])
     inv_temp = kernels.inverse_temperature(1.0, logits)
     stats = kernels.logprob_stats(logits, labels, inv_temp, 16, 0, True)  # the shard of columns 8..15 is missing
@@ -110,7 +112,7 @@ def test_a_label_that_no_shard_holds_is_nan_and_not_a_number_that_looks_right():
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("vocab", [1, 15, 33, 4097])
-def test_kernels_fill_their_outputs_and_touch_nothing_else(dtype, vocab):
+def test_kernels_fill_their_outputs_and_write_nothing_else(dtype, vocab):
     rows, stride = 6, vocab + 5
     wide = kernels.stats_dtype(dtype)
     source = Guarded((rows, stride), dtype)

@@ -1,4 +1,4 @@
-"""Log-prob and entropy and their gradients against a float64 oracle, over dtypes, shapes and hard values."""
+"""Log-prob, entropy and their gradients against a float64 oracle, over dtypes, shapes and extreme values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_values_and_gradients_match_the_oracle(vocab, dtype):
     (logprob * g + entropy * h).sum().backward()
     want = logprob_grad_oracle(logits, labels, vocab, g, h, temperature.numpy())
     error = np.abs(leaf.grad.double().numpy() - want)
-    # Rounding to the output's dtype, and the float32 arithmetic of log p.
+    # Tolerance: rounding to the output's dtype, and float32 arithmetic of log p.
     assert (
         error <= ROUNDING[dtype] * 1.02 * np.abs(want) + (1e-14 if wide else 6e-7) * np.abs(want).max() + 6e-8
     ).all()
@@ -54,15 +54,15 @@ def test_the_error_is_at_most_twice_that_of_torch(dtype, scale):
     logits, labels, _, _ = case(4097, dtype, rows=64, scale=scale)
     want, want_entropy, _ = logprob_oracle(logits, labels, 4097)
     ours, entropy = vocab_parallel_logprobs(logits, labels, vocab_valid=4097, with_entropy=True)
-    theirs = logits.log_softmax(-1)
-    their_entropy = -(theirs.float().exp() * theirs.float()).sum(-1)
-    picked = theirs.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).double().numpy()
+    torch_logprobs = logits.log_softmax(-1)
+    torch_entropy = -(torch_logprobs.float().exp() * torch_logprobs.float()).sum(-1)
+    torch_logprob = torch_logprobs.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).double().numpy()
     floor = 1e-6  # one rounding of a float32 near 10
-    kept = labels.numpy() >= 0
-    assert np.abs(ours.numpy() - want).max() <= 2 * np.abs(picked - want)[kept].max() + floor
+    labelled = labels.numpy() >= 0
+    assert np.abs(ours.numpy() - want).max() <= 2 * np.abs(torch_logprob - want)[labelled].max() + floor
     assert (
         np.abs(entropy.numpy() - want_entropy).max()
-        <= 2 * np.abs(their_entropy.numpy() - want_entropy)[kept].max() + floor
+        <= 2 * np.abs(torch_entropy.numpy() - want_entropy)[labelled].max() + floor
     )
 
 
@@ -92,7 +92,7 @@ def test_in_place_backward_gives_the_same_bits_and_no_second_buffer(dtype):
     grads = []
     for inplace in (False, True):
         leaf = logits.clone().requires_grad_()
-        hidden = leaf * 1  # the tensor that is overwritten must not be a leaf
+        hidden = leaf * 1  # the overwritten tensor must not be a leaf
         logprob, entropy = vocab_parallel_logprobs(
             hidden, labels, vocab_valid=4097, with_entropy=True, inplace_backward=inplace
         )
@@ -122,7 +122,7 @@ def test_padding_columns_and_unlabelled_rows_get_zero_gradient_even_where_they_h
     assert (logits.grad[1:, :33] != 0).any()
 
 
-def test_rows_may_lie_further_apart_than_their_length():
+def test_the_row_stride_may_exceed_the_row_length():
     storage = torch.randn(6, 50, dtype=torch.float32)
     labels = torch.tensor([0, 5, 30, -1, 2, 39])
     dense, strided = storage[:, :40].clone().requires_grad_(), storage.clone().requires_grad_()
@@ -198,7 +198,7 @@ def test_no_rows_and_all_rows_unlabelled_give_zeros():
 
 def test_offsets_beyond_2_to_the_31_elements_are_reached():
     rows, stride, vocab = 3, 2**30 + 8, 1000
-    storage = torch.empty(rows * stride, dtype=torch.bfloat16)  # only the pages that are written become real
+    storage = torch.empty(rows * stride, dtype=torch.bfloat16)  # only written pages take memory
     logits = torch.as_strided(storage, (rows, vocab), (stride, 1))
     values = torch.randn(rows, vocab).bfloat16()
     logits.copy_(values)
@@ -213,7 +213,7 @@ def test_offsets_beyond_2_to_the_31_elements_are_reached():
     assert torch.equal(logits.detach(), dense.grad)
 
 
-def test_the_public_faces_take_packed_and_batched_tensors():
+def test_the_public_functions_take_packed_and_batched_tensors():
     input_ids = torch.randint(0, 50, (9,))
     logits = torch.randn(9, 50)
     labels = torch.roll(input_ids, -1)

@@ -1,4 +1,4 @@
-"""The one-pass policy loss: values, gradients and metrics against the twin, a hand-written oracle and gradcheck."""
+"""The one-pass policy loss: values, gradients and metrics against the twin, values by hand and gradcheck."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch(seed=0, dtype=torch.float64, scale=0.5):
     old, ref, rollout = (logprob + scale * t for t in others)
     entropy = torch.rand(40, generator=generator, dtype=dtype)
     mask = torch.rand(40, generator=generator) < 0.7
-    mask[9] = False  # the sequence of one token is all masked
+    mask[9] = False  # masks the only token of its sequence
     more = {"ref_logprobs": ref, "rollout_logprobs": rollout, "cu_seqlens": CU}
     return logprob.requires_grad_(), old, advantage, mask, entropy.requires_grad_(), more
 
@@ -125,7 +125,7 @@ def test_a_ratio_that_would_overflow_stays_finite_and_passes_no_gradient():
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-def test_nothing_to_train_on_gives_zeros(tokens):
+def test_no_trained_tokens_give_zeros(tokens):
     zeros, mask = torch.zeros(tokens, requires_grad=True), torch.zeros(tokens, dtype=torch.bool)
     cu = torch.tensor([0, 0, tokens], dtype=torch.int32)
     for ratio in ("token", "sequence"):

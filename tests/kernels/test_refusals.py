@@ -1,4 +1,4 @@
-"""A wrong dtype, shape, stride, device or value is refused in one line that names both sides, before a kernel runs."""
+"""A wrong dtype, shape, stride, device or value is refused before a kernel runs, in one line with both values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_with_both_sides_named(name):
+def test_invalid_arguments_are_refused_with_both_values(name):
     call, message = CASES[name]
     with pytest.raises(ValueError, match=message) as caught:
         call()

@@ -1,4 +1,4 @@
-"""Operations of a deterministic run: a row has the same bits alone, in any batch and place, padded to any length."""
+"""Operations of a deterministic run: a row has the same bits alone, in any batch, at any place and with any padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.ops import row_invariant
 
-COUNTS = (1, 2, 3, 5, 7, 8, 9, 17, 64, 101)  # rows that are computed together
+COUNTS = (1, 2, 3, 5, 7, 8, 9, 17, 64, 101)  # numbers of rows computed together
 SCALE = 0.25
 
 
@@ -25,7 +25,7 @@ def one_thread() -> Iterator[None]:
 
 
 def parts(rows: int) -> Iterator[slice]:
-    """Consecutive rows, as many as each of COUNTS, from some places."""
+    """Yields slices of consecutive rows, with each length in COUNTS, from several starts."""
     for count in COUNTS:
         for start in (0, 1, 6, rows - count):
             yield slice(start, start + count)
@@ -46,7 +46,7 @@ def test_a_product_of_a_row_does_not_depend_on_the_other_rows_or_columns(inner: 
 
 
 def test_torchs_own_product_of_few_rows_does_depend_on_them() -> None:
-    """Why rows are padded; once this fails, the padding may go."""
+    """Shows why `linear` pads rows. If this test fails, the padding can be removed."""
     x, weight = torch.randn(128, 64), torch.randn(64, 64)
     assert not all(torch.equal(F.linear(x[part], weight), F.linear(x, weight)[part]) for part in parts(128))
 
@@ -61,7 +61,7 @@ def test_an_activation_does_not_depend_on_its_place() -> None:
         assert torch.equal(row_invariant.silu(beside[:, :37]), whole[part])
 
 
-def test_a_norm_is_that_of_the_server_and_does_not_depend_on_the_other_rows() -> None:
+def test_a_norm_equals_the_servers_and_does_not_depend_on_the_other_rows() -> None:
     for width in (16, 64, 100, 896):
         x, weight = torch.randn(128, width), torch.randn(width)
         whole = F.rms_norm(x, (width,), weight, 1e-6)
@@ -85,24 +85,28 @@ def causal(length: int) -> Tensor:
 def test_attention_does_not_depend_on_batch_padding_or_how_many_tokens_come_at_once(
     heads: int, kv_heads: int, dim: int
 ) -> None:
-    length = 150  # three blocks of keys, the last of them in part
+    length = 150  # three blocks of keys, the last one incomplete
     query = torch.randn(5, heads, length, dim)
     key, value = torch.randn(5, kv_heads, length, dim), torch.randn(5, kv_heads, length, dim)
     whole = row_invariant.attention(query, key, value, causal(length), SCALE)
     plain = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
     torch.testing.assert_close(whole, plain, atol=3e-6, rtol=1e-5)
-    for seq, size in ((0, 150), (2, 149), (4, 65), (1, 64), (3, 5), (3, 1)):  # alone, and cut short
-        own = slice(seq, seq + 1)
+    for seq, size in ((0, 150), (2, 149), (4, 65), (1, 64), (3, 5), (3, 1)):  # alone, and truncated
+        only = slice(seq, seq + 1)
         alone = row_invariant.attention(
-            query[own, :, :size], key[own, :, :size], value[own, :, :size], causal(size), SCALE
+            query[only, :, :size], key[only, :, :size], value[only, :, :size], causal(size), SCALE
         )
-        assert torch.equal(alone, whole[own, :, :size])
-        rest = size // 2  # a prefill behind a prefix that is there already
+        assert torch.equal(alone, whole[only, :, :size])
+        cached = size // 2  # a prefill after a cached prefix
         later = row_invariant.attention(
-            query[own, :, rest:size], key[own, :, :size], value[own, :, :size], causal(size)[:, rest:], SCALE
+            query[only, :, cached:size], key[only, :, :size], value[only, :, :size], causal(size)[:, cached:], SCALE
         )
-        assert torch.equal(later, whole[own, :, rest:size])
-    for lengths in ([150, 3, 70, 64, 129], [1, 2, 3, 4, 5], [9, 63, 65, 8, 7]):  # a decode step of sequences of these
+        assert torch.equal(later, whole[only, :, cached:size])
+    for lengths in (
+        [150, 3, 70, 64, 129],
+        [1, 2, 3, 4, 5],
+        [9, 63, 65, 8, 7],
+    ):  # a decode step of sequences with these lengths
         sizes = torch.tensor(lengths)
         visible = torch.arange(int(sizes.max())) < sizes[:, None]
         last = query[torch.arange(5), :, sizes - 1][:, :, None]
@@ -111,10 +115,10 @@ def test_attention_does_not_depend_on_batch_padding_or_how_many_tokens_come_at_o
         assert torch.equal(decoded[:, :, 0], whole[torch.arange(5), :, sizes - 1])
 
 
-def test_gradients_are_those_of_torchs_functions() -> None:
+def test_gradients_match_torch() -> None:
     query, key, value = (torch.randn(3, n, 70, 16, requires_grad=True) for n in (4, 2, 2))
     weight, x = torch.randn(64, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
-    far = torch.cat([x, torch.full((1, 16), -120.0)])  # where exp overflows
+    far = torch.cat([x, torch.full((1, 16), -120.0)])  # exp overflows here
     pairs = [
         (
             row_invariant.attention(query, key, value, causal(70), SCALE),
@@ -126,12 +130,12 @@ def test_gradients_are_those_of_torchs_functions() -> None:
     ]
     for ours, theirs, inputs in pairs:
         gradient = torch.randn_like(ours)
-        found, expected = (torch.autograd.grad(out, inputs, gradient) for out in (ours, theirs))
-        for a, b in zip(found, expected, strict=True):
+        grads, expected = (torch.autograd.grad(out, inputs, gradient) for out in (ours, theirs))
+        for a, b in zip(grads, expected, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
 
 
-def test_log_probs_do_not_depend_on_the_batch_the_padding_or_who_gives_the_temperature() -> None:
+def test_log_probs_do_not_depend_on_the_batch_the_padding_or_the_form_of_the_temperature() -> None:
     logits, labels = torch.randn(128, 360) * 4, torch.randint(0, 353, (128,))
     whole, entropy = row_invariant.logprobs(logits, labels, 0.7, 353, with_entropy=True)
     expected = (logits[:, :353] / 0.7).log_softmax(-1).gather(1, labels[:, None])[:, 0]

@@ -8,11 +8,12 @@ namespace megarl {
 namespace {
 
 const AttentionKernels& kernels() {
-  static const AttentionKernels found = MEGARL_BEST_COPY(attention_kernels)();
-  return found;
+  static const AttentionKernels best_copy = MEGARL_BEST_COPY(attention_kernels)();
+  return best_copy;
 }
 
-// Calls work(sequence, kv_head, scratch) for each.
+// Calls work(sequence, kv_head, scratch) for each sequence and head of keys and values. `floats` is the size
+// of the scratch, from the sequence's length and the head's dim.
 template <class Work>
 void for_each_part(const PackedAttentionShape& s, int64_t (*floats)(int64_t, int64_t), int threads,
                    const Work& work) {

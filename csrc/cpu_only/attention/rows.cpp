@@ -10,15 +10,15 @@
 namespace megarl {
 namespace {
 
-constexpr int kTile = 8;      // rows of a product that are computed at once, a register of each
-constexpr int kQueries = 64;  // of one head, in a block: their weights stay in the second-level cache
+constexpr int kTile = 8;      // rows of a product computed at once, one register each
+constexpr int kQueries = 64;  // queries of a head in a block; their weights stay in the second-level cache
 
 MEGARL_HD int64_t padded(int64_t n) {
   return (n + kLanes - 1) / kLanes * kLanes;
 }
 
-// out [kTile rows, columns] (+)= a . b, with a's element (row, k) at a[row * row_step + k * k_step] and b
-// [depth, columns]; columns are a multiple of kLanes.
+// Computes out [kTile, columns] = a . b, or += with kAdd. Element (row, k) of a is a[row * row_step + k *
+// k_step], b is [depth, columns]. columns is a multiple of kLanes.
 template <bool kAdd>
 MEGARL_HD void product(const float* a, int64_t row_step, int64_t k_step, const float* b, int64_t b_stride,
                        int64_t depth, int64_t columns, float* out, int64_t out_stride) {
@@ -39,7 +39,7 @@ struct Part {
   const PackedAttentionShape& s;
   const int64_t* rows;
   int64_t length, skipped, kv_head, group;
-  int64_t keys, dim;  // length and dim padded to whole lanes
+  int64_t keys, dim;  // length and dim, padded to whole lanes
 
   MEGARL_HD Part(const PackedAttentionShape& shape, int64_t sequence, int64_t head)
       : s(shape),
@@ -51,7 +51,7 @@ struct Part {
         keys(padded(length)),
         dim(padded(shape.dim)) {}
 
-  // Rows of keys or values: [keys, dim], and transposed: [dim, keys]. Padding is 0.
+  // Gathers the rows of keys or values to [keys, dim], and transposes them to [dim, keys]. Padding is 0.
   MEGARL_HD void gather(const float* from, float* out) const {
     for (int64_t j = 0; j < keys; ++j) {
       std::memset(out + j * dim, 0, dim * sizeof(float));
@@ -66,7 +66,8 @@ struct Part {
   MEGARL_HD int64_t at(int64_t query, int64_t head) const {
     return rows[query] * s.heads + kv_head * group + head;
   }
-  // Queries (or gradients of outputs) first .. first + count, [count to whole tiles, dim], times `scale`.
+  // Gathers queries (or gradients of outputs) first .. first + count, times `scale`, to [count padded to
+  // whole tiles, dim].
   MEGARL_HD void gather_queries(const float* from, int64_t head, int64_t first, int64_t count, float scale,
                                 float* out) const {
     std::memset(out, 0, (count + kTile - 1) / kTile * kTile * dim * sizeof(float));
@@ -77,7 +78,7 @@ struct Part {
   }
 };
 
-// weights [seen] = 2^(scores - shift), and 0 up to `columns`; returns their sum.
+// Replaces scores [seen] by weights 2^(scores - shift), fills with 0 up to `columns`, and returns the sum.
 MEGARL_HD float exponentials(float* scores, int64_t seen, int64_t columns, float shift) {
   Register sum = {};
   for (int64_t j = seen; j < columns; ++j) scores[j] = -INFINITY;
@@ -121,7 +122,7 @@ void forward(const PackedAttentionArgs& a, int64_t sequence, int64_t kv_head, fl
       p.gather_queries(a.shape.query, head, first, count, scale, queries);
       for (int64_t tile = 0; tile < count; tile += kTile) {
         const int64_t here = count - tile < kTile ? count - tile : kTile;
-        const int64_t seen = padded(first + tile + here);  // by the tile's last query, to whole lanes
+        const int64_t seen = padded(first + tile + here);  // keys up to the tile's last query
         product<false>(queries + tile * p.dim, p.dim, 1, keys, p.keys, p.s.dim, seen, scores, p.keys);
         float inverse[kTile];
         for (int64_t r = 0; r < here; ++r) {
@@ -172,7 +173,7 @@ void backward(const PackedAttentionBackwardArgs& a, int64_t sequence, int64_t kv
         product<false>(queries + tile * p.dim, p.dim, 1, keys_t, p.keys, p.s.dim, seen, w, p.keys);
         product<false>(grads + tile * p.dim, p.dim, 1, values_t, p.keys, p.s.dim, seen, d, p.keys);
         for (int64_t r = 0; r < here; ++r, w += p.keys, d += p.keys) {
-          // Of later keys the weights are 0, up to where the block's last query sees: product() takes them
+          // Weights of later keys are 0, as far as the block's last query sees, because product() reads them
           // all.
           const int64_t query = first + tile + r, end = padded(first + count);
           exponentials(w, query + 1, seen, a.log_sums[p.at(query, head)]);
@@ -193,7 +194,7 @@ void backward(const PackedAttentionBackwardArgs& a, int64_t sequence, int64_t kv
         }
       }
       for (int64_t key = 0; key < first + count; key += kTile) {
-        const int64_t from = key > first ? (key - first) : 0;  // the first query that sees one of the tile
+        const int64_t from = key > first ? (key - first) : 0;  // first query that sees a key of the tile
         const int64_t depth = count - from, at = from * p.keys + key;
         product<true>(slopes + at, 1, p.keys, queries + from * p.dim, p.dim, depth, p.dim,
                       grad_keys + key * p.dim, p.dim);

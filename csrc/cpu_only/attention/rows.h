@@ -6,7 +6,7 @@
 namespace megarl {
 
 struct AttentionKernels {
-  // `scratch` has as many floats as the function beside it says.
+  // forward_floats and backward_floats return the number of floats that `scratch` needs.
   void (*forward)(const PackedAttentionArgs& a, int64_t sequence, int64_t kv_head, float* scratch);
   int64_t (*forward_floats)(int64_t length, int64_t dim);
   void (*backward)(const PackedAttentionBackwardArgs& a, int64_t sequence, int64_t kv_head, float* scratch);

@@ -1,13 +1,13 @@
-// What a decode step on CPU does between its matrix products: norms, rotary embedding, attention over a paged
-// key/value cache, the gated activation, sampling. float32, attention in the 16-bit floats too. SGLang has
-// its own kernels on a GPU.
+// Operations between the matrix products of a generation step on CPU: norms, rotary embedding, attention over
+// a paged KV cache, the gated activation, sampling. They take float32; attention also takes the 16-bit
+// floats. On a GPU, SGLang has its own kernels.
 #pragma once
 
 #include <cstdint>
 
 namespace megarl {
 
-// residual [rows, width] += update (null: nothing); out = residual / rms(residual) * weight.
+// residual [rows, width] += update, unless null; out = residual / rms(residual) * weight.
 struct AddNormArgs {
   int64_t rows, width;
   const float *update, *weight;
@@ -15,9 +15,9 @@ struct AddNormArgs {
   float *residual, *out;
 };
 
-// qkv [rows, (heads + 2 kv_heads) * dim]. Queries and keys are normed by q_norm and k_norm [dim] (null: not),
-// then rotated by cos_sin[positions[row]] [dim / 2 cosines, dim / 2 sines]; queries stay in qkv, keys and
-// values go to row slots[row] of the caches [*, kv_heads, dim].
+// qkv [rows, (heads + 2 kv_heads) * dim]. Queries and keys are normalised by q_norm and k_norm [dim], unless
+// null, then rotated by cos_sin[positions[row]] [dim / 2 cosines, dim / 2 sines]. Queries stay in qkv. Keys
+// and values go to row slots[row] of the caches [*, kv_heads, dim].
 struct RotateStoreArgs {
   int64_t rows, heads, kv_heads, dim;
   float* qkv;
@@ -28,11 +28,11 @@ struct RotateStoreArgs {
   float *keys, *values;
 };
 
-// Row i of `queries` attends to the tokens 0..positions[i] of request requests[i], or the last `window` of
-// them (0: all); token j lies in row table[requests[i] * table_stride + j] of the caches. Strides count
-// elements from row to row. Sums are taken in float.
+// Row i of `queries` attends to the tokens 0..positions[i] of request requests[i], or only to the last
+// `window` of them (0: all). Token j is in row table[requests[i] * table_stride + j] of the caches. Strides
+// are in elements from row to row. Sums are in float.
 struct PagedAttentionArgs {
-  int dtype;  // of queries, keys, values and out: float32, bfloat16 or float16
+  int dtype;  // DType of queries, keys, values and out: float32, bfloat16 or float16
   int64_t rows, heads, kv_heads, dim;
   const void* queries;
   int64_t query_stride;
@@ -52,9 +52,9 @@ struct SiluMulArgs {
   float* out;
 };
 
-// A token of each row of logits [rows, vocab], drawn by uniform[row] in [0, 1) from softmax(logits /
-// temperature[row]), and its log-prob there. The logits are overwritten. A row without a finite sum of
-// probabilities gives token 0 and NaN.
+// Samples a token per row of logits [rows, vocab] from softmax(logits / temperature[row]), by uniform[row] in
+// [0, 1), and computes its log-prob. Overwrites the logits. A row without a finite sum of probabilities gives
+// token 0 and NaN.
 struct SampleArgs {
   int64_t rows, vocab;
   float* logits;

@@ -9,8 +9,8 @@ namespace megarl {
 namespace {
 
 const DecodeKernels& kernels() {
-  static const DecodeKernels found = MEGARL_BEST_COPY(decode_kernels)();
-  return found;
+  static const DecodeKernels best_copy = MEGARL_BEST_COPY(decode_kernels)();
+  return best_copy;
 }
 
 }  // namespace
@@ -32,7 +32,7 @@ void paged_attention_cpu(const PagedAttentionArgs& a, int threads) {
   const int64_t cost = a.rows ? tokens / a.rows * a.heads * a.dim : 0;
   parallel_for(a.rows, cost, threads, [&](int64_t row) {
     thread_local std::vector<float> scores;
-    constexpr int64_t kPadding = 16;  // at most the lanes of a group
+    constexpr int64_t kPadding = 16;  // scores are padded to whole groups of lanes
     const size_t needed = static_cast<size_t>(a.positions[row] + 1 + kPadding);
     if (scores.size() < needed) scores.resize(needed);
     attend(a, row, scores.data());

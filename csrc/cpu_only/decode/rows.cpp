@@ -32,11 +32,11 @@ void add_norm(const AddNormArgs& a, int64_t row) {
   for (int64_t i = 0; i < a.width; ++i) out[i] = residual[i] * scale * a.weight[i];
 }
 
-// Half of the lanes: half a head is a whole number of them.
+// Half a head is a whole number of half vectors.
 constexpr int kHalf = kLanes / 2;
 using HalfLanes = Vector<float, kHalf>::type;
 
-// One head in place: the norm, then the rotation of its halves into each other.
+// Normalises one head in place, then rotates its halves.
 MEGARL_HD void norm_and_rotate(float* x, int64_t dim, const float* norm, float eps, const float* cos_sin) {
   const float scale = norm ? inverse_rms(x, dim, eps) : 1.0f;
   const int64_t half = dim / 2;
@@ -79,7 +79,7 @@ MEGARL_HD void store_register(T* p, FloatLanes v) {
   store_lanes(p, v);
 }
 
-// scores [n] = keys . query * scale. Key j is at keys + slots[j] * stride.
+// Computes scores [n] = keys . query * scale. Key j is at keys + slots[j] * stride.
 template <class T>
 MEGARL_HD void dot_products(const T* query, const T* keys, const int32_t* slots, int64_t stride, int64_t n,
                             int64_t dim, float scale, float* scores) {
@@ -102,7 +102,7 @@ MEGARL_HD void dot_products(const T* query, const T* keys, const int32_t* slots,
   }
 }
 
-// scores [n] to weights that are not yet divided by their sum, which is returned.
+// Replaces scores [n] by weights not yet divided by their sum, and returns the sum.
 MEGARL_HD float exponentials(float* scores, int64_t n) {
   FloatLanes best = FloatLanes{} - INFINITY;
   const int64_t whole = (n + kLanes - 1) / kLanes * kLanes;
@@ -154,7 +154,7 @@ void silu_mul(const SiluMulArgs& a, int64_t row) {
     const Register g = load_padded<Register>(gate, i, a.width, 0),
                    u = load_padded<Register>(up, i, a.width, 0);
     Register w = g * -kToBase2;
-    w = w > 126.0f ? Register{} + 126.0f : w;  // exp2_lanes takes no more, and silu is 0 there
+    w = w > 126.0f ? Register{} + 126.0f : w;  // the limit of exp2_lanes; silu is 0 there
     store_group(out, i, a.width, g / (1.0f + exp2_lanes<6>(w)) * u);
   }
 }
@@ -175,7 +175,7 @@ void sample(const SampleArgs& a, int64_t row) {
   a.tokens[row] = 0;
   a.logprobs[row] = NAN;
   if (!(sum > 0 && sum < INFINITY)) return;
-  // The group of lanes in which the running sum, added up as above, passes the target, then the token in it.
+  // Finds the group of lanes in which the running sum, in the order above, passes the target; then the token.
   const double target = a.uniform[row] * sum;
   double passed = 0;
   int64_t chosen = -1;

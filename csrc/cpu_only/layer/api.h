@@ -1,17 +1,17 @@
-// What a layer does between its matrix products in training on CPU, float32: gradients of the operations
-// whose values csrc/decode computes, and the rotary embedding with its own.
+// Operations between the matrix products of a layer in training on CPU, float32: the gradients of RMSNorm and
+// the gated activation, whose forward is in csrc/cpu_only/decode, and the rotary embedding with its gradient.
 #pragma once
 
 #include <cstdint>
 
 namespace megarl {
 
-// Rows whose share of a weight's gradient is added up in one go. Other than the number of threads it is
-// fixed, so that the sum's order is.
+// Rows in a block, over which a weight's gradient is summed at once. A fixed size fixes the order of the sum,
+// for any number of threads.
 constexpr int64_t kRowsPerBlock = 64;
 
-// Of y = x / rms(x) * weight, x [rows, width], with grad [rows, width] that of y. grad_weights is
-// [blocks, width], a row for each kRowsPerBlock rows, to be summed by the caller.
+// Gradient of y = x / rms(x) * weight, x [rows, width]; grad [rows, width] is the gradient of y. grad_weights
+// is [blocks, width], one row per kRowsPerBlock rows, which the caller sums.
 struct RmsNormBackwardArgs {
   int64_t rows, width;
   const float *x, *weight;
@@ -20,15 +20,15 @@ struct RmsNormBackwardArgs {
   float *grad_x, *grad_weights;
 };
 
-// Of y = silu(gate) * up with gate_up [rows, 2 * width], grad [rows, width] that of y.
+// Gradient of y = silu(gate) * up, gate_up [rows, 2 * width]; grad [rows, width] is the gradient of y.
 struct SiluMulBackwardArgs {
   int64_t rows, width;
   const float *gate_up, *grad;
   float* grad_gate_up;
 };
 
-// out [rows, heads, dim]: the halves of each head of x rotated into each other by cos_sin [rows, dim / 2
-// cosines, dim / 2 sines], or back, which is the gradient.
+// Rotates the halves of each head of x by cos_sin [rows, dim / 2 cosines, dim / 2 sines] into out [rows,
+// heads, dim]. `back` rotates by the negative angle, which is the gradient.
 struct RotateArgs {
   int64_t rows, heads, dim;
   const float *x, *cos_sin;

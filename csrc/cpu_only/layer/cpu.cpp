@@ -6,8 +6,8 @@ namespace megarl {
 namespace {
 
 const LayerKernels& kernels() {
-  static const LayerKernels found = MEGARL_BEST_COPY(layer_kernels)();
-  return found;
+  static const LayerKernels best_copy = MEGARL_BEST_COPY(layer_kernels)();
+  return best_copy;
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ void silu_mul_backward(const SiluMulBackwardArgs& a, int64_t row) {
   for (int64_t i = 0; i < n; i += kRegister) {
     const Register x = load_padded<Register>(gate, i, n, 0), g = load_padded<Register>(grad, i, n, 0);
     Register w = x * -static_cast<float>(kLog2E);
-    w = w > 126.0f ? Register{} + 126.0f : w;  // exp2_lanes takes no more, and the gradient is 0 there
+    w = w > 126.0f ? Register{} + 126.0f : w;  // the limit of exp2_lanes; the gradient is 0 there
     const Register e = exp2_lanes<6>(w), s = 1.0f / (1.0f + e);
     store_group(grad_gate, i, n, g * load_padded<Register>(up, i, n, 0) * s * (1.0f + x * (e * s)));
     store_group(grad_up, i, n, g * x * s);

@@ -1,4 +1,4 @@
-// The CPU work on some rows of a layer's activations, compiled for several instruction sets.
+// CPU work on a row or a block of rows of a layer's activations, compiled for several instruction sets.
 #pragma once
 
 #include "api.h"

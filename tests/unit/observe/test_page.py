@@ -1,4 +1,4 @@
-"""The page of a run: what it shows, that it needs nothing else, and that text of a model stays text."""
+"""The page of a run: its content, that it loads nothing, and that text of a model is escaped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Reader(HTMLParser):
-    """Collects text, and every address that the page would load."""
+    """Collects the text, and every address that the page would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_the_page_shows_the_run_and_loads_nothing(run: Path) -> None:
     assert page.read_text(encoding="utf-8").count("<svg") == 3  # reward, loss, timings
 
 
-def test_what_a_model_wrote_is_never_run(run: Path) -> None:
+def test_text_of_a_model_is_escaped(run: Path) -> None:
     text = write_page(run).read_text(encoding="utf-8")
     assert EVIL not in text
     assert "&lt;script&gt;" in text
@@ -111,6 +111,6 @@ def test_a_browser_shows_the_samples_and_filters_them(run: Path, tmp_path: Path)
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{page}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert re.search(r'<span id="count">3 of 3</span>', shown)
-    assert "<title>demo: megarl run</title>" in shown
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert re.search(r'<span id="count">3 of 3</span>', dom)
+    assert "<title>demo: megarl run</title>" in dom

@@ -32,7 +32,7 @@ with Progress("demo", 10) as progress:
     for step in range(1, 4):
         progress.update(step, {STEP!r})
     while True:
-        time.sleep(0.05)  # short: a signal that arrives just before a sleep is seen only after it
+        time.sleep(0.05)  # short, because a signal just before a sleep is handled only after it
 """
 
 
@@ -56,7 +56,7 @@ def test_without_a_terminal_each_step_is_one_line_without_control_codes():
     assert "train tokens/s 9,876  staleness 0.00 versions  sync verified step 1" in lines[1]
     assert "time rollout 1.50s, train 0.50s  ETA 0s" in lines[1]
     assert "held-out accuracy 25.0% -> 50.0% (step 2)" in lines[2]
-    assert "sync verified step 1" in lines[2]  # the last one that was proven
+    assert "sync verified step 1" in lines[2]  # the last verified one
     assert "\x1b" not in "".join(lines)
 
 
@@ -65,7 +65,7 @@ def test_a_run_without_reward_shows_its_loss():
     assert lines[0].startswith("step 1/10  loss 1.2500  train tokens/s 10")
 
 
-def test_the_eta_counts_only_the_steps_this_process_did(monkeypatch: pytest.MonkeyPatch):
+def test_the_eta_counts_only_steps_of_this_process(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     out = io.StringIO()
@@ -78,41 +78,41 @@ def test_the_eta_counts_only_the_steps_this_process_did(monkeypatch: pytest.Monk
 
 
 def run_in_terminal(stop: signal.Signals) -> tuple[str, int]:
-    """What PROGRAM wrote to a pseudo-terminal until it ended by `stop`, and its exit status."""
+    """Runs PROGRAM in a pseudo-terminal until `stop` ends it; returns its output and exit status."""
     main, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
-    seen, stopped, deadline = "", False, time.monotonic() + 60
+    output, stopped, deadline = "", False, time.monotonic() + 60
     try:
         while time.monotonic() < deadline:
             if not select.select([main], [], [], 0.5)[0]:
                 continue
             try:
-                seen += os.read(main, 65536).decode(errors="replace")
+                output += os.read(main, 65536).decode(errors="replace")
             except OSError:  # the terminal's other end is closed
                 break
-            if "step 3/10" in seen and not stopped:
+            if "step 3/10" in output and not stopped:
                 stopped = True
                 process.send_signal(stop)
-        return seen, process.wait(timeout=20)
+        return output, process.wait(timeout=20)
     finally:
         process.kill()
         os.close(main)
 
 
-def test_ctrl_c_leaves_the_terminal_clean_and_the_last_view_standing():
-    seen, status = run_in_terminal(signal.SIGINT)
+def test_ctrl_c_restores_the_terminal_and_keeps_the_last_view():
+    output, status = run_in_terminal(signal.SIGINT)
     assert status == -signal.SIGINT
-    assert HIDE_CURSOR in seen
-    assert seen.rindex(SHOW_CURSOR) > seen.rindex(HIDE_CURSOR)
-    assert seen.rindex("step 3/10") < seen.rindex("KeyboardInterrupt")
-    assert "server is up" in seen
+    assert HIDE_CURSOR in output
+    assert output.rindex(SHOW_CURSOR) > output.rindex(HIDE_CURSOR)
+    assert output.rindex("step 3/10") < output.rindex("KeyboardInterrupt")
+    assert "server is up" in output
     for words in ("reward", "held-out accuracy", "rollout tokens/s", "staleness", "sync verified", "75%", "ETA"):
-        assert words in seen
+        assert words in output
 
 
-def test_a_sparkline_spans_its_values_and_keeps_to_its_width():
+def test_a_sparkline_covers_its_values_within_its_width():
     assert sparkline([0, 1], 10) == "▁█"
     assert sparkline([3.0] * 5, 10) == "▁▁▁▁▁"
     assert sparkline(list(range(100)), 8) == "▁▂▃▄▅▆▇█"

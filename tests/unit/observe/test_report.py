@@ -40,17 +40,17 @@ def test_the_curve_is_drawn_from_the_metrics_of_a_run(tmp_path: Path):
     draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "demo")
     image = Image.open(tmp_path / "curve.png")
     assert image.size == (1560, 585)
-    assert {(0x17, 0x69, 0xAA), (0x2E, 0x7D, 0x32)} <= colours(tmp_path / "curve.png")  # both lines are there
+    assert {(0x17, 0x69, 0xAA), (0x2E, 0x7D, 0x32)} <= colours(tmp_path / "curve.png")  # both lines are drawn
 
 
-def test_a_run_without_reward_shows_its_loss_and_one_without_accuracy_one_panel(tmp_path: Path):
+def test_without_a_reward_the_loss_is_drawn_in_a_single_panel(tmp_path: Path):
     draw_curve([{"step": step, metrics.LOSS: 1 / (step + 1)} for step in range(5)], tmp_path / "curve.png")
     assert Image.open(tmp_path / "curve.png").size == (780, 585)
     assert (0x2E, 0x7D, 0x32) in colours(tmp_path / "curve.png")
 
 
-def test_nothing_to_draw_is_said(tmp_path: Path):
-    with pytest.raises(UserError, match="2 steps hold none of eval/accuracy, rollout/reward or train/loss"):
+def test_metrics_without_a_curve_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="2 steps have none of eval/accuracy, rollout/reward or train/loss"):
         draw_curve([{"step": 0, "lr": 1.0}, {"step": 1, metrics.LOSS: math.nan}], tmp_path / "curve.png")
     assert not (tmp_path / "curve.png").exists()
 
@@ -61,7 +61,7 @@ def test_the_summary_is_strict_json_in_the_run_folder(tmp_path: Path):
     assert json.loads(path.read_text()) == {**SUMMARY, "kl": None, "layout": {"tp": 1, "times": [1.0, None]}}
 
 
-def test_the_closing_lines_say_before_and_after_and_where_to_look(tmp_path: Path):
+def test_the_closing_lines_have_the_accuracies_and_the_folder(tmp_path: Path):
     text = "\n".join(summary_lines(SUMMARY, tmp_path))
     assert "40.0% before, 62.5% after (+22.5 points) on 200 held-out problems" in text
     assert "100 in 4m05s, the first after 31s" in text
@@ -75,9 +75,9 @@ def test_the_closing_lines_say_before_and_after_and_where_to_look(tmp_path: Path
     assert summary_lines({}, tmp_path) == [f"folder    {tmp_path} (curve.png shows the curve)"]
 
 
-def test_observing_does_not_import_what_is_slow_until_it_is_used():
+def test_slow_modules_are_imported_only_when_used():
     modules = "metrics, timers, logger, progress, report, run_folder"
-    shown = "print([m for m in ('matplotlib', 'torch') if m in sys.modules])"
-    code = f"import sys; from megarl.observe import {modules}; {shown}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "[]"
+    report = "print([m for m in ('matplotlib', 'torch') if m in sys.modules])"
+    code = f"import sys; from megarl.observe import {modules}; {report}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "[]"

@@ -24,7 +24,7 @@ def test_a_run_gets_its_folders_and_latest_points_at_the_newest(tmp_path: Path):
     assert sorted(p.name for p in latest.parent.iterdir()) == sorted([first.path.name, second.path.name, "latest"])
 
 
-def test_a_run_is_opened_through_latest_at_its_true_place(tmp_path: Path):
+def test_latest_opens_the_run_at_its_real_path(tmp_path: Path):
     path = finished_run(tmp_path)
     assert open_run(tmp_path / "demo" / "latest").path == path.resolve()
 
@@ -36,12 +36,12 @@ def test_an_unwritable_root_is_refused_with_its_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "latest"])
-def test_an_experiment_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str):
+def test_an_experiment_name_that_is_not_a_folder_name_is_refused(tmp_path: Path, name: str):
     with pytest.raises(UserError, match="experiment name"):
         new_run(tmp_path, name)
 
 
-def test_resuming_what_is_not_a_run_says_what_is_missing(tmp_path: Path):
+def test_resuming_a_folder_that_is_not_a_run_names_the_missing_files(tmp_path: Path):
     with pytest.raises(UserError, match="is not a folder"):
         open_run(tmp_path / "absent")
     with pytest.raises(UserError, match=r"has no config.yaml and no checkpoints/"):
@@ -52,7 +52,7 @@ def test_resuming_what_is_not_a_run_says_what_is_missing(tmp_path: Path):
         open_run(path)
 
 
-def test_latest_taken_by_a_real_folder_costs_a_warning_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_real_folder_called_latest_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "demo" / "latest").mkdir(parents=True)
     run = new_run(tmp_path, "demo")
     assert run.logs.is_dir()

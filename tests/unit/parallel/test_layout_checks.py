@@ -1,4 +1,4 @@
-"""Bad layouts, one line each: the value, the rule, the remedy, before any process group is made."""
+"""Bad layouts are refused in one line with value, rule and remedy, before any process group is created."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.parallel.config import ParallelConfig
 
 @pytest.fixture(scope="module", autouse=True)
 def no_world() -> None:
-    """Whatever ran in this process before has left its world, so that a world found below was made below."""
+    """Leaves the world of earlier tests in this process, so that a world found below was created below."""
     groups.destroy()
 
 
@@ -35,7 +35,7 @@ DENSE = Qwen3Config(**SHAPE)
 MOE = Qwen3MoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48)
 SP: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}
 
-# knobs, what the message says
+# knobs, message
 VALUES: list[tuple[dict[str, Any], str]] = [
     ({"tp_size": 0}, "tp_size=0 must be at least 1"),
     ({"pp_size": 0}, "pp_size=0 must be at least 1"),
@@ -52,7 +52,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"vpp_size": 2}, "vpp_size=2 needs parallel.pp_size above 1"),
     ({"sequence_parallel": True}, "sequence_parallel=true needs parallel.tp_size above 1"),
 ]
-# ranks that were started, knobs, what the message says
+# number of ranks, knobs, message
 WORLDS: list[tuple[int, dict[str, Any], str]] = [
     (3, {"tp_size": 2}, "the world has 3 ranks"),
     (4, {"tp_size": 2, "dp_size": 1}, "tp_size=2 x pp_size=1 x cp_size=1 x dp_size=1 does not make 4"),
@@ -64,7 +64,7 @@ WORLDS: list[tuple[int, dict[str, Any], str]] = [
     (2, {**SP, "ep_size": 2}, "ep_size=2 x etp_size=2 does not divide the 2 ranks"),
     (3, {"dp_size": 3, "etp_size": 2}, "etp_size=2 does not divide the 3 ranks"),
 ]
-# model, knobs, what the message says
+# model, knobs, message
 MODELS: list[tuple[Any, dict[str, Any], str]] = [
     (DENSE, {"tp_size": 4}, "tp_size=4 does not divide the model's num_attention_heads=6"),
     (DENSE, {"tp_size": 5}, "tp_size=5 does not divide"),
@@ -99,14 +99,14 @@ def one_line(error: pytest.ExceptionInfo[UserError], message: str) -> None:
 
 
 @pytest.mark.parametrize(("knobs", "message"), VALUES)
-def test_a_value_that_no_run_could_use_is_refused(knobs: dict[str, Any], message: str) -> None:
+def test_an_invalid_value_is_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         ParallelConfig(**knobs).world_size()
     one_line(error, message)
 
 
 @pytest.mark.parametrize(("ranks", "knobs", "message"), WORLDS)
-def test_a_world_that_the_sizes_do_not_make_is_refused(
+def test_a_world_size_that_does_not_fit_the_sizes_is_refused(
     ranks: int, knobs: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -133,9 +133,9 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(model: Any, knobs: dict
         ({"pp_size": 2, "vpp_size": 2, "last_stage_layers": 2}, [["01", "34"], ["2", "5"]]),
     ],
 )
-def test_layers_are_dealt_out_in_order(knobs: dict[str, Any], stages: list[list[str]]) -> None:
-    dealt = ParallelConfig(**knobs).stage_layers(6)
-    assert [["".join(map(str, layers)) for layers in rank] for rank in dealt] == stages
+def test_layers_are_assigned_in_order(knobs: dict[str, Any], stages: list[list[str]]) -> None:
+    assigned = ParallelConfig(**knobs).stage_layers(6)
+    assert [["".join(map(str, layers)) for layers in rank] for rank in assigned] == stages
 
 
 def test_kv_heads_may_be_fewer_than_tensor_parallel_ranks() -> None:

@@ -1,4 +1,4 @@
-"""What stands in for CUDA on the CPU: each piece is still asked for by the line of Megatron that it names."""
+"""Stand-ins for CUDA on the CPU: Megatron must still need each one on the line that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank has which place: as Megatron numbers them, for any world."""
+"""Place of each rank, in Megatron's numbering, for any world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER = "tp-cp-ep-dp-pp"  # the default of Megatron's initialize_model_parallel
 
 
 def neighbours(parallel: ParallelConfig, *dimensions: str) -> list[list[int]]:
-    """The ranks that differ in the given dimensions alone, among the dimensions of `others`."""
+    """Groups the ranks that differ only in the given dimensions."""
     experts = bool({"etp", "ep", "edp"} & set(dimensions))
     others = [d for d in (("etp", "ep", "edp", "pp") if experts else ("tp", "cp", "dp", "pp")) if d not in dimensions]
 
@@ -39,7 +39,7 @@ def neighbours(parallel: ParallelConfig, *dimensions: str) -> list[list[int]]:
         {"dp_size": 8, "ep_size": 2, "etp_size": 2},
     ],
 )
-def test_places_are_those_of_megatrons_rank_generators(sizes: dict[str, Any]) -> None:
+def test_places_match_megatrons_rank_generators(sizes: dict[str, Any]) -> None:
     parallel = ParallelConfig(**sizes)
     tp, pp, cp, dp = parallel.tp_size, parallel.pp_size, parallel.cp_size, parallel.dp_size or 1
     etp, ep = parallel.expert_tp_size, parallel.ep_size
@@ -59,13 +59,13 @@ def test_places_are_those_of_megatrons_rank_generators(sizes: dict[str, Any]) ->
         assert neighbours(parallel, *dimensions) == sorted(generator.get_ranks(token)), dimensions
 
 
-def test_within_a_group_the_order_is_that_of_the_ranks() -> None:
+def test_places_are_in_rank_order() -> None:
     parallel = ParallelConfig(tp_size=2, cp_size=2, dp_size=2, pp_size=2, ep_size=4, etp_size=2)
-    found = places(parallel)
-    assert found[0] == Place(tp=0, cp=0, dp=0, pp=0, etp=0, ep=0, edp=0)
-    assert found[7] == Place(tp=1, cp=1, dp=1, pp=0, etp=1, ep=3, edp=0)
-    assert found[9] == Place(tp=1, cp=0, dp=0, pp=1, etp=1, ep=0, edp=0)
-    assert len(set(found)) == parallel.world_size() == 16
+    all_places = places(parallel)
+    assert all_places[0] == Place(tp=0, cp=0, dp=0, pp=0, etp=0, ep=0, edp=0)
+    assert all_places[7] == Place(tp=1, cp=1, dp=1, pp=0, etp=1, ep=3, edp=0)
+    assert all_places[9] == Place(tp=1, cp=0, dp=0, pp=1, etp=1, ep=0, edp=0)
+    assert len(set(all_places)) == parallel.world_size() == 16
 
 
 def test_a_rank_outside_the_world_has_no_place() -> None:

@@ -1,4 +1,4 @@
-"""What the monitor says of ranks that are stuck: records of real recorders, a clock of the test's."""
+"""Reports of the monitor on stuck ranks, with real recorders and a fake clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megarl.parallel import watchdog
 
 @pytest.mark.parametrize("timeout_s", [10.0, 600.0])
 @pytest.mark.parametrize(
-    ("runs", "says"), [(False, r"rank 1 does not run \(stopped or starved\); "), (True, "rank 1 makes no progress ")]
+    ("runs", "message"), [(False, r"rank 1 does not run \(stopped or starved\); "), (True, "rank 1 makes no progress ")]
 )
-def test_a_rank_that_does_not_run_is_told_from_one_that_makes_no_progress(
-    timeout_s: float, runs: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_frozen_rank_is_distinguished_from_one_without_progress(
+    timeout_s: float, runs: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
@@ -25,12 +25,12 @@ def test_a_rank_that_does_not_run_is_told_from_one_that_makes_no_progress(
         recorder.join("all_reduce over default_pg (ranks 0, 1)")
     waiting.turn(watchdog.WAITS)
     monitor = watchdog.Monitor(tmp_path, 2, timeout_s)
-    said = None
-    while said is None:
+    report = None
+    while report is None:
         assert now <= timeout_s + 2 * watchdog.BEAT_S
         waiting.beat()
-        if runs or now < timeout_s / 10:  # it stops a while after it last joined a collective
+        if runs or now < timeout_s / 10:  # stops a while after it last joined a collective
             stuck.beat()
         now += watchdog.BEAT_S
-        said = monitor.check()
-    assert re.match(says, said), said
+        report = monitor.check()
+    assert re.match(message, report), report

@@ -1,0 +1,210 @@
+"""Patches of Megatron-core 0.16.1. One applies on every machine; the others let Megatron run without a GPU.
+
+Megatron-core calls `torch.cuda` directly. Without a GPU, `prepare()` replaces attributes of `torch.cuda` and of
+Megatron once, so that these calls work on the CPU. `scope()` redirects tensors created with `device="cuda"` while
+Megatron builds models and steps optimizers. Every entry names the Megatron line that needs it.
+`tests/unit/parallel/test_megatron_patches.py` fails when an entry is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megarl.parallel import platform
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+class _Inert:
+    """Stands in for a CUDA stream or event. On the CPU everything already runs in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *_: Any) -> _Inert:
+        return self
+
+
+def _does_nothing() -> Callable[..., None]:
+    """Returns a new no-op function. torch.compile refuses one function under two names."""
+    return lambda *_, **__: None
+
+
+# attribute of torch.cuda -> (replacement on the CPU, the Megatron-core 0.16.1 line that calls it)
+CUDA_ATTRIBUTES: dict[str, tuple[Any, str]] = {
+    "current_device": (
+        lambda: torch.device("cpu"),
+        "distributed/param_and_grad_buffer.py:783 allocates the parameter and gradient buffers there",
+    ),
+    "synchronize": (_does_nothing(), "pipeline_parallel/p2p_communication.py:398 after each send and receive"),
+    "current_stream": (_Inert, "pipeline_parallel/utils.py:332"),
+    "default_stream": (_Inert, "distributed/param_and_grad_buffer.py:422"),
+    "stream": (lambda *_: contextlib.nullcontext(), "distributed/param_and_grad_buffer.py:417"),
+    "Stream": (_Inert, "distributed/distributed_data_parallel.py:230"),
+    "Event": (_Inert, "pipeline_parallel/utils.py:158"),
+    "empty_cache": (_does_nothing(), "distributed/distributed_data_parallel.py:594"),
+    "manual_seed": (_does_nothing(), "tensor_parallel/random.py:422"),
+    "get_rng_state": (lambda *_, **__: torch.zeros(0, dtype=torch.uint8), "tensor_parallel/random.py:235"),
+}
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Converts token counts for the collectives: gloo refuses split sizes given as a tensor."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_along_first_dim(
+    input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """Megatron's function of this name, with parts padded to one length: gloo gathers only equal parts."""
+    if group.size() == 1:
+        return input_
+    rows = input_.shape[0] if output_split_sizes is None else max(output_split_sizes)
+    padded = input_.new_zeros(rows, *input_.shape[1:])
+    padded[: input_.shape[0]] = input_
+    parts = list(padded.new_empty(group.size() * rows, *input_.shape[1:]).split(rows)) if rows else []
+    if not parts:
+        return padded
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(parts, output_split_sizes or [rows] * len(parts), strict=True)])
+
+
+class _TorchOfSchedules:
+    """The torch module as the pipeline schedules see it, with `zeros(device="cuda")` on the CPU.
+
+    Narrower than `scope`, which would slow down every torch call of a step by some microseconds.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        """`torch.zeros`, with any CUDA device replaced by the CPU."""
+        return torch.zeros(*size, device=torch.device("cpu") if _is_cuda(device) else device, **options)
+
+
+# (module of megatron.core, attribute) -> (replacement on the CPU, the Megatron-core 0.16.1 line that needs it)
+MEGATRON_ATTRIBUTES: dict[tuple[str, str], tuple[Any, str]] = {
+    ("pipeline_parallel.schedules", "torch"): (
+        _TorchOfSchedules(),
+        "pipeline_parallel/schedules.py:596 counts tokens in a tensor on the GPU",
+    ),
+    ("transformer.moe.moe_utils", "te_general_gemm"): (
+        None,
+        "transformer/moe/moe_utils.py:1192 compares it with None, and without Transformer Engine it is undefined",
+    ),
+    ("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"): (
+        _on_host,
+        "transformer/moe/token_dispatcher.py:879 converts tensors to split sizes, but only tensors on a GPU",
+    ),
+    ("tensor_parallel.mappings", "_gather_along_first_dim"): (
+        _gather_along_first_dim,
+        "tensor_parallel/mappings.py:114 gathers parts of different lengths: tokens of experts over etp",
+    ),
+}
+
+# distrib_optimizer.py:361, optimizer.py:671 and clip_grads.py:167 sort parameters by the name of their type
+_TYPE_SPELLINGS = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Redirects CUDA requests to the CPU.
+
+    `device="cuda"` creates CPU tensors, `Tensor.cuda()` returns the tensor itself, and `Tensor.type()` names the
+    `torch.cuda` type.
+
+    Needed by schedules.py:596 (`torch.zeros([], device="cuda")`), clip_grads.py:90, optimizer.py:473 and others.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):
+            return _TYPE_SPELLINGS.get(result, result)
+        return result
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Redirects Megatron's requests for CUDA to the CPU while open. On a GPU it changes nothing."""
+    if platform.has_gpu():
+        yield
+        return
+    with _CudaMeansCpu():
+        yield
+
+
+def _exchange_shapes(
+    self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
+) -> tuple[list[int], list[int]]:
+    """Sends tensor shapes to the neighbouring stages, in the order in which they receive them."""
+    from megatron.core.pipeline_parallel.p2p_communication import _p2p_ops
+
+    def shape_of(tensor: Any) -> Any:
+        return None if tensor is None else torch.tensor(tensor.shape, dtype=torch.int64, device=platform.device())
+
+    prev, following = (torch.zeros(3, dtype=torch.int64, device=platform.device()) for _ in range(2))
+    requests = _p2p_ops(
+        tensor_send_prev=shape_of(send_prev),
+        tensor_recv_prev=prev if recv_prev else None,
+        tensor_send_next=shape_of(send_next),
+        tensor_recv_next=following if recv_next else None,
+        group=self.pp_group,
+        prev_pipeline_rank=self.prev_rank,
+        next_pipeline_rank=self.next_rank,
+    )
+    # A neighbour may complete a send only in its next exchange, after the tensor that it waits for. Waiting for sends
+    # here could deadlock, so requests are only kept alive. They have completed once the announced tensors are sent.
+    self.sent_shapes = [*getattr(self, "sent_shapes", []), *requests.values()]
+    for name in ("recv_prev", "recv_next"):
+        if name in requests:
+            requests[name].wait()
+    return prev.tolist(), following.tolist()
+
+
+@functools.cache
+def prepare() -> None:
+    """Makes Megatron-core usable on this machine. Idempotent; call it before building a model."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    # p2p_communication.py:165 both sends to and receives from the previous stage first. With two stages, each is the
+    # other's previous and next, and the shapes of the two directions get swapped.
+    P2PCommunicator._communicate_shapes = _exchange_shapes
+    if platform.has_gpu():
+        torch.cuda.set_device(platform.device())
+        return
+    for name, (replacement, _) in CUDA_ATTRIBUTES.items():
+        setattr(torch.cuda, name, replacement)
+    for (module, name), (replacement, _) in MEGATRON_ATTRIBUTES.items():
+        setattr(importlib.import_module(f"megatron.core.{module}"), name, replacement)
+    # tensor_parallel/random.py: CudaRNGStatesTracker.fork swaps CUDA generator states. The inference tracker does not;
+    # it is correct because dropout is 0.
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
+    # tensor_parallel/random.py:447 and :457: recomputed regions save and restore the CUDA generator's state
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0, dtype=torch.uint8)
+    megatron_random._set_cuda_rng_state = _does_nothing()
