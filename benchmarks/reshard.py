@@ -1,10 +1,12 @@
 """The exact path against full gather and broadcast: a Megatron trainer of tp 2 to an SGLang server of tp 2, on gloo.
 
-Both paths run in the same processes and take turns, round by round; the first push of each turn joins and warms, the
-second is timed. Prints, for a random model of 200 M float32 parameters: bytes received by each server rank over the
-lower bound (what it holds), seconds from the first byte to the last rank's word that all is in place (with and without
-digests), and how far each rank's anonymous and shared memory, at its peak, exceeds what it had before its first sync by
-that path (files that are mapped, as libraries are, do not count).
+Both paths run in the same processes and take turns, round by round. The first push of each turn joins and warms up, the
+second is timed. The model is random, with 200 M float32 parameters. Printed are
+
+- bytes received by each server rank over the lower bound, the bytes it holds;
+- seconds from the first byte to the last rank's report that its weights are in place, with and without digests;
+- the peak of each rank's anonymous and shared memory above its start, before its first sync by that path. Mapped files,
+  such as libraries, do not count.
 
     python benchmarks/reshard.py
 """
@@ -42,7 +44,7 @@ from megarl.rollout.servers.sglang_server import SGLangServers
 MIB = 2**20
 TP = 2
 ROUNDS = 5
-PATHS = ("full", "exact")  # in this order memory is looked at: full keeps no buffers that exact would find there
+PATHS = ("full", "exact")  # the order in which memory is measured: full keeps no buffers that exact would reuse
 MODEL: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 14,
@@ -56,17 +58,17 @@ MODEL: dict[str, Any] = {
 
 
 def moved_s(report: SyncReport) -> float:
-    """Seconds that the weights took; pausing, joining and planning cost the same on both paths."""
+    """Seconds to move the weights; pausing, joining and planning cost the same on both paths."""
     return sum(report.seconds[phase] for phase in ("transfer", "apply", "verify"))
 
 
 def trainer(folder: str, address: str, api_key: str) -> None:
-    """A trainer rank: two pushes by each path while memory is looked at, then all rounds. Rank 0 prints what came."""
+    """Runs a trainer rank: two pushes by each path while memory is watched, then all rounds. Rank 0 prints results."""
     torch.set_num_threads(1)
     engine = MegatronEngine(EngineConfig(path=folder, init="random"), ParallelConfig(tp_size=TP))
     engine.initialize()
     session = WeightSession(ReshardConfig(), [address], api_key)
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed so far is no room for what comes
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which later buffers would hide in
     print(json.dumps({"ready": os.getpid()}), flush=True)
     sys.stdin.readline()
 
@@ -96,23 +98,23 @@ def trainer(folder: str, address: str, api_key: str) -> None:
 
 
 def held_bytes(pid: int) -> int:
-    """A process's resident memory that is no file's."""
+    """A process's resident memory without mapped files."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 class Memory:
-    """Peak memory of processes above what they had when watching began, by looking every 2 ms."""
+    """Peak memory of processes above their memory at the start, sampled every 2 ms."""
 
     def __init__(self, pids: list[int]):
         self.pids = pids
         self.before = [held_bytes(pid) for pid in pids]
         self.peak = [0] * len(pids)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._ended.wait(0.002):
             for i, pid in enumerate(self.pids):
                 self.peak[i] = max(self.peak[i], held_bytes(pid) - self.before[i])
@@ -130,7 +132,7 @@ def schedulers(servers: SGLangServers) -> list[int]:
 
 
 def ask(ranks: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """The next line of JSON from each rank."""
+    """Waits for the next line of JSON from each rank."""
     lines = []
     for rank in ranks:
         assert rank.stdout is not None
@@ -184,14 +186,14 @@ def measure(folder: Path) -> None:
                 rank.wait()
 
 
-def show(found: dict[str, Any], peaks: dict[str, list[int]]) -> None:
-    bound, seconds = found["received"]["exact"], found["seconds"]
-    needed = found["parameters"] * 4 / TP
-    print(f"{machine('cpu')}; {found['parameters'] / 1e6:.0f} M float32 parameters, tp {TP} -> tp {TP}, gloo")
+def show(results: dict[str, Any], peaks: dict[str, list[int]]) -> None:
+    bound, seconds = results["received"]["exact"], results["seconds"]
+    needed = results["parameters"] * 4 / TP
+    print(f"{machine('cpu')}; {results['parameters'] / 1e6:.0f} M float32 parameters, tp {TP} -> tp {TP}, gloo")
     print("| path | received per server rank / lower bound | seconds | with digests | peak above start, MiB by rank |")
     print("|---|---|---|---|---|")
     for path in ("exact", "full"):
-        ratios = ", ".join(f"{n / needed:.3f}" for n in found["received"][path])
+        ratios = ", ".join(f"{n / needed:.3f}" for n in results["received"][path])
         peak = ", ".join(f"{n / MIB:.0f}" for n in peaks[path])
         print(f"| {path} | {ratios} | {seconds[f'{path} off']:.3f} | {seconds[f'{path} always']:.3f} | {peak} |")
     faster = [seconds[f"full {verify}"] / seconds[f"exact {verify}"] for verify in ("off", "always")]

@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/reshard_plan.py
 
 First the largest case, in a process of its own: 1,024 trainer ranks of Qwen3-235B-A22B to 64 servers of TP 8. Then, for
-three models, the bytes that a server rank receives by the plan and by the usual way, which gathers whole tensors and
-broadcasts them to every server rank. Everything is simulated: nothing is sent. The times are floors at --gb-s a rank.
+three models, the bytes that a server rank receives by the plan and by a full broadcast. The full broadcast gathers full
+tensors and sends them to every server rank. Everything is simulated: nothing is sent. The times are floors at --gb-s a
+rank.
 """
 
 from __future__ import annotations
@@ -59,30 +60,33 @@ def planned(model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_
 
 
 def measure() -> None:
-    """Prints, as JSON, the CPU seconds, wall time and peak memory of the largest case: configs read, tables, plan,
-    proofs, hash; and the CPU seconds in which a rank takes its own part out of the plan."""
+    """Prints, as JSON, the CPU seconds, wall time and peak memory of the largest case.
+
+    It covers reading configs, tables, plan, proofs and hash. Beside it, the CPU seconds in which a rank takes its own
+    part out of the plan.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start, wall = time.process_time(), time.perf_counter()
-    made = planned(LARGEST, OF_235B, 8, 1, 64)
+    transfer_plan = planned(LARGEST, OF_235B, 8, 1, 64)
     seconds, wall = time.process_time() - start, time.perf_counter() - wall
     start = time.process_time()
-    parts = len(list(made.sends(0))) + len(list(made.receives(0)))
-    own = (time.process_time() - start) / 2
+    parts = len(list(transfer_plan.sends(0))) + len(list(transfer_plan.receives(0)))
+    own_part = (time.process_time() - start) / 2
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = {"seconds": seconds, "wall": wall, "own": own, "before": before, "peak": peak, "parts": parts}
-    print(json.dumps(found))
+    results = {"seconds": seconds, "wall": wall, "own": own_part, "before": before, "peak": peak, "parts": parts}
+    print(json.dumps(results))
 
 
 def largest() -> None:
     out = subprocess.run([sys.executable, __file__, "--measure"], capture_output=True, text=True, check=True)
-    found = json.loads(out.stdout.splitlines()[-1])
+    results = json.loads(out.stdout.splitlines()[-1])
     print(f"{LARGEST}, 1,024 trainer ranks to 64 servers of TP 8, one core:")
-    seconds, wall = found["seconds"], found["wall"]
+    seconds, wall = results["seconds"], results["wall"]
     print(f"  plan, proofs and hash   {seconds:.1f} CPU seconds ({seconds / 10:.0%} of the 10 s allowed)")
     print(f"  wall time               {wall:.1f} s")
-    print(f"  peak memory             {size(found['peak'])} ({found['peak'] / 4e9:.0%} of the 4 GB allowed)")
-    print(f"  of which libraries      {size(found['before'])}")
-    print(f"  one rank's own part     {found['own'] * 1e3:.0f} ms")
+    print(f"  peak memory             {size(results['peak'])} ({results['peak'] / 4e9:.0%} of the 4 GB allowed)")
+    print(f"  of which libraries      {size(results['before'])}")
+    print(f"  one rank's own part     {results['own'] * 1e3:.0f} ms")
 
 
 def table(bandwidth: float) -> None:

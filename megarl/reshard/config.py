@@ -17,23 +17,27 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class ReshardConfig:
-    """How weights reach the servers."""
+    """Transport, pausing, verification and deadlines of weight syncs."""
 
     path: str = knob("exact", "exact (each server rank gets just its shards, planned) or full (gather and broadcast)")
-    transport: str = knob("gloo", "gloo, shm (same machine), nccl, cuda_ipc (same GPU) or disk (whole tensors, files)")
+    transport: str = knob("gloo", "gloo, shm (same machine), nccl, cuda_ipc (same GPU) or disk (full tensors as files)")
     folder: str = knob("", "folder for transport=disk, which the servers must see too; emptied after each sync")
-    bucket_bytes: int = knob(64 * 2**20, "bytes of a staging buffer; each rank has two, and holds no more in transit")
+    bucket_bytes: int = knob(
+        64 * 2**20, "bytes of a staging buffer; each rank has two, which bounds its memory in flight"
+    )
     pause_mode: str = knob("retract", "retract (exact: recomputes caches), in_place (keeps stale caches) or abort")
     verify: str = knob(
-        "always", "always: what servers hold is read back and compared; sampled: an eighth of it; or off"
+        "always", "always: servers' weights are read back and compared; sampled: an eighth of them per sync; or off"
     )
-    delta: bool = knob(False, "send only elements that changed since the last sync; keeps a copy of what was sent")
-    anchor_every: int = knob(20, "with delta: everything is sent again in every so many syncs")
-    on_failure: str = knob("stop", "where a living server fails: stop, or drop_server: go on with those that are left")
+    delta: bool = knob(
+        False, "send only elements that changed since the last sync; keeps a copy of the sent weights in memory"
+    )
+    anchor_every: int = knob(20, "with delta: send everything once in this many syncs")
+    on_failure: str = knob("stop", "if a live server fails: stop, or drop_server: go on with the others")
     max_logprob_diff: float = knob(
-        0.1, "most mean |trainer - rollout log-prob| of the first tokens sampled after a sync, in nats; 0 = not checked"
+        0.1, "largest mean |trainer - rollout log-prob| of the first tokens sampled after a sync, in nats; 0 = no check"
     )
-    host: str = knob("", "IPv4 address of the trainer for weights; none: 127.0.0.1, on a cluster MEGARL_INTERFACE's")
+    host: str = knob("", "the trainer's IPv4 address for weights; empty: 127.0.0.1, on a cluster MEGARL_INTERFACE's")
     connect_deadline_s: float = knob(60.0, "seconds for a server to join the trainer's group, once per server")
     control_deadline_s: float = knob(30.0, "seconds for each of pause, begin, end, version and continue")
     transfer_deadline_s: float = knob(300.0, "seconds for all weights to be sent, applied and read back")

@@ -1,7 +1,7 @@
-"""A sync of the servers with the trainer's weights: pause, begin, transfer, end, verify, version, continue.
+"""A weight sync of the servers with the trainer: pause, begin, transfer, end, verify, version, continue.
 
-All trainer ranks call `push` together. Rank 0 alone talks to the servers; ranks agree through a store, every wait of
-which has a deadline. A failure leaves the servers that took part paused: none of them serves a mix of versions. The
+All trainer ranks call `push` together. Rank 0 alone talks to the servers; ranks agree through a store, and every wait
+on it has a deadline. A failure leaves the servers that took part paused: none of them serves a mix of versions. The
 next push brings them everything. With reshard.on_failure=drop_server a push goes on without servers that fail.
 """
 
@@ -23,37 +23,37 @@ from megarl.parallel.broadcast import broadcast_json
 from megarl.parallel.rendezvous import own_address
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.sync import full_tensor_path, shard_path
-from megarl.reshard.sync.attempt import AttemptSpec, key, read_attempt, remove_attempt, write_attempt
+from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
 from megarl.reshard.sync.server_link import ServerLink
-from megarl.reshard.sync.shard_path import Attempt, TransferOutcome
+from megarl.reshard.sync.shard_path import ShardAttempt
 from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
 from megarl.reshard.sync.world import local_address
-from megarl.reshard.transfer.digests import Sample
+from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.store import Deadline, join_store, open_store, read, write, write_bulk
 from megarl.types import WeightUpdateMeta
 
 
-class Weights(Protocol):
-    """What is pushed: one trainer rank's side of a model. The actor's engines are such."""
+class WeightSource(Protocol):
+    """One trainer rank's side of a model whose weights are pushed. Implemented by the actor engine."""
 
     def shards(self) -> Sequence[ShardView]:
-        """The boxes of the checkpoint that this rank holds, as views of its live parameters."""
+        """This rank's boxes of the checkpoint, as views of its live parameters."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every checkpoint tensor whole, on rank 0's host; a collective, iterated to its end by all ranks."""
+        """Yields every checkpoint tensor in full, on rank 0's host. A collective: all ranks iterate to the end."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a push did. Only rank 0 has more than the version."""
+    """The result of a push. Only rank 0 has more than the version."""
 
     version: int
     bytes: int = 0  # sent, over all servers
-    dense_bytes: int = 0  # what that would have been without delta
-    verified: int = 0  # pieces of tensors proven equal, over all ranks of all servers
+    dense_bytes: int = 0  # the same without delta
+    verified: int = 0  # tensor parts proven equal, over all ranks of all servers
     received: tuple[int, ...] = ()  # bytes, by each rank of each server
-    servers: tuple[str, ...] = ()  # that serve the version now
+    servers: tuple[str, ...] = ()  # addresses that serve the version now
     seconds: dict[str, float] = field(default_factory=dict)  # per phase, in order
 
     @property
@@ -71,56 +71,60 @@ class WeightSession:
     def __init__(self, config: ReshardConfig, addresses: Sequence[str], api_key: str):
         self.config = config
         self.version = 0
-        self.sequence = 0  # of attempts
+        self.attempt_number = 0
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         self._id = secrets.randbits(62)
-        self._chief: Coordinator | None = None
+        self._coordinator: Coordinator | None = None  # rank 0 has one
         if self.rank == 0:
-            self._chief = Coordinator(config, addresses, api_key)
+            self._coordinator = Coordinator(config, addresses, api_key)
             self._store = open_store(config.host or own_address(), config.connect_deadline_s)
         host, port = broadcast_json([self._store.host, self._store.port] if self.rank == 0 else None)
         if self.rank != 0:
             self._store = join_store(host, port, config.connect_deadline_s)
         self._host, self._port = str(host), int(port)
-        self._member = TrainerRank(self._store, local_address(self._host, self._port), self.rank)
-        self._planned = ""  # rank 0: the world of the last attempt
-        self._since_anchor = 0
+        self._trainer_rank = TrainerRank(self._store, local_address(self._host, self._port), self.rank)
+        self._last_world = ""  # on rank 0: name of the world of the last attempt
+        self._attempts_since_anchor = 0
         self._futures: dict[int, Future[SyncReport]] = {}
 
     # --- servers ---
 
     @property
     def healthy(self) -> list[str]:
-        """Addresses of the servers that serve the current version. On rank 0; others get none."""
-        return [link.address for link in self._chief.links if not link.dirty] if self._chief else []
+        """Addresses of the servers that serve the current version. Empty on ranks other than 0."""
+        return [link.address for link in self._coordinator.links if not link.dirty] if self._coordinator else []
 
     @property
     def dirty(self) -> list[str]:
-        """Addresses of the servers that must not be asked: what they hold is not known, or not current."""
-        return [link.address for link in self._chief.links if link.dirty] if self._chief else []
+        """Addresses of the servers that must get no request: their weights are unknown or not current."""
+        return [link.address for link in self._coordinator.links if link.dirty] if self._coordinator else []
 
     def admit(self, address: str) -> None:
-        """On rank 0: counts in a server that joins late or was restarted. Keep requests from it until it is healthy:
-        the next `push`, or `resync`, brings it all weights first."""
-        assert self._chief is not None, "rank 0 knows the servers"
-        self._chief.admit(address)
+        """On rank 0: adds a server that joins late or was restarted.
+
+        Keep requests from it until it is healthy: the next `push`, or `resync`, brings it all weights first.
+        """
+        assert self._coordinator is not None, "rank 0 knows the servers"
+        self._coordinator.admit(address)
 
     def remove(self, address: str) -> None:
         """On rank 0: forgets a server that will not come back."""
-        assert self._chief is not None, "rank 0 knows the servers"
-        self._chief.remove(address)
+        assert self._coordinator is not None, "rank 0 knows the servers"
+        self._coordinator.remove(address)
 
-    def forgive(self, died: Callable[[str], bool]) -> None:
-        """On rank 0: a server of which `died(address)` says that it has is left out of a sync whatever
-        reshard.on_failure says: somebody starts it again, and admits it."""
-        assert self._chief is not None, "rank 0 knows the servers"
-        self._chief.died = died
+    def set_death_probe(self, died: Callable[[str], bool]) -> None:
+        """On rank 0: leaves servers reported dead out of a sync, under either reshard.on_failure.
+
+        `died(address)` is True for a server that has died and that a supervisor will restart and admit.
+        """
+        assert self._coordinator is not None, "rank 0 knows the servers"
+        self._coordinator.death_probe = died
 
     def served_version(self) -> int:
         """The highest version that any server serves, on every rank: a trainer that resumes must go above it."""
-        return int(broadcast_json(self._chief.served_version() if self._chief else None))
+        return int(broadcast_json(self._coordinator.served_version() if self._coordinator else None))
 
     # --- the public order of calls: future = rollout.update_weights(meta); actor.upload_weights(meta); future.result()
 
@@ -128,7 +132,7 @@ class WeightSession:
         """On rank 0: a future that ends when `upload` has brought the servers to `meta.model_version`."""
         return self._futures.setdefault(meta.model_version, Future())
 
-    def upload(self, weights: Weights, meta: WeightUpdateMeta) -> None:
+    def upload(self, weights: WeightSource, meta: WeightUpdateMeta) -> None:
         """Pushes by the transport that `meta` names. A collective; a failure is raised here and in the future."""
         future = self._futures.pop(meta.model_version, None) or Future()
         try:
@@ -141,185 +145,211 @@ class WeightSession:
     # --- a sync ---
 
     def push(
-        self, weights: Weights, version: int, *, transport: str | None = None, folder: Path | None = None
+        self, weights: WeightSource, version: int, *, transport: str | None = None, folder: Path | None = None
     ) -> SyncReport:
         """Brings every server to `weights`, served as `version`. Collective over the trainer ranks.
 
-        `transport` and `folder` stand in for those of the config. Raises WeightSyncError on every rank when `version`
-        is not above the last one, and when a server fails, by reshard.on_failure only if none is left.
+        `transport` and `folder` take precedence over the config's. Raises WeightSyncError on every rank when `version`
+        is not above the last one, or when a server fails; with reshard.on_failure=drop_server only if none is left.
         """
         if version <= self.version:
             raise WeightSyncError(
                 f"weights cannot be pushed as version {version} after {self.version}: versions only grow", phase="check"
             )
-        report = self._until_done(weights, version, transport or self.config.transport, folder)
+        report = self._sync(weights, version, transport or self.config.transport, folder)
         self.version = version
         return report
 
-    def resync(self, weights: Weights) -> SyncReport:
-        """Brings servers that are dirty to the version that the others serve; `weights` must be those of it.
+    def resync(self, weights: WeightSource) -> SyncReport:
+        """Brings dirty servers to the version that the others serve; `weights` must be that version's.
 
         Collective. For servers admitted between two pushes; the others are paused and verified alike.
         """
-        return self._until_done(weights, self.version, self.config.transport, None)
+        return self._sync(weights, self.version, self.config.transport, None)
 
     def close(self) -> None:
-        """Leaves the groups. The servers go on serving what they have."""
-        if self._chief is not None:
-            for link in self._chief.links:
+        """Leaves the groups. The servers go on serving the weights they have."""
+        if self._coordinator is not None:
+            for link in self._coordinator.links:
                 link.leave()
-        self._member.leave()
+        self._trainer_rank.leave()
 
-    def _until_done(self, weights: Weights, version: int, transport: str, folder: Path | None) -> SyncReport:
-        carrier = "disk" if transport == "disk" else "full" if self.config.path == "full" else transport
-        if carrier == "disk" and folder is None:
+    def _sync(self, weights: WeightSource, version: int, transport: str, folder: Path | None) -> SyncReport:
+        """Makes attempts until one succeeds or the failure is final."""
+        transport_name = "disk" if transport == "disk" else "full" if self.config.path == "full" else transport
+        if transport_name == "disk" and folder is None:
             folder = Path(self.config.folder)
         while True:
-            self.sequence += 1
-            report, again = self._attempt(weights, version, carrier, folder)
+            self.attempt_number += 1
+            report, again = self._attempt(weights, version, transport_name, folder)
             if not again:
                 return report
 
-    def _attempt(self, weights: Weights, version: int, carrier: str, folder: Path | None) -> tuple[SyncReport, bool]:
-        """One attempt. Returns whether another one must follow, as servers were dropped."""
-        whole = carrier in ("full", "disk")
+    def _attempt(
+        self, weights: WeightSource, version: int, transport_name: str, folder: Path | None
+    ) -> tuple[SyncReport, bool]:
+        """Makes one attempt. Returns its report, and True if another one must follow, as servers were dropped."""
+        is_full = transport_name in ("full", "disk")
         failure: Exception | None = None
-        moved: TransferOutcome | None = None
-        job: AttemptSpec | None = None
-        if not whole:
-            self._member.publish(weights.shards())
-        if self._chief is not None:
-            failure, job = _guarded(lambda: self._prepare(version, carrier))
-            write_attempt(self._store, self.sequence, job)
+        totals: TransferTotals | None = None
+        spec: AttemptSpec | None = None
+        if not is_full:
+            self._trainer_rank.publish(weights.shards())
+        if self._coordinator is not None:
+            failure, spec = _guarded(lambda: self._prepare(version, transport_name))
+            write_spec(self._store, self.attempt_number, spec)
         else:
-            failure, job = _guarded(lambda: read_attempt(self._store, self.sequence, Deadline(self._patience())))
-        if whole:
+            failure, spec = _guarded(
+                lambda: read_spec(self._store, self.attempt_number, Deadline(self._verdict_deadline_s()))
+            )
+        if is_full:
             named = weights.named_weights()
-            if self._chief is not None and job is not None:
-                failure, moved = _guarded(lambda: self._whole(named, carrier, folder))
-            for _ in named:  # the other ranks, and rank 0 after a failure
+            if self._coordinator is not None and spec is not None:
+                failure, totals = _guarded(lambda: self._send_full_tensors(named, transport_name, folder))
+            for _ in named:  # iterates the collective on other ranks, and on rank 0 after a failure
                 pass
-        elif job is not None:
-            attempt = Attempt(
+        elif spec is not None:
+            attempt = ShardAttempt(
                 self._store,
-                self.sequence,
-                job,
-                self._member,
+                self.attempt_number,
+                spec,
+                self._trainer_rank,
                 self.config.connect_deadline_s,
                 self.config.transfer_deadline_s,
             )
-            failure, moved = _guarded(lambda: shard_path.run(attempt, self._chief))
+            failure, totals = _guarded(lambda: shard_path.run(attempt, self._coordinator))
         report = SyncReport(version)
-        if self._chief is not None and failure is None and moved is not None:
+        if self._coordinator is not None and failure is None and totals is not None:
             failure, _ = _guarded(lambda: self._commit(version))
-            served = tuple(link.address for link in self._chief.active)
-            seconds = dict(self._chief.seconds)
+            servers = tuple(link.address for link in self._coordinator.active)
+            seconds = dict(self._coordinator.seconds)
             report = SyncReport(
-                version, moved.nbytes, moved.dense_nbytes, moved.verified, moved.received, served, seconds
+                version, totals.nbytes, totals.dense_nbytes, totals.verified, totals.received, servers, seconds
             )
         again = self._conclude(failure)
         return report, again
 
     # --- rank 0 ---
 
-    def _prepare(self, version: int, carrier: str) -> AttemptSpec:
-        """Pauses the servers, sends them the order and learns what they hold. Returns what is to be done."""
-        chief, config = self._chief, self.config
-        assert chief is not None, "rank 0 prepares"
+    def _prepare(self, version: int, transport_name: str) -> AttemptSpec:
+        """Pauses the servers, sends them the order and reads their layouts. Returns the attempt's specification."""
+        coordinator, config = self._coordinator, self.config
+        assert coordinator is not None, "rank 0 prepares"
         wait_s = config.connect_deadline_s + config.transfer_deadline_s
-        flush = config.pause_mode != "in_place"  # there running requests keep their caches
-        stayed: list[bool] = []
+        flush = config.pause_mode != "in_place"  # in_place: running requests keep their caches
+        unchanged: list[bool] = []  # per server: clean, and still in the group of this transport
 
         def order(link: ServerLink) -> None:
-            stayed.append(link.carrier == carrier and not link.dirty)
-            link.open(self._store, self._host, self._port, self._id, self.sequence, carrier, flush, wait_s)
+            unchanged.append(link.transport_name == transport_name and not link.dirty)
+            link.open(self._store, self._host, self._port, self._id, self.attempt_number, transport_name, flush, wait_s)
 
-        chief.begin(version, order, again=version == self.version)
-        with chief.timed("connect", config.connect_deadline_s):
+        coordinator.begin(version, order, again=version == self.version)
+        with coordinator.timed("connect", config.connect_deadline_s):
             deadline = Deadline(config.connect_deadline_s)
-            chief.each(lambda link: link.join(carrier, deadline))
-            # A server that was silent has used up the phase's time: what the others told is there already.
-            world = "" if carrier in ("full", "disk") else self._describe(chief, Deadline(config.connect_deadline_s))
-        self._since_anchor += 1
-        delta = config.delta and all(stayed) and world == self._planned and self._since_anchor < config.anchor_every
+            coordinator.for_each(lambda link: link.read_layout(transport_name, deadline))
+            world = ""
+            if transport_name not in ("full", "disk"):
+                # A silent server has used up the phase's time, hence a new deadline: the rest is in the store already.
+                world = self._publish_world(coordinator, Deadline(config.connect_deadline_s))
+        self._attempts_since_anchor += 1
+        delta = (
+            config.delta
+            and all(unchanged)
+            and world == self._last_world
+            and self._attempts_since_anchor < config.anchor_every
+        )
         if not delta:
-            self._since_anchor = 0
-        self._planned = world
-        sample = Sample.of(config.verify, self.sequence)
+            self._attempts_since_anchor = 0
+        self._last_world = world
+        sample = BucketSample.of(config.verify, self.attempt_number)
         return AttemptSpec(
-            carrier=carrier,
+            transport_name=transport_name,
             senders=self.world_size,
             bucket_bytes=config.bucket_bytes,
-            plan=world,
+            world=world,
             delta=delta,
             keep=config.delta,
             modulus=sample.modulus,
             remainder=sample.remainder,
-            servers=tuple(link.member for link in chief.active),
+            servers=tuple(link.server_group for link in coordinator.active),
         )
 
-    def _describe(self, chief: Coordinator, deadline: Deadline) -> str:
-        """Writes who holds what into the store, where it is not known yet. Returns its name there."""
+    def _publish_world(self, coordinator: Coordinator, deadline: Deadline) -> str:
+        """Writes the holdings and nodes of all ranks into the store. Returns the world's name there."""
         world: dict[str, Any] = {
             "sources": [read(self._store, f"source/{rank}", deadline) for rank in range(self.world_size)],
-            "servers": [link.layout for link in chief.active],
+            "servers": [link.layout for link in coordinator.active],
             "bucket_bytes": self.config.bucket_bytes,
         }
         nodes = {rank["node"] for side in [world["sources"], *world["servers"]] for rank in side}
         if self.config.transport in ("shm", "cuda_ipc") and len(nodes) > 1:
             raise ValueError(f"reshard.transport={self.config.transport} stays on one machine; found {sorted(nodes)}")
-        name = hashlib.sha256(json.dumps([world, [str(link.member) for link in chief.active]]).encode()).hexdigest()
+        groups = [str(link.server_group) for link in coordinator.active]
+        name = hashlib.sha256(json.dumps([world, groups]).encode()).hexdigest()
         write_bulk(self._store, f"world/{name}", world)
         return name
 
-    def _whole(self, named: Iterator[tuple[str, Tensor]], carrier: str, folder: Path | None) -> TransferOutcome:
-        assert self._chief is not None, "rank 0 sends whole tensors"
+    def _send_full_tensors(
+        self, named: Iterator[tuple[str, Tensor]], transport_name: str, folder: Path | None
+    ) -> TransferTotals:
+        assert self._coordinator is not None, "rank 0 sends full tensors"
         return full_tensor_path.run(
-            self._chief, named, folder if carrier == "disk" else None, self._member.address, verify=self.config.verify
+            self._coordinator,
+            named,
+            folder if transport_name == "disk" else None,
+            self._trainer_rank.address,
+            verify=self.config.verify,
         )
 
     def _commit(self, version: int) -> None:
-        assert self._chief is not None, "rank 0 commits"
-        self._chief.commit(version)
+        assert self._coordinator is not None, "rank 0 commits"
+        self._coordinator.commit(version)
 
     # --- verdicts ---
 
     def _conclude(self, failure: Exception | None) -> bool:
-        """Tells all ranks how rank 0 fared. Returns whether to try again; raises on each of them if it failed."""
-        told: Any = {}
-        if self._chief is not None:
+        """Shares rank 0's verdict on the attempt with all ranks.
+
+        Returns True if another attempt must follow; raises WeightSyncError on every rank if the sync has failed.
+        """
+        verdict: Any = {}
+        if self._coordinator is not None:
             if failure is not None:
-                told = self._chief.give_up(failure)
-            write(self._store, key(self.sequence, "verdict"), told)
+                verdict = self._coordinator.give_up(failure)
+            write(self._store, key(self.attempt_number, "verdict"), verdict)
         else:
             try:
-                told = read(self._store, key(self.sequence, "verdict"), Deadline(self._patience()))
+                deadline = Deadline(self._verdict_deadline_s())
+                verdict = read(self._store, key(self.attempt_number, "verdict"), deadline)
             except FAILURES as error:
-                told = {"message": f"trainer rank 0 did not tell how the weight sync went: {error}", "rank": "0"}
-        self._forget()
-        if not told:
+                verdict = {
+                    "message": f"trainer rank 0 did not report the outcome of the weight sync: {error}",
+                    "rank": "0",
+                }
+        self._delete_previous_keys()
+        if not verdict:
             return False
-        self._member.leave()
-        if told.pop("retry", False):
+        self._trainer_rank.leave()
+        if verdict.pop("retry", False):
             return True
-        raise WeightSyncError(**told) from failure
+        raise WeightSyncError(**verdict) from failure
 
-    def _patience(self) -> float:
-        """Seconds within which rank 0 must have told the others how a phase went."""
+    def _verdict_deadline_s(self) -> float:
+        """Seconds within which rank 0 must have published the specification or the verdict."""
         config = self.config
         return 12 * config.control_deadline_s + config.connect_deadline_s + 2 * config.transfer_deadline_s
 
-    def _forget(self) -> None:
-        """Removes from the store what attempts before the last one wrote: every rank has read it."""
-        if self.rank == 0 and self.sequence > 1:
-            remove_attempt(self._store, self.sequence - 1, self.world_size)
+    def _delete_previous_keys(self) -> None:
+        """Removes the previous attempt's keys from the store: every rank has read them."""
+        if self.rank == 0 and self.attempt_number > 1:
+            delete_keys(self._store, self.attempt_number - 1, self.world_size)
 
 
 T = TypeVar("T")
 
 
 def _guarded(step: Callable[[], T]) -> tuple[Exception | None, T | None]:
-    """What a step returns, or the failure that all ranks must hear of."""
+    """The failure of a step, which all ranks must hear of, or its result."""
     try:
         return None, step()
     except (*FAILURES, Retry) as error:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.sglang_server import SGLangServers
 from tests.sglang.tiny_models import make_model, save_tokenizer
 
 

@@ -1,4 +1,4 @@
-"""A proxy before a real server that fails in ways the server cannot be asked to: it refuses, or never answers."""
+"""A proxy in front of a real server that fails on demand: it refuses, never answers, or hangs up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FaultProxy:
-    """Forwards to `target`, but for paths in `faults`: "refuse" answers 200 with success false, "silence" nothing, and
-    "end" ends the connection, as a server does that dies."""
+    """Forwards to `target`, except for paths in `faults`.
+
+    "refuse" answers 200 with success false, "silence" does not answer, and "end" ends the connection, like a server
+    that dies.
+    """
 
     def __init__(self, target: str):
         self.target = target
@@ -19,7 +22,7 @@ class FaultProxy:
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"  # a connection takes several requests, as the server's do
+            protocol_version = "HTTP/1.1"  # a connection takes several requests, like the server's
 
             def _forward(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -34,8 +37,8 @@ class FaultProxy:
                     status, answer = 200, json.dumps({"success": False, "message": "not today"}).encode()
                 else:
                     connection = http.client.HTTPConnection(proxy.target, timeout=60)
-                    kept = {k: v for k, v in self.headers.items() if k in ("Authorization", "Content-Type")}
-                    connection.request(self.command, self.path, body or None, kept)
+                    forwarded = {k: v for k, v in self.headers.items() if k in ("Authorization", "Content-Type")}
+                    connection.request(self.command, self.path, body or None, forwarded)
                     response = connection.getresponse()
                     status, answer = response.status, response.read()
                     connection.close()
@@ -47,7 +50,7 @@ class FaultProxy:
             do_GET = do_POST = _forward
 
             def log_message(self, format: str, *args: object) -> None:
-                """Says nothing: the server has a log of its own."""
+                """Logs nothing: the server has a log of its own."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True

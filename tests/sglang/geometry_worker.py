@@ -1,8 +1,8 @@
-"""One rank of SGLang, model classes only: loads checkpoints with SGLang's own loader and holds the rules against them.
+"""One rank of SGLang, model classes only: loads checkpoints with SGLang's own loader and compares them with the rules.
 
 Usage: geometry_worker.py RANK TP_SIZE EP_SIZE PORT PADDED CHECKPOINT...
 
-For each checkpoint it prints a line of JSON: what was compared, or how it differs.
+For each checkpoint it prints a line of JSON with the comparison.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # 
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from megarl.reshard.plan.sglang_layout import Geometry, check_plain, fragments, padded_for_cpu  # noqa: E402
+from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
+from megarl.reshard.sync.live_parameters import check_plain, live_fragments  # noqa: E402
 
 
 def arguments(checkpoint: str) -> ServerArgs:
@@ -50,7 +51,7 @@ def start(args: ServerArgs) -> None:
 
 
 def compare(checkpoint: str) -> dict[str, Any]:
-    """Differences between the rules and what SGLang's loader made of the checkpoint."""
+    """Differences between the rules and the parameters that SGLang's loader filled from the checkpoint."""
     model_config = ModelConfig.from_server_args(arguments(checkpoint))
     if PADDED:
         model_config = adjust_config_with_unaligned_cpu_tp(model_config, LoadConfig(), TP_SIZE)
@@ -59,26 +60,26 @@ def compare(checkpoint: str) -> dict[str, Any]:
     hf = AutoConfig.from_pretrained(checkpoint)
     rules = Geometry.of(padded_for_cpu(hf, TP_SIZE) if PADDED else hf, RANK, TP_SIZE, EP_SIZE)
     live = Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE)
-    whole: dict[str, torch.Tensor] = {}
+    checkpoint_tensors: dict[str, torch.Tensor] = {}
     for file in Path(checkpoint).glob("*.safetensors"):
-        whole |= load_file(file)
+        checkpoint_tensors |= load_file(file)
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    held = list(fragments(model.named_parameters(), rules))
-    wrong = [str(f.box) for f in held if not torch.equal(f.view, f.box.of(whole[f.box.name]))]
+    fragments = list(live_fragments(model.named_parameters(), rules))
+    wrong = [str(f.box) for f in fragments if not torch.equal(f.view, f.box.of(checkpoint_tensors[f.box.name]))]
     for parameter in model.parameters():
         parameter.detach().zero_()
-    for fragment in held:
-        fragment.view.copy_(fragment.box.of(whole[fragment.box.name]))
+    for fragment in fragments:
+        fragment.view.copy_(fragment.box.of(checkpoint_tensors[fragment.box.name]))
     return {
         "checkpoint": Path(checkpoint).name,
         "model": type(model).__name__,
         "geometry": "equal" if rules == live else f"{rules} by rule, {live} live",
-        "fragments": len(held),
+        "fragments": len(fragments),
         "wrong": wrong,
         "refilled": [n for n, p in model.named_parameters() if not torch.equal(p, loaded[n])],
-        "names": sorted({f.box.name for f in held}),
+        "names": sorted({f.box.name for f in fragments}),
         "elements": sum(p.numel() for p in loaded.values()),
-        "held": sum(f.view.numel() for f in held),
+        "held": sum(f.view.numel() for f in fragments),
     }
 
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import RolloutWorkflow
-from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.servers.sglang_server import SGLangServers
@@ -220,9 +221,9 @@ def test_rlvr_and_the_evaluator_run_on_a_real_server(engine, tokenizer, tmp_path
 
     config = EvaluatorConfig(n_samples=2, temperature=0.5)
     workflow = RLVRWorkflow(reward_fn, config.sampling(GenerationHyperparameters(max_new_tokens=4)), tokenizer)
-    found = Evaluator(config, workflow, problems, tokenizer, tmp_path).evaluate(engine, 0)
-    assert (found.num_problems, found.num_samples) == (6, 12)
-    lines = [json.loads(line) for line in found.path.read_text().splitlines()]
+    evaluation = Evaluator(config, workflow, problems, tokenizer, tmp_path).evaluate(engine, 0)
+    assert (evaluation.num_problems, evaluation.num_samples) == (6, 12)
+    lines = [json.loads(line) for line in evaluation.path.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == [p["messages"][0]["content"] for p in problems for _ in "12"]
-    assert sum(line["reward"] for line in lines) / 12 == pytest.approx(found.accuracy)
+    assert sum(line["reward"] for line in lines) / 12 == pytest.approx(evaluation.accuracy)
     assert {tuple(line["versions"]) for line in lines} == {(0,)}

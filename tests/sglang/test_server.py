@@ -23,12 +23,14 @@ from transformers import AutoModelForCausalLM
 
 from megarl.knobs import UserError
 from megarl.rollout.servers import sglang_server
-from megarl.rollout.servers.sglang_server import ServerError, SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.sglang_server import ServerError, SGLangServers
 
 # A trainer that starts a server, prints its process id and then only waits.
 TRAINER = """
 import sys, time
-from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.sglang_server import SGLangServers
 servers = SGLangServers(SGLangServerConfig(device="cpu", max_total_tokens=4096), sys.argv[1], sys.argv[2])
 servers.start()
 print(servers.servers[0].process.pid, flush=True)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.rollout.servers.sglang_server import SGLangServerConfig, SGLangServers
+from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.sglang_server import SGLangServers
 from tests.sglang.tiny_models import VOCAB_SIZE
 
 CONTEXT = 512  # positions that the tiny models know

@@ -1,4 +1,4 @@
-"""The rules of SGLang's layout, held against SGLang's own model classes and loaders."""
+"""The rules of SGLang's layout, compared with SGLang's own model classes and loaders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.servers.sglang_server import free_ports
+from megarl.rollout.servers.server_config import free_ports
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/sglang/geometry_worker.py"
@@ -20,7 +20,7 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
 def ranks_of(
     checkpoints: list[Path], tp_size: int, ep_size: int = 1, padded: bool = True
 ) -> list[list[dict[str, Any]]]:
-    """What each rank reports of each checkpoint. `padded`: as SGLang does on CPU, else as on a GPU."""
+    """Each rank's report on each checkpoint. `padded`: with sizes padded as on CPU, else as on a GPU."""
     port = free_ports("127.0.0.1", 1)[0]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     processes = [
@@ -75,7 +75,7 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_padded_hea
 def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_heads_and_experts_spread(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    """Without the padding of the CPU, which is how SGLang builds models on a GPU."""
+    """Without the CPU's padding, as SGLang builds models on a GPU."""
     checkpoints = [tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen3_moe", "mixtral")]
     reports = ranks_of(checkpoints, tp_size=2, ep_size=2, padded=False)
     check(reports, len(checkpoints))

@@ -18,7 +18,8 @@ from megarl.observe.metrics import stats_tracker
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import WeightSession
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.servers.external import ExternalServers
 from megarl.rollout.servers.sglang_server import ServerError, SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
@@ -81,7 +82,7 @@ def test_a_stopped_server_loses_its_requests_and_comes_back_with_the_weights_tho
     until(lambda: supervisor.before_sync(WAIT_S)[0] == [stopped.address], WAIT_S)
     assert engine.addresses == [other.address]  # it answers, and is not asked before it has the weights
     session = WeightSession(ReshardConfig(on_failure="stop"), pair.addresses, pair.api_key)
-    session.forgive(supervisor.died)
+    session.set_death_probe(supervisor.died)
     session.admit(stopped.address)
     assert other.process is not None
     other.process.kill()

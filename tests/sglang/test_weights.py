@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from weights_support import TOLERANCE, Served, Whole, logprobs, weights_of
+from weights_support import TOLERANCE, Served, SingleRankWeights, logprobs, weights_of
 
 from megarl.reshard.session import WeightSession
 from megarl.reshard.sync.coordinator import WeightSyncError
@@ -35,7 +35,7 @@ def qwen3(fleet: SGLangServers) -> Iterator[Served]:
 
 @pytest.fixture
 def mended(qwen3: Served) -> Iterator[Served]:
-    """The shared server, at known weights before a test, and proven to work after whatever the test did to it."""
+    """The shared server: at known weights before a test, and proven to work after it."""
     qwen3.push(weights_of(make_model("qwen3", True, seed=100)))
     yield qwen3
     model = make_model("qwen3", True, seed=101)
@@ -62,7 +62,7 @@ def test_a_paused_server_takes_no_processor_time(qwen3: Served) -> None:
     qwen3.control().call("/pause_generation", {"mode": "retract"}, deadline)
     before = sum(qwen3.scheduler().cpu_times()[:2])
     time.sleep(1.0)
-    assert sum(qwen3.scheduler().cpu_times()[:2]) - before < 0.3  # it was 1.0
+    assert sum(qwen3.scheduler().cpu_times()[:2]) - before < 0.3  # a busy-polling scheduler takes 1.0
     qwen3.control().call("/continue_generation", {}, deadline)
 
 
@@ -138,11 +138,11 @@ def test_sglangs_own_checksums_agree_with_what_was_pushed(mended: Served) -> Non
 
 
 def expected_checksums(weights: dict[str, Tensor], rank: int, size: int) -> dict[str, str]:
-    """SGLang's checksum of each parameter of a Qwen3, worked out from the checkpoint alone. Experts come stacked."""
+    """SGLang's checksum of each parameter of a Qwen3, from the checkpoint alone. Experts come stacked."""
     merged = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    found = {}
-    for name, whole in weights.items():
+    checksums = {}
+    for name, tensor in weights.items():
         module = name.split(".")[-2]
         if module in ("k_proj", "v_proj", "up_proj"):
             continue
@@ -150,14 +150,14 @@ def expected_checksums(weights: dict[str, Tensor], rank: int, size: int) -> dict
             names = [name.replace(module, part) for part in parts[merged[module]]]
             held = torch.cat([weights[n].chunk(size)[rank] for n in names])
         elif module in ("o_proj", "down_proj"):
-            held = whole.chunk(size, dim=1)[rank]
+            held = tensor.chunk(size, dim=1)[rank]
         elif module in ("embed_tokens", "lm_head"):  # SGLang pads them to a multiple of 64 rows
-            held = nn.functional.pad(whole, (0, 0, 0, -whole.shape[0] % 64)).chunk(size)[rank]
+            held = nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % 64)).chunk(size)[rank]
         else:
-            held = whole
+            held = tensor
         digest = hashlib.sha256(held.contiguous().numpy().tobytes()).hexdigest()[:16]
-        found[name.replace(module, merged.get(module, module))] = digest
-    return found
+        checksums[name.replace(module, merged.get(module, module))] = digest
+    return checksums
 
 
 def test_requests_in_flight_carry_the_version_of_each_token_and_its_exact_logprob(mended: Served) -> None:
@@ -190,8 +190,8 @@ def test_requests_in_flight_carry_the_version_of_each_token_and_its_exact_logpro
     assert len(seen) >= 3
 
 
-def without(weights: Whole, name: str) -> Whole:
-    return Whole({key: tensor for key, tensor in weights.tensors.items() if key != name})
+def without(weights: SingleRankWeights, name: str) -> SingleRankWeights:
+    return SingleRankWeights({key: tensor for key, tensor in weights.tensors.items() if key != name})
 
 
 def test_a_weight_that_nothing_was_sent_for_is_named(mended: Served) -> None:
@@ -210,7 +210,7 @@ def test_a_weight_that_the_server_does_not_hold_is_named(mended: Served) -> None
     weights = weights_of(make_model("qwen3", True, seed=4))
     mended.restart_session()
     with pytest.raises(WeightSyncError, match="takes 0 of the trainer's 12288 elements") as error:
-        mended.push(Whole(weights.tensors | {extra: torch.zeros(192, 64)}))
+        mended.push(SingleRankWeights(weights.tensors | {extra: torch.zeros(192, 64)}))
     assert error.value.tensor == extra
     mended.restart_session()
 
@@ -220,7 +220,7 @@ def test_a_weight_of_another_shape_is_refused(mended: Served) -> None:
     weights = weights_of(make_model("qwen3", True, seed=4))
     mended.restart_session()
     with pytest.raises(WeightSyncError, match="of which the trainer ranks hold 12224") as error:
-        mended.push(Whole(weights.tensors | {name: weights.tensors[name][:-1]}))
+        mended.push(SingleRankWeights(weights.tensors | {name: weights.tensors[name][:-1]}))
     assert error.value.tensor == name
     mended.restart_session()
 

@@ -1,4 +1,4 @@
-"""Syncs that break: each ends by its deadline with the cause named, no server serves a mix, and the policy decides."""
+"""Syncs that fail: each ends by its deadline and names the cause, no server serves a mix, the policy decides."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from weights_support import TOLERANCE, Served, weights_of
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import WeightSession
 from megarl.reshard.sync.coordinator import WeightSyncError
-from megarl.reshard.sync.sglang_hooks import PendingCall, ServerControl
+from megarl.reshard.sync.server_control import PendingCall, ServerControl
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports.gloo import GlooTransport
-from megarl.rollout.servers.sglang_server import SGLangServer, SGLangServers, free_ports
+from megarl.rollout.servers.server_config import free_ports
+from megarl.rollout.servers.sglang_server import SGLangServer, SGLangServers
 from tests.sglang.tiny_models import make_model
 
 VICTIM = "model.layers.1.self_attn.k_proj.weight"
@@ -29,7 +30,7 @@ VICTIM = "model.layers.1.self_attn.k_proj.weight"
 
 @pytest.fixture
 def served(fleet: SGLangServers) -> Iterator[Served]:
-    """All three servers, at known weights; whatever the test does to them, a sync of a new trainer mends them."""
+    """All three servers, at known weights. After the test, a sync by a new trainer mends them."""
     served = Served(fleet, 3, bucket_bytes=65536, on_failure="drop_server")
     served.push(weights_of(make_model("qwen3", True, seed=100)))
     yield served
@@ -48,7 +49,7 @@ def kill(server: SGLangServer) -> None:
 
 
 def restart(server: SGLangServer, *, elsewhere: bool) -> str:
-    """Starts a server anew, on another port where asked for. Returns its address."""
+    """Restarts a server, on another port if `elsewhere`. Returns its address."""
     server.stop()
     if elsewhere:
         server.port = free_ports(server.config.host, 1)[0]
@@ -59,7 +60,7 @@ def restart(server: SGLangServer, *, elsewhere: bool) -> str:
 
 
 def keeps_silent(served: Served, server: int) -> bool:
-    """Whether a request gets no answer, as a paused server gives none."""
+    """True if a request gets no answer, as from a paused server."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -75,12 +76,12 @@ def keeps_silent(served: Served, server: int) -> bool:
 
 
 def before_send(monkeypatch: pytest.MonkeyPatch, message: int, act: Callable[[GlooTransport, int, int], None]) -> None:
-    """Acts before the message of that number is sent: `act(transport, slot, peer)`."""
-    send, sent = GlooTransport.send, []
+    """Calls `act(transport, slot, peer)` before the message of that number is sent."""
+    send, tags = GlooTransport.send, []
 
     def acting(self: GlooTransport, slot: int, nbytes: int, peer: int, tag: int) -> Any:
-        sent.append(tag)
-        if len(sent) == message:
+        tags.append(tag)
+        if len(tags) == message:
             act(self, slot, peer)
         return send(self, slot, nbytes, peer, tag)
 
@@ -230,7 +231,7 @@ def test_a_server_that_dies_before_the_transfer_and_is_looked_after_takes_no_oth
     proxy = FaultProxy(served.addresses[1])
     addresses = [served.addresses[0], proxy.address, served.addresses[2]]
     session = WeightSession(ReshardConfig(control_deadline_s=10), addresses, served.servers.api_key)
-    session.forgive(lambda address: address == proxy.address)
+    session.set_death_probe(lambda address: address == proxy.address)
     try:
         served.version += 1
         session.push(weights_of(make_model("qwen3", True, seed=70)), served.version)

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from weights_support import TOLERANCE, Served, logprobs
 
 from megarl.reshard.transfer.store import Deadline
-from megarl.rollout.servers.sglang_server import SGLangServers, free_ports
+from megarl.rollout.servers.server_config import free_ports
+from megarl.rollout.servers.sglang_server import SGLangServers
 from tests import warm
 from tests.sglang import weights_rank
 from tests.sglang.tiny_models import make_model
@@ -29,7 +30,7 @@ DEADLINE_S = 450
 
 
 class Trainer:
-    """The ranks of a trainer, as processes: they carry out runs, one after the other."""
+    """The ranks of a trainer, as processes that carry out one run after the other."""
 
     def __init__(self, folder: Path, ranks: int):
         folder.mkdir()
@@ -40,30 +41,30 @@ class Trainer:
         self.logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
         self.processes, self.pipes = [], []
         for rank, log in enumerate(self.logs):
-            ours, its = warm.CONTEXT.Pipe()
+            parent_end, child_end = warm.CONTEXT.Pipe()
             environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = warm.CONTEXT.Process(target=weights_rank.main, args=(its, environment, str(log)))
+            process = warm.CONTEXT.Process(target=weights_rank.main, args=(child_end, environment, str(log)))
             process.start()
-            its.close()  # so that a rank's end is seen
+            child_end.close()  # so that the end of a rank closes the pipe
             self.processes.append(process)
-            self.pipes.append(ours)
+            self.pipes.append(parent_end)
 
-    def said(self) -> str:
+    def log_tails(self) -> str:
         return "\n".join(log.read_text()[-3000:] for log in self.logs)
 
     def run(self, **settings: Any) -> list[list[Any]]:
-        """What each rank told in a run, up to its end or the rank's own. Ranks that take too long are killed."""
+        """Each rank's results, up to the end of the run or of the rank. Ranks that take too long are killed."""
         order = {"family": "qwen3", "types": ["gloo"], "exported": str(self.exported)} | settings
         timer = threading.Timer(DEADLINE_S, self.end)
         timer.start()
         try:
             for pipe in self.pipes:
                 pipe.send(order)
-            found = [list(told_by(pipe)) for pipe in self.pipes]
+            results = [list(results_from(pipe)) for pipe in self.pipes]
         finally:
             timer.cancel()
-        assert all(found), self.said()
-        return found
+        assert all(results), self.log_tails()
+        return results
 
     def end(self) -> None:
         for process in self.processes:
@@ -71,15 +72,15 @@ class Trainer:
             process.join()
 
 
-def told_by(pipe: Connection) -> Iterator[Any]:
+def results_from(pipe: Connection) -> Iterator[Any]:
     with suppress(EOFError):
-        while (told := pipe.recv()) is not None:
-            yield told
+        while (result := pipe.recv()) is not None:
+            yield result
 
 
 @pytest.fixture(scope="module")
 def trainer_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Trainer]]:
-    """`trainer_of(ranks)`: the trainer of the test before, if it has so many ranks, else a new one in its place."""
+    """`trainer_of(ranks)`: the previous test's trainer if it has as many ranks, else a new one in its place."""
     present: list[Trainer] = []
 
     def take(ranks: int) -> Trainer:
@@ -119,7 +120,7 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
     stop = threading.Event()
 
     def ask() -> None:
-        """Requests to a server of one rank and to that of two, in turn: one is always in flight."""
+        """Sends requests to a server of one rank and the server of two in turn: one is always in flight."""
         for server in itertools.cycle((0, 2)):
             if stop.is_set():
                 return
@@ -153,7 +154,7 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
         assert served.difference(last, server) < TOLERANCE
     whole = sum(tensor.numel() * 4 for tensor in weights.values())
     planned = [line for number, line in enumerate(lines[0]) if types[number % len(types)] != "disk"]
-    assert all(3 * whole <= line[1] < 3.02 * whole for line in planned)  # norms alone are held twice at tp 2
+    assert all(3 * whole <= line[1] < 3.02 * whole for line in planned)  # only norms are held twice at tp 2
     check_spans(answers, set(versions))
 
 
@@ -182,24 +183,24 @@ def test_experts_of_a_trainer_with_expert_parallelism_reach_a_server_that_cuts_t
 
 
 def with_stacked_experts(weights: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """`weights` with the experts as rank `rank` of 2 stacks them on CPU: each rank has a multiple of 32 neurons."""
-    found = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    """`weights` with the experts stacked as on rank `rank` of 2 on CPU, padded to 32 neurons a rank."""
+    stacked = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
     for name in [name for name in weights if name.endswith(".experts.0.gate_proj.weight")]:
         block = name.removesuffix(".0.gate_proj.weight")
         parts: dict[str, list[Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
         for part, experts in parts.items():
-            while (whole := weights.get(f"{block}.{len(experts)}.{part}.weight")) is not None:
-                rows = whole.T if part == "down_proj" else whole
+            while (tensor := weights.get(f"{block}.{len(experts)}.{part}.weight")) is not None:
+                rows = tensor.T if part == "down_proj" else tensor
                 rows = nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % 64)).chunk(2)[rank]
                 experts.append(rows.T if part == "down_proj" else rows)
         gates_and_ups = zip(parts["gate_proj"], parts["up_proj"], strict=True)
-        found[f"{block}.w13_weight"] = torch.stack([torch.cat(pair) for pair in gates_and_ups])
-        found[f"{block}.w2_weight"] = torch.stack(parts["down_proj"])
-    return found
+        stacked[f"{block}.w13_weight"] = torch.stack([torch.cat(pair) for pair in gates_and_ups])
+        stacked[f"{block}.w2_weight"] = torch.stack(parts["down_proj"])
+    return stacked
 
 
 def check_spans(answers: list[dict[str, Any]], pushed: set[int]) -> None:
-    """Every token that a pushed version answered has the log-prob that transformers gives it under that version."""
+    """Asserts that every token of a pushed version has the log-prob of transformers under that version."""
     seen = set()
     for answer in answers:
         meta = answer["meta_info"]

@@ -1,7 +1,7 @@
-"""One rank of a Megatron trainer that pushes: takes the weights of a new random model for each version, and syncs.
+"""One rank of a Megatron trainer that pushes the weights of a new random model for each version.
 
-Takes runs from a pipe: the layout, the servers, the versions; RANK and WORLD_SIZE are as torchrun sets them. Tells what
-came of each push, or of its failure, and None after each run.
+Runs come over a pipe: the layout, the servers, the versions. RANK and WORLD_SIZE are set as by torchrun. The rank sends
+back the result of each push, or its failure, and None after each run.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def take(engine: MegatronEngine, family: str, seed: int) -> None:
 
 
 def die_in_the_middle(rank: int) -> None:
-    """This rank is killed as it sends its second message."""
-    send, sent = GlooTransport.send, []
+    """Kills this rank as it sends its second message."""
+    send, tags = GlooTransport.send, []
 
     def send_once(self: GlooTransport, slot: int, nbytes: int, peer: int, tag: int) -> Any:
-        sent.append(tag)
-        if len(sent) > 1:
+        tags.append(tag)
+        if len(tags) > 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return send(self, slot, nbytes, peer, tag)
 
@@ -56,9 +56,9 @@ def die_in_the_middle(rank: int) -> None:
 
 
 def push(engine: MegatronEngine, session: WeightSession, rollout: RemoteSGLangEngine, meta: WeightUpdateMeta) -> Any:
-    """The public order of calls. Returns rank 0's report."""
-    chief = engine.groups.rank == 0
-    future = rollout.update_weights(meta) if chief else None
+    """Pushes by the public order of calls. Returns rank 0's report."""
+    is_rank0 = engine.groups.rank == 0
+    future = rollout.update_weights(meta) if is_rank0 else None
     engine.upload_weights(meta)
     report = future.result(timeout=0) if future is not None else SyncReport(session.version)
     rollout.set_version(meta.model_version)
@@ -66,7 +66,7 @@ def push(engine: MegatronEngine, session: WeightSession, rollout: RemoteSGLangEn
 
 
 def carry_out(run: dict[str, Any], pipe: Connection) -> None:
-    """One run: a session of its own for an engine of its own."""
+    """Carries out one run, with its own engine and session."""
     family = run["family"]
     engine = MegatronEngine(EngineConfig(path=run["checkpoint"]), ParallelConfig(**run["layout"]))
     engine.initialize()
@@ -75,7 +75,7 @@ def carry_out(run: dict[str, Any], pipe: Connection) -> None:
     rollout.connect(session)
     engine.connect(session)
     for number, version in enumerate(run["versions"]):
-        time.sleep(0.1)  # in which the version before answers requests: most versions must be seen
+        time.sleep(0.1)  # lets the previous version answer requests: most versions must be seen
         take(engine, family, version)
         if run.get("victim") == engine.groups.rank and version == run["versions"][-1]:
             die_in_the_middle(engine.groups.rank)
@@ -86,7 +86,7 @@ def carry_out(run: dict[str, Any], pipe: Connection) -> None:
         except WeightSyncError as error:
             failed = {name: getattr(error, name) for name in ("server", "rank", "phase", "tensor")}
             pipe.send({"failed": str(error), **failed})
-            os._exit(3)  # as a trainer that stops: its other ranks may be gone
+            os._exit(3)  # like a trainer that stops: its other ranks may be gone
         pipe.send([report.version, report.bytes, report.verified])
     engine.save(Path(run["exported"]))
     session.close()

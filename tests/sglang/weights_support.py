@@ -1,4 +1,4 @@
-"""What tests of weight syncs share: a trainer of one rank that holds a whole model, and a server with its session."""
+"""Shared by the tests of weight syncs: a trainer of one rank with an entire model, and a server with its session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import SyncReport, WeightSession
-from megarl.reshard.sync.sglang_hooks import ServerControl
+from megarl.reshard.sync.server_control import ServerControl
 from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
 
@@ -23,8 +23,8 @@ PROMPT = list(range(7, 40))
 
 
 @dataclass(frozen=True)
-class WholeTensor:
-    """A checkpoint tensor that one trainer rank holds all of."""
+class FullTensor:
+    """A checkpoint tensor held in full by one trainer rank."""
 
     name: str
     view: Tensor
@@ -38,22 +38,22 @@ class WholeTensor:
         return tuple(self.view.shape)
 
 
-class Whole:
-    """The weights of a trainer that has one rank."""
+class SingleRankWeights:
+    """The weights of a trainer of one rank."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.tensors = dict(tensors)
 
-    def shards(self) -> list[WholeTensor]:
-        return [WholeTensor(name, tensor) for name, tensor in self.tensors.items()]
+    def shards(self) -> list[FullTensor]:
+        return [FullTensor(name, tensor) for name, tensor in self.tensors.items()]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors.items())
 
 
-def weights_of(model: nn.Module) -> Whole:
+def weights_of(model: nn.Module) -> SingleRankWeights:
     """The checkpoint of a model. A tied head appears once."""
-    return Whole({name: parameter.detach() for name, parameter in model.named_parameters()})
+    return SingleRankWeights({name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
 def logprobs(model: nn.Module, tokens: list[int]) -> Tensor:
@@ -74,12 +74,12 @@ class Served:
         self.session = WeightSession(self.config, self.addresses, servers.api_key)
         self.version = self.session.served_version()
 
-    def push(self, weights: Whole) -> SyncReport:
+    def push(self, weights: SingleRankWeights) -> SyncReport:
         self.version += 1
         return self.session.push(weights, self.version)
 
     def restart_session(self, **knobs: Any) -> WeightSession:
-        """Another trainer on the same servers."""
+        """Connects another trainer to the same servers."""
         self.session.close()
         self.session = WeightSession(replace(self.config, **knobs), self.addresses, self.servers.api_key)
         return self.session
@@ -98,7 +98,7 @@ class Served:
             return json.load(answer)
 
     def difference(self, model: nn.Module, server: int = 0) -> float:
-        """Largest log-prob difference to `model`, over a prompt and what is sampled after it."""
+        """Largest log-prob difference to `model`, over a prompt and its sampled completion, in nats."""
         answer = self.generate(16, server=server)
         tokens = PROMPT + answer["output_ids"]
         meta = answer["meta_info"]

@@ -1,1 +1,1 @@
-"""Plans of weight transfers: pure functions of what trainer ranks and server ranks hold."""
+"""Plans of weight transfers: pure functions of HF configs and of the boxes that ranks hold."""

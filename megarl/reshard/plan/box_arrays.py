@@ -1,4 +1,4 @@
-"""Many boxes at once, as arrays: which are equal, which share elements, and how to cut large ones."""
+"""Set operations on many boxes at once, as arrays: equal boxes, shared elements, and cuts of large boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAIRS_AT_ONCE = 2_000_000  # bounds the memory of a join
 
 
 @dataclass(frozen=True, eq=False)
-class Boxes:
+class BoxArray:
     """Box `i` is `[start[i], stop[i])` of tensor number `tensor[i]`; `start`, `stop [n, dims]`."""
 
     tensor: Ints
@@ -28,21 +28,21 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def __getitem__(self, rows: Ints) -> Boxes:
-        return Boxes(self.tensor[rows], self.start[rows], self.stop[rows])
+    def __getitem__(self, rows: Ints) -> BoxArray:
+        return BoxArray(self.tensor[rows], self.start[rows], self.stop[rows])
 
     def text(self, row: int) -> str:
-        """Such as `[0:16, 4:8]`."""
+        """One box as text, such as `[0:16, 4:8]`."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start[row], self.stop[row], strict=True)) + "]"
 
-    def distinct(self) -> tuple[Boxes, Ints]:
-        """The distinct boxes, sorted by tensor; and for every box, which of those it equals."""
+    def distinct(self) -> tuple[BoxArray, Ints]:
+        """The distinct boxes, sorted by tensor, and for every box the index of its equal among them."""
         rows, index = distinct_rows(np.column_stack([self.tensor, self.start, self.stop]))
         return self[rows], index
 
 
 def distinct_rows(keys: Ints) -> tuple[Ints, Ints]:
-    """The sorted distinct rows of a matrix, as (a row number of each, for every row the index of its equal)."""
+    """The sorted distinct rows of a matrix: (row number of each, for every row the index of its equal)."""
     order = np.lexsort(keys.T[::-1])
     ordered = keys[order]
     new = np.ones(len(keys), dtype=bool)
@@ -64,29 +64,30 @@ def within_groups(counts: Ints) -> Ints:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def overlaps(blocks: Boxes, boxes: Boxes) -> tuple[Ints, Ints, Ints, Ints]:
+def overlaps(blocks: BoxArray, boxes: BoxArray) -> tuple[Ints, Ints, Ints, Ints]:
     """All pairs of a block and a box that share elements: (block, box, start, stop). `blocks` is sorted by tensor."""
-    found = list(_overlaps(blocks, boxes))
-    block, box, start, stop = (np.concatenate(column) for column in zip(*found, strict=True))
+    batches = list(_overlap_batches(blocks, boxes))
+    block, box, start, stop = (np.concatenate(column) for column in zip(*batches, strict=True))
     return block, box, start, stop
 
 
-def _overlaps(blocks: Boxes, boxes: Boxes) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+def _overlap_batches(blocks: BoxArray, boxes: BoxArray) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+    """Joins about `PAIRS_AT_ONCE` pairs at a time."""
     tensors = int(max(blocks.tensor.max(initial=0), boxes.tensor.max(initial=0))) + 1
     first = np.searchsorted(blocks.tensor, np.arange(tensors + 1))
     counts = np.diff(first)[boxes.tensor]
     cuts = np.flatnonzero(np.diff(np.cumsum(counts) // PAIRS_AT_ONCE)) + 1
-    for some in np.split(np.arange(len(boxes)), cuts):
-        box = np.repeat(some, counts[some])
-        block = first[boxes.tensor[box]] + within_groups(counts[some])
+    for batch in np.split(np.arange(len(boxes)), cuts):
+        box = np.repeat(batch, counts[batch])
+        block = first[boxes.tensor[box]] + within_groups(counts[batch])
         start = np.maximum(blocks.start[block], boxes.start[box])
         stop = np.minimum(blocks.stop[block], boxes.stop[box])
         shared = (start < stop).all(axis=1)
         yield block[shared], box[shared], start[shared], stop[shared]
 
 
-def union_volume(boxes: Boxes) -> int:
-    """Elements in at least one of the boxes, which are of one tensor: counted on the grid of all their edges."""
+def union_volume(boxes: BoxArray) -> int:
+    """Elements in at least one of the boxes, all of one tensor, counted on the grid of their edges."""
     dims = boxes.start.shape[1]
     edges = [np.unique(np.concatenate([boxes.start[:, d], boxes.stop[:, d]])) for d in range(dims)]
     begin = np.column_stack([np.searchsorted(edges[d], boxes.start[:, d]) for d in range(dims)])
@@ -99,13 +100,13 @@ def union_volume(boxes: Boxes) -> int:
     return int(inside.sum())
 
 
-def split(start: Ints, stop: Ints, itemsize: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Cuts boxes of more than `most` bytes along the first dimension, then the next: (box cut from, start, stop)."""
+def split(start: Ints, stop: Ints, itemsize: Ints, max_bytes: int) -> tuple[Ints, Ints, Ints]:
+    """Cuts boxes of more than `max_bytes` along the first dimension, then the next: (index of the box, start, stop)."""
     origin = np.arange(len(start))
     for d in range(start.shape[1]):
         shape = stop - start
         inner = np.prod(shape[:, d + 1 :], axis=1) * itemsize[origin]
-        step = np.where(inner * shape[:, d] > most, np.maximum(1, most // inner), shape[:, d])
+        step = np.where(inner * shape[:, d] > max_bytes, np.maximum(1, max_bytes // inner), shape[:, d])
         counts = -(-shape[:, d] // step)
         cut = np.repeat(np.arange(len(origin)), counts)
         end = stop[cut, d]

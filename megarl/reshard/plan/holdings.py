@@ -1,7 +1,7 @@
-"""Where a piece of a weight lives. Every tensor has one coordinate space: that of the HF checkpoint.
+"""Boxes of checkpoint tensors, and tables of the boxes that ranks hold.
 
-`Box` and `Fragment` are one piece, with its live tensor. `Holdings` is the same for a whole world, as arrays: what the
-planner works on. Both sides of a sync, trainer ranks and server ranks, are described by one.
+Every tensor has one coordinate space, the HF checkpoint's. `Box` and `Fragment` describe one part, without and with its
+live tensor. `Holdings` describes all ranks of one side as arrays, and is the planner's input for either side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Box:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of the whole checkpoint tensor that this box covers."""
+        """The box's view of its full checkpoint tensor."""
         if tensor.dim() != len(self.stop) or any(b > size for b, size in zip(self.stop, tensor.shape, strict=True)):
             raise ValueError(f"{self.name} has shape {tuple(tensor.shape)}, and the box ends at {self.stop}")
         return tensor[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
@@ -44,7 +44,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What rank `rank` holds of a checkpoint tensor: `view`, a part of its parameter `tensor`, equals `box`."""
+    """A box held by rank `rank`: `view`, a part of its live parameter `tensor`, has the box's values."""
 
     rank: int
     tensor: str
@@ -53,17 +53,24 @@ class Fragment:
 
     def __post_init__(self) -> None:
         if tuple(self.view.shape) != self.box.shape:
-            raise ValueError(f"{self.tensor} shows {tuple(self.view.shape)} where {self.box} has {self.box.shape}")
+            raise ValueError(
+                f"the view of {self.tensor} has shape {tuple(self.view.shape)}, and {self.box} {self.box.shape}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """What the ranks of one side hold of the checkpoint: row `i` is one box, held by every rank of a set.
+    """Boxes held by the ranks of one side: row `i` is one box, held by every rank of a set.
 
-    `tensor [n]` indexes `names`; `start`, `stop [n, dims]` are in elements, and a dimension that a tensor lacks is
-    `[0, 1)`; `dtype [n]` indexes `dtypes` (torch names: "bfloat16"); `holder [n]` indexes `holders`, sets of ranks
-    that hold all rows of the set. A rank may be in several sets, as dense and expert weights are spread differently.
-    The fragments of one rank are its rows in the order of the table (`rows_of`).
+    Columns, each of `n` rows:
+
+        tensor [n]            index into `names`
+        start, stop [n, dims] in elements; `[0, 1)` in dimensions that a tensor lacks
+        dtype [n]             index into `dtypes`, torch names such as "bfloat16"
+        holder [n]            index into `holders`, sets of ranks; each rank of a set holds all rows of the set
+
+    A rank may be in several sets, as dense and expert weights are spread differently. The fragments of one rank are its
+    rows in the order of the table (`rows_of`).
     """
 
     names: tuple[str, ...]
@@ -77,7 +84,10 @@ class Holdings:
 
     @staticmethod
     def of(per_rank: Sequence[Sequence[tuple[Box, str]]]) -> Holdings:
-        """From each rank's own list of (box, dtype); ranks with equal lists share rows. Keeps the lists' order."""
+        """Builds the table from each rank's list of (box, dtype), in the lists' order.
+
+        Ranks with equal lists share rows.
+        """
         sets: dict[tuple[tuple[Box, str], ...], list[int]] = {}
         for rank, boxes in enumerate(per_rank):
             sets.setdefault(tuple(boxes), []).append(rank)
@@ -103,24 +113,28 @@ class Holdings:
 
     def rows_of(self, rank: int) -> Ints:
         """Rows that `rank` holds, in the order of its own list."""
-        mine = np.array([rank in ranks for ranks in self.holders], dtype=bool)
-        return np.flatnonzero(mine[self.holder])
+        holds_set = np.array([rank in ranks for ranks in self.holders], dtype=bool)
+        return np.flatnonzero(holds_set[self.holder])
 
     def with_dims(self, dims: int) -> Holdings:
-        """The same with `dims` dimensions; those that are added are `[0, 1)`."""
+        """Pads every box to `dims` dimensions with `[0, 1)`."""
         missing = ((0, 0), (0, dims - self.start.shape[1]))
         return replace(self, start=np.pad(self.start, missing), stop=np.pad(self.stop, missing, constant_values=1))
 
     @property
+    def itemsize(self) -> Ints:
+        """Bytes of an element of each row, `[n]`. Raises ValueError for a dtype that torch lacks."""
+        return np.array([dtype_of(name).itemsize for name in self.dtypes], dtype=np.int64)[self.dtype]
+
+    @property
     def nbytes(self) -> Ints:
-        """Bytes of each row, `[n]`."""
-        sizes = np.array([itemsize(name) for name in self.dtypes], dtype=np.int64)
-        return np.prod(self.stop - self.start, axis=1) * sizes[self.dtype]
+        """Bytes of each row, `[n]`. Raises ValueError for a dtype that torch lacks."""
+        return np.prod(self.stop - self.start, axis=1) * self.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Where the ranks of both sides are: `source_node [trainer ranks]`, and `node`, `server [destination ranks]`.
+    """Nodes and servers of all ranks: `source_node [trainer ranks]`; `node`, `server [destination ranks]`.
 
     Destination ranks count over all servers: rank 0 of the second server of TP 8 is 8. Nodes are any integers.
     """
@@ -131,7 +145,7 @@ class Topology:
 
     @staticmethod
     def of_sizes(sources: int, server_sizes: Sequence[int], ranks_per_node: int, first: int | None = None) -> Topology:
-        """Ranks laid out in order, `ranks_per_node` each: trainers, then servers from place `first` on.
+        """Lays ranks out in order, `ranks_per_node` each: trainers, then servers from place `first` on.
 
         Without `first` servers have nodes of their own; 0 puts both sides onto the same devices.
         """
@@ -144,9 +158,9 @@ class Topology:
         )
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes of an element of the torch dtype called `dtype`, such as "bfloat16". Raises ValueError for others."""
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{dtype!r} is not a torch dtype")
-    return found.itemsize
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype called `name`, such as "bfloat16". Raises ValueError for anything else."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype

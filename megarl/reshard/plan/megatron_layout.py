@@ -1,4 +1,4 @@
-"""The trainer's side of a plan, from the table of what every rank of a Megatron layout holds."""
+"""The trainer's side of a plan, from the table of a Megatron layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.reshard.plan.holdings import Holdings, Ints
 
 
 class LayoutTable(Protocol):
-    """What `megarl.actor.weights.shards.world_table` gives: columns as in `Holdings`, with every replica listed once."""
+    """The result of `megarl.actor.weights.shards.world_table`: columns as in `Holdings`, every replica listed once."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -27,9 +27,9 @@ class LayoutTable(Protocol):
 
 
 def source_holdings(table: LayoutTable, dtype: str = "bfloat16") -> Holdings:
-    """What the trainer ranks of a whole world hold, from its layout alone, every tensor in `dtype`.
+    """Holdings of all trainer ranks, from the layout alone, with every tensor in `dtype`.
 
-    The dtype decides nothing: bytes are counted in that of the servers, to which senders cast.
+    The dtype decides nothing: bytes are counted in the servers' dtypes, to which senders cast.
     """
     return Holdings(
         names=table.names,

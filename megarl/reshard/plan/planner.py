@@ -1,7 +1,7 @@
-"""Which rank sends which part of which tensor to whom: a pure function of what both sides hold.
+"""Plans a transfer, a pure function of both sides' holdings: the tensor parts that each rank sends to each other rank.
 
-A destination rank needs exactly the boxes it holds, each element once, from any one of the trainer ranks that hold it.
-The proofs of that run with every plan; they cost little beside it.
+A destination rank needs exactly the boxes it holds, each element once, from any trainer rank that holds it. Every plan
+is checked for this; the checks cost little next to planning.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.reshard.plan.box_arrays import Boxes, distinct_rows, overlaps, split, sum_by, union_volume
-from megarl.reshard.plan.holdings import Holdings, Ints, Topology, itemsize
-from megarl.reshard.plan.sender_choice import SLACK_BUCKETS, Sets, choose, fill
+from megarl.reshard.plan.box_arrays import BoxArray, distinct_rows, overlaps, split, sum_by, union_volume
+from megarl.reshard.plan.holdings import Holdings, Ints, Topology
+from megarl.reshard.plan.sender_choice import SLACK_BUCKETS, ReplicaSets, choose, fill
 from megarl.reshard.plan.transfer_plan import Buckets, Ops, TransferPlan
 
 OPS_A_BUCKET = 8  # larger copies are cut, so that buckets come out at least 7/8 full
@@ -35,43 +35,45 @@ def plan(
     bucket_bytes: int,
     waived: Collection[str] = (),
 ) -> TransferPlan:
-    """Plans the transfer of everything that `destinations` hold from `sources`.
+    """Plans the transfer of all that `destinations` hold, from `sources`.
 
-    A sender is picked among the ranks that hold a box: those on the destination's node if there are any, of them the
-    one with the fewest bytes to send so far, of equals the lowest. A destination keeps to its sender while that leaves
-    the loads within a few buckets of each other, so that it has few peers. No bucket exceeds `bucket_bytes`. Bytes are
-    counted in the destinations' dtypes: senders cast.
+    A box is sent by one of the ranks that hold it. Ranks on the destination's node come first, then the one with the
+    fewest bytes to send so far, then the lowest. A destination keeps its sender while the loads stay within a few
+    buckets of each other, so that it has few peers.
+
+    No bucket exceeds `bucket_bytes`. Bytes are counted in the destinations' dtypes: senders cast. `waived` names
+    trainer tensors that no server needs.
 
     Raises:
-        PlanError: a destination holds what no source does; a server lacks a tensor that the sources have and that is
-            not `waived` by name; boxes of the sources overlap without being equal.
+        PlanError: a destination holds elements that no source has; a server lacks a trainer tensor that is not waived;
+            boxes of the sources overlap without being equal.
         ValueError: a bucket cannot hold one element; there is nothing to plan.
     """
     if not len(destinations.tensor):
         raise ValueError("no server holds any tensor: there is nothing to plan")
     dims = max(sources.start.shape[1], destinations.start.shape[1])
     sources, destinations = sources.with_dims(dims), destinations.with_dims(dims)
-    sizes = np.array([itemsize(name) for name in destinations.dtypes], dtype=np.int64)[destinations.dtype]
-    if bucket_bytes < sizes.max():
-        raise ValueError(f"bucket_bytes={bucket_bytes} is less than an element of {sizes.max()} bytes; raise it")
-    wanted = Boxes(_common_names(sources, destinations), destinations.start, destinations.stop)
-    blocks, block_of_row = Boxes(sources.tensor, sources.start, sources.stop).distinct()
+    itemsize = destinations.itemsize
+    if bucket_bytes < itemsize.max():
+        raise ValueError(f"bucket_bytes={bucket_bytes} is less than an element of {itemsize.max()} bytes; raise it")
+    needed = BoxArray(_common_names(sources, destinations), destinations.start, destinations.stop)
+    blocks, block_of_row = BoxArray(sources.tensor, sources.start, sources.stop).distinct()
     replica_sets, replicas = _replicas(block_of_row, sources, len(blocks))
 
     _check_disjoint(sources, blocks)
-    block, row, start, stop = overlaps(blocks, wanted)
-    _check_covered(sources, wanted, sum_by(row, np.prod(stop - start, axis=1), len(wanted)))
-    left = _check_used(sources, blocks, destinations, wanted, topology, frozenset(waived))
+    block, row, start, stop = overlaps(blocks, needed)
+    _check_covered(sources, needed, sum_by(row, np.prod(stop - start, axis=1), len(needed)))
+    unused = _check_used(sources, blocks, destinations, needed, topology, frozenset(waived))
 
-    part, start, stop = split(start, stop, sizes[row], max(bucket_bytes // OPS_A_BUCKET, 1))
+    part, start, stop = split(start, stop, itemsize[row], max(bucket_bytes // OPS_A_BUCKET, 1))
     block, row = block[part], row[part]
-    nbytes = np.prod(stop - start, axis=1) * sizes[row]
+    nbytes = np.prod(stop - start, axis=1) * itemsize[row]
     bucket, holder, candidates = fill(destinations.holder[row], replicas[block], nbytes, replica_sets, bucket_bytes)
-    order = np.lexsort((np.arange(len(row)), -sizes[row], bucket))  # the widest dtype first keeps offsets aligned
+    order = np.lexsort((np.arange(len(row)), -itemsize[row], bucket))  # the widest dtype first keeps offsets aligned
     first = np.searchsorted(bucket[order], np.arange(len(holder) + 1))
     before = np.concatenate([[0], np.cumsum(nbytes[order])])
     offset = before[:-1] - before[first[bucket[order]]]
-    made = TransferPlan(
+    unhashed = TransferPlan(
         sources=sources,
         destinations=destinations,
         topology=topology,
@@ -81,11 +83,11 @@ def plan(
         ops=Ops(block[order], row[order], start[order], stop[order], offset),
         buckets=(buckets := Buckets(first, before[first[1:]] - before[first[:-1]], holder, candidates)),
         messages=choose(buckets, destinations, replica_sets, topology, SLACK_BUCKETS * bucket_bytes),
-        waived=left,
+        waived=unused,
         hash="",
     )
-    _check_bytes(made)
-    return replace(made, hash=_hash(made))
+    _check_bytes(unhashed)
+    return replace(unhashed, hash=_hash(unhashed))
 
 
 def _common_names(sources: Holdings, destinations: Holdings) -> Ints:
@@ -97,7 +99,7 @@ def _common_names(sources: Holdings, destinations: Holdings) -> Ints:
     return np.array([known[name] for name in destinations.names], dtype=np.int64)[destinations.tensor]
 
 
-def _replicas(block_of_row: Ints, sources: Holdings, blocks: int) -> tuple[Sets, Ints]:
+def _replicas(block_of_row: Ints, sources: Holdings, blocks: int) -> tuple[ReplicaSets, Ints]:
     """The sets of ranks that hold the same block, and each block's set."""
     pairs = np.column_stack([block_of_row, sources.holder])
     pairs = pairs[distinct_rows(pairs)[0]]
@@ -105,7 +107,7 @@ def _replicas(block_of_row: Ints, sources: Holdings, blocks: int) -> tuple[Sets,
     counts = np.diff(first)
     sets: dict[tuple[int, ...], int] = {}
     replicas = np.empty(blocks, dtype=np.int64)
-    for count in np.unique(counts):  # blocks that stand in equally many holder sets form a matrix
+    for count in np.unique(counts):  # blocks with equally many holder sets form a matrix
         alike = np.flatnonzero(counts == count)
         held_by = pairs[:, 1][first[alike][:, None] + np.arange(count)]
         heads, index = distinct_rows(held_by)
@@ -114,23 +116,27 @@ def _replicas(block_of_row: Ints, sources: Holdings, blocks: int) -> tuple[Sets,
     return tuple(sets), replicas
 
 
-def _check_disjoint(sources: Holdings, blocks: Boxes) -> None:
-    one, other, _, _ = overlaps(blocks, blocks)
-    if len(crossing := np.flatnonzero(one != other)):
-        a, b = one[crossing[0]], other[crossing[0]]
+def _check_disjoint(sources: Holdings, blocks: BoxArray) -> None:
+    """Raises PlanError where two different blocks share elements."""
+    left, right, _, _ = overlaps(blocks, blocks)
+    if len(crossing := np.flatnonzero(left != right)):
+        a, b = left[crossing[0]], right[crossing[0]]
         name = sources.names[blocks.tensor[a]]
         both = f"{blocks.text(a)} and {blocks.text(b)}"
         raise PlanError(f"{name}: the trainer's parts {both} overlap without being equal", name)
 
 
-def _check_covered(sources: Holdings, wanted: Boxes, covered: Ints) -> None:
-    """Every element that a destination holds comes from some source; once, as the sources' boxes are disjoint."""
-    volume = wanted.volume
+def _check_covered(sources: Holdings, needed: BoxArray, covered: Ints) -> None:
+    """Raises PlanError unless each element that a destination holds comes from a source.
+
+    It comes from one source only, as the sources' boxes are disjoint.
+    """
+    volume = needed.volume
     if len(short := np.flatnonzero(covered != volume)):
         i = short[0]
-        name = sources.names[wanted.tensor[i]]
+        name = sources.names[needed.tensor[i]]
         raise PlanError(
-            f"{name}: a server holds {wanted.text(i)}, {volume[i]} elements, of which the trainer ranks hold "
+            f"{name}: a server holds {needed.text(i)}, {volume[i]} elements, of which the trainer ranks hold "
             f"{covered[i]}: is it the same model?",
             name,
         )
@@ -138,25 +144,28 @@ def _check_covered(sources: Holdings, wanted: Boxes, covered: Ints) -> None:
 
 def _check_used(
     sources: Holdings,
-    blocks: Boxes,
+    blocks: BoxArray,
     destinations: Holdings,
-    wanted: Boxes,
+    needed: BoxArray,
     topology: Topology,
     waived: frozenset[str],
 ) -> tuple[str, ...]:
-    """Every server takes every element of every source tensor that is not waived. Returns the waived that are left."""
+    """Returns the waived tensors that some server does not take in full.
+
+    Raises PlanError unless every server takes each element of each other source tensor.
+    """
     held = sum_by(blocks.tensor, blocks.volume, len(sources.names))
     holders_of: dict[int, set[int]] = {int(server): set() for server in topology.server}
     for holder, ranks in enumerate(destinations.holders):
         for server in np.unique(topology.server[list(ranks)]):
             holders_of[int(server)].add(holder)
-    left = set()
+    unused = set()
     kinds = {frozenset(holders): server for server, holders in reversed(holders_of.items())}  # alike servers once
     for holders, server in kinds.items():
-        boxes, _ = wanted[np.flatnonzero(np.isin(destinations.holder, list(holders)))].distinct()
+        boxes, _ = needed[np.flatnonzero(np.isin(destinations.holder, list(holders)))].distinct()
         used = sum_by(boxes.tensor, boxes.volume, len(sources.names))
-        one, other, _, _ = overlaps(boxes, boxes)
-        for tensor in np.unique(boxes.tensor[one[one != other]]):  # counted twice above
+        left, right, _, _ = overlaps(boxes, boxes)
+        for tensor in np.unique(boxes.tensor[left[left != right]]):  # counted twice above
             used[tensor] = union_volume(boxes[np.flatnonzero(boxes.tensor == tensor)])
         for tensor in np.flatnonzero(used != held):
             name = sources.names[tensor]
@@ -166,28 +175,29 @@ def _check_used(
                     "waive it by name if servers do not need it",
                     name,
                 )
-            left.add(name)
-    return tuple(sorted(left))
+            unused.add(name)
+    return tuple(sorted(unused))
 
 
-def _check_bytes(made: TransferPlan) -> None:
-    """Every destination receives as many bytes as its fragments have."""
-    short = np.flatnonzero(made.bytes_in != made.bytes_needed)
+def _check_bytes(unhashed: TransferPlan) -> None:
+    """Raises AssertionError unless every destination receives as many bytes as its fragments have."""
+    short = np.flatnonzero(unhashed.bytes_in != unhashed.bytes_needed)
     if len(short):
         rank = short[0]
         raise AssertionError(
-            f"destination {rank} would receive {made.bytes_in[rank]} bytes of {made.bytes_needed[rank]}"
+            f"destination {rank} would receive {unhashed.bytes_in[rank]} bytes of {unhashed.bytes_needed[rank]}"
         )
 
 
-def _hash(made: TransferPlan) -> str:
+def _hash(unhashed: TransferPlan) -> str:
+    """SHA-256 (hex) of both sides' holdings, the ops, the buckets and the messages."""
     digest = hashlib.sha256()
-    for side in (made.sources, made.destinations):
+    for side in (unhashed.sources, unhashed.destinations):
         digest.update("\0".join((*side.names, *side.dtypes)).encode())
         digest.update(repr(side.holders).encode())
         for array in (side.tensor, side.start, side.stop, side.dtype, side.holder):
             digest.update(array.astype(np.int64).tobytes())
-    for part in (made.ops, made.buckets, made.messages):
+    for part in (unhashed.ops, unhashed.buckets, unhashed.messages):
         for array in vars(part).values():
             digest.update(array.astype(np.int64).tobytes())
     return digest.hexdigest()

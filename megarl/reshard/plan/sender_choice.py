@@ -1,4 +1,4 @@
-"""Fills buckets, picks who sends each to whom, and puts the messages into one order for all ranks."""
+"""Fills buckets, picks the sender of each, and puts the messages into one order for all ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from megarl.reshard.plan.box_arrays import sum_by
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
 from megarl.reshard.plan.transfer_plan import Buckets, Messages
 
-SLACK_BUCKETS = 4  # a destination keeps to its sender while loads stay within so many buckets of each other
+SLACK_BUCKETS = 4  # a destination keeps its sender while loads stay within this many buckets of each other
 
-Sets = tuple[tuple[int, ...], ...]
+ReplicaSets = tuple[tuple[int, ...], ...]
 
 
-def fill(holder: Ints, replicas: Ints, nbytes: Ints, replica_sets: Sets, most: int) -> tuple[Ints, Ints, Ints]:
-    """Puts ops with the same destinations and the same candidates for a sender into buckets of at most `most` bytes.
+def fill(
+    holder: Ints, replicas: Ints, nbytes: Ints, replica_sets: ReplicaSets, max_bytes: int
+) -> tuple[Ints, Ints, Ints]:
+    """Puts ops with equal destinations and equal candidate senders into buckets of at most `max_bytes`.
 
-    A last, partial bucket rides in an earlier one if all candidates of that one could send it too: norms, which many
-    ranks have, travel with the matrices of some. Returns each op's bucket, and each bucket's holder and candidates.
+    A last, partial bucket joins an earlier one if all candidates of the earlier one could send it too. Norms, held by
+    many ranks, thus travel with matrices held by few. Returns each op's bucket, each bucket's holder and candidates.
     """
     sets = [frozenset(ranks) for ranks in replica_sets]
     freedom = np.array([len(ranks) for ranks in replica_sets], dtype=np.int64)
@@ -31,31 +33,35 @@ def fill(holder: Ints, replicas: Ints, nbytes: Ints, replica_sets: Sets, most: i
     candidates: list[int] = []
     room: dict[int, int] = {}  # free bytes of the partial buckets of the present holder
     for begin, end in pairwise([0, *(np.flatnonzero(changes) + 1), len(order)]):
-        here, wanted = int(holder[order[begin]]), int(replicas[order[begin]])
-        if not holders or holders[-1] != here:
+        group_holder, group_replicas = int(holder[order[begin]]), int(replicas[order[begin]])
+        if not holders or holders[-1] != group_holder:
             room = {}
         total = np.cumsum(nbytes[order[begin:end]])
         at = base = 0
         while at < end - begin:
-            to = int(np.searchsorted(total, base + most, side="right"))
+            to = int(np.searchsorted(total, base + max_bytes, side="right"))
             filled = int(total[to - 1]) - base
             number = len(holders)
             if to == end - begin:
-                may_ride = (b for b, free in room.items() if filled <= free and sets[candidates[b]] <= sets[wanted])
-                number = next(may_ride, number)
-                room[number] = room.get(number, most) - filled
+                with_room = (
+                    b for b, free in room.items() if filled <= free and sets[candidates[b]] <= sets[group_replicas]
+                )
+                number = next(with_room, number)
+                room[number] = room.get(number, max_bytes) - filled
             bucket[order[begin + at : begin + to]] = number
             if number == len(holders):
-                holders.append(here)
-                candidates.append(wanted)
+                holders.append(group_holder)
+                candidates.append(group_replicas)
             at, base = to, base + filled
     return bucket, np.array(holders, dtype=np.int64), np.array(candidates, dtype=np.int64)
 
 
-def choose(buckets: Buckets, destinations: Holdings, replica_sets: Sets, topology: Topology, slack: int) -> Messages:
+def choose(
+    buckets: Buckets, destinations: Holdings, replica_sets: ReplicaSets, topology: Topology, slack: int
+) -> Messages:
     """Picks a sender for every destination of every bucket; `slack` in bytes.
 
-    Buckets with the fewest candidates go first, so that those with a choice even the loads out.
+    Buckets with the fewest candidates go first, so that buckets with a choice even the loads out.
     """
     loads = np.zeros(len(topology.source_node), dtype=np.int64)
     groups: dict[tuple[int, int], list[tuple[Ints, Ints]]] = {}
@@ -77,21 +83,21 @@ def choose(buckets: Buckets, destinations: Holdings, replica_sets: Sets, topolog
 
 
 def _by_node(replicas: tuple[int, ...], receivers: tuple[int, ...], topology: Topology) -> list[tuple[Ints, Ints]]:
-    """(candidates, receivers) of each node that has both, then those of all receivers without a neighbour."""
-    sources, wanting = np.array(replicas, dtype=np.int64), np.array(receivers, dtype=np.int64)
+    """(candidates, receivers) of each node that has both, then all candidates with the remaining receivers."""
+    sources, receiving = np.array(replicas, dtype=np.int64), np.array(receivers, dtype=np.int64)
     groups = []
-    lonely = np.ones(len(wanting), dtype=bool)
-    for node in np.intersect1d(topology.source_node[sources], topology.node[wanting]):
-        here = topology.node[wanting] == node
-        lonely &= ~here
-        groups.append((sources[topology.source_node[sources] == node], wanting[here]))
-    if lonely.any():
-        groups.append((sources, wanting[lonely]))
+    remote = np.ones(len(receiving), dtype=bool)
+    for node in np.intersect1d(topology.source_node[sources], topology.node[receiving]):
+        on_node = topology.node[receiving] == node
+        remote &= ~on_node
+        groups.append((sources[topology.source_node[sources] == node], receiving[on_node]))
+    if remote.any():
+        groups.append((sources, receiving[remote]))
     return groups
 
 
 def _stay_even(loads: Ints, senders: Ints, candidates: Ints, size: int, slack: int) -> bool:
-    """Whether no sender is more than `slack` above any candidate once `senders` send `size` bytes more each."""
+    """True if `senders` may send `size` bytes more each and stay within `slack` of every candidate's load."""
     times = np.bincount(np.searchsorted(candidates, senders), minlength=len(candidates))
     after = loads[candidates] + times * size
     return bool(after[times > 0].max() - after.min() <= slack)
@@ -110,9 +116,9 @@ def _least_loaded(loads: Ints, candidates: Ints, count: int, size: int) -> Ints:
 
 
 def _in_order(chosen: list[tuple[int, Ints, Ints]], destinations: int) -> Messages:
-    """Round by round: in each, every destination gets one bucket.
+    """Orders messages in rounds: in each round, every destination gets one bucket.
 
-    Each destination begins at another point of its list, so that no round asks all of them to hear one sender.
+    Each destination starts at another point of its list, so that no round asks one sender for everything.
     """
     bucket = np.concatenate([np.full(len(receivers), number) for number, _, receivers in chosen])
     source = np.concatenate([senders for _, senders, _ in chosen])

@@ -1,8 +1,8 @@
-"""What is sent: a plan of copies, made by `planner.plan`, and what each rank has to do by it.
+"""A plan of copies, made by `planner.plan`, and each rank's part of it.
 
-Servers are alike and trainer ranks repeat each other, so the copies are kept per *kind* of destination (`Ops`,
-`Buckets`) and only the choice of the sender is kept per rank (`Messages`); `Plan.sends` and `Plan.receives` give what
-one rank has to do.
+Servers are alike and trainer ranks repeat each other. Copies are therefore kept per *kind* of destination (`Ops`,
+`Buckets`); only the choice of the sender is kept per rank (`Messages`). `TransferPlan.sends` and
+`TransferPlan.receives` list one rank's messages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megarl.reshard.plan.holdings import Holdings, Ints, Topology
 
 @dataclass(frozen=True, eq=False)
 class Ops:
-    """Copies of a box each, grouped by bucket: from a block of the sources into a row of the destinations.
+    """Copies of one box each, grouped by bucket, from a block of the sources into a row of the destinations.
 
-    `block [n]`: the source box, as numbered by `Plan.block_of_row`; `row [n]`: row of the destinations; `start`,
-    `stop [n, dims]`: the box, in the checkpoint's coordinates; `offset [n]`: bytes into the bucket.
+    `block [n]`: the source box, as numbered by `TransferPlan.block_of_row`; `row [n]`: row of the destinations;
+    `start`, `stop [n, dims]`: the box, in the checkpoint's coordinates; `offset [n]`: bytes into the bucket.
     """
 
     block: Ints
@@ -34,8 +34,11 @@ class Ops:
 
 @dataclass(frozen=True, eq=False)
 class Buckets:
-    """Ops that travel together: `first [b + 1]` into `Ops`, `nbytes [b]`; `holder [b]` is the set of destinations that
-    want it, `replicas [b]` the set of sources that have all of it (`Plan.replica_sets`)."""
+    """Ops that travel together.
+
+    `first [b + 1]`: start of each bucket in `Ops`; `nbytes [b]`; `holder [b]`: the set of destinations that need it;
+    `replicas [b]`: the set of sources that have all of it, an index into `TransferPlan.replica_sets`.
+    """
 
     first: Ints
     nbytes: Ints
@@ -45,7 +48,7 @@ class Buckets:
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Who sends which bucket to whom, in the global order: `bucket`, `source`, `destination [m]`.
+    """One bucket from one source to one destination each, in the global order: `bucket`, `source`, `destination [m]`.
 
     Every rank works through its own messages by rising index. As all agree on the order, no two wait for each other.
     """
@@ -56,14 +59,16 @@ class Messages:
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
-    """One message as one of its ends sees it.
+class RankMessage:
+    """One message as seen from one of its ends.
 
-    `index`: in the global order; `peer`: rank at the other end; `nbytes`: of the message. Op `i` is the part
-    `[start[i], stop[i])` (relative to the fragment's own box) of fragment `fragment[i]`, an index into this rank's
-    list of fragments, and lies at byte `offset[i]`, in row-major order and in the destination's dtype `dtype[i]`: the
-    sender casts. Offsets are multiples of the item size and leave no gaps. In `start` and `stop` a dimension that a
-    tensor lacks is `[0, 1)`.
+    `index`: place in the global order; `peer`: rank at the other end; `nbytes`: size of the message.
+
+    Op `i` copies the part `[start[i], stop[i])` of fragment `fragment[i]`. The fragment is an index into this rank's
+    list, and the part is relative to the fragment's own box. Dimensions that a tensor lacks are `[0, 1)`.
+
+    The part lies at byte `offset[i]` of the message, row-major, in the destination's dtype `dtype[i]`: the sender
+    casts. Offsets are multiples of the item size and leave no gaps.
     """
 
     index: int
@@ -81,31 +86,34 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """The whole transfer. `hash` (hex) is equal on all ranks that planned from equal inputs."""
+    """All messages between all ranks. `hash` (hex) is equal on all ranks that planned from equal inputs.
+
+    Waived: a trainer tensor that no server needs, named explicitly. Any other unused tensor is an error.
+    """
 
     sources: Holdings
     destinations: Holdings
     topology: Topology
     bucket_bytes: int
-    block_of_row: Ints  # [source rows]: rows that hold the same box are one block
+    block_of_row: Ints  # [source rows]: rows with equal boxes are one block
     replica_sets: tuple[tuple[int, ...], ...]  # sets of source ranks
     ops: Ops
     buckets: Buckets
     messages: Messages
-    waived: tuple[str, ...]  # source tensors that no destination holds
+    waived: tuple[str, ...]
     hash: str
 
-    def sends(self, rank: int) -> Iterator[Transfer]:
-        """What source rank `rank` sends, in order."""
-        return self._transfers(rank, sending=True)
+    def sends(self, rank: int) -> Iterator[RankMessage]:
+        """Messages from source rank `rank`, in order."""
+        return self._messages_of(rank, sending=True)
 
-    def receives(self, rank: int) -> Iterator[Transfer]:
-        """What destination rank `rank` receives, in order."""
-        return self._transfers(rank, sending=False)
+    def receives(self, rank: int) -> Iterator[RankMessage]:
+        """Messages to destination rank `rank`, in order."""
+        return self._messages_of(rank, sending=False)
 
-    def _transfers(self, rank: int, *, sending: bool) -> Iterator[Transfer]:
+    def _messages_of(self, rank: int, *, sending: bool) -> Iterator[RankMessage]:
         side = self.sources if sending else self.destinations
-        own, peers = (
+        ranks, peers = (
             (self.messages.source, self.messages.destination)
             if sending
             else (self.messages.destination, self.messages.source)
@@ -113,14 +121,14 @@ class TransferPlan:
         rows = side.rows_of(rank)
         keys = self.block_of_row[rows] if sending else rows
         by_key = np.argsort(keys, kind="stable")
-        wanted = self.ops.block if sending else self.ops.row
-        for index in np.flatnonzero(own == rank):
+        key_of_op = self.ops.block if sending else self.ops.row
+        for index in np.flatnonzero(ranks == rank):
             bucket = self.messages.bucket[index]
             ops = slice(self.buckets.first[bucket], self.buckets.first[bucket + 1])
-            fragment = by_key[np.searchsorted(keys, wanted[ops], sorter=by_key)]
+            fragment = by_key[np.searchsorted(keys, key_of_op[ops], sorter=by_key)]
             origin = side.start[rows[fragment]]
             dtypes = self.destinations.dtype[self.ops.row[ops]]
-            yield Transfer(
+            yield RankMessage(
                 index=int(index),
                 peer=int(peers[index]),
                 nbytes=int(self.buckets.nbytes[bucket]),
@@ -133,19 +141,19 @@ class TransferPlan:
 
     @cached_property
     def bytes_out(self) -> Ints:
-        """Bytes that each source rank sends, `[source ranks]`."""
+        """Bytes sent by each source rank, `[source ranks]`."""
         sizes = self.buckets.nbytes[self.messages.bucket]
         return sum_by(self.messages.source, sizes, len(self.topology.source_node))
 
     @cached_property
     def bytes_in(self) -> Ints:
-        """Bytes that each destination rank receives, `[destination ranks]`."""
+        """Bytes received by each destination rank, `[destination ranks]`."""
         sizes = self.buckets.nbytes[self.messages.bucket]
         return sum_by(self.messages.destination, sizes, len(self.topology.node))
 
     @cached_property
     def bytes_needed(self) -> Ints:
-        """Bytes of what each destination rank holds: no plan can send it less."""
+        """Bytes held by each destination rank, the least that any plan can send it, `[destination ranks]`."""
         per_holder = sum_by(self.destinations.holder, self.destinations.nbytes, len(self.destinations.holders))
         total = np.zeros(len(self.topology.node), dtype=np.int64)
         for holder, ranks in enumerate(self.destinations.holders):

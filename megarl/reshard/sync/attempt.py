@@ -1,4 +1,4 @@
-"""What rank 0 asks of every rank for one attempt of a sync, as it lies in the store."""
+"""One attempt of a sync, as all ranks see it in the store: rank 0's specification, and the totals at its end."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ from megarl.reshard.transfer.store import Deadline, read_bulk, write_bulk
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """A server that takes part: its index in the session, the epoch of its group, and how many ranks it has."""
+    """The group of the trainer ranks with one server that takes part.
+
+    `index`: the server's number in the session; `epoch`: counts the groups made with it; `size`: its ranks.
+    """
 
     index: int
     epoch: int
     size: int
 
-    def private(self, store: Store) -> PrefixStore:
+    def private_store(self, store: Store) -> PrefixStore:
         """The part of the store that belongs to the group."""
-        return group_store(store, self.index, self.epoch)
+        return PrefixStore(f"server/{self.index}/{self.epoch}", store)
 
 
 @dataclass(frozen=True)
 class AttemptSpec:
-    """One attempt. `carrier` is a message transport (the exact path), `full` or `disk`."""
+    """Rank 0's instructions for one attempt, equal for every rank of both sides.
 
-    carrier: str
+    `transport_name` is a message transport (the exact path), `full` or `disk`.
+    """
+
+    transport_name: str
     senders: int  # trainer ranks
     bucket_bytes: int
-    plan: str  # name of the world that is planned; "" where nothing is planned
-    delta: bool  # whether buckets may travel as what changed
-    keep: bool  # whether senders keep what they send
+    world: str  # name of the world that is planned for; "" on the full path, which has no plan
+    delta: bool  # True: buckets may travel as deltas
+    keep: bool  # True: senders keep a copy of all sent buckets
     modulus: int  # of the sample that is read back
     remainder: int
     servers: tuple[ServerGroup, ...]
 
-    def places(self) -> Iterator[tuple[int, ServerGroup, int]]:
-        """Every destination rank in order: its number in the plan, its server, and its rank there."""
+    def server_ranks(self) -> Iterator[tuple[int, ServerGroup, int]]:
+        """Yields every destination rank in order: its number in the plan, its server, and its rank there."""
         number = 0
         for server in self.servers:
             for rank in range(server.size):
@@ -47,32 +53,39 @@ class AttemptSpec:
                 number += 1
 
 
-def group_store(store: Store, server: int, epoch: int) -> PrefixStore:
-    return PrefixStore(f"server/{server}/{epoch}", store)
+@dataclass(frozen=True)
+class TransferTotals:
+    """Sums over an attempt: bytes sent, bytes without delta, tensor parts proven equal, bytes per server rank."""
+
+    nbytes: int = 0
+    dense_nbytes: int = 0
+    verified: int = 0
+    received: tuple[int, ...] = ()
 
 
-def key(sequence: int, *parts: object) -> str:
-    """Where the store holds a fact of attempt `sequence`."""
-    return "/".join(map(str, (sequence, *parts)))
+def key(attempt_number: int, *parts: object) -> str:
+    """Store key of a value that belongs to one attempt."""
+    return "/".join(map(str, (attempt_number, *parts)))
 
 
-def write_attempt(store: Store, sequence: int, job: AttemptSpec | None) -> None:
-    """None calls the attempt off."""
-    write_bulk(store, key(sequence, "job"), None if job is None else asdict(job))
+def write_spec(store: Store, attempt_number: int, spec: AttemptSpec | None) -> None:
+    """Publishes the specification; None calls the attempt off."""
+    write_bulk(store, key(attempt_number, "spec"), None if spec is None else asdict(spec))
 
 
-def read_attempt(store: Store, sequence: int, deadline: Deadline) -> AttemptSpec | None:
-    found: dict[str, Any] | None = read_bulk(store, key(sequence, "job"), deadline)
-    if found is None:
+def read_spec(store: Store, attempt_number: int, deadline: Deadline) -> AttemptSpec | None:
+    """Waits for the specification; None if the attempt is called off."""
+    fields: dict[str, Any] | None = read_bulk(store, key(attempt_number, "spec"), deadline)
+    if fields is None:
         return None
-    return AttemptSpec(**(found | {"servers": tuple(ServerGroup(**server) for server in found["servers"])}))
+    return AttemptSpec(**(fields | {"servers": tuple(ServerGroup(**server) for server in fields["servers"])}))
 
 
-def remove_attempt(store: Store, sequence: int, senders: int) -> None:
-    """Deletes what the trainer's side wrote for an attempt that every rank is through with."""
-    ranks = [("hash", "trainer"), ("outcome",), ("counts",)]
-    names = [key(sequence, name) for name in ("job", "go", "verdict")]
-    names += [key(sequence, *parts, rank) for parts in ranks for rank in range(senders)]
-    names += [key(sequence, "outcome", rank) + "/sent" for rank in range(senders)]
+def delete_keys(store: Store, attempt_number: int, senders: int) -> None:
+    """Deletes the trainer side's keys of an attempt that every rank has finished."""
+    per_rank = [("hash", "trainer"), ("outcome",), ("counts",)]
+    names = [key(attempt_number, name) for name in ("spec", "go", "verdict")]
+    names += [key(attempt_number, *parts, rank) for parts in per_rank for rank in range(senders)]
+    names += [key(attempt_number, "outcome", rank) + "/sent" for rank in range(senders)]
     for name in names:
         store.delete_key(name)

@@ -1,6 +1,6 @@
-"""Rank 0's side of a sync: the servers and their states, the phases over HTTP, and who is to blame when one fails.
+"""Rank 0's side of a sync: the servers and their states, the phases over HTTP, and the cause of a failure.
 
-A server that fails is dirty: it stays paused, so that it serves no mix of versions, and takes part in no rollout until
+A server that fails is dirty. It stays paused, so that it serves no mix of versions, and takes part in no rollout until
 a sync has brought it all weights. `reshard.on_failure` says whether the others go on without it.
 """
 
@@ -13,21 +13,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl.reshard.config import ReshardConfig
+from megarl.reshard.sync.server_control import PendingCall, ServerControlError
 from megarl.reshard.sync.server_link import EXPLAIN_S, NoAnswer, RankFailure, ServerLink
-from megarl.reshard.sync.sglang_hooks import PendingCall, ServerControlError
 from megarl.reshard.transfer.store import Deadline
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 5.0  # how long a dirty server may take to answer before a sync goes on without it
-FAILURES = (RuntimeError, OSError, ValueError)  # of which TimeoutError, http and store errors are kinds
+PROBE_S = 5.0  # time for a dirty server to answer before a sync goes on without it
+FAILURES = (RuntimeError, OSError, ValueError)  # TimeoutError, HTTP and store errors are subclasses
 
 
 class WeightSyncError(RuntimeError):
     """A sync failed. Servers that took part stay paused until a sync succeeds, or until they are restarted.
 
-    `server` is the address at fault, "" where no server is: trying again then fails again. `rank` is its rank or the
-    trainer's, `tensor` the first checkpoint tensor, each "" where unknown; `phase` is where the sync stood.
+    `server` is the address at fault, "" where no server is: another try would fail again. `rank` is its rank or the
+    trainer's, `tensor` the first checkpoint tensor, each "" where unknown. `phase` is the phase of the sync.
     """
 
     def __init__(self, message: str, *, server: str = "", rank: str = "", phase: str = "", tensor: str = ""):
@@ -43,7 +43,7 @@ class Retry(Exception):
 
 
 class Coordinator:
-    """The servers of a session, as rank 0 sees them. `active` are those of the attempt under way."""
+    """The servers of a session, as rank 0 sees them. `active` are the servers of the attempt under way."""
 
     def __init__(self, config: ReshardConfig, addresses: Sequence[str], api_key: str):
         self.config = config
@@ -51,22 +51,22 @@ class Coordinator:
         self.links: list[ServerLink] = []
         self.active: list[ServerLink] = []
         self.seconds: dict[str, float] = {}
-        self.died: Callable[[str], bool] = lambda address: False  # whether the server has, and others look after it
+        self.death_probe: Callable[[str], bool] = lambda address: False  # True: it has died and will be restarted
         self._phase = ("", 0.0)
-        self._made = 0  # links so far: an index is never used twice
+        self._links_made = 0  # an index is never used twice
         for address in addresses:
             self.admit(address)
 
     # --- servers ---
 
     def admit(self, address: str) -> None:
-        """Counts the server at `address` in, from now on dirty: the next sync brings it everything."""
+        """Adds the server at `address`, dirty: the next sync brings it everything."""
         known = [link for link in self.links if link.address == address]
         for link in known:
             link.leave()
             self.links.remove(link)
-        self.links.append(ServerLink(self._made, address, self.api_key))
-        self._made += 1
+        self.links.append(ServerLink(self._links_made, address, self.api_key))
+        self._links_made += 1
         self.links[-1].dirty = True
 
     def remove(self, address: str) -> None:
@@ -85,28 +85,30 @@ class Coordinator:
     # --- phases ---
 
     def begin(self, version: int, order: Callable[[ServerLink], None], *, again: bool) -> None:
-        """Pauses the servers and sends each its `order`, at once: a server pauses first. `again` where some serve
-        `version` already."""
+        """Pauses all servers and sends each its `order`, without waiting in between: a server pauses first.
+
+        With `again` some servers may serve `version` already.
+        """
         self.seconds = {}
         self.active = list(self.links)
         with self.timed("check"):
             self._check(version if again else version - 1)
-        paused: dict[ServerLink, PendingCall] = {}
+        pauses: dict[ServerLink, PendingCall] = {}
         with self.timed("pause"):
             deadline = Deadline(self.config.control_deadline_s)
 
             def send(link: ServerLink) -> None:
-                paused[link] = link.control.send("/pause_generation", {"mode": self.config.pause_mode}, deadline)
+                pauses[link] = link.control.send("/pause_generation", {"mode": self.config.pause_mode}, deadline)
                 order(link)
 
-            self.each(send)
-            self.each(lambda link: paused[link].result(deadline))
+            self.for_each(send)
+            self.for_each(lambda link: pauses[link].result(deadline))
         with self.timed("begin"):
             deadline = Deadline(self.config.control_deadline_s)
-            self.each(lambda link: link.begun(deadline))
+            self.for_each(lambda link: link.await_begin(deadline))
 
     def commit(self, version: int) -> None:
-        """Puts the servers back to work at `version`. What they hold is proven: one that fails here is left behind."""
+        """Puts the servers back to work at `version`. Their weights are proven: one that fails here is left behind."""
         with self.timed("version"):
             label = {"new_version": str(version), "abort_all_requests": False}
             self.call_all("/update_weight_version", label)
@@ -114,17 +116,17 @@ class Coordinator:
             self.call_all("/continue_generation", {})
         for link in self.active:
             link.dirty = False
-            link.checked = True
+            link.version_checked = True
 
     def _check(self, highest: int) -> None:
-        """Leaves out dirty servers that do not answer, where the policy allows; refuses versions that do not grow."""
+        """Leaves out dirty servers that do not answer, where the policy allows; refuses versions above `highest`."""
         if self.config.on_failure == "drop_server":
             self.active = [link for link in self.active if not link.dirty or self._answers(link)]
             if not self.active:
-                failure = self.failure(None, ServerControlError("no server is left that answers"))
+                failure = self.sync_error(None, ServerControlError("no server is left that answers"))
                 failure.server = ", ".join(link.address for link in self.links)
                 raise failure
-        new = [link for link in self.active if not link.checked]
+        unchecked = [link for link in self.active if not link.version_checked]
 
         def check(link: ServerLink) -> None:
             deadline = Deadline(self.config.control_deadline_s)
@@ -133,7 +135,7 @@ class Coordinator:
             if served.isdigit() and int(served) > highest:
                 raise ValueError(f"it serves version {served} already: versions only grow")
 
-        self.each(check, new)
+        self.for_each(check, unchecked)
 
     def _answers(self, link: ServerLink) -> bool:
         try:
@@ -147,19 +149,19 @@ class Coordinator:
         """Waits until every server has ended its update session."""
         with self.timed("end"):
             deadline = Deadline(self.config.control_deadline_s)
-            self.each(lambda link: link.ended(deadline))
+            self.for_each(lambda link: link.await_end(deadline))
 
     def call_all(self, path: str, body: dict[str, Any] | None) -> list[tuple[ServerLink, dict[str, Any]]]:
-        """One request to every active server at once. Returns the answers of those that did not fail."""
+        """Sends one request to every active server at once. Returns the answers of the servers that did not fail."""
         deadline = Deadline(self.config.control_deadline_s)
         calls: dict[ServerLink, PendingCall] = {}
         answers: list[tuple[ServerLink, dict[str, Any]]] = []
-        self.each(lambda link: calls.update({link: link.control.send(path, body, deadline)}))
-        self.each(lambda link: answers.append((link, calls[link].result(deadline))))
+        self.for_each(lambda link: calls.update({link: link.control.send(path, body, deadline)}))
+        self.for_each(lambda link: answers.append((link, calls[link].result(deadline))))
         return answers
 
-    def each(self, action: Callable[[ServerLink], object], links: Sequence[ServerLink] | None = None) -> None:
-        """Does `action` with every active server; the policy decides about one where it fails."""
+    def for_each(self, action: Callable[[ServerLink], object], links: Sequence[ServerLink] | None = None) -> None:
+        """Calls `action` with every active server, or every one of `links`; drops a server where it fails."""
         for link in list(self.active if links is None else links):
             try:
                 action(link)
@@ -168,6 +170,7 @@ class Coordinator:
 
     @contextmanager
     def timed(self, phase: str, deadline_s: float | None = None) -> Iterator[None]:
+        """Adds the seconds inside to `phase`, and names the phase in errors."""
         self._phase = (phase, deadline_s or self.config.control_deadline_s)
         start = time.perf_counter()
         yield
@@ -176,21 +179,24 @@ class Coordinator:
     # --- failures ---
 
     def drop(self, link: ServerLink, error: Exception, rank: str = "", tensor: str = "", words: str = "") -> None:
-        """Marks a server dirty and leaves it out of the attempt. Raises where none is left, or where the policy is to
-        stop and the server lives: one that died said nothing about the weights."""
-        failure = self.failure(link, error, rank, tensor, words)
+        """Marks a server dirty and leaves it out of the attempt.
+
+        Raises WeightSyncError if no server is left, or if the policy is to stop and the server is alive: a server that
+        died said nothing about the weights.
+        """
+        failure = self.sync_error(link, error, rank, tensor, words)
         link.dirty = True
         link.leave()
         if link in self.active:
             self.active.remove(link)
-        if not self.active or (self.config.on_failure == "stop" and not self.died(link.address)):
+        if not self.active or (self.config.on_failure == "stop" and not self.death_probe(link.address)):
             raise failure from error
         log.error("%s; going on without %s", failure, link.address)
 
-    def failure(
+    def sync_error(
         self, link: ServerLink | None, error: Exception, rank: str = "", tensor: str = "", words: str = ""
     ) -> WeightSyncError:
-        """The error that users see, from what went wrong and where. `words` says more than the error does."""
+        """The error that users see, with the server, phase, rank and tensor of `error`. `words` replace its text."""
         if isinstance(error, WeightSyncError):
             return error
         phase, deadline_s = self._phase
@@ -209,46 +215,55 @@ class Coordinator:
         )
 
     def give_up(self, error: Exception) -> dict[str, Any]:
-        """Ends an attempt that failed: every server that took part is dirty and joins anew. Returns what to tell."""
+        """Ends an attempt that failed: every server that took part is dirty and joins anew.
+
+        Returns the verdict for the other trainer ranks.
+        """
         for link in self.active:
             link.dirty = True
             link.leave()
         if isinstance(error, Retry):
             return {"retry": True}
-        failure = self.failure(None, error)
+        failure = self.sync_error(None, error)
         places = {name: getattr(failure, name) for name in ("server", "rank", "phase", "tensor")}
         return {"message": str(failure), **places}
 
-    def blame(self, outcomes: Sequence[dict[str, Any] | None]) -> None:
-        """Finds who broke a transfer, drops them, and raises `Retry`; or WeightSyncError, by the policy.
+    def attribute_failure(self, outcomes: Sequence[dict[str, Any] | None]) -> None:
+        """Finds the servers that broke a transfer, drops them, and raises `Retry`; or WeightSyncError, by the policy.
 
-        `outcomes` are the trainer ranks' own reports, None where one is missing. Those that lost a connection or waited
-        in vain are rarely at fault: a server that died is, else one that is silent, or a trainer rank that reports
-        nothing. Beside one that died a silent one may only be slow: the next attempt asks it again.
+        `outcomes` are the trainer ranks' own reports, None where one is missing. A rank that lost a connection or
+        waited in vain is rarely at fault. The first of these that exists is:
+
+        1. a server whose HTTP call failed: it died
+        2. a silent server; if one of them has died, only that one, as the others may be slow and are asked again
+        3. a trainer rank without a report
+        4. a server rank, then a trainer rank, that failed without waiting for a peer
+        5. a server that a trainer rank waited for
         """
         deadline = Deadline(EXPLAIN_S)
-        told = {link: error for link in self.active if (error := link.verdict(deadline)) is not None}
-        at_fault = [link for link, error in told.items() if not isinstance(error, (RankFailure, NoAnswer))]
-        silent = [link for link, error in told.items() if isinstance(error, NoAnswer)]
-        at_fault = at_fault or [link for link in silent if self.died(link.address)] or silent
+        server_errors = {link: error for link in self.active if (error := link.order_error(deadline)) is not None}
+        at_fault = [link for link, error in server_errors.items() if not isinstance(error, (RankFailure, NoAnswer))]
+        silent = [link for link, error in server_errors.items() if isinstance(error, NoAnswer)]
+        at_fault = at_fault or [link for link in silent if self.death_probe(link.address)] or silent
         lost = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-        errors = [outcome for outcome in outcomes if outcome is not None and "error" in outcome]
+        rank_errors = [outcome for outcome in outcomes if outcome is not None and "error" in outcome]
         if not at_fault and lost:
-            reports = "".join(f"; {link.address}: {error}" for link, error in told.items())
+            reports = "".join(f"; {link.address}: {error}" for link, error in server_errors.items())
             who = f"trainer rank {lost[0]} did not report that it has sent its part{reports}"
-            raise self.failure(None, RuntimeError(who), rank=f"trainer rank {lost[0]}")
-        at_fault = at_fault or [link for link in told if not getattr(told[link], "peer", "")]
-        if not at_fault and (own := [outcome for outcome in errors if not outcome.get("peer")]):
-            raise self.failure(None, RuntimeError(own[0]["error"]), tensor=own[0].get("tensor", ""))
-        at_fault = at_fault or [link for link in self.active if any(_about(outcome, link) for outcome in errors)]
-        for link in at_fault or list(told):
-            about: dict[str, Any] = next((outcome for outcome in errors if _about(outcome, link)), {})
-            words = "; ".join(str(part) for part in (told.get(link), about.get("error")) if part)
-            rank = str(about.get("peer", "")).partition(" of ")[0]
-            self.drop(link, told.get(link) or RuntimeError(words), rank, about.get("tensor", ""), words)
+            raise self.sync_error(None, RuntimeError(who), rank=f"trainer rank {lost[0]}")
+        at_fault = at_fault or [link for link, error in server_errors.items() if not getattr(error, "peer", "")]
+        if not at_fault and (without_peer := [outcome for outcome in rank_errors if not outcome.get("peer")]):
+            cause = without_peer[0]
+            raise self.sync_error(None, RuntimeError(cause["error"]), tensor=cause.get("tensor", ""))
+        at_fault = at_fault or [link for link in self.active if any(_names(outcome, link) for outcome in rank_errors)]
+        for link in at_fault or list(server_errors):
+            outcome: dict[str, Any] = next((outcome for outcome in rank_errors if _names(outcome, link)), {})
+            words = "; ".join(str(part) for part in (server_errors.get(link), outcome.get("error")) if part)
+            rank = str(outcome.get("peer", "")).partition(" of ")[0]
+            self.drop(link, server_errors.get(link) or RuntimeError(words), rank, outcome.get("tensor", ""), words)
         raise Retry
 
 
-def _about(outcome: dict[str, Any], link: ServerLink) -> bool:
-    """Whether a trainer rank's report is about this server."""
+def _names(outcome: dict[str, Any], link: ServerLink) -> bool:
+    """True if a trainer rank's report names a rank of this server."""
     return bool(outcome.get("peer", "").endswith(f" of server {link.index}"))

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection on which requests follow each other without waiting for the answers in between (pipelining).
+"""One HTTP/1.1 connection with pipelining: requests follow each other without waiting for the answers in between.
 
-A server carries such requests out in their order, and begins none before it has answered the one before. `http.client`
-waits for every answer: each request then costs a way to the server and back.
+A server carries such requests out in order, and begins none before it has answered the one before. `http.client` waits
+for every answer, and each request then costs a round trip.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class HttpPipeline:
         self._answers: list[tuple[int, bytes]] = []  # status and body, in the order of the requests
         self._asked = 0
         self._used = time.monotonic()
-        self.ended = ""  # why nothing comes any more
+        self.ended = ""  # the reason why no more answers come; "" while the connection is open
 
     def ask(self, method: str, path: str, headers: dict[str, str], content: bytes, timeout_s: float) -> int:
-        """Sends a request. Returns its number. Raises OSError where the connection is lost."""
+        """Sends a request. Returns its number. Raises OSError if the connection is lost."""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self._address}", f"Content-Length: {len(content)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._socket.settimeout(timeout_s)
@@ -38,7 +38,7 @@ class HttpPipeline:
         return self._asked - 1
 
     def answered(self, number: int, within_s: float) -> bool:
-        """Whether the answer to a request comes, or the connection ends, within so many seconds."""
+        """True if the answer to a request comes, or the connection ends, within `within_s` seconds."""
         end = time.monotonic() + within_s
         while len(self._answers) <= number and not self.ended:
             if not self._readable.poll(max(end - time.monotonic(), 0.0) * 1000):
@@ -47,13 +47,13 @@ class HttpPipeline:
         return True
 
     def answer(self, number: int) -> tuple[int, bytes]:
-        """Status and body. Raises ConnectionError where the connection ended before it."""
+        """Status and body. Raises ConnectionError if the connection ended before the answer."""
         if len(self._answers) <= number:
             raise ConnectionError(self.ended)
         return self._answers[number]
 
     def idle_s(self) -> float:
-        """Seconds since the last request, once all are answered; infinite where the connection has ended."""
+        """Seconds since the last request: 0 while one is unanswered, infinite once the connection has ended."""
         if self._asked and not self.answered(self._asked - 1, 0.0):
             return 0.0
         if self.ended:
@@ -65,6 +65,7 @@ class HttpPipeline:
         self._socket.close()
 
     def _receive(self) -> None:
+        """Reads once from the socket and parses the answers that are complete."""
         try:
             data = self._socket.recv(1 << 16)
         except OSError as error:
@@ -79,9 +80,9 @@ class HttpPipeline:
 
 
 def _parse(data: bytes, ended: bool) -> tuple[int, bytes, bytes] | None:
-    """Status and body of the first answer in `data`, and what follows it; None while it is not whole."""
-    head, found, rest = data.partition(b"\r\n\r\n")
-    if not found:
+    """Status and body of the first answer in `data`, and the rest of `data`; None if it is incomplete."""
+    head, separator, rest = data.partition(b"\r\n\r\n")
+    if not separator:
         return None
     first, *lines = head.decode("latin-1").split("\r\n")
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

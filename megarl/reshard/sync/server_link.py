@@ -1,4 +1,4 @@
-"""Rank 0's connection to one server: its endpoints, its part of the store, and how it stands."""
+"""Rank 0's connection to one server: its endpoints, its part of the store, and its state."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from megarl.reshard.plan.holdings import Box
-from megarl.reshard.sync.attempt import ServerGroup, group_store, key
-from megarl.reshard.sync.server_rank import Order
-from megarl.reshard.sync.sglang_hooks import PendingCall, ServerControl, ServerControlError, order_body
-from megarl.reshard.sync.world import boxes_of
-from megarl.reshard.transfer.full_tensor_transfer import ABANDONED, dtype_of, header_key
+from megarl.reshard.plan.holdings import Box, dtype_of
+from megarl.reshard.sync.attempt import ServerGroup, key
+from megarl.reshard.sync.server_control import PendingCall, ServerControl, ServerControlError
+from megarl.reshard.sync.server_order import ServerOrder
+from megarl.reshard.sync.sglang_hooks import order_body
+from megarl.reshard.sync.world import described_boxes
+from megarl.reshard.transfer.full_tensor_transfer import ABANDONED, header_key
 from megarl.reshard.transfer.store import Deadline, read, read_bulk, write
 from megarl.reshard.transfer.transports.gloo import SENDER, GlooTransport
 
-EXPLAIN_S = 2.0  # how long a server may take to say why it broke a transfer
+EXPLAIN_S = 2.0  # time for a server to say why it broke a transfer
 
 
 class RankFailure(ServerControlError):
-    """What one rank of a server reported. `peer` is whom it waited for, "" where the fault is its own."""
+    """The report of a server rank that failed. `peer` is the rank it waited for, "" where the fault is its own."""
 
-    def __init__(self, rank: int, told: dict[str, Any]):
-        super().__init__(f"rank {rank} of the server: {told['error']}")
+    def __init__(self, rank: int, report: dict[str, Any]):
+        super().__init__(f"rank {rank} of the server: {report['error']}")
         self.rank = rank
-        self.peer = str(told.get("peer", ""))
-        self.tensor = str(told.get("tensor", ""))
+        self.peer = str(report.get("peer", ""))
+        self.tensor = str(report.get("tensor", ""))
 
 
 class NoAnswer(ServerControlError):
@@ -35,175 +36,189 @@ class NoAnswer(ServerControlError):
 
 
 class ServerLink:
-    """Rank 0's connection to one server."""
+    """Rank 0's connection to one server. A dirty server holds weights that are unknown or not current."""
 
     def __init__(self, index: int, address: str, api_key: str):
         self.index = index
         self.address = address
         self.tp_size = 1  # asked of the server before the first sync
         self.control = ServerControl(address, api_key)
-        self.dirty = False  # what it holds is not known, or not current
-        self.checked = False  # whether the version that it serves has been looked at
+        self.dirty = False
+        self.version_checked = False  # True once its version was compared with the session's
         self.epoch = 0
-        self.carrier = ""  # that the group was joined for; "": not joined
-        self.layout: list[dict[str, Any]] = []  # what each rank published
-        self.pending: PendingCall | None = None
-        self._begun: PendingCall | None = None
-        self._ended: PendingCall | None = None
-        self._answered: bool | Exception | None = None
-        self.sequence = 0
+        self.transport_name = ""  # the group was joined for it; "": not joined
+        self.layout: list[dict[str, Any]] = []  # published by each rank
+        self.attempt_number = 0
+        self._order_call: PendingCall | None = None
+        self._begin_call: PendingCall | None = None
+        self._end_call: PendingCall | None = None
+        self._order_answer: bool | Exception | None = None  # None: no answer yet
         self._store: Store | None = None
-        self._private: Store | None = None
-        self._broadcasts: GlooTransport | None = None
+        self._private_store: Store | None = None
+        self._broadcast_group: GlooTransport | None = None
         self._announced = 0
 
     @property
-    def group(self) -> GlooTransport:
-        """For broadcasts, on the full path."""
-        assert self._broadcasts is not None, "joined for the full path only"
-        return self._broadcasts
+    def broadcast_group(self) -> GlooTransport:
+        """The group of rank 0 and the server's ranks, on the full path."""
+        assert self._broadcast_group is not None, "joined for the full path only"
+        return self._broadcast_group
 
     @property
-    def private(self) -> Store:
-        assert self._private is not None, "open first"
-        return self._private
+    def private_store(self) -> Store:
+        """The part of the store that belongs to this server's group."""
+        assert self._private_store is not None, "open first"
+        return self._private_store
 
     @property
-    def member(self) -> ServerGroup:
+    def server_group(self) -> ServerGroup:
         return ServerGroup(self.index, self.epoch, self.tp_size)
 
     def open(
-        self, store: Store, host: str, port: int, session: int, sequence: int, carrier: str, flush: bool, wait_s: float
+        self,
+        store: Store,
+        host: str,
+        port: int,
+        session: int,
+        attempt_number: int,
+        transport_name: str,
+        flush: bool,
+        wait_s: float,
     ) -> None:
-        """Sends the order that makes the server's ranks call `receive`, in an update session of its own. It is answered
-        when they are done, and have dropped their caches if `flush`."""
-        if self.carrier not in ("", carrier):
+        """Sends the order that makes the server's ranks call `receive`, in an update session of its own.
+
+        It is answered when they are done, and have dropped their caches if `flush`.
+        """
+        if self.transport_name not in ("", transport_name):
             self.leave()
-        self.sequence = sequence
+        self.attempt_number = attempt_number
         self._announced = 0
-        self._answered = None
+        self._order_answer = None
         self._store = store
-        self._private = group_store(store, self.index, self.epoch)
-        order = Order.of(
+        self._private_store = self.server_group.private_store(store)
+        order = ServerOrder.of(
             host,
             port=port,
             server=self.index,
             session=session,
             epoch=self.epoch,
-            join=int(not self.carrier),
-            sequence=sequence,
+            join=int(not self.transport_name),
+            attempt_number=attempt_number,
             deadline_ms=int(wait_s * 1000),
         )
         body = order_body(order, self.tp_size, flush)
         deadline = Deadline(wait_s)
-        self._begun = self.control.send("/begin_weight_update", {}, deadline)
-        self.pending = self.control.send("/update_weights_from_tensor", body, deadline)
-        self._ended = self.control.send("/end_weight_update", {}, deadline)
+        self._begin_call = self.control.send("/begin_weight_update", {}, deadline)
+        self._order_call = self.control.send("/update_weights_from_tensor", body, deadline)
+        self._end_call = self.control.send("/end_weight_update", {}, deadline)
 
-    def begun(self, deadline: Deadline) -> None:
+    def await_begin(self, deadline: Deadline) -> None:
         """Waits until the update session is open: this one, or one that a failed push has left."""
-        assert self._begun is not None, "open first"
+        assert self._begin_call is not None, "open first"
         try:
-            self._begun.result(deadline)
+            self._begin_call.result(deadline)
         except ServerControlError as error:
             if "already open" not in str(error):
                 raise
 
-    def ended(self, deadline: Deadline) -> None:
+    def await_end(self, deadline: Deadline) -> None:
         """Waits until the update session has ended."""
-        assert self._ended is not None, "open first"
-        self._ended.result(deadline)
+        assert self._end_call is not None, "open first"
+        self._end_call.result(deadline)
 
-    def join(self, carrier: str, deadline: Deadline) -> None:
-        """Reads what each rank holds, unless it is known; the group itself is joined by the trainer ranks."""
-        if self.carrier:
+    def read_layout(self, transport_name: str, deadline: Deadline) -> None:
+        """Reads each rank's layout, unless it is known; the group itself is joined by the trainer ranks."""
+        if self.transport_name:
             return
-        self.layout = [read(self.private, f"layout/{rank}", deadline, self.watch) for rank in range(self.tp_size)]
-        if (found := {rank["size"] for rank in self.layout}) != {self.tp_size}:
-            raise ServerControlError(f"the server has tp_size {sorted(found)}, and the trainer expects {self.tp_size}")
-        self.carrier = carrier
+        self.layout = [read(self.private_store, f"layout/{rank}", deadline, self.watch) for rank in range(self.tp_size)]
+        if (sizes := {rank["size"] for rank in self.layout}) != {self.tp_size}:
+            raise ServerControlError(f"the server has tp_size {sorted(sizes)}, and the trainer expects {self.tp_size}")
+        self.transport_name = transport_name
 
-    def join_broadcasts(self, host: str, deadline: Deadline) -> None:
+    def join_broadcast_group(self, host: str, deadline: Deadline) -> None:
         """Makes the group of rank 0 and the server's ranks, for the full path."""
-        if self._broadcasts is None:
-            self._broadcasts = GlooTransport(self.private, host, SENDER, self.tp_size + 1, deadline.left())
+        if self._broadcast_group is None:
+            self._broadcast_group = GlooTransport(self.private_store, host, SENDER, self.tp_size + 1, deadline.left())
 
-    def held(self, deadline: Deadline) -> list[list[tuple[Box, torch.dtype]]]:
-        """What each rank holds, in its own order."""
+    def held_boxes(self, deadline: Deadline) -> list[list[tuple[Box, torch.dtype]]]:
+        """Each rank's boxes and their dtypes, in the rank's own order."""
         assert self._store is not None, "open first"
         published = [read_bulk(self._store, rank["holdings"], deadline) for rank in self.layout]
-        return [[(box, dtype_of(dtype)) for box, dtype in boxes_of(rank)] for rank in published]
+        return [[(box, dtype_of(dtype)) for box, dtype in described_boxes(rank)] for rank in published]
 
     def announce(self, header: Any) -> None:
         """Puts the next header of a full push into the store, for every rank of the server."""
-        write(self.private, header_key(self.sequence, self._announced), header)
+        write(self.private_store, header_key(self.attempt_number, self._announced), header)
         self._announced += 1
 
-    def _answer(self, deadline: Deadline) -> None:
-        """Waits until every rank has answered the order. Raises what went wrong; may be asked again."""
-        if self._answered is None:
-            assert self.pending is not None, "open first"
-            try:
-                self.pending.result(deadline)
-                self._answered = True
-            except (ServerControlError, OSError) as error:
-                self._answered = error
-        if isinstance(self._answered, Exception):
-            raise self._answered
-        for rank in range(self.tp_size):
-            name = key(self.sequence, "result", rank)
-            if self.private.check([name]) and "error" in (told := read(self.private, name, deadline)):
-                raise RankFailure(rank, told)
+    def _await_answer(self, deadline: Deadline) -> None:
+        """Waits until every rank has answered the order. May be called again.
 
-    def verdict(self, deadline: Deadline | None) -> Exception | None:
-        """How the order went, as the server tells it before the deadline: None where all ranks carried it out.
-
-        Without a deadline, what has gone wrong so far.
+        Raises RankFailure for a rank that reported an error, else the error of the HTTP call.
         """
-        assert self.pending is not None, "open first"
-        if not self.pending.answered(0.0 if deadline is None else max(deadline.end - time.monotonic(), 0.0)):
+        if self._order_answer is None:
+            assert self._order_call is not None, "open first"
+            try:
+                self._order_call.result(deadline)
+                self._order_answer = True
+            except (ServerControlError, OSError) as error:
+                self._order_answer = error
+        if isinstance(self._order_answer, Exception):
+            raise self._order_answer
+        for rank in range(self.tp_size):
+            name = key(self.attempt_number, "result", rank)
+            if self.private_store.check([name]) and "error" in (report := read(self.private_store, name, deadline)):
+                raise RankFailure(rank, report)
+
+    def order_error(self, deadline: Deadline | None) -> Exception | None:
+        """The error that ended the order, waited for until the deadline; None if all ranks carried it out.
+
+        Without a deadline, None also means that the order is still under way.
+        """
+        assert self._order_call is not None, "open first"
+        if not self._order_call.answered(0.0 if deadline is None else max(deadline.end - time.monotonic(), 0.0)):
             return None if deadline is None else NoAnswer(f"it did not answer within {deadline.seconds:g} s")
         try:
-            self._answer(Deadline(EXPLAIN_S))
+            self._await_answer(Deadline(EXPLAIN_S))
         except (RuntimeError, OSError) as error:
             return error
         return None
 
     def watch(self) -> None:
         """Raises if the server has answered already: it has failed, as it answers last."""
-        if self.pending is not None and self.pending.answered():
-            self._answer(Deadline(EXPLAIN_S))
+        if self._order_call is not None and self._order_call.answered():
+            self._await_answer(Deadline(EXPLAIN_S))
             raise ServerControlError("the server ended the transfer before all weights were sent")
 
     def explain(self, error: Exception) -> Exception:
         """The server's own reason for a broken transfer: its answer comes a moment after the connections end."""
         if isinstance(error, TimeoutError):
             return error
-        told = self.verdict(Deadline(EXPLAIN_S))
-        return error if told is None or isinstance(told, NoAnswer) else told
+        reason = self.order_error(Deadline(EXPLAIN_S))
+        return error if reason is None or isinstance(reason, NoAnswer) else reason
 
     def finish(self, deadline: Deadline) -> list[dict[str, Any]]:
-        """Waits until every rank has applied the weights. Returns what each reports."""
-        self._answer(deadline)
-        self.pending = None
-        results = []
+        """Waits until every rank has applied the weights. Returns each rank's report."""
+        self._await_answer(deadline)
+        self._order_call = None
+        reports = []
         for rank in range(self.tp_size):
-            name = key(self.sequence, "result", rank)
-            results.append(read(self.private, name, deadline))
-            self.private.delete_key(name)
+            name = key(self.attempt_number, "result", rank)
+            reports.append(read(self.private_store, name, deadline))
+            self.private_store.delete_key(name)
         for index in range(self._announced):
-            self.private.delete_key(header_key(self.sequence, index))
-        return results
+            self.private_store.delete_key(header_key(self.attempt_number, index))
+        return reports
 
     def leave(self) -> None:
-        """Gives up the group and whatever is under way: the next sync joins anew."""
-        if self.pending is not None:
+        """Gives up the group and everything under way: the next sync joins anew."""
+        if self._order_call is not None:
             self.announce(ABANDONED)
-            self.pending.cancel()
-            self.pending = None
-        if self._broadcasts is not None:
-            self._broadcasts.abort()
-            self._broadcasts = None
-        self.carrier = ""
-        self.checked = False  # another trainer may push to it meanwhile
+            self._order_call.cancel()
+            self._order_call = None
+        if self._broadcast_group is not None:
+            self._broadcast_group.abort()
+            self._broadcast_group = None
+        self.transport_name = ""
+        self.version_checked = False  # another trainer may push to it meanwhile
         self.epoch += 1

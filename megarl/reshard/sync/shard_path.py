@@ -1,6 +1,6 @@
 """The exact path of one attempt: all ranks make the same plan, compare its hash, and run their parts of it.
 
-Ranks agree through the store; `Attempt` is what they share. Rank 0 hands in the coordinator, the others None.
+Ranks agree through the store. Rank 0 passes its coordinator, other ranks None.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from torch.distributed import Store
 
 from megarl.reshard.plan.planner import PlanError
-from megarl.reshard.sync.attempt import AttemptSpec, key
+from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, key
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator
-from megarl.reshard.sync.server_link import EXPLAIN_S
+from megarl.reshard.sync.server_link import EXPLAIN_S, ServerLink
 from megarl.reshard.sync.trainer_rank import TrainerRank
-from megarl.reshard.transfer.digests import Sample, VerificationError, check_messages
+from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages
 from megarl.reshard.transfer.shard_transfer import TransferError
 from megarl.reshard.transfer.store import POLL_S, Deadline, read, read_bulk, write, write_bulk
 
@@ -26,126 +26,121 @@ class CalledOff(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One attempt of a sync, as one trainer rank sees it."""
+class ShardAttempt:
+    """One attempt as one trainer rank runs it on the exact path."""
 
     store: Store
-    sequence: int
-    job: AttemptSpec
-    member: TrainerRank
+    number: int
+    spec: AttemptSpec
+    trainer_rank: TrainerRank
     connect_s: float
     transfer_s: float
 
     def key(self, *parts: object) -> str:
-        return key(self.sequence, *parts)
+        return key(self.number, *parts)
 
 
-@dataclass(frozen=True)
-class TransferOutcome:
-    """What an attempt moved: bytes sent, bytes without delta, pieces of tensors proven equal, and the bytes that each
-    server rank received."""
-
-    nbytes: int = 0
-    dense_nbytes: int = 0
-    verified: int = 0
-    received: tuple[int, ...] = ()
-
-
-def run(attempt: Attempt, chief: Coordinator | None) -> TransferOutcome:
-    """Carries an attempt out until the servers hold the weights, proven. What rank 0 returns counts.
+def run(attempt: ShardAttempt, coordinator: Coordinator | None) -> TransferTotals:
+    """Carries an attempt out until the servers hold the weights, proven. Only rank 0 returns more than zeros.
 
     Raises:
-        WeightSyncError, Retry: on rank 0, see `Coordinator.blame`. CalledOff, or this rank's own failure: on others,
-            where the verdict of rank 0 says what to raise.
+        WeightSyncError, Retry: on rank 0, see `Coordinator.attribute_failure`.
+        CalledOff: on other ranks, as well as errors of their own; rank 0's verdict says what to raise in their place.
     """
-    if chief is None:
+    if coordinator is None:
         _prepare(attempt)
         _await_go(attempt)
         _send(attempt)
-        return TransferOutcome()
-    with chief.timed("plan", attempt.connect_s):
-        _agree_on_plan(attempt, chief)
-    with chief.timed("transfer", attempt.transfer_s):
+        return TransferTotals()
+    with coordinator.timed("plan", attempt.connect_s):
+        _agree_on_plan(attempt, coordinator)
+    with coordinator.timed("transfer", attempt.transfer_s):
         deadline = Deadline(attempt.transfer_s + EXPLAIN_S)
         try:
             _send(attempt)
         except TransferError:
-            attempt.member.leave()  # wakes whoever waits for this rank; its outcome is written
-        outcomes = _collect(attempt, chief, deadline)
+            attempt.trainer_rank.leave()  # wakes peers that wait for this rank; its outcome is written
+        outcomes = _collect_outcomes(attempt, coordinator, deadline)
         if any(outcome is None or "error" in outcome for outcome in outcomes):
-            attempt.member.leave()
-            chief.blame(outcomes)
-    return _prove(attempt, chief, [outcome for outcome in outcomes if outcome is not None])
+            attempt.trainer_rank.leave()
+            coordinator.attribute_failure(outcomes)
+    return _prove(attempt, coordinator, [outcome for outcome in outcomes if outcome is not None])
 
 
-def _prepare(attempt: Attempt) -> str:
-    """Joins and plans. Tells the plan's hash, or why there is none."""
-    mine = attempt.key("hash", "trainer", attempt.member.rank)
+def _prepare(attempt: ShardAttempt) -> str:
+    """Joins the groups and makes the plan. Publishes the plan's hash, or the error, and returns the hash."""
+    hash_key = attempt.key("hash", "trainer", attempt.trainer_rank.rank)
     try:
-        found = attempt.member.prepare(attempt.job, Deadline(attempt.connect_s))
+        plan_hash = attempt.trainer_rank.prepare(attempt.spec, Deadline(attempt.connect_s))
     except FAILURES as error:
-        write(attempt.store, mine, {"error": f"{type(error).__name__}: {error}"})
+        write(attempt.store, hash_key, {"error": f"{type(error).__name__}: {error}"})
         raise
-    write(attempt.store, mine, {"hash": found})
-    return found
+    write(attempt.store, hash_key, {"hash": plan_hash})
+    return plan_hash
 
 
-def _agree_on_plan(attempt: Attempt, chief: Coordinator) -> None:
+def _agree_on_plan(attempt: ShardAttempt, coordinator: Coordinator) -> None:
     """Rank 0: reads the hash of every rank's plan, and lets the transfer begin if all are equal."""
     deadline = Deadline(attempt.connect_s)
     reports: list[dict[str, Any]] = []
 
     def watch() -> None:
-        for link in chief.active:
+        for link in coordinator.active:
             link.watch()
 
     try:
-        mine = _prepare(attempt)
-        for rank in range(1, attempt.job.senders):
+        plan_hash = _prepare(attempt)
+        for rank in range(1, attempt.spec.senders):
             reports.append(read(attempt.store, attempt.key("hash", "trainer", rank), deadline, watch))
-            _check_hash(mine, reports[-1], f"trainer rank {rank}")
-        for number, server, rank in attempt.job.places():
-            told = read(attempt.store, attempt.key("hash", "server", number), deadline, watch)
-            _check_hash(mine, told, f"rank {rank} of server {server.index}")
+            _check_hash(plan_hash, reports[-1], f"trainer rank {rank}")
+        for number, server, rank in attempt.spec.server_ranks():
+            report = read(attempt.store, attempt.key("hash", "server", number), deadline, watch)
+            _check_hash(plan_hash, report, f"rank {rank} of server {server.index}")
     except FAILURES as error:
-        write(attempt.store, attempt.key("go"), False)  # servers that wait for it are free for the next attempt
+        write(attempt.store, attempt.key("go"), False)  # frees servers that wait for it for the next attempt
         if isinstance(error, (PlanError, VerificationError)):
             raise
-        attempt.member.leave()
-        chief.blame([{"error": str(error)}, *(report for report in reports if "error" in report)])
+        attempt.trainer_rank.leave()
+        coordinator.attribute_failure([{"error": str(error)}, *(report for report in reports if "error" in report)])
     write(attempt.store, attempt.key("go"), True)
 
 
-def _check_hash(mine: str, told: dict[str, Any], who: str) -> None:
-    if "error" in told:
-        raise RuntimeError(f"{who} could not prepare: {told['error']}")
-    if told["hash"] != mine:
-        raise VerificationError(f"{who} made the plan {told['hash'][:12]} and trainer rank 0 {mine[:12]}", "")
+def _check_hash(expected: str, report: dict[str, Any], who: str) -> None:
+    if "error" in report:
+        raise RuntimeError(f"{who} could not prepare: {report['error']}")
+    if report["hash"] != expected:
+        raise VerificationError(f"{who} made the plan {report['hash'][:12]} and trainer rank 0 {expected[:12]}", "")
 
 
-def _await_go(attempt: Attempt) -> None:
+def _await_go(attempt: ShardAttempt) -> None:
+    """Waits for rank 0's word to begin. Raises CalledOff if it is no."""
     if not read(attempt.store, attempt.key("go"), Deadline(2 * attempt.connect_s)):
         raise CalledOff("rank 0 called the attempt off")
 
 
-def _send(attempt: Attempt) -> None:
-    """Sends this rank's part. Tells how it went."""
-    mine = attempt.key("outcome", attempt.member.rank)
+def _send(attempt: ShardAttempt) -> None:
+    """Sends this rank's part. Publishes the outcome: {} and a report of the sends, or the error."""
+    outcome_key = attempt.key("outcome", attempt.trainer_rank.rank)
     try:
-        sent = attempt.member.transfer(attempt.sequence, attempt.job, Deadline(attempt.transfer_s))
+        sent = attempt.trainer_rank.transfer(attempt.number, attempt.spec, Deadline(attempt.transfer_s))
     except FAILURES as error:
-        told = {"error": str(error)}
+        outcome = {"error": str(error)}
         if isinstance(error, TransferError):
-            told |= {"peer": error.peer, "tensor": error.tensor}
-        write(attempt.store, mine, told)
+            outcome |= {"peer": error.peer, "tensor": error.tensor}
+        write(attempt.store, outcome_key, outcome)
         raise
-    write_bulk(attempt.store, mine + "/sent", sent)
-    write(attempt.store, mine, {})
+    write_bulk(attempt.store, outcome_key + "/sent", sent)
+    write(attempt.store, outcome_key, {})
 
 
-def _collect(attempt: Attempt, chief: Coordinator, deadline: Deadline) -> list[dict[str, Any] | None]:
-    """Every trainer rank's outcome. Once one has failed, or a server has, the others get a moment to tell theirs."""
-    outcomes: list[dict[str, Any] | None] = [None] * attempt.job.senders
+def _collect_outcomes(
+    attempt: ShardAttempt, coordinator: Coordinator, deadline: Deadline
+) -> list[dict[str, Any] | None]:
+    """Every trainer rank's outcome, None where it is missing.
+
+    Once a trainer rank or a server has failed, the remaining ranks have EXPLAIN_S to publish theirs.
+    """
+    outcomes: list[dict[str, Any] | None] = [None] * attempt.spec.senders
     while None in outcomes:
         for rank in [rank for rank, outcome in enumerate(outcomes) if outcome is None]:
             name = attempt.key("outcome", rank)
@@ -156,8 +151,8 @@ def _collect(attempt: Attempt, chief: Coordinator, deadline: Deadline) -> list[d
         if None not in outcomes:
             break
         failed = any(outcome is not None and "error" in outcome for outcome in outcomes)
-        if failed or any(link.verdict(None) for link in chief.active):
-            attempt.member.leave()
+        if failed or any(link.order_error(None) for link in coordinator.active):
+            attempt.trainer_rank.leave()
             deadline = deadline if deadline.seconds == EXPLAIN_S else Deadline(EXPLAIN_S)
         try:
             deadline.left()
@@ -167,40 +162,43 @@ def _collect(attempt: Attempt, chief: Coordinator, deadline: Deadline) -> list[d
     return outcomes
 
 
-def _prove(attempt: Attempt, chief: Coordinator, outcomes: list[dict[str, Any]]) -> TransferOutcome:
+def _prove(attempt: ShardAttempt, coordinator: Coordinator, outcomes: list[dict[str, Any]]) -> TransferTotals:
     """Waits until the servers have applied the weights, ends their update sessions and compares the digests."""
-    plan = attempt.member.plan
+    plan = attempt.trainer_rank.plan
     assert plan is not None, "made before the transfer"
-    results: dict[int, dict[str, Any]] = {}
+    reports: dict[int, dict[str, Any]] = {}  # of each destination rank
     verified = 0
-    with chief.timed("apply", attempt.transfer_s):
+    with coordinator.timed("apply", attempt.transfer_s):
         deadline = Deadline(attempt.transfer_s)
-        if any(link.verdict(deadline) for link in chief.active):
-            attempt.member.leave()
-            chief.blame(outcomes)
-        for link in chief.active:
-            told = link.finish(deadline)
-            for number, server, rank in attempt.job.places():
+        if any(link.order_error(deadline) for link in coordinator.active):
+            attempt.trainer_rank.leave()
+            coordinator.attribute_failure(outcomes)
+        for link in coordinator.active:
+            rank_reports = link.finish(deadline)
+            for number, server, rank in attempt.spec.server_ranks():
                 if server.index == link.index:
-                    results[number] = told[rank]
-    chief.end()
-    with chief.timed("verify", attempt.transfer_s):
-        sample = Sample(attempt.job.modulus, attempt.job.remainder)
+                    reports[number] = rank_reports[rank]
+    coordinator.end()
+    with coordinator.timed("verify", attempt.transfer_s):
+        sample = BucketSample(attempt.spec.modulus, attempt.spec.remainder)
         sent = [{int(bucket): digests for bucket, digests in outcome["digests"]} for outcome in outcomes]
-        of = {server.index: [n for n, s, _ in attempt.job.places() if s == server] for server in attempt.job.servers}
+        ranks_of = {
+            server.index: [number for number, s, _ in attempt.spec.server_ranks() if s == server]
+            for server in attempt.spec.servers
+        }
 
-        def check(link: Any) -> None:
+        def check(link: ServerLink) -> None:
             nonlocal verified
-            for rank, number in enumerate(of[link.index]):
-                if not attempt.job.delta and results[number]["bytes"] != plan.bytes_in[number]:
+            for rank, number in enumerate(ranks_of[link.index]):
+                if not attempt.spec.delta and reports[number]["bytes"] != plan.bytes_in[number]:
                     raise VerificationError(
-                        f"rank {rank} received {results[number]['bytes']} of {plan.bytes_in[number]} bytes", ""
+                        f"rank {rank} received {reports[number]['bytes']} of {plan.bytes_in[number]} bytes", ""
                     )
-                held = {int(index): digests for index, digests in results[number]["held"]}
+                held = {int(index): digests for index, digests in reports[number]["held"]}
                 verified += check_messages(plan, sample, sent, number, held, f"rank {rank}")
 
-        chief.each(check)
-    received = tuple(results[number]["bytes"] for number in sorted(results))
-    return TransferOutcome(
+        coordinator.for_each(check)
+    received = tuple(reports[number]["bytes"] for number in sorted(reports))
+    return TransferTotals(
         sum(o["bytes"] for o in outcomes), sum(o["dense_bytes"] for o in outcomes), verified, received
     )

@@ -11,8 +11,8 @@ from torch.distributed import Store
 from megarl.reshard.plan.holdings import Box, Fragment
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync.attempt import AttemptSpec, key
-from megarl.reshard.sync.world import describe, make_plan, publish
-from megarl.reshard.transfer.digests import Sample
+from megarl.reshard.sync.world import describe_fragments, make_plan, publish_fragments
+from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.shard_transfer import Counts, Route, ShardSender
 from megarl.reshard.transfer.store import Deadline, read_bulk, write, write_bulk
 from megarl.reshard.transfer.transports import transport_named
@@ -20,7 +20,7 @@ from megarl.reshard.transfer.transports.base import Staging, Transport
 
 
 class ShardView(Protocol):
-    """The box `[start, stop)` of checkpoint tensor `name` that `view`, a view of a live parameter, holds."""
+    """A view of a live parameter that holds the box `[start, stop)` of checkpoint tensor `name`."""
 
     @property
     def name(self) -> str: ...
@@ -33,7 +33,7 @@ class ShardView(Protocol):
 
 
 def fragments_of(rank: int, shards: Sequence[ShardView]) -> list[Fragment]:
-    """A trainer rank's shards as the planner knows them. Shards of nothing (vocabulary padding) are left out."""
+    """A trainer rank's shards as fragments. Empty shards (vocabulary padding) are left out."""
     return [
         Fragment(rank, shard.name, Box(shard.name, shard.start, shard.stop), shard.view.detach())
         for shard in shards
@@ -44,7 +44,7 @@ def fragments_of(rank: int, shards: Sequence[ShardView]) -> list[Fragment]:
 class TrainerRank:
     """One trainer rank. Call, for each attempt and on every rank: `prepare`, then `transfer`; `leave` after a failure.
 
-    `address` is what this rank listens on; `store` is the session's.
+    `address` is this rank's listening address; `store` is the session's.
     """
 
     def __init__(self, store: Store, address: str, rank: int):
@@ -57,72 +57,75 @@ class TrainerRank:
         self.plan: TransferPlan | None = None
         self._fragments: list[Fragment] = []
         self._described: Any = None
-        self._carrier = ""  # that the staging memory and the groups are of
-        self._world = ""  # name of the world that the plan is of
+        self._transport_name = ""  # of the staging memory and the groups
+        self._world = ""  # name of the world that the plan is for
 
     def publish(self, shards: Sequence[ShardView]) -> None:
-        """Says what this rank holds; once, as the layout of a run does not change.
+        """Publishes this rank's boxes; once, as the layout of a run does not change.
 
-        Raises ValueError where it has changed all the same.
+        Raises ValueError if it has changed nevertheless.
         """
         fragments = fragments_of(self.rank, shards)
-        described = describe(fragments)
+        described = describe_fragments(fragments)
         if self._described is None:
-            write(self.store, f"source/{self.rank}", publish(self.store, fragments))
+            write(self.store, f"source/{self.rank}", publish_fragments(self.store, fragments))
             self._described = described
         elif described != self._described:
             raise ValueError(f"trainer rank {self.rank} holds other parts of the model than at its first sync")
-        moved = [f.view.data_ptr() for f in fragments] != [f.view.data_ptr() for f in self._fragments]
+        reallocated = [f.view.data_ptr() for f in fragments] != [f.view.data_ptr() for f in self._fragments]
         self._fragments = fragments
-        if moved:
+        if reallocated:
             self.sender = None
 
-    def prepare(self, job: AttemptSpec, deadline: Deadline) -> str:
+    def prepare(self, spec: AttemptSpec, deadline: Deadline) -> str:
         """Joins the groups that this rank is not in yet and makes the plan. Returns the plan's hash."""
-        transport = transport_named(job.carrier)
-        wanted = {(s.index, s.epoch): s for s in job.servers}
-        for known in list(self.groups):
-            if known not in wanted:
-                self.groups.pop(known).abort()
-        if self.staging is None or self._carrier != job.carrier:
+        transport_class = transport_named(spec.transport_name)
+        servers = {(s.index, s.epoch): s for s in spec.servers}
+        for joined in list(self.groups):
+            if joined not in servers:
+                self.groups.pop(joined).abort()
+        if self.staging is None or self._transport_name != spec.transport_name:
             self.leave()
-            self.staging, self._carrier = transport.make_staging(job.bucket_bytes), job.carrier
-        for identity, server in wanted.items():
+            self.staging = transport_class.make_staging(spec.bucket_bytes)
+            self._transport_name = spec.transport_name
+        for identity, server in servers.items():
             if identity not in self.groups:
-                size = job.senders + server.size
-                store = server.private(self.store)
-                self.groups[identity] = transport(store, self.address, self.rank, size, deadline.left(), self.staging)
+                size = spec.senders + server.size
+                store = server.private_store(self.store)
+                self.groups[identity] = transport_class(
+                    store, self.address, self.rank, size, deadline.left(), self.staging
+                )
                 self.sender = None
-        if self.plan is None or self._world != job.plan:
-            self.plan = make_plan(self.store, read_bulk(self.store, f"world/{job.plan}", deadline), deadline)
-            self.sender, self._world = None, job.plan
+        if self.plan is None or self._world != spec.world:
+            self.plan = make_plan(self.store, read_bulk(self.store, f"world/{spec.world}", deadline), deadline)
+            self.sender, self._world = None, spec.world
         if self.sender is None:
             self.sender = ShardSender(
-                self.plan, self.rank, self._fragments, self._routes(job), self.staging, keep=job.keep
+                self.plan, self.rank, self._fragments, self._routes(spec), self.staging, keep=spec.keep
             )
         return self.plan.hash
 
-    def _routes(self, job: AttemptSpec) -> dict[int, Route]:
+    def _routes(self, spec: AttemptSpec) -> dict[int, Route]:
         return {
-            number: Route(f"rank {rank} of server {s.index}", self.groups[s.index, s.epoch], job.senders + rank)
-            for number, s, rank in job.places()
+            number: Route(f"rank {rank} of server {s.index}", self.groups[s.index, s.epoch], spec.senders + rank)
+            for number, s, rank in spec.server_ranks()
         }
 
-    def transfer(self, sequence: int, job: AttemptSpec, deadline: Deadline) -> dict[str, Any]:
+    def transfer(self, attempt_number: int, spec: AttemptSpec, deadline: Deadline) -> dict[str, Any]:
         """Sends this rank's part. Returns JSON: bytes sent, bytes without delta, digests of the sampled buckets.
 
         Raises:
-            TransferError: see `Sender.send`.
+            TransferError: see `ShardSender.send`.
         """
         assert self.sender is not None, "prepare first"
-        counts: Counts = self.sender.counts() if job.delta else {}
-        if job.delta:
-            write_bulk(self.store, key(sequence, "counts", self.rank), list(counts.items()))
-        sent = self.sender.send(deadline, Sample(job.modulus, job.remainder), counts)
+        counts: Counts = self.sender.counts() if spec.delta else {}
+        if spec.delta:
+            write_bulk(self.store, key(attempt_number, "counts", self.rank), list(counts.items()))
+        sent = self.sender.send(deadline, BucketSample(spec.modulus, spec.remainder), counts)
         return {"bytes": sent.nbytes, "dense_bytes": sent.dense_nbytes, "digests": list(sent.digests.items())}
 
     def leave(self) -> None:
-        """Ends the connections with every server, and forgets what they hold. Peers that wait get an error."""
+        """Ends the connections with every server and drops the sender's copies. Peers that wait get an error."""
         for group in self.groups.values():
             group.abort()
         self.groups.clear()

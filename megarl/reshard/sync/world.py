@@ -1,7 +1,8 @@
-"""What all ranks of a sync must agree on: who holds what, where it runs, and the plan that follows from it.
+"""The facts that all ranks of a sync must agree on: holdings and nodes of every rank, and the plan that follows.
 
-Every rank publishes the boxes that it holds, under their hash, so that replicas publish once. Rank 0 writes who is
-who; each rank makes the plan by itself, and the hashes of all plans are compared before a byte moves.
+Every rank publishes its boxes under their hash, so that replicas publish once. Rank 0 writes the world: the list of all
+ranks and of their holdings. Each rank then plans by itself, and the hashes of all plans are compared before a byte
+moves.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.transfer.store import Deadline, read_bulk, write_bulk
 
 
-def describe(fragments: Sequence[Fragment]) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
-    """What a rank holds, as JSON: (tensor, start, stop, dtype) of each fragment, in order."""
+def describe_fragments(fragments: Sequence[Fragment]) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
+    """JSON of a rank's fragments, in order: (tensor, start, stop, dtype)."""
     return [(f.box.name, f.box.start, f.box.stop, str(f.view.dtype).removeprefix("torch.")) for f in fragments]
 
 
-def publish(store: Store, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """Writes what a rank holds into the store. Returns where it lies and which node the rank is on."""
-    held = describe(fragments)
-    key = "holdings/" + hashlib.sha256(json.dumps(held).encode()).hexdigest()
+def publish_fragments(store: Store, fragments: Sequence[Fragment]) -> dict[str, str]:
+    """Writes a rank's boxes into the store. Returns their key and the rank's node."""
+    described = describe_fragments(fragments)
+    key = "holdings/" + hashlib.sha256(json.dumps(described).encode()).hexdigest()
     if not store.check([key]):
-        write_bulk(store, key, held)
+        write_bulk(store, key, described)
     return {"holdings": key, "node": socket.gethostname()}
 
 
 def local_address(host: str, port: int) -> str:
-    """The address of this machine on the way to `host`: what a group should listen on. Nothing is sent."""
+    """This machine's address on the way to `host`, for groups to listen on. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
-def boxes_of(held: Sequence[Any]) -> list[tuple[Box, str]]:
-    """What `describe` gave, read back."""
-    return [(Box(name, tuple(start), tuple(stop)), dtype) for name, start, stop, dtype in held]
+def described_boxes(described: Sequence[Any]) -> list[tuple[Box, str]]:
+    """(box, dtype) of each fragment, from the JSON of `describe_fragments`."""
+    return [(Box(name, tuple(start), tuple(stop)), dtype) for name, start, stop, dtype in described]
 
 
 def make_plan(store: Store, world: dict[str, Any], deadline: Deadline) -> TransferPlan:
-    """The plan of a world: `sources` of the trainer ranks, `servers` of each server's ranks, as `publish` gave them.
+    """Plans for a world: `sources` lists the trainer ranks, `servers` each server's ranks, as published.
 
     Raises:
         PlanError: the two sides do not fit together.
@@ -58,7 +59,7 @@ def make_plan(store: Store, world: dict[str, Any], deadline: Deadline) -> Transf
     def holdings(ranks: Sequence[dict[str, str]]) -> Holdings:
         for rank in ranks:
             if rank["holdings"] not in published:
-                published[rank["holdings"]] = boxes_of(read_bulk(store, rank["holdings"], deadline))
+                published[rank["holdings"]] = described_boxes(read_bulk(store, rank["holdings"], deadline))
         return Holdings.of([published[rank["holdings"]] for rank in ranks])
 
     sources, destinations = world["sources"], [rank for server in world["servers"] for rank in server]

@@ -1,1 +1,1 @@
-"""One rank's work in a transfer: shards or whole tensors, deltas, digests, transports."""
+"""One rank's work in a transfer: packing of shards or full tensors, deltas, digests, the store, transports."""

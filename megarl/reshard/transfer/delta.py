@@ -1,8 +1,8 @@
-"""Only what changed: elements whose bits differ from those last sent, with their place in the destination's box.
+"""Deltas: elements whose bits differ from the last sent ones, with their index in the destination's box.
 
-A bucket is sent so where it makes it smaller, else densely. For each op, in order: int32 indices into the op's part,
-flattened in row-major order, then the new values. Receivers overwrite. Both parts are padded to 8 bytes, so that any
-dtype may be viewed at their place. How many elements of each op changed (the counts) travels ahead of the bucket.
+A bucket travels as a delta where that makes it smaller, else in full. For each op in order, a delta holds int32 indices
+into the op's part (flattened, row-major), then the new values. Receivers overwrite. Both arrays are padded to 8 bytes,
+so that any dtype may be viewed at their place. The counts (changed elements of each op) travel ahead of the bucket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _padded(nbytes: int) -> int:
 
 
 def encoded_bytes(counts: Sequence[int], itemsizes: Sequence[int]) -> int:
-    """Size of a bucket of which `counts[i]` elements of op `i` are sent."""
+    """Bytes of a delta with `counts[i]` changed elements in op `i`."""
     return sum(_padded(n * INDEX.itemsize) + _padded(n * size) for n, size in zip(counts, itemsizes, strict=True))
 
 
@@ -32,14 +32,17 @@ def changed(new: Tensor, old: Tensor) -> Tensor:
 
 
 def encode(pieces: Sequence[Tensor], old: Sequence[Tensor], out: Tensor) -> None:
-    """Writes what changed into `out`, uint8, which may be the memory of `pieces`: all is read before it is written."""
-    parts = []
+    """Writes the changed elements into `out`, uint8.
+
+    `out` may be the memory of `pieces`: all of them are read before anything is written.
+    """
+    arrays = []
     for new, before in zip(pieces, old, strict=True):
         index = changed(new, before)
-        parts += [index.to(INDEX), new.reshape(-1)[index]]
+        arrays += [index.to(INDEX), new.reshape(-1)[index]]
     at = 0
-    for part in parts:
-        raw = part.view(torch.uint8)
+    for array in arrays:
+        raw = array.view(torch.uint8)
         out[at : at + raw.numel()] = raw
         at += _padded(raw.numel())
 

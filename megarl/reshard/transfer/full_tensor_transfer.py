@@ -1,8 +1,8 @@
-"""The plain path: the trainer gathers each whole tensor and hands it to every rank of every server.
+"""The full path: the trainer gathers each full tensor and hands it to every rank of every server.
 
-Simple enough to trust, it is the oracle that exact shard-to-shard plans are compared with, and the fallback. Tensors
-travel in buckets of bounded size, broadcast over gloo or as safetensors files (`transports/disk.py`); a header in the
-store says what a bucket holds. A tensor larger than a bucket makes a bucket of its own.
+Simple enough to trust, it is the oracle for exact shard-to-shard plans, and the fallback. Tensors travel in buckets of
+bounded size, broadcast over gloo or as safetensors files (`transports/disk.py`). A header in the store lists a bucket's
+tensors. A tensor larger than a bucket makes a bucket of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megarl.reshard.plan.holdings import Box
+from megarl.reshard.plan.holdings import Box, dtype_of
 from megarl.reshard.transfer.digests import VerificationError, digest
 from megarl.reshard.transfer.store import Deadline, read
 from megarl.reshard.transfer.transports import disk
@@ -29,13 +29,13 @@ ABANDONED = "abandoned"
 
 
 class BroadcastTarget(Protocol):
-    """What the sender needs of one server."""
+    """One server as the sender sees it."""
 
     @property
     def address(self) -> str: ...
 
     @property
-    def group(self) -> GlooTransport: ...
+    def broadcast_group(self) -> GlooTransport: ...
 
     def announce(self, header: Any) -> None:
         """Puts the next header into the store."""
@@ -44,7 +44,7 @@ class BroadcastTarget(Protocol):
         """Raises if the server has failed meanwhile."""
 
     def explain(self, error: Exception) -> Exception:
-        """The cause of `error` as the server tells it, or `error` itself."""
+        """The server's own reason for `error`, or `error` itself if it gives none."""
 
 
 class DeliveryError(RuntimeError):
@@ -56,35 +56,35 @@ class DeliveryError(RuntimeError):
 
 
 @contextmanager
-def delivering_to(receiver: BroadcastTarget) -> Iterator[None]:
-    """Names the receiver in whatever fails inside."""
+def delivering_to(target: BroadcastTarget) -> Iterator[None]:
+    """Turns errors inside into a DeliveryError that names the server."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        raise DeliveryError(receiver.address, receiver.explain(error)) from error
+        raise DeliveryError(target.address, target.explain(error)) from error
 
 
-def header_key(sequence: int, index: int) -> str:
-    """Where the store holds header `index` of push `sequence`."""
-    return f"{sequence}/header/{index}"
+def header_key(attempt_number: int, index: int) -> str:
+    """Store key of header `index` of an attempt."""
+    return f"{attempt_number}/header/{index}"
 
 
 @dataclass
 class FullTensorSender:
-    """Sends whole tensors to all `receivers` at once. `add` each tensor, then `finish`.
+    """Sends full tensors to all `targets` at once. `add` each tensor, then `finish`.
 
-    `boxes` names what the servers hold of each tensor: a digest of every box is taken before the tensor is copied
-    into a bucket, so that whatever happens to it on the way is seen. `dtypes` is what the servers store. With a
-    `folder` buckets become files there, otherwise they are broadcast.
+    `boxes` lists the servers' boxes of each tensor. A digest of every box is taken before the tensor is copied into a
+    bucket, so that any later corruption is seen. `dtypes` are the servers' dtypes. With a `folder` buckets become files
+    there, otherwise they are broadcast.
     """
 
-    receivers: Collection[BroadcastTarget]
+    targets: Collection[BroadcastTarget]
     bucket_bytes: int
     deadline: Deadline
     dtypes: Mapping[str, torch.dtype]
     boxes: Mapping[str, Collection[Box]]
     folder: Path | None = None
-    bytes: int = 0
+    nbytes: int = 0
     digests: dict[Box, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     _header: list[tuple[str, str, list[int]]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class FullTensorSender:
         self._bucket = torch.empty(self.bucket_bytes, dtype=torch.uint8)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Queues one whole tensor, in the checkpoint's name and shape."""
+        """Queues one full tensor, in the checkpoint's name and shape."""
         self.names.append(name)
         if name not in self.dtypes:
             raise VerificationError(f"{name} was sent, and the server holds no such weight", name)
@@ -113,9 +113,9 @@ class FullTensorSender:
             self._filled += aligned(raw.numel())
 
     def finish(self) -> None:
-        """Sends what is queued and tells the receivers that nothing follows."""
+        """Sends the queued tensors and tells the targets that nothing follows."""
         self._flush()
-        self._tell(END)
+        self._announce(END)
 
     def _flush(self) -> None:
         if self._header:
@@ -125,40 +125,40 @@ class FullTensorSender:
     def _send(self, payload: Tensor) -> None:
         if self.folder is not None:
             path = disk.write(self.folder, self._files, dict(unpacked(payload, self._header)))
-            self._tell({"bytes": payload.numel(), "file": str(path)})
-            self.bytes += payload.numel()
+            self._announce({"bytes": payload.numel(), "file": str(path)})
+            self.nbytes += payload.numel()
             self._files += 1
             self._header = []
             return
-        self._tell({"bytes": payload.numel(), "tensors": self._header})
-        works = []
-        for receiver in self.receivers:
-            with delivering_to(receiver):
-                works.append((receiver, receiver.group.broadcast(payload, self.deadline)))
-        for receiver, work in works:
-            with delivering_to(receiver):
-                wait(work, self.deadline, receiver.watch)
-        self.bytes += payload.numel() * len(works)
+        self._announce({"bytes": payload.numel(), "tensors": self._header})
+        broadcasts = []
+        for target in self.targets:
+            with delivering_to(target):
+                broadcasts.append((target, target.broadcast_group.broadcast(payload, self.deadline)))
+        for target, work in broadcasts:
+            with delivering_to(target):
+                wait(work, self.deadline, target.watch)
+        self.nbytes += payload.numel() * len(broadcasts)
         self._header = []
 
-    def _tell(self, header: Any) -> None:
-        for receiver in self.receivers:
-            receiver.announce(header)
+    def _announce(self, header: Any) -> None:
+        for target in self.targets:
+            target.announce(header)
 
 
 def receive_full(
     store: Store,
     group: GlooTransport | None,
-    sequence: int,
+    attempt_number: int,
     deadline: Deadline,
     load: Callable[[list[tuple[str, Tensor]]], Any],
 ) -> int:
-    """The other end of `FullTensorSender`: calls `load` with the named tensors of each bucket. They are views of it.
+    """Receives from a `FullTensorSender`: calls `load` with the named tensors of each bucket, as views of it.
 
     Returns the bytes received. `group` is None where files carry the weights.
     """
     received = 0
-    for index, header in enumerate(_headers(store, sequence, deadline)):
+    for index, header in enumerate(_headers(store, attempt_number, deadline)):
         received += header["bytes"]
         if "file" in header:
             load(disk.read(header["file"]))
@@ -174,7 +174,7 @@ def receive_full(
 
 
 def unpacked(bucket: Tensor, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors (name, dtype, shape) that lie in a bucket, as views of it."""
+    """Yields the named tensors (name, dtype, shape) of a bucket, as views of it."""
     at = 0
     for name, dtype_name, shape in tensors:
         dtype = dtype_of(dtype_name)
@@ -183,9 +183,9 @@ def unpacked(bucket: Tensor, tensors: Iterable[tuple[str, str, Sequence[int]]]) 
         at += aligned(size)
 
 
-def _headers(store: Store, sequence: int, deadline: Deadline) -> Iterator[dict[str, Any]]:
+def _headers(store: Store, attempt_number: int, deadline: Deadline) -> Iterator[dict[str, Any]]:
     index = 0
-    while (header := read(store, header_key(sequence, index), deadline)) != END:
+    while (header := read(store, header_key(attempt_number, index), deadline)) != END:
         if header == ABANDONED:
             raise RuntimeError("the trainer gave this push up")
         yield header
@@ -193,12 +193,5 @@ def _headers(store: Store, sequence: int, deadline: Deadline) -> Iterator[dict[s
 
 
 def aligned(size: int) -> int:
+    """Rounds bytes up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype called `name`, such as "float32". Raises ValueError for anything else."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a torch dtype")
-    return dtype

@@ -2,7 +2,8 @@
 
     sender    fragments --copy_ (casts)--> staging slot --transport--> staging slot --copy_--> fragments    receiver
 
-Two slots a rank: one is packed or unpacked while the other travels. A bucket that several ranks want is packed once.
+A rank has two slots: one is packed or unpacked while the other is in flight. A bucket that several ranks need is packed
+once.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megarl.reshard.plan.holdings import Fragment
-from megarl.reshard.plan.transfer_plan import Transfer, TransferPlan
+from megarl.reshard.plan.holdings import Fragment, dtype_of
+from megarl.reshard.plan.transfer_plan import RankMessage, TransferPlan
 from megarl.reshard.transfer import delta
-from megarl.reshard.transfer.digests import Sample, digest
+from megarl.reshard.transfer.digests import BucketSample, digest
 from megarl.reshard.transfer.store import Deadline
-from megarl.reshard.transfer.transports.base import Pending, Staging, Transport
+from megarl.reshard.transfer.transports.base import PendingMessage, Staging, Transport
 
-Counts = dict[int, list[int]]  # bucket -> elements of each op, for buckets that travel as a delta
+Counts = dict[int, list[int]]  # bucket -> changed elements of each op, for buckets that travel as a delta
 Digests = dict[int, list[str]]  # bucket, or message -> digest of each of its ops
 
 
 class TransferError(RuntimeError):
-    """A message did not get through. `peer` is who was waited for, `tensor` the first tensor in the message."""
+    """A message did not get through. `peer` names the rank at the other end, `tensor` the first tensor inside."""
 
     def __init__(self, message: str, *, peer: str, tensor: str):
         super().__init__(message)
@@ -37,7 +38,7 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Route:
-    """How to reach a rank of the other side: `name` in errors, and its rank in the group of `transport`."""
+    """The way to a rank of the other side: `name` for errors, and its rank in the group of `transport`."""
 
     name: str
     transport: Transport
@@ -50,20 +51,20 @@ def part_of(fragment: Fragment, start: Sequence[int], stop: Sequence[int]) -> Te
     return fragment.view[tuple(slice(a, b) for a, b in zip(start[:dims], stop[:dims], strict=True))]
 
 
-class Parts:
+class MessageViews:
     """The strided views that the ops of a message read or write, and their places in the message."""
 
-    def __init__(self, transfer: Transfer, fragments: Sequence[Fragment]):
-        chosen = [fragments[i] for i in transfer.fragment.tolist()]
-        corners = zip(chosen, transfer.start.tolist(), transfer.stop.tolist(), strict=True)
+    def __init__(self, message: RankMessage, fragments: Sequence[Fragment]):
+        of_op = [fragments[i] for i in message.fragment.tolist()]
+        corners = zip(of_op, message.start.tolist(), message.stop.tolist(), strict=True)
         self.views = [part_of(fragment, start, stop) for fragment, start, stop in corners]
-        self.names = [fragment.box.name for fragment in chosen]
-        self.offsets: list[int] = transfer.offset.tolist()
-        self.dtypes: list[torch.dtype] = [getattr(torch, name) for name in transfer.dtype]
+        self.names = [fragment.box.name for fragment in of_op]
+        self.offsets: list[int] = message.offset.tolist()
+        self.dtypes: list[torch.dtype] = [dtype_of(name) for name in message.dtype]
         self.itemsizes = [dtype.itemsize for dtype in self.dtypes]
 
     def pieces(self, payload: Tensor) -> Iterator[Tensor]:
-        """The ops' places in the message, each with its dtype and shape."""
+        """Yields each op's place in the message, with its dtype and shape."""
         for view, offset, dtype in zip(self.views, self.offsets, self.dtypes, strict=True):
             size = view.numel() * dtype.itemsize
             yield payload[offset : offset + size].view(dtype).view(view.shape)
@@ -76,29 +77,31 @@ class Parts:
         return pieces
 
     def unpack(self, payload: Tensor) -> None:
+        """Copies the message into the views."""
         for piece, view in zip(self.pieces(payload), self.views, strict=True):
             view.copy_(piece)
 
     def listing(self) -> str:
+        """Up to three tensor names, for errors."""
         names = list(dict.fromkeys(self.names))
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextmanager
-def _waiting_for(route: Route, parts: Parts) -> Iterator[None]:
-    """Names the peer and the tensors in whatever fails inside."""
+def _waiting_for(route: Route, views: MessageViews) -> Iterator[None]:
+    """Turns errors inside into a TransferError that names the peer and the tensors."""
     try:
         yield
     except (RuntimeError, OSError, ValueError) as error:
-        what = f"{parts.listing()}: {route.name} left ({error})"
+        what = f"{views.listing()}: {route.name} left ({error})"
         if isinstance(error, TimeoutError):
-            what = f"{parts.listing()} waited for {route.name}: {error}"
-        raise TransferError(what, peer=route.name, tensor=parts.names[0]) from error
+            what = f"{views.listing()} waited for {route.name}: {error}"
+        raise TransferError(what, peer=route.name, tensor=views.names[0]) from error
 
 
 @dataclass
 class SentReport:
-    """What a rank has sent: bytes on the wire, bytes of the same messages without delta, digests of sampled buckets."""
+    """One rank's sends: bytes sent, bytes of the same messages without delta, digests of the sampled buckets."""
 
     nbytes: int = 0
     dense_nbytes: int = 0
@@ -118,81 +121,82 @@ class ShardSender:
         *,
         keep: bool,
     ):
-        """`keep` holds a copy of what was sent, so that the next sync may be a delta."""
+        """With `keep` a copy of all sent buckets stays in memory, so that the next sync may be a delta."""
         self.routes = routes
         self.staging = staging
         self.keep = keep
-        self.transfers = list(plan.sends(rank))
-        self.buckets = plan.messages.bucket[[t.index for t in self.transfers]].tolist()
+        self.messages = list(plan.sends(rank))
+        self.buckets = plan.messages.bucket[[m.index for m in self.messages]].tolist()
         self.last = {bucket: number for number, bucket in enumerate(self.buckets)}  # a bucket may be packed again
-        self.parts = {b: Parts(t, fragments) for b, t in zip(self.buckets, self.transfers, strict=True)}
-        self._kept: dict[int, Tensor] = {}
+        self.views = {b: MessageViews(m, fragments) for b, m in zip(self.buckets, self.messages, strict=True)}
+        self._last_sent: dict[int, Tensor] = {}
 
     def counts(self) -> Counts:
-        """Elements that changed since they were last sent, of each op, for the buckets that are smaller as a delta."""
-        found: Counts = {}
-        for bucket, kept in self._kept.items():
-            parts = self.parts[bucket]
-            pairs = zip(parts.pack(self.staging.slots[0][: kept.numel()]), parts.pieces(kept), strict=True)
+        """Counts changed elements per op since the last send, for the buckets that are smaller as a delta."""
+        counts_of_bucket: Counts = {}
+        for bucket, last_sent in self._last_sent.items():
+            views = self.views[bucket]
+            pairs = zip(views.pack(self.staging.slots[0][: last_sent.numel()]), views.pieces(last_sent), strict=True)
             counts = [delta.changed(new, old).numel() for new, old in pairs]
-            if delta.encoded_bytes(counts, parts.itemsizes) < kept.numel():
-                found[bucket] = counts
-        return found
+            if delta.encoded_bytes(counts, views.itemsizes) < last_sent.numel():
+                counts_of_bucket[bucket] = counts
+        return counts_of_bucket
 
-    def send(self, deadline: Deadline, sample: Sample, counts: Counts) -> SentReport:
-        """Sends every message, those of the buckets in `counts` as a delta.
+    def send(self, deadline: Deadline, sample: BucketSample, counts: Counts) -> SentReport:
+        """Sends every message; buckets in `counts` travel as a delta.
 
         Raises:
             TransferError: a server's rank left, or the deadline passed.
         """
         sent = SentReport()
         slots = self.staging.slots
-        in_flight: list[list[tuple[Pending, Route, Parts]]] = [[] for _ in slots]
+        in_flight: list[list[tuple[PendingMessage, Route, MessageViews]]] = [[] for _ in slots]
         slot, packed, nbytes = 0, -1, 0
-        for number, (transfer, bucket) in enumerate(zip(self.transfers, self.buckets, strict=True)):
-            parts, route = self.parts[bucket], self.routes[transfer.peer]
+        for number, (message, bucket) in enumerate(zip(self.messages, self.buckets, strict=True)):
+            views, route = self.views[bucket], self.routes[message.peer]
             if bucket != packed:
                 slot, packed = (slot + 1) % len(slots), bucket
-                _settle(in_flight[slot], deadline)
-                pieces = parts.pack(slots[slot])
+                _await_sent(in_flight[slot], deadline)
+                pieces = views.pack(slots[slot])
                 if sample.takes(bucket) and bucket not in sent.digests:
                     sent.digests[bucket] = [digest(piece) for piece in pieces]
                 last = all(b == bucket for b in self.buckets[number : self.last[bucket] + 1])
-                nbytes = self._encode(bucket, transfer.nbytes, slots[slot], pieces, counts.get(bucket), last)
-            sent.dense_nbytes += transfer.nbytes
+                nbytes = self._encode(bucket, message.nbytes, slots[slot], pieces, counts.get(bucket), last)
+            sent.dense_nbytes += message.nbytes
             sent.nbytes += nbytes
             if nbytes:
-                with _waiting_for(route, parts):
-                    message = route.transport.send(slot, nbytes, route.rank, transfer.index)
-                in_flight[slot].append((message, route, parts))
+                with _waiting_for(route, views):
+                    pending = route.transport.send(slot, nbytes, route.rank, message.index)
+                in_flight[slot].append((pending, route, views))
         for messages in in_flight:
-            _settle(messages, deadline)
+            _await_sent(messages, deadline)
         return sent
 
     def _encode(
         self, bucket: int, nbytes: int, slot: Tensor, pieces: list[Tensor], counts: list[int] | None, last: bool
     ) -> int:
-        """Makes a delta of the packed bucket where `counts` says so. Returns the bytes to send.
+        """Makes a delta of the packed bucket if it has `counts`. Returns the bytes to send.
 
-        What was sent is kept when the bucket is packed for the `last` time in this sync: others are deltas to the same.
+        The copy for later deltas is taken when the bucket is packed for the `last` time in this sync. Until then, each
+        packing of it must be a delta to the same copy.
         """
-        before = self._kept.get(bucket)
+        before = self._last_sent.get(bucket)
         if self.keep and last:
-            self._kept[bucket] = slot[:nbytes].clone()
+            self._last_sent[bucket] = slot[:nbytes].clone()
         if counts is None:
             return nbytes
-        assert before is not None, "counts() counts kept buckets only"
-        parts = self.parts[bucket]
-        delta.encode(pieces, list(parts.pieces(before)), slot)
-        return delta.encoded_bytes(counts, parts.itemsizes)
+        assert before is not None, "counts() has only buckets that were sent before"
+        views = self.views[bucket]
+        delta.encode(pieces, list(views.pieces(before)), slot)
+        return delta.encoded_bytes(counts, views.itemsizes)
 
 
-def _settle(messages: list[tuple[Pending, Route, Parts]], deadline: Deadline) -> None:
-    """Waits until the messages from a slot are through, so that it may be filled again."""
+def _await_sent(messages: list[tuple[PendingMessage, Route, MessageViews]], deadline: Deadline) -> None:
+    """Waits until all messages from a slot are through, so that it may be filled again."""
     while messages:
-        message, route, parts = messages.pop()
-        with _waiting_for(route, parts):
-            message.wait(deadline)
+        pending, route, views = messages.pop()
+        with _waiting_for(route, views):
+            pending.wait(deadline)
 
 
 class ShardReceiver:
@@ -208,9 +212,9 @@ class ShardReceiver:
     ):
         self.routes = routes
         self.staging = staging
-        self.transfers = list(plan.receives(rank))
-        self.buckets = plan.messages.bucket[[t.index for t in self.transfers]].tolist()
-        self.parts = [Parts(t, fragments) for t in self.transfers]
+        self.messages = list(plan.receives(rank))
+        self.buckets = plan.messages.bucket[[m.index for m in self.messages]].tolist()
+        self.views = [MessageViews(m, fragments) for m in self.messages]
 
     def receive(self, deadline: Deadline, counts: Counts) -> int:
         """Receives every message into the fragments. Returns the bytes received.
@@ -220,41 +224,41 @@ class ShardReceiver:
         """
         received = 0
         free = deque(range(len(self.staging.slots)))
-        in_flight: deque[tuple[Pending, int, int]] = deque()
-        for number, transfer in enumerate(self.transfers):
+        in_flight: deque[tuple[PendingMessage, int, int]] = deque()
+        for number, message in enumerate(self.messages):
             if not free:
-                free.append(self._take(*in_flight.popleft(), deadline, counts))
-            changes = counts.get(self.buckets[number])
-            nbytes = transfer.nbytes
-            if changes is not None:
-                nbytes = delta.encoded_bytes(changes, self.parts[number].itemsizes)
+                free.append(self._unpack(*in_flight.popleft(), deadline, counts))
+            bucket_counts = counts.get(self.buckets[number])
+            nbytes = message.nbytes
+            if bucket_counts is not None:
+                nbytes = delta.encoded_bytes(bucket_counts, self.views[number].itemsizes)
             if nbytes:
-                route, slot = self.routes[transfer.peer], free.popleft()
-                with _waiting_for(route, self.parts[number]):
-                    message = route.transport.receive(slot, nbytes, route.rank, transfer.index)
-                in_flight.append((message, number, slot))
+                route, slot = self.routes[message.peer], free.popleft()
+                with _waiting_for(route, self.views[number]):
+                    pending = route.transport.receive(slot, nbytes, route.rank, message.index)
+                in_flight.append((pending, number, slot))
                 received += nbytes
         while in_flight:
-            self._take(*in_flight.popleft(), deadline, counts)
+            self._unpack(*in_flight.popleft(), deadline, counts)
         return received
 
-    def _take(self, message: Pending, number: int, slot: int, deadline: Deadline, counts: Counts) -> int:
-        """Waits for a message and unpacks it. Returns its slot, which is free again."""
-        parts, changes = self.parts[number], counts.get(self.buckets[number])
-        with _waiting_for(self.routes[self.transfers[number].peer], parts):
-            payload = message.wait(deadline)
-        if changes is None:
-            parts.unpack(payload)
+    def _unpack(self, pending: PendingMessage, number: int, slot: int, deadline: Deadline, counts: Counts) -> int:
+        """Waits for message `number` and unpacks it. Returns its slot, which is free again."""
+        views, bucket_counts = self.views[number], counts.get(self.buckets[number])
+        with _waiting_for(self.routes[self.messages[number].peer], views):
+            payload = pending.wait(deadline)
+        if bucket_counts is None:
+            views.unpack(payload)
         else:
-            delta.apply(payload, changes, parts.views)
-        with _waiting_for(self.routes[self.transfers[number].peer], parts):
-            message.release()
+            delta.apply(payload, bucket_counts, views.views)
+        with _waiting_for(self.routes[self.messages[number].peer], views):
+            pending.release()
         return slot
 
-    def held(self, sample: Sample) -> Digests:
-        """Digests of what the sampled messages left in the fragments, read back from the live parameters."""
-        found: Digests = {}
-        for transfer, bucket, parts in zip(self.transfers, self.buckets, self.parts, strict=True):
+    def read_back(self, sample: BucketSample) -> Digests:
+        """Digests of the sampled messages' tensors, read back from the live parameters."""
+        digests: Digests = {}
+        for message, bucket, views in zip(self.messages, self.buckets, self.views, strict=True):
             if sample.takes(bucket):
-                found[transfer.index] = [digest(piece) for piece in parts.pack(self.staging.slots[0])]
-        return found
+                digests[message.index] = [digest(piece) for piece in views.pack(self.staging.slots[0])]
+        return digests

@@ -1,6 +1,6 @@
-"""Where trainer ranks and server ranks meet: a key-value store on the trainer's address, JSON values, deadlines.
+"""The key-value store in which trainer ranks and server ranks meet: JSON values, deadlines, the trainer's address.
 
-Nothing in a store is ever unpickled. Bulk values (what a rank holds) are compressed.
+Nothing in a store is ever unpickled. Bulk values (a rank's holdings) are compressed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import DistStoreError, Store, TCPStore
 
 POLL_S = 0.002
-WATCH_S = 0.05  # between two looks of a `watch`
+WATCH_S = 0.05  # between two calls of `watch`
 
 
 class Deadline:
@@ -28,14 +28,14 @@ class Deadline:
 
     def left(self) -> float:
         """Seconds left. Raises TimeoutError when there are none."""
-        left = self.end - time.monotonic()
-        if left <= 0:
+        seconds_left = self.end - time.monotonic()
+        if seconds_left <= 0:
             raise TimeoutError(f"deadline of {self.seconds:g} s passed")
-        return left
+        return seconds_left
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """A store served by this process on a free port of `host` alone; torch's own listener would take all addresses."""
+    """Serves a store from this process, on a free port of `host` alone; torch's own listener takes all addresses."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     timeout = timedelta(seconds=timeout_s)
@@ -45,7 +45,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
 
 
 def join_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """The store that `open_store` serves, seen from another process."""
+    """Connects another process to the store that `open_store` serves."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
@@ -55,28 +55,28 @@ def write(store: Store, key: str, value: Any) -> None:
 
 
 def read(store: Store, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> Any:
-    """The JSON value of `key`, waited for. `watch`, where given, is called meanwhile and may raise."""
+    """Waits for the JSON value of `key`. `watch` is called meanwhile and may raise."""
     await_key(store, key, deadline, watch)
     return json.loads(store.get(key))
 
 
 def write_bulk(store: Store, key: str, value: Any) -> None:
-    """Puts a large JSON value into the store."""
+    """Puts a large JSON value into the store, compressed."""
     store.set(key, zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1))  # type: ignore[arg-type]
 
 
 def read_bulk(store: Store, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> Any:
-    """What `write_bulk` wrote at `key`, waited for."""
+    """Waits for a value written by `write_bulk`."""
     await_key(store, key, deadline, watch)
     return json.loads(zlib.decompress(store.get(key)))
 
 
 def await_key(store: Store, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> None:
-    """Returns when `key` is there. Raises TimeoutError after the deadline, and whatever `watch` raises."""
+    """Returns once `key` exists. Raises TimeoutError after the deadline, and any error of `watch`."""
     while True:
-        left = deadline.left()
+        seconds_left = deadline.left()
         try:
-            store.wait([key], timedelta(seconds=left if watch is None else min(left, WATCH_S)))
+            store.wait([key], timedelta(seconds=seconds_left if watch is None else min(seconds_left, WATCH_S)))
             return
         except DistStoreError as error:
             if watch is None:

@@ -1,4 +1,4 @@
-"""Runs a plan in memory: pack, hand over, unpack; and holds the outcome against the whole tensors."""
+"""Runs a plan in memory (pack, hand over, unpack) and compares the outcome with the full tensors."""
 
 from __future__ import annotations
 
@@ -13,59 +13,62 @@ from megarl.reshard.plan.transfer_plan import TransferPlan
 
 
 def checkpoint_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Random tensors; their elements need more bits than bfloat16 has, so that a cast in the wrong place is seen."""
+    """Random tensors; their elements need more bits than bfloat16 has, so that a misplaced cast shows."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.rand(shape, generator=generator, dtype=torch.float64) + 1 for name, shape in shapes.items()}
 
 
 def boxes_of(side: Holdings, rank: int, checkpoint: Mapping[str, Tensor]) -> list[tuple[Box, torch.dtype]]:
     """The fragments of one rank, in its own order."""
-    found = []
+    boxes = []
     for row in side.rows_of(rank):
         name = side.names[side.tensor[row]]
         dims = checkpoint[name].dim()
         start, stop = side.start[row].tolist(), side.stop[row].tolist()
         assert start[dims:] == [0] * (len(start) - dims)
         assert stop[dims:] == [1] * (len(start) - dims)
-        found.append((Box(name, tuple(start[:dims]), tuple(stop[:dims])), getattr(torch, side.dtypes[side.dtype[row]])))
-    return found
+        boxes.append((Box(name, tuple(start[:dims]), tuple(stop[:dims])), getattr(torch, side.dtypes[side.dtype[row]])))
+    return boxes
 
 
-def check_delivery(made: TransferPlan, checkpoint: Mapping[str, Tensor]) -> None:
-    """Every element of every destination is written once, in bounded buckets without gaps, with the right bits."""
-    wires = dict(packed(made, checkpoint))
-    for rank in range(len(made.topology.node)):
-        boxes = boxes_of(made.destinations, rank, checkpoint)
+def check_delivery(transfer_plan: TransferPlan, checkpoint: Mapping[str, Tensor]) -> None:
+    """Asserts that every element of every destination is written once, with the right bits.
+
+    Buckets must be bounded and have no gaps.
+    """
+    wires = dict(packed(transfer_plan, checkpoint))
+    for rank in range(len(transfer_plan.topology.node)):
+        boxes = boxes_of(transfer_plan.destinations, rank, checkpoint)
         held = [torch.full(box.shape, -1.0, dtype=dtype) for box, dtype in boxes]
-        for got in made.receives(rank):
-            wire, at = wires.pop(got.index), 0
-            for i in range(len(got)):
-                target = part_of(held[got.fragment[i]], got.start[i], got.stop[i])
+        for message in transfer_plan.receives(rank):
+            wire, at = wires.pop(message.index), 0
+            for i in range(len(message)):
+                target = part_of(held[message.fragment[i]], message.start[i], message.stop[i])
                 assert (target == -1).all(), "an element is written twice"
                 size = target.numel() * target.element_size()
-                assert got.offset[i] == at, "a gap in the bucket"
-                assert target.dtype == getattr(torch, got.dtype[i])
+                assert message.offset[i] == at, "a gap in the bucket"
+                assert target.dtype == getattr(torch, message.dtype[i])
                 target.copy_(wire[at : at + size].view(target.dtype).view(target.shape))
                 at += size
-            assert at == len(wire) == got.nbytes <= made.bucket_bytes
+            assert at == len(wire) == message.nbytes <= transfer_plan.bucket_bytes
         for (box, dtype), fragment in zip(boxes, held, strict=True):
             assert torch.equal(fragment, box.of(checkpoint[box.name]).to(dtype)), box
     assert not wires, "a message that nobody receives"
 
 
-def packed(made: TransferPlan, checkpoint: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """The bytes of every message, by its place in the global order."""
+def packed(transfer_plan: TransferPlan, checkpoint: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Bytes of every message, by its place in the global order."""
     wires: dict[int, Tensor] = {}
-    for rank in range(len(made.topology.source_node)):
-        boxes = boxes_of(made.sources, rank, checkpoint)
-        for sent in made.sends(rank):
-            wire = torch.empty(sent.nbytes, dtype=torch.uint8)
-            for i in range(len(sent)):
-                box, _ = boxes[sent.fragment[i]]
-                piece = part_of(box.of(checkpoint[box.name]), sent.start[i], sent.stop[i])
-                raw = piece.to(getattr(torch, sent.dtype[i])).contiguous().flatten().view(torch.uint8)
-                wire[sent.offset[i] : sent.offset[i] + raw.numel()] = raw
-            wires[sent.index] = wire
+    for rank in range(len(transfer_plan.topology.source_node)):
+        boxes = boxes_of(transfer_plan.sources, rank, checkpoint)
+        for message in transfer_plan.sends(rank):
+            wire = torch.empty(message.nbytes, dtype=torch.uint8)
+            for i in range(len(message)):
+                box, _ = boxes[message.fragment[i]]
+                piece = part_of(box.of(checkpoint[box.name]), message.start[i], message.stop[i])
+                raw = piece.to(getattr(torch, message.dtype[i])).contiguous().flatten().view(torch.uint8)
+                wire[message.offset[i] : message.offset[i] + raw.numel()] = raw
+            wires[message.index] = wire
     return wires
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors in buckets over a real gloo group, and the digests that prove what arrived."""
+"""Full tensors in buckets over a real gloo group, and the digests that prove their arrival."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 
 
 class Link:
-    """The sender's end of a group of two, and the receiver's end for a thread of the same test."""
+    """Both ends of a group of two: the sender's, and the receiver's for a thread of the same test."""
 
     address = "the far end"
 
@@ -42,7 +42,7 @@ class Link:
         far: list[GlooTransport] = []
         thread = threading.Thread(target=lambda: far.append(GlooTransport(self.far_store, HOST, 1, 2, 5)))
         thread.start()
-        self.group = GlooTransport(self.store, HOST, 0, 2, 5)
+        self.broadcast_group = GlooTransport(self.store, HOST, 0, 2, 5)
         thread.join(10)
         self.far_group = far[0]
         self.headers: list[Any] = []
@@ -52,7 +52,7 @@ class Link:
         self.headers.append(header)
 
     def watch(self) -> None:
-        """Nothing to watch: the receiver is a thread."""
+        """Does nothing: the receiver is a thread."""
 
     def explain(self, error: Exception) -> Exception:
         return error
@@ -62,7 +62,7 @@ class Link:
 def link() -> Iterator[Link]:
     link = Link(open_store(HOST, 5))
     yield link
-    link.group.abort()
+    link.broadcast_group.abort()
     link.far_group.abort()
 
 
@@ -84,7 +84,7 @@ def transfer(
     thread = threading.Thread(target=far_end)
     thread.start()
     sender = FullTensorSender(
-        receivers=[link],
+        targets=[link],
         bucket_bytes=bucket_bytes,
         deadline=Deadline(5),
         dtypes=dict.fromkeys(tensors, dtype),
@@ -116,7 +116,7 @@ def test_whole_tensors_arrive_bit_for_bit_in_buckets_of_bounded_size(
     buckets = link.headers[:-1]
     for header in buckets:
         assert header["bytes"] <= bucket_bytes or len(header["tensors"]) == 1
-    assert sender.bytes == sum(header["bytes"] for header in buckets)
+    assert sender.nbytes == sum(header["bytes"] for header in buckets)
     if bucket_bytes == 10_000:
         assert len(buckets) == 1
 

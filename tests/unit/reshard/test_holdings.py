@@ -1,4 +1,4 @@
-"""Boxes of the checkpoint, and what a world of ranks holds of it."""
+"""Boxes of the checkpoint, and tables of the boxes that ranks hold."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def test_a_box_that_leaves_its_tensor_is_refused(shape: tuple[int, ...]) -> None
 
 
 def test_a_fragment_whose_view_has_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"shows \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"the view of w has shape \(2, 4\)"):
         Fragment(0, "w", Box("w", (2, 0), (5, 4)), torch.zeros(2, 4))
 
 
 def test_ranks_that_hold_the_same_share_rows_and_keep_the_order_of_their_list() -> None:
     a, b = (Box("a", (0, 2), (4, 6)), "float32"), (Box("b", (1,), (3,)), "bfloat16")
-    held = Holdings.of([[b, a], [a], [b, a]])
-    assert held.holders == ((0, 2), (1,))
-    assert [held.names[t] for t in held.tensor] == ["b", "a", "a"]
-    assert held.rows_of(0).tolist() == held.rows_of(2).tolist() == [0, 1]
-    assert held.rows_of(1).tolist() == [2]
-    assert held.nbytes.tolist() == [2 * 2, 16 * 4, 16 * 4]
-    assert held.start.tolist() == [[1, 0], [0, 2], [0, 2]]
-    assert held.stop.tolist() == [[3, 1], [4, 6], [4, 6]]
+    holdings = Holdings.of([[b, a], [a], [b, a]])
+    assert holdings.holders == ((0, 2), (1,))
+    assert [holdings.names[t] for t in holdings.tensor] == ["b", "a", "a"]
+    assert holdings.rows_of(0).tolist() == holdings.rows_of(2).tolist() == [0, 1]
+    assert holdings.rows_of(1).tolist() == [2]
+    assert holdings.nbytes.tolist() == [2 * 2, 16 * 4, 16 * 4]
+    assert holdings.start.tolist() == [[1, 0], [0, 2], [0, 2]]
+    assert holdings.stop.tolist() == [[3, 1], [4, 6], [4, 6]]
 
 
 def test_a_dtype_that_torch_does_not_know_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Requests that follow each other on one connection, against a peer that writes what a test says."""
+"""Requests that follow each other on one connection, against a scripted peer."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def test_requests_are_sent_before_earlier_ones_are_answered_and_answers_keep_the
 ) -> None:
     connection, peer = pair
     numbers = [connection.ask("POST", f"/{i}", {"X-Key": "k"}, b"{}", 5.0) for i in range(3)]
-    heard = b""
-    while heard.count(b"{}") < 3:
-        heard += peer.recv(4096)
-    assert heard.startswith(b"POST /0 HTTP/1.1\r\n")
-    assert b"X-Key: k\r\n" in heard
+    requests = b""
+    while requests.count(b"{}") < 3:
+        requests += peer.recv(4096)
+    assert requests.startswith(b"POST /0 HTTP/1.1\r\n")
+    assert b"X-Key: k\r\n" in requests
     assert not connection.answered(numbers[0], 0.0)
     peer.sendall(OK + b"a0" + OK.replace(b"200 OK", b"400 Bad Request") + b"a1" + OK[:-3])
     assert connection.answered(numbers[1], 5.0)
     assert [connection.answer(n) for n in numbers[:2]] == [(200, b"a0"), (400, b"a1")]
-    assert not connection.answered(numbers[2], 0.05)  # a part of it is there
+    assert not connection.answered(numbers[2], 0.05)  # only a part has arrived
     assert connection.idle_s() == 0.0
     peer.sendall(OK[-3:] + b"a2")
     assert connection.answered(numbers[2], 5.0)

@@ -1,4 +1,4 @@
-"""Plans between random worlds: every element once, everything used, exact bytes, and equal to the plain path."""
+"""Plans between random worlds: every element once, everything used, exact bytes, equal to the full path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_memory import check_delivery, checkpoint_of
 
-from megarl.reshard.plan.holdings import Box, Holdings, Topology, itemsize
+from megarl.reshard.plan.holdings import Box, Holdings, Topology, dtype_of
 from megarl.reshard.plan.planner import PlanError, plan
 from megarl.reshard.plan.transfer_plan import TransferPlan
 
@@ -20,7 +20,7 @@ Parts = list[tuple[Box, str]]
 
 @dataclass
 class World:
-    """A checkpoint and what the ranks of both sides hold of it."""
+    """A checkpoint and the boxes of it that the ranks of both sides hold."""
 
     shapes: dict[str, tuple[int, ...]]
     sources: list[Parts]
@@ -39,17 +39,17 @@ class World:
         )
 
 
-def cut(draw: st.DrawFn, size: int, most: int) -> list[int]:
-    """Edges that cut `[0, size)` into one to `most` uneven parts."""
-    inner = draw(st.lists(st.integers(1, size - 1), max_size=most - 1, unique=True)) if size > 1 else []
+def cut(draw: st.DrawFn, size: int, max_parts: int) -> list[int]:
+    """Edges that cut `[0, size)` into one to `max_parts` uneven parts."""
+    inner = draw(st.lists(st.integers(1, size - 1), max_size=max_parts - 1, unique=True)) if size > 1 else []
     return [0, *sorted(inner), size]
 
 
-def tiles(draw: st.DrawFn, name: str, shape: tuple[int, ...], most: int) -> list[Box]:
+def tiles(draw: st.DrawFn, name: str, shape: tuple[int, ...], max_parts: int) -> list[Box]:
     """Boxes that cover a tensor, each element once."""
     corners: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     for size in shape:
-        edges = cut(draw, size, most)
+        edges = cut(draw, size, max_parts)
         spans = list(pairwise(edges))
         corners = [((*a, s), (*b, t)) for a, b in corners for s, t in spans]
     return [Box(name, a, b) for a, b in corners]
@@ -71,7 +71,7 @@ def worlds(draw: st.DrawFn) -> World:
         held: list[Parts] = [[] for _ in range(size)]
         dtype = draw(st.sampled_from(["float32", "bfloat16", "float64"]))
         for name, shape in shapes.items():
-            wide = draw(st.booleans())  # such as a router in fp32 beside weights in bf16
+            wide = draw(st.booleans())  # as a router in fp32 next to weights in bf16
             for box in tiles(draw, name, shape, 3):
                 for rank in draw(st.sets(st.integers(0, size - 1), min_size=1)):
                     held[rank].append((box, "float32" if wide else dtype))
@@ -91,27 +91,29 @@ def worlds(draw: st.DrawFn) -> World:
 @settings(max_examples=100)
 def test_a_plan_of_random_worlds_delivers_every_element_once_and_bit_equal_to_the_whole_tensors(world: World) -> None:
     checkpoint = checkpoint_of(world.shapes)
-    made = world.plan()
-    check_delivery(made, checkpoint)
-    needed = [sum(math.prod(box.shape) * itemsize(dtype) for box, dtype in rank) for rank in world.destinations]
-    assert made.bytes_in.tolist() == needed
-    assert made.bytes_out.sum() == sum(needed)
+    transfer_plan = world.plan()
+    check_delivery(transfer_plan, checkpoint)
+    needed = [
+        sum(math.prod(box.shape) * dtype_of(dtype).itemsize for box, dtype in rank) for rank in world.destinations
+    ]
+    assert transfer_plan.bytes_in.tolist() == needed
+    assert transfer_plan.bytes_out.sum() == sum(needed)
 
 
 @given(worlds())
 @settings(max_examples=60)
 def test_both_ends_go_through_their_messages_in_one_global_order(world: World) -> None:
-    made = world.plan()
+    transfer_plan = world.plan()
     sent = {}
     for rank in range(len(world.sources)):
-        indices = [t.index for t in made.sends(rank)]
+        indices = [t.index for t in transfer_plan.sends(rank)]
         assert indices == sorted(indices)
-        sent |= {t.index: (rank, t.peer, t.nbytes) for t in made.sends(rank)}
+        sent |= {t.index: (rank, t.peer, t.nbytes) for t in transfer_plan.sends(rank)}
     received = {}
     for rank in range(len(world.destinations)):
-        indices = [t.index for t in made.receives(rank)]
+        indices = [t.index for t in transfer_plan.receives(rank)]
         assert indices == sorted(indices)
-        received |= {t.index: (t.peer, rank, t.nbytes) for t in made.receives(rank)}
+        received |= {t.index: (t.peer, rank, t.nbytes) for t in transfer_plan.receives(rank)}
     assert sent == received
     assert sorted(sent) == list(range(len(sent)))
 
@@ -119,26 +121,26 @@ def test_both_ends_go_through_their_messages_in_one_global_order(world: World) -
 @given(worlds())
 @settings(max_examples=40)
 def test_the_hash_depends_on_the_inputs_and_on_nothing_else(world: World) -> None:
-    made = world.plan()
-    assert made.hash == world.plan().hash
-    assert made.hash != replace(world, shapes={}, sources=[*world.sources, world.sources[0]]).plan().hash
+    transfer_plan = world.plan()
+    assert transfer_plan.hash == world.plan().hash
+    assert transfer_plan.hash != replace(world, shapes={}, sources=[*world.sources, world.sources[0]]).plan().hash
 
 
 @given(worlds())
 @settings(max_examples=60)
 def test_a_neighbour_on_the_same_node_sends_whenever_there_is_one(world: World) -> None:
-    made, topology = world.plan(), world.topology()
+    transfer_plan, topology = world.plan(), world.topology()
     for source, destination, bucket in zip(
-        made.messages.source, made.messages.destination, made.messages.bucket, strict=True
+        transfer_plan.messages.source, transfer_plan.messages.destination, transfer_plan.messages.bucket, strict=True
     ):
-        able = made.replica_sets[made.buckets.replicas[bucket]]
+        able = transfer_plan.replica_sets[transfer_plan.buckets.replicas[bucket]]
         assert source in able
-        here = [rank for rank in able if topology.source_node[rank] == topology.node[destination]]
-        assert not here or source in here
+        on_node = [rank for rank in able if topology.source_node[rank] == topology.node[destination]]
+        assert not on_node or source in on_node
 
 
 def replicated(ranks: int, servers: int, rows: int = 64, bucket_bytes: int = 64) -> World:
-    """One matrix that all trainer ranks hold, for servers of one rank."""
+    """One matrix held by all trainer ranks, for servers of one rank."""
     box = Box("w", (0, 0), (rows, 8))
     return World(
         {"w": (rows, 8)}, [[(box, "float32")]] * ranks, [[(box, "float32")]] * servers, [1] * servers, bucket_bytes, 1,
@@ -149,14 +151,14 @@ def replicated(ranks: int, servers: int, rows: int = 64, bucket_bytes: int = 64)
 @pytest.mark.parametrize(("ranks", "servers"), [(1, 5), (4, 1), (4, 4), (3, 4), (5, 12)])
 def test_replicas_share_the_load_within_a_few_buckets(ranks: int, servers: int) -> None:
     world = replicated(ranks, servers)
-    made = world.plan()
-    assert made.bytes_out.max() - made.bytes_out.min() <= 5 * world.bucket_bytes
+    transfer_plan = world.plan()
+    assert transfer_plan.bytes_out.max() - transfer_plan.bytes_out.min() <= 5 * world.bucket_bytes
 
 
 def test_a_destination_keeps_to_one_sender_where_the_load_allows_it() -> None:
-    made = replicated(ranks=4, servers=8).plan()
+    transfer_plan = replicated(ranks=4, servers=8).plan()
     for rank in range(8):
-        assert len({t.peer for t in made.receives(rank)}) == 1
+        assert len({t.peer for t in transfer_plan.receives(rank)}) == 1
 
 
 def test_small_tensors_that_all_ranks_hold_ride_with_the_matrices_of_some() -> None:
@@ -164,8 +166,8 @@ def test_small_tensors_that_all_ranks_hold_ride_with_the_matrices_of_some() -> N
         (Box("n", (0,), (8,)), "float32"),
         [(Box("w", (4 * i, 0), (4 * i + 4, 8)), "float32") for i in (0, 1)],
     )
-    whole = [(Box("w", (0, 0), (8, 8)), "float32"), norm]
-    world = World({}, [[halves[0], norm], [halves[1], norm]], [whole], [1], 10_000, 1, first=None)
+    everything = [(Box("w", (0, 0), (8, 8)), "float32"), norm]
+    world = World({}, [[halves[0], norm], [halves[1], norm]], [everything], [1], 10_000, 1, first=None)
     assert sorted(t.nbytes for t in world.plan().receives(0)) == [128, 160]
 
 

@@ -1,75 +1,32 @@
-"""What ranks of SGLang hold by rule, and plans between real layouts of both sides."""
+"""Rules of SGLang's layout against chunk and cat, and plans between real layouts of both sides."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from family_configs import CONFIGS, HEAD_DIM, HIDDEN, VOCAB, config_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from in_memory import check_delivery, checkpoint_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
-from transformers import (
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import PretrainedConfig
 
+from megarl.actor.checks import check_layout
 from megarl.actor.weights.shards import tensor_shapes, world_table
-from megarl.families import check_layout
+from megarl.families import FAMILIES
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
-from megarl.reshard.plan.holdings import Topology, itemsize
+from megarl.reshard.plan.holdings import Topology, dtype_of
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import plan
-from megarl.reshard.plan.sglang_layout import (
-    FAMILIES,
-    Geometry,
-    LayoutError,
-    check_plain,
-    fragments,
-    padded_for_cpu,
-    server_holdings,
-)
-
-CONFIGS: dict[str, type[PretrainedConfig]] = {
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "mixtral": MixtralConfig,
-}
-HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 8, 4, 32, 48, 347
-
-
-def config_of(family: str, **changes: Any) -> PretrainedConfig:
-    sizes = {
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "vocab_size": VOCAB,
-        "tie_word_embeddings": False,
-    }
-    if family != "qwen2":  # which has no such field
-        sizes["head_dim"] = HEAD_DIM
-    if family == "qwen3_moe":
-        sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2}
-    if family == "mixtral":
-        sizes |= {"num_local_experts": 4}
-    return CONFIGS[family](**(sizes | changes))
+from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu, server_holdings
+from megarl.reshard.sync.live_parameters import live_fragments
 
 
 def test_every_family_of_the_rules_is_tested() -> None:
@@ -80,14 +37,14 @@ def test_every_family_of_the_rules_is_tested() -> None:
 
 
 def sglang_parameters(tensors: dict[str, Tensor], kv_heads: int, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
-    """What SGLang's loaders make of a dense checkpoint of one layer on one rank, written with chunk and cat."""
+    """Parameters of one rank as SGLang's loaders fill them from a dense checkpoint of one layer, by chunk and cat."""
     attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
 
     def kv_shard(part: str, kind: str) -> Tensor:
-        whole = tensors[f"{attention}{part}_proj.{kind}"]
+        projection = tensors[f"{attention}{part}_proj.{kind}"]
         if tp_size <= kv_heads:
-            return whole.chunk(tp_size)[tp_rank]
-        return whole.chunk(kv_heads)[tp_rank * kv_heads // tp_size]
+            return projection.chunk(tp_size)[tp_rank]
+        return projection.chunk(kv_heads)[tp_rank * kv_heads // tp_size]
 
     def qkv(kind: str) -> Tensor:
         q = tensors[f"{attention}q_proj.{kind}"].chunk(tp_size)[tp_rank]
@@ -97,7 +54,7 @@ def sglang_parameters(tensors: dict[str, Tensor], kv_heads: int, tp_rank: int, t
         return pad(tensors[name], (0, 0, 0, -VOCAB % 64), value=-1.0).chunk(tp_size)[tp_rank]
 
     gate_up = [tensors[f"{mlp}{part}_proj.weight"].chunk(tp_size)[tp_rank] for part in ("gate", "up")]
-    made = {
+    parameters = {
         "model.embed_tokens.weight": vocab_shard("model.embed_tokens.weight"),
         f"{attention}qkv_proj.weight": qkv("weight"),
         f"{attention}o_proj.weight": tensors[f"{attention}o_proj.weight"].chunk(tp_size, dim=1)[tp_rank],
@@ -106,8 +63,8 @@ def sglang_parameters(tensors: dict[str, Tensor], kv_heads: int, tp_rank: int, t
         "lm_head.weight": vocab_shard("lm_head.weight"),
     }
     if f"{attention}q_proj.bias" in tensors:
-        made[f"{attention}qkv_proj.bias"] = qkv("bias")
-    return made | {name: tensor for name, tensor in tensors.items() if "norm" in name}
+        parameters[f"{attention}qkv_proj.bias"] = qkv("bias")
+    return parameters | {name: tensor for name, tensor in tensors.items() if "norm" in name}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -119,7 +76,7 @@ def test_fragments_show_their_box_and_together_cover_the_checkpoint(tp_size: int
     holders = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     for rank in range(tp_size):
         parameters = sglang_parameters(tensors, kv_heads, rank, tp_size)
-        for fragment in fragments(parameters.items(), Geometry.of(config, rank, tp_size)):
+        for fragment in live_fragments(parameters.items(), Geometry.of(config, rank, tp_size)):
             assert fragment.rank == rank
             assert torch.equal(fragment.view, fragment.box.of(tensors[fragment.box.name]))
             held = parameters[fragment.tensor]
@@ -150,13 +107,16 @@ def test_experts_are_stacked_by_ep_rank_and_cut_by_the_rest_of_tp(family: str, t
     tensors = checkpoint_of(tensor_shapes(config))
     moe_tp, local = tp_size // ep_size, 4 // ep_size
     for rank in range(tp_size):
-        mine = range(rank // moe_tp * local, (rank // moe_tp + 1) * local)
+        rank_experts = range(rank // moe_tp * local, (rank // moe_tp + 1) * local)
         part = rank % moe_tp
-        w13 = [torch.cat([tensors[f"{experts}.{e}.{n}.weight"].chunk(moe_tp)[part] for n in (gate, up)]) for e in mine]
-        w2 = [tensors[f"{experts}.{e}.{down}.weight"].chunk(moe_tp, dim=1)[part] for e in mine]
+        w13 = [
+            torch.cat([tensors[f"{experts}.{e}.{n}.weight"].chunk(moe_tp)[part] for n in (gate, up)])
+            for e in rank_experts
+        ]
+        w2 = [tensors[f"{experts}.{e}.{down}.weight"].chunk(moe_tp, dim=1)[part] for e in rank_experts]
         geometry = Geometry.of(config, rank, tp_size, ep_size)
         live = {p.name: torch.zeros(p.shape, dtype=torch.float64) for p in geometry.parameters()}
-        for fragment in fragments(live.items(), geometry):
+        for fragment in live_fragments(live.items(), geometry):
             fragment.view.copy_(fragment.box.of(tensors[fragment.box.name]))
         assert torch.equal(live[f"{experts}.w13_weight"], torch.stack(w13))
         assert torch.equal(live[f"{experts}.w2_weight"], torch.stack(w2))
@@ -176,7 +136,7 @@ def test_padding_heads_and_neurons_belong_to_no_checkpoint_row() -> None:
         assert shapes["self_attn.qkv_proj.weight"] == ((4 + 2) * HEAD_DIM, HIDDEN)
         assert shapes["self_attn.o_proj.weight"] == (HIDDEN, 4 * HEAD_DIM)
         assert shapes["mlp.gate_up_proj.weight"] == (2 * 32, HIDDEN)
-        boxes = [piece.box for p in geometry.parameters() for piece in p.pieces if "_proj" in p.name]
+        boxes = [part.box for p in geometry.parameters() for part in p.parts if "_proj" in p.name]
         held.append({box.name.split(".")[-2]: (box.start, box.stop) for box in boxes})
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert set(held[0]) == attention | {"gate_proj", "up_proj", "down_proj"}
@@ -193,56 +153,7 @@ def test_a_tied_head_is_one_parameter_or_a_second_copy_as_the_family_has_it(fami
     if family == "llama":
         assert "lm_head.weight" not in names
     else:
-        assert names["lm_head.weight"].pieces == names["model.embed_tokens.weight"].pieces
-
-
-# --- Live parameters that differ from the rules ----------------------------------------------------------------------
-
-
-def live_parameters(**changes: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """Those of a rank of a plain Llama, some of them changed or left out."""
-    for p in Geometry.of(config_of("llama"), 0, 1).parameters():
-        tensor = changes.get(p.name.rpartition(".")[0].rpartition(".")[2], torch.zeros(p.shape))
-        if tensor is not None:
-            yield p.name, tensor
-
-
-def test_a_parameter_of_an_unexpected_shape_is_refused_with_both_shapes() -> None:
-    wrong = live_parameters(gate_up_proj=torch.zeros(98, HIDDEN))
-    with pytest.raises(LayoutError, match=r"gate_up_proj.weight as \[98, 32\] on rank 0 of 1, .* say \[96, 32\]") as e:
-        list(fragments(wrong, Geometry.of(config_of("llama"), 0, 1)))
-    assert e.value.tensor == "model.layers.0.mlp.gate_up_proj.weight"
-
-
-def test_a_parameter_that_the_rules_expect_and_the_server_lacks_is_refused() -> None:
-    with pytest.raises(LayoutError, match=r"holds no lm_head.weight on rank 0 of 1, .* say \[384, 32\]"):
-        list(fragments(live_parameters(lm_head=None), Geometry.of(config_of("llama"), 0, 1)))
-
-
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.experts.w13_weight", "visual.proj.weight", "lm_head.bias"])
-def test_a_parameter_without_a_rule_is_refused(name: str) -> None:
-    with pytest.raises(LayoutError, match=r"\[4, 4\] on rank 0 of 1, and no rule for llama names it"):
-        list(fragments([(name, torch.zeros(4, 4))], Geometry.of(config_of("llama"), 0, 1)))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"use_intel_amx_backend": True}, "packed for AMX"),
-        ({"quant_method": SimpleNamespace(w13_swiglu_interleaved=True)}, "interleaved; unset SGLANG_OPT_FUSE"),
-        ({"quant_method": SimpleNamespace(load_up_proj_weight_first=True)}, "up before gate; use --moe-runner-backend"),
-        ({"use_triton_kernels": True}, "transposed"),
-        ({"quant_method": SimpleNamespace(quant_config=object())}, "serves experts quantized"),
-    ],
-)
-def test_weights_that_sglang_rearranged_after_loading_are_refused(flags: dict[str, Any], message: str) -> None:
-    model = nn.Module()
-    model.experts = nn.Module()
-    check_plain(model)
-    for name, value in flags.items():
-        setattr(model.experts, name, value)
-    with pytest.raises(LayoutError, match=message):
-        check_plain(model)
+        assert names["lm_head.weight"].parts == names["model.embed_tokens.weight"].parts
 
 
 @pytest.mark.parametrize(
@@ -259,7 +170,12 @@ def test_weights_that_sglang_rearranged_after_loading_are_refused(flags: dict[st
         ("mixtral", {}, (4, 3), "ep_size=3 must divide its tp_size=4"),
         ("mixtral", {"num_local_experts": 3}, (2, 2), "share 3 experts out to 2 ranks"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, (1, 1), "with dense layers has no rule"),
-        ("gpt2", {}, (1, 1), "'gpt2' models have no rule for live weight updates; known are qwen2"),
+        (
+            "gpt2",
+            {},
+            (1, 1),
+            "'gpt2' models have no rule for live weight updates; known are llama, mistral, mixtral, qwen2",
+        ),
     ],
 )
 def test_what_the_rules_cannot_share_out_is_refused(
@@ -275,7 +191,7 @@ def test_what_the_rules_cannot_share_out_is_refused(
 
 @dataclass
 class Worlds:
-    """A model, the actor's layout of it, and servers of it."""
+    """A model with a layout of the actor and a layout of servers."""
 
     config: PretrainedConfig
     parallel: ParallelConfig
@@ -285,9 +201,10 @@ class Worlds:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Worlds:
-    """Mostly such as the checks of both sides let pass; they have the last word."""
+    """Mostly worlds that pass the checks of both sides; the test skips the others."""
     one_to_four, one_or_two = st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])
-    family, moe = draw(st.sampled_from([(name, experts is not None) for name, experts in sorted(FAMILIES.items())]))
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    moe = FAMILIES[family].experts is not None
     tp, pp, cp = draw(one_to_four), draw(one_or_two), draw(one_or_two)
     vpp = draw(one_or_two) if pp > 1 else 1
     ep = draw(one_to_four) if moe else 1
@@ -348,25 +265,28 @@ def test_a_plan_between_real_layouts_delivers_everything_once_and_bit_equal(worl
         assume(False)
     tp_size, n_servers = worlds.servers["tp_size"], worlds.servers["n_servers"]
     topology = Topology.of_sizes(ranks, [tp_size] * n_servers, 4)
-    made = plan(sources, destinations, topology, worlds.bucket_bytes)
-    assert made.waived == ()
-    check_delivery(made, checkpoint_of(tensor_shapes(config)))
-    model = sum(math.prod(shape) for shape in tensor_shapes(config).values()) * itemsize(worlds.servers["dtype"])
-    assert (made.bytes_in.reshape(n_servers, tp_size).sum(axis=1) >= model).all()
+    transfer_plan = plan(sources, destinations, topology, worlds.bucket_bytes)
+    assert transfer_plan.waived == ()
+    check_delivery(transfer_plan, checkpoint_of(tensor_shapes(config)))
+    model = (
+        sum(math.prod(shape) for shape in tensor_shapes(config).values()) * dtype_of(worlds.servers["dtype"]).itemsize
+    )
+    assert (transfer_plan.bytes_in.reshape(n_servers, tp_size).sum(axis=1) >= model).all()
     if tp_size == 1 and not config.tie_word_embeddings:
-        assert (made.bytes_in == model).all()
+        assert (transfer_plan.bytes_in == model).all()
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 @pytest.mark.parametrize("cpu", [False, True])
 def test_holdings_of_servers_are_the_fragments_of_their_ranks(family: str, cpu: bool) -> None:
     config = config_of(family, num_hidden_layers=2)
-    held = server_holdings(config, tp_size=2, ep_size=2 if FAMILIES[family] else 1, n_servers=3, cpu=cpu)
+    ep_size = 2 if FAMILIES[family].experts else 1
+    held = server_holdings(config, tp_size=2, ep_size=ep_size, n_servers=3, cpu=cpu)
     assert held.holders == ((0, 2, 4), (1, 3, 5))
     for rank in range(2):
-        geometry = Geometry.of(padded_for_cpu(config, 2) if cpu else config, rank, 2, 2 if FAMILIES[family] else 1)
+        geometry = Geometry.of(padded_for_cpu(config, 2) if cpu else config, rank, 2, ep_size)
         by_rule = {
-            (b.name, *((*b.start, 0)[:2]), *((*b.stop, 1)[:2])) for p in geometry.parameters() for q in p.pieces
+            (b.name, *((*b.start, 0)[:2]), *((*b.stop, 1)[:2])) for p in geometry.parameters() for q in p.parts
             for b in [q.box]
         }  # fmt: skip
         rows = held.rows_of(rank)

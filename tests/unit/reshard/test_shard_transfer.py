@@ -1,4 +1,4 @@
-"""Plans carried out over real gloo and shared memory: random layouts on both sides, bit for bit, and what breaks."""
+"""Plans carried out over real gloo and shared memory: random layouts on both sides, bit for bit, and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore
 from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology
 from megarl.reshard.plan.planner import plan
 from megarl.reshard.plan.transfer_plan import TransferPlan
-from megarl.reshard.transfer.digests import Sample, VerificationError, check_messages
+from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages
 from megarl.reshard.transfer.shard_transfer import Route, ShardReceiver, ShardSender, TransferError
 from megarl.reshard.transfer.store import Deadline, join_store, open_store
 from megarl.reshard.transfer.transports import transport_named
@@ -28,75 +28,74 @@ from megarl.reshard.transfer.transports.base import PlainStaging, Transport
 from megarl.reshard.transfer.transports.shm import FOLDER, PREFIX, ShmTransport
 
 HOST = "127.0.0.1"
-ALL = Sample(1)
+ALL = BucketSample(1)
 
 
-def split(name: str, whole: Tensor, ways: int, dim: int, rank: int) -> tuple[Box, Tensor]:
-    """Part `rank` of `ways` of a tensor along `dim`, as a strided view, and its box."""
-    size = whole.shape[dim] // ways
-    start = tuple(rank * size if d == dim else 0 for d in range(whole.dim()))
-    stop = tuple((rank + 1) * size if d == dim else n for d, n in enumerate(whole.shape))
-    return Box(name, start, stop), whole.narrow(dim, rank * size, size)
+def split(name: str, tensor: Tensor, ways: int, dim: int, rank: int) -> tuple[Box, Tensor]:
+    """Box and strided view of part `rank` of `ways` of a tensor along `dim`."""
+    size = tensor.shape[dim] // ways
+    start = tuple(rank * size if d == dim else 0 for d in range(tensor.dim()))
+    stop = tuple((rank + 1) * size if d == dim else n for d, n in enumerate(tensor.shape))
+    return Box(name, start, stop), tensor.narrow(dim, rank * size, size)
 
 
 @dataclass
 class World:
     """Trainer ranks and one server's ranks with random layouts of the same tensors."""
 
-    whole: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     sources: list[list[Fragment]]
     destinations: list[list[Fragment]]
     plan: TransferPlan
 
 
 def strided(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """NaN, laid out column by column, as a part of a larger parameter would be."""
+    """A tensor of NaN, strided like a part of a larger parameter."""
     dims = list(range(len(shape)))[::-1]
     return torch.full([shape[d] for d in dims], torch.nan, dtype=dtype).permute(dims)
 
 
-def describe(ranks: list[list[Fragment]]) -> Holdings:
+def holdings_of(ranks: list[list[Fragment]]) -> Holdings:
     return Holdings.of([[(f.box, str(f.view.dtype).removeprefix("torch.")) for f in rank] for rank in ranks])
 
 
 def make_world(seed: int, sources: int, destinations: int, dtype: torch.dtype, bucket_bytes: int = 512) -> World:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    whole = {f"t{i}": torch.randn(*(rng.choice((12, 24)) for _ in range(rng.choice((1, 2, 2))))) for i in range(9)}
+    tensors = {f"t{i}": torch.randn(*(rng.choice((12, 24)) for _ in range(rng.choice((1, 2, 2))))) for i in range(9)}
     held: dict[str, list[list[Fragment]]] = {"source": [], "destination": []}
     for side, ranks in (("source", sources), ("destination", destinations)):
-        ways = {name: (rng.choice((1, ranks)), rng.randrange(whole[name].dim())) for name in whole}
+        ways = {name: (rng.choice((1, ranks)), rng.randrange(tensors[name].dim())) for name in tensors}
         for rank in range(ranks):
             fragments = []
             for name, (count, dim) in ways.items():
-                box, view = split(name, whole[name], count, dim, rank % count)
+                box, view = split(name, tensors[name], count, dim, rank % count)
                 live = view if side == "source" else strided(view.shape, dtype)
                 fragments.append(Fragment(rank, name, box, live))
             held[side].append(fragments)
     zeros = np.zeros(destinations, dtype=np.int64)
     topology = Topology(source_node=np.zeros(sources, dtype=np.int64), node=zeros, server=zeros)
-    made = plan(describe(held["source"]), describe(held["destination"]), topology, bucket_bytes)
-    return World(whole, held["source"], held["destination"], made)
+    transfer_plan = plan(holdings_of(held["source"]), holdings_of(held["destination"]), topology, bucket_bytes)
+    return World(tensors, held["source"], held["destination"], transfer_plan)
 
 
 class Group:
-    """All ranks of a world, joined: the senders' and the receivers' ends."""
+    """The joined ranks of a world: senders and receivers."""
 
     def __init__(self, world: World, kind: str, keep: bool = False):
-        transport: type[Transport] = transport_named(kind)
+        transport_class: type[Transport] = transport_named(kind)
         self.store: TCPStore = open_store(HOST, 10)
         sources, destinations = len(world.sources), len(world.destinations)
         size = sources + destinations
 
         def join(rank: int) -> Transport:
-            needs = rank < sources or not transport.in_place
-            staging = transport.make_staging(512) if needs else PlainStaging(512)
+            needs_memory = rank < sources or not transport_class.in_place
+            staging = transport_class.make_staging(512) if needs_memory else PlainStaging(512)
             store = PrefixStore("group", join_store(HOST, self.store.port, 10))
-            return transport(store, HOST, rank, size, 10, staging)
+            return transport_class(store, HOST, rank, size, 10, staging)
 
         with ThreadPoolExecutor(size) as pool:
             self.ends: list[Any] = list(pool.map(join, range(size)))
-        routes = [Route(f"rank {rank}", self.ends[0], rank) for rank in range(size)]
         self.senders = [
             ShardSender(
                 world.plan,
@@ -118,15 +117,14 @@ class Group:
             )
             for rank, fragments in enumerate(world.destinations)
         ]
-        assert len(routes) == size
 
     def run(self, counts: list[dict[int, list[int]]] | None = None) -> tuple[list[Any], list[Any]]:
-        """One sync. Returns what the senders and the receivers return."""
-        given = counts or [{} for _ in self.senders]
-        known = {bucket: changed for sender in given for bucket, changed in sender.items()}
+        """Runs one sync. Returns the results of the senders and of the receivers."""
+        by_sender = counts or [{} for _ in self.senders]
+        by_bucket = {bucket: changed for sender in by_sender for bucket, changed in sender.items()}
         with ThreadPoolExecutor(len(self.ends)) as pool:
-            sent = [pool.submit(s.send, Deadline(10), ALL, c) for s, c in zip(self.senders, given, strict=True)]
-            received = [pool.submit(r.receive, Deadline(10), known) for r in self.receivers]
+            sent = [pool.submit(s.send, Deadline(10), ALL, c) for s, c in zip(self.senders, by_sender, strict=True)]
+            received = [pool.submit(r.receive, Deadline(10), by_bucket) for r in self.receivers]
             return [f.result() for f in sent], [f.result() for f in received]
 
     def close(self) -> None:
@@ -148,11 +146,11 @@ def grouped() -> Iterator[Callable[..., Group]]:
         group.close()
 
 
-def held_whole(world: World) -> None:
-    """Holds every destination to the whole tensors, cast."""
+def assert_delivered(world: World) -> None:
+    """Asserts that every destination equals the full tensors, cast to its dtype."""
     for fragments in world.destinations:
         for fragment in fragments:
-            assert fragment.view.equal(fragment.box.of(world.whole[fragment.box.name]).to(fragment.view.dtype))
+            assert fragment.view.equal(fragment.box.of(world.tensors[fragment.box.name]).to(fragment.view.dtype))
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
@@ -164,16 +162,16 @@ def test_random_layouts_arrive_bit_for_bit_and_no_byte_twice(
     world = make_world(seed, sources, destinations, dtype)
     group = grouped(world, kind)
     for _ in range(2):  # the same group and plan serve again
-        for tensor in world.whole.values():
+        for tensor in world.tensors.values():
             tensor.copy_(torch.randn_like(tensor))
         sent, received = group.run()
-        held_whole(world)
+        assert_delivered(world)
         needed = [sum(f.view.numel() * dtype.itemsize for f in fragments) for fragments in world.destinations]
         assert received == needed == world.plan.bytes_in.tolist()
         assert sum(s.nbytes for s in sent) == sum(needed)
         digests = [s.digests for s in sent]
         for rank, receiver in enumerate(group.receivers):
-            assert check_messages(world.plan, ALL, digests, rank, receiver.held(ALL), "here") >= len(world.whole)
+            assert check_messages(world.plan, ALL, digests, rank, receiver.read_back(ALL), "here") >= len(world.tensors)
 
 
 def test_a_bit_that_differs_is_named_with_its_tensor(grouped: Callable[..., Group]) -> None:
@@ -184,9 +182,9 @@ def test_a_bit_that_differs_is_named_with_its_tensor(grouped: Callable[..., Grou
     victim.view.reshape(-1)[:1] = 0  # reshape may copy: write through the first element instead
     victim.view[(0,) * victim.view.dim()] += 1
     digests = [s.digests for s in sent]
-    check_messages(world.plan, ALL, digests, 0, group.receivers[0].held(ALL), "rank 0")
+    check_messages(world.plan, ALL, digests, 0, group.receivers[0].read_back(ALL), "rank 0")
     with pytest.raises(VerificationError, match=f"rank 1 does not hold what was sent of {victim.box.name}") as error:
-        check_messages(world.plan, ALL, digests, 1, group.receivers[1].held(ALL), "rank 1")
+        check_messages(world.plan, ALL, digests, 1, group.receivers[1].read_back(ALL), "rank 1")
     assert error.value.tensor == victim.box.name
     with pytest.raises(VerificationError, match="does not hold"):
         check_messages(world.plan, ALL, digests, 1, {}, "rank 1")
@@ -199,24 +197,24 @@ def test_deltas_bring_what_changed_into_strided_parameters(
 ) -> None:
     world = make_world(5, 2, 4, dtype)
     group = grouped(world, kind, keep=True)
-    assert [sender.counts() for sender in group.senders] == [{}, {}]  # nothing is kept yet: all is sent
+    assert [sender.counts() for sender in group.senders] == [{}, {}]  # nothing was sent before: everything is due
     dense = sum(s.nbytes for s in group.run()[0])
-    held_whole(world)
+    assert_delivered(world)
     for changes in (0, 1, 3):
-        for tensor in world.whole.values():
+        for tensor in world.tensors.values():
             for _ in range(changes):
                 tensor.view(-1)[random.Random(changes).randrange(tensor.numel())] += 1.0
         sent, received = group.run([sender.counts() for sender in group.senders])
-        held_whole(world)
+        assert_delivered(world)
         assert sum(received) == sum(s.nbytes for s in sent)
         assert sum(s.dense_nbytes for s in sent) == dense
         assert (sum(received) == 0) == (changes == 0)
         assert sum(received) < dense / 2
-    for tensor in world.whole.values():
+    for tensor in world.tensors.values():
         tensor.copy_(torch.randn_like(tensor))
     sent, _ = group.run([sender.counts() for sender in group.senders])
-    held_whole(world)
-    assert sum(s.nbytes for s in sent) == dense  # where everything changed a delta does not pay
+    assert_delivered(world)
+    assert sum(s.nbytes for s in sent) == dense  # a delta of everything is larger
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
@@ -228,7 +226,7 @@ def test_a_receiver_that_leaves_is_named_with_the_tensor(kind: str, grouped: Cal
     with pytest.raises(TransferError, match="rank 0 of server 0 left") as error:
         group.senders[0].send(Deadline(60), ALL, {})
     assert error.value.peer == "rank 0 of server 0"
-    assert error.value.tensor in world.whole
+    assert error.value.tensor in world.tensors
     assert time.monotonic() - start < 20
 
 
@@ -271,7 +269,7 @@ def test_a_shared_memory_that_is_full_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_samples_take_every_bucket_in_turn() -> None:
-    taken = [[Sample.of("sampled", sequence).takes(bucket) for bucket in range(20)] for sequence in range(8)]
+    taken = [[BucketSample.of("sampled", sequence).takes(bucket) for bucket in range(20)] for sequence in range(8)]
     assert np.sum(taken, axis=0).tolist() == [1] * 20
-    assert [Sample.of("always", 3).takes(bucket) for bucket in range(4)] == [True] * 4
-    assert [Sample.of("off", 3).takes(bucket) for bucket in range(4)] == [False] * 4
+    assert [BucketSample.of("always", 3).takes(bucket) for bucket in range(4)] == [True] * 4
+    assert [BucketSample.of("off", 3).takes(bucket) for bucket in range(4)] == [False] * 4

@@ -1,4 +1,4 @@
-"""Ways for bytes to get from a trainer rank to a server rank, one file each."""
+"""Transports: ways for bytes to get from a trainer rank to a server rank, one file each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc")
 
 
 def transport_named(name: str) -> type[Transport]:
-    """The class of a message transport; imported here, so that a run loads only the one it uses."""
+    """The class of a message transport, imported on demand, so that a run loads only its own."""
     if name == "gloo":
         from megarl.reshard.transfer.transports.gloo import GlooTransport
 

@@ -1,9 +1,9 @@
-"""What every transport offers: messages between the trainer ranks and the ranks of one server, through staging memory.
+"""The interface of a transport: messages between the trainer ranks and one server's ranks, through staging memory.
 
-A rank has two staging buffers of `bucket_bytes`, so that one is filled while the other travels. Ranks of a group: the
-trainer ranks `0 .. senders - 1`, then the ranks of the server. Groups are made here and not by
-`torch.distributed.init_process_group`: their members belong to different programs, each with a default group of its
-own. Every wait has a deadline, and `abort` wakes whoever waits.
+A rank has two staging buffers of `bucket_bytes`, so that one is filled while the other is in flight. Ranks of a group:
+the trainer ranks `0 .. senders - 1`, then the ranks of the server. `torch.distributed.init_process_group` cannot make
+these groups: the ranks belong to different programs, each with a default group of its own. Every wait has a deadline,
+and `abort` wakes all waits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megarl.reshard.transfer.store import Deadline
 SLOTS = 2
 
 
-class Pending(Protocol):
-    """A message on its way."""
+class PendingMessage(Protocol):
+    """A message in flight."""
 
     def wait(self, deadline: Deadline) -> Tensor:
-        """The message's bytes, uint8. Raises RuntimeError where the peer left, TimeoutError after the deadline."""
+        """The message's bytes, uint8. Raises RuntimeError if the peer left, TimeoutError after the deadline."""
 
     def release(self) -> None:
         """Called by a receiver once it has read the bytes."""
@@ -37,7 +37,7 @@ class Staging(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what outlives the process."""
+        """Frees memory that would outlive the process."""
 
 
 class PlainStaging(Staging):
@@ -53,11 +53,11 @@ class PlainStaging(Staging):
 class Transport(ABC):
     """One rank's end of a group. `store` must be private to the group (a PrefixStore)."""
 
-    in_place: ClassVar[bool] = False  # whether receivers read the sender's staging memory and need none of their own
+    in_place: ClassVar[bool] = False  # True: receivers read the sender's staging memory and need none of their own
 
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> Staging:
-        """The staging memory that this transport sends from and receives into."""
+        """Allocates the staging memory that this transport sends from and receives into."""
         return PlainStaging(bucket_bytes)
 
     @abstractmethod
@@ -65,11 +65,11 @@ class Transport(ABC):
         """Joins the group; returns when all `size` ranks have. `host` is the address that this rank listens on."""
 
     @abstractmethod
-    def send(self, slot: int, nbytes: int, peer: int, tag: int) -> Pending:
-        """Starts to send the first `nbytes` of staging `slot`, which must stay as it is until the wait is over."""
+    def send(self, slot: int, nbytes: int, peer: int, tag: int) -> PendingMessage:
+        """Starts to send the first `nbytes` of staging `slot`, which must not change until the wait is over."""
 
     @abstractmethod
-    def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> Pending:
+    def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> PendingMessage:
         """Starts to receive `nbytes`, into staging `slot` where the transport needs one."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Weights by files: HF safetensors in a folder that trainer and servers both see. The slowest way, and the plainest."""
+"""Weights as files: HF safetensors in a folder that trainer and servers both see. The slowest and simplest way."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def write(folder: Path, index: int, tensors: Mapping[str, Tensor]) -> Path:
-    """Writes checkpoint tensors to file `index` of the folder, so that it is there whole or not at all."""
+    """Writes checkpoint tensors to file `index` of the folder, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / f"model-{index:05d}.safetensors"
-    beside = path.with_suffix(".partial")
-    save_file(dict(tensors), beside, metadata={"format": "pt"})
-    os.replace(beside, path)
+    partial = path.with_suffix(".partial")
+    save_file(dict(tensors), partial, metadata={"format": "pt"})
+    os.replace(partial, path)
     return path
 
 
@@ -26,6 +26,6 @@ def read(path: str) -> list[tuple[str, Tensor]]:
 
 
 def remove(folder: Path) -> None:
-    """Removes what `write` wrote; other files of the folder stay."""
+    """Removes the files of `write`; other files of the folder stay."""
     for path in folder.glob("model-*.safetensors"):
         path.unlink()

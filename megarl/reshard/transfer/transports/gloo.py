@@ -12,7 +12,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, S
 from megarl.reshard.transfer.store import POLL_S, Deadline
 from megarl.reshard.transfer.transports.base import Staging, Transport
 
-SENDER = 0  # rank of the trainer that broadcasts
+SENDER = 0  # the trainer rank that broadcasts
 
 
 class GlooMessage:
@@ -32,10 +32,12 @@ class GlooMessage:
         return self._payload
 
     def release(self) -> None:
-        """The bytes are in this rank's own memory: nobody waits for it."""
+        """Does nothing: the bytes are in this rank's own memory."""
 
 
 class GlooTransport(Transport):
+    """Messages by gloo's send and recv; without `staging` the group only broadcasts."""
+
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging | None = None):
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
@@ -58,9 +60,11 @@ class GlooTransport(Transport):
         return self.receive_tensor(self.staging.slots[slot][:nbytes], peer, tag)
 
     def send_tensor(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
+        """Starts to send a contiguous CPU tensor, which must not change until the wait is over."""
         return GlooMessage(self.group.send([tensor], peer, tag), tensor)  # type: ignore[attr-defined]
 
     def receive_tensor(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
+        """Starts to receive into a contiguous CPU tensor."""
         return GlooMessage(self.group.recv([tensor], peer, tag), tensor)  # type: ignore[attr-defined]
 
     def broadcast(self, tensor: Tensor, deadline: Deadline) -> Work:
@@ -78,7 +82,7 @@ class GlooTransport(Transport):
 
 
 def wait(work: Work, deadline: Deadline, watch: Callable[[], None] | None = None) -> None:
-    """Waits for a broadcast. `watch`, where given, is called meanwhile and may raise."""
+    """Waits for a broadcast. `watch` is called meanwhile and may raise."""
     if watch is not None:
         while not work.is_completed():
             watch()

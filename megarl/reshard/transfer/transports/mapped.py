@@ -1,7 +1,7 @@
-"""What shared memory and CUDA IPC have in common: a receiver maps the sender's staging memory and reads it in place.
+"""The common part of shared memory and CUDA IPC: a receiver maps the sender's staging memory and reads it in place.
 
-Nothing but a slot's number travels (over gloo), and an acknowledgement back, upon which the sender may fill the slot
-again. A receiver needs no staging memory of its own.
+Only a slot's number travels (over gloo), and an acknowledgement back, after which the sender may fill the slot again. A
+receiver needs no staging memory of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megarl.reshard.transfer.transports.base import Staging, Transport
 from megarl.reshard.transfer.transports.gloo import GlooMessage, GlooTransport
 
 
-class Offered:
-    """A message as its sender sees it: over when the receiver has acknowledged it."""
+class OfferedMessage:
+    """The sender's end of a message: over when the receiver has acknowledged it."""
 
     def __init__(self, notice: GlooMessage, acknowledgement: GlooMessage, payload: Tensor):
         self._notice = notice
@@ -32,11 +32,11 @@ class Offered:
         return self._payload
 
     def release(self) -> None:
-        """Only receivers release."""
+        """Does nothing: only receivers release."""
 
 
-class Mapped:
-    """A message as its receiver sees it: a view of the sender's memory."""
+class MappedMessage:
+    """The receiver's end of a message: a view of the sender's memory."""
 
     def __init__(self, transport: MappedTransport, peer: int, tag: int, nbytes: int):
         self._transport = transport
@@ -56,11 +56,13 @@ class Mapped:
 
 
 class MappedTransport(Transport):
+    """Messages in the sender's staging memory, which a subclass describes to peers and maps from their descriptions."""
+
     in_place = True
 
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
         self.staging = staging
-        self.acknowledged: list[GlooMessage] = []  # held, as gloo sends from their memory
+        self.acknowledged: list[GlooMessage] = []  # kept alive, as gloo sends from their memory
         self._store = store
         self._timeout_s = timeout_s
         self._rank = rank
@@ -70,34 +72,35 @@ class MappedTransport(Transport):
 
     @abstractmethod
     def describe(self) -> Any:
-        """What one peer needs to map this rank's staging memory, JSON. Asked for once for each peer."""
+        """JSON with which one peer can map this rank's staging memory. Called once for each peer."""
 
     @abstractmethod
     def map(self, described: Any) -> list[Tensor]:
-        """The staging memory of a peer, from its description."""
+        """Maps the staging memory of a peer, from its description."""
 
     def settle(self) -> None:
         """Returns when this rank's reads of a peer's memory are over. On the host they are when the copy returns."""
 
     def slots_of(self, peer: int) -> list[Tensor]:
+        """A peer's staging buffers, mapped at the first call."""
         if peer not in self._mapped:
             described = read(self._store, f"staging/{peer}/{self._rank}", Deadline(self._timeout_s))
             self._mapped[peer] = self.map(described)
         return self._mapped[peer]
 
-    def send(self, slot: int, nbytes: int, peer: int, tag: int) -> Offered:
+    def send(self, slot: int, nbytes: int, peer: int, tag: int) -> OfferedMessage:
         if peer not in self._described:
             write(self._store, f"staging/{self._rank}/{peer}", self.describe())
             self._described.add(peer)
         self.settle()
         notice = self.gloo.send_tensor(torch.tensor([slot], dtype=torch.int64), peer, 2 * tag)
         acknowledgement = self.gloo.receive_tensor(torch.empty(1, dtype=torch.int64), peer, 2 * tag + 1)
-        return Offered(notice, acknowledgement, self.staging.slots[slot][:nbytes])
+        return OfferedMessage(notice, acknowledgement, self.staging.slots[slot][:nbytes])
 
-    def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> Mapped:
+    def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> MappedMessage:
         if len(self.acknowledged) > 64:
             self.acknowledged = self.acknowledged[-16:]
-        return Mapped(self, peer, tag, nbytes)
+        return MappedMessage(self, peer, tag, nbytes)
 
     def abort(self) -> None:
         self.gloo.abort()

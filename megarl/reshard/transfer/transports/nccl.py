@@ -1,7 +1,7 @@
 """Messages between GPUs by NCCL's point-to-point operations. Not measured.
 
-A group spans the trainer ranks and one server's ranks, which must be on different GPUs (NCCL allows one rank each): use
-cuda_ipc where they share one. NCCL connects a pair when it first speaks, so a group costs only the pairs of the plan.
+A group spans the trainer ranks and one server's ranks, each on its own GPU (NCCL allows one rank per GPU). Use cuda_ipc
+where they share one. NCCL connects a pair at its first message, so a group costs only the pairs of the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.reshard.transfer.transports.base import PlainStaging, Staging, Trans
 
 
 class NcclMessage:
-    """A message on the group's stream. NCCL sees no dead peer by itself: the wait looks at the deadline."""
+    """A message on the group's stream. NCCL does not notice a dead peer, so the wait checks the deadline."""
 
     def __init__(self, work: Work, payload: Tensor):
         self._work = work
@@ -28,7 +28,7 @@ class NcclMessage:
         while not self._work.is_completed():
             deadline.left()
             time.sleep(POLL_S)
-        self._work.wait()  # raises what went wrong, and orders the current stream behind the message
+        self._work.wait()  # raises NCCL's error, and orders the current stream behind the message
         return self._payload
 
     def release(self) -> None:
@@ -36,6 +36,8 @@ class NcclMessage:
 
 
 class NcclTransport(Transport):
+    """Messages by NCCL's send and recv, between staging buffers on the current device."""
+
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
         from torch.distributed import ProcessGroupNCCL  # absent from builds of torch without CUDA
 
@@ -49,7 +51,7 @@ class NcclTransport(Transport):
         return PlainStaging(bucket_bytes, torch.device("cuda", torch.cuda.current_device()))
 
     def send(self, slot: int, nbytes: int, peer: int, tag: int) -> NcclMessage:
-        """NCCL has no tags: messages of a pair arrive in the order they were sent, which is the plan's."""
+        """Ignores the tag, which NCCL lacks: messages of a pair arrive in the order they were sent, the plan's."""
         payload = self.staging.slots[slot][:nbytes]
         return NcclMessage(self.group.send([payload], peer, tag), payload)  # type: ignore[attr-defined]
 

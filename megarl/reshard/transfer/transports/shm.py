@@ -1,4 +1,4 @@
-"""Shared memory of one machine: the receiver reads the sender's staging buffers, nothing is copied on the way."""
+"""Shared memory of one machine: the receiver reads the sender's staging buffers, without a copy in between."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class SharedStaging(Staging):
 
 
 class ShmTransport(MappedTransport):
+    """Messages in a file of shared memory that the receiver maps by its name."""
+
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> SharedStaging:
         return SharedStaging(bucket_bytes)
@@ -56,15 +58,15 @@ class ShmTransport(MappedTransport):
         path = FOLDER / str(name)
         if path.name != name or not path.name.startswith(PREFIX):
             raise ValueError(f"{name!r} is not the name of a staging file")
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(f"{path} is not a file of this user")
-        if found.st_size != SLOTS * int(bucket_bytes):
-            raise ValueError(f"{path} has {found.st_size} bytes, and not {SLOTS} x {bucket_bytes}")
+        if status.st_size != SLOTS * int(bucket_bytes):
+            raise ValueError(f"{path} has {status.st_size} bytes, and not {SLOTS} x {bucket_bytes}")
         return map_file(path, int(bucket_bytes))
 
 
 def map_file(path: Path, bucket_bytes: int) -> list[Tensor]:
     """The staging buffers in a file, as tensors whose memory is the file's."""
-    whole = torch.from_file(str(path), shared=True, size=SLOTS * bucket_bytes, dtype=torch.uint8)
-    return list(whole.split(bucket_bytes))
+    memory = torch.from_file(str(path), shared=True, size=SLOTS * bucket_bytes, dtype=torch.uint8)
+    return list(memory.split(bucket_bytes))

@@ -1,0 +1,80 @@
+"""Binds SGLang's layout rules to a live model: views of its parameters, and checks that the rules hold for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from megarl.reshard.plan.holdings import Fragment
+from megarl.reshard.plan.sglang_layout import Geometry, ParameterPart
+
+REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged its weights after loading
+    "use_intel_amx_backend": "packed for AMX",
+    "w13_swiglu_interleaved": "interleaved; unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED",
+    "load_up_proj_weight_first": "stacked up before gate; use --moe-runner-backend triton",
+    "use_triton_kernels": "transposed; use --moe-runner-backend triton",
+    "use_flashinfer_trtllm_moe": "in blocks; use --moe-runner-backend triton",
+}
+
+
+class LayoutError(ValueError):
+    """A live server's parameters differ from the rules. `tensor` names the parameter."""
+
+    def __init__(self, message: str, tensor: str):
+        super().__init__(message)
+        self.tensor = tensor
+
+
+def view_of(part: ParameterPart, parameter: Tensor) -> Tensor:
+    """The view of a parameter that holds the part's box."""
+    lead = len(part.at) - len(part.box.start)
+    inner = parameter[part.at[:lead]]
+    return inner[tuple(slice(a, a + n) for a, n in zip(part.at[lead:], part.box.shape, strict=True))]
+
+
+def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry) -> Iterator[Fragment]:
+    """Yields all fragments of one SGLang rank, as views of its live parameters, in their order.
+
+    Raises:
+        LayoutError: live names or shapes differ from the rules: to guess would corrupt weights in silence.
+    """
+    rules = {p.name: p for p in geometry.parameters()}
+    rank = f"rank {geometry.tp_rank} of {geometry.tp_size}"
+    for name, parameter in parameters:
+        rule = rules.pop(name, None)
+        shape = list(parameter.shape)
+        if rule is None:
+            raise LayoutError(
+                f"SGLang holds {name} {shape} on {rank}, and no rule for {geometry.family} names it: "
+                "live weight updates would leave it stale",
+                name,
+            )
+        if tuple(shape) != rule.shape:
+            raise LayoutError(
+                f"SGLang holds {name} as {shape} on {rank}, and the rules for {geometry.family} say {list(rule.shape)}",
+                name,
+            )
+        for part in rule.parts:
+            yield Fragment(geometry.tp_rank, name, part.box, view_of(part, parameter.detach()))
+    for name, rule in rules.items():
+        raise LayoutError(
+            f"SGLang holds no {name} on {rank}, and the rules for {geometry.family} say {list(rule.shape)}", name
+        )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuses a live model whose weights SGLang has rearranged after loading, even with unchanged shapes.
+
+    Raises:
+        LayoutError: names the module, the rearrangement, and the option that avoids it.
+    """
+    for name, module in model.named_modules():
+        for holder in (module, getattr(module, "quant_method", None)):
+            for flag, change in REPACKED.items():
+                if getattr(holder, flag, False) is True:
+                    raise LayoutError(
+                        f"SGLang keeps the weights of {name} {change}: live updates need them plain", name
+                    )
+        if getattr(getattr(module, "quant_method", None), "quant_config", None) is not None:
+            raise LayoutError(f"SGLang serves {name} quantized: live updates need plain weights", name)
