@@ -1,7 +1,7 @@
 # make train   set up, then train the bundled demo          make test    set up, then the whole test suite
 # make lint    style and types of every language            make format  rewrite the files in that style
 # make bench   every script in benchmarks/                  make doctor  what is installed, what is missing and what it is for
-# make clean   remove the environment and what was built
+# make docs    the documentation as a site, in build/site   make clean   remove the environment and what was built
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
 # Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
@@ -26,7 +26,7 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE))
 
 .DELETE_ON_ERROR:
-.PHONY: setup doctor train test test-unit test-asan test-gpu lint format bench lock clean
+.PHONY: setup doctor train test test-unit test-asan test-gpu lint format bench docs lock clean
 
 setup: $(STAMPS)/package
 
@@ -63,6 +63,7 @@ lint: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+	@$(BIN)/vulture
 	@$(if $(CSOURCES),$(BIN)/clang-format --dry-run --Werror $(CSOURCES))
 	@$(if $(SCRIPTS),$(BIN)/shellcheck $(SCRIPTS))
 
@@ -70,6 +71,11 @@ format: setup
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 	@$(if $(CSOURCES),$(BIN)/clang-format -i $(CSOURCES))
+
+# Strict: a broken link or anchor, or a page outside the navigation, ends the build; --quiet would switch that off.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 lock: setup
 	@$(BIN)/python requirements/write_lock.py

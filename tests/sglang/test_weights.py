@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from weights_support import TOLERANCE, Served, SingleRankWeights, logprobs, weights_of
+from weights_support import TOLERANCE, Served, SingleRankWeights, checksums, logprobs, weights_of
 
 from megarl.reshard.session import WeightSession
 from megarl.reshard.sync.coordinator import WeightSyncError
@@ -133,8 +133,8 @@ def test_a_delta_sends_what_changed_and_the_anchor_sends_everything(fleet: SGLan
 def test_sglangs_own_checksums_agree_with_what_was_pushed(mended: Served) -> None:
     model = make_model("qwen3", True, seed=3)
     mended.push(weights_of(model))
-    (checksums,) = mended.control().checksums(Deadline(10))
-    assert checksums == expected_checksums(weights_of(model).tensors, rank=0, size=1)
+    (held,) = checksums(mended.control(), Deadline(10))
+    assert held == expected_checksums(weights_of(model).tensors, rank=0, size=1)
 
 
 def expected_checksums(weights: dict[str, Tensor], rank: int, size: int) -> dict[str, str]:

@@ -112,3 +112,8 @@ class Served:
         process = self.servers.servers[0].process
         assert process is not None
         return next(p for p in psutil.Process(process.pid).children() if "scheduler" in p.name())
+
+
+def checksums(control: ServerControl, deadline: Deadline) -> list[dict[str, str]]:
+    """SGLang's own checksum of each live parameter, one mapping a rank: on CPU the first 8 bytes of SHA-256."""
+    return [r["checksums"] for r in control.call("/weights_checker", {"action": "checksum"}, deadline)["ranks"]]

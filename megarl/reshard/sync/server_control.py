@@ -90,10 +90,3 @@ class ServerControl:
             if info[name] != 1:
                 raise ServerControlError(f"its {name} is {info[name]}: SGLang updates live weights only where it is 1")
         return int(info["tp_size"])
-
-    def checksums(self, deadline: Deadline) -> list[dict[str, str]]:
-        """SGLang's own checksum of each live parameter, one mapping per rank.
-
-        On CPU a checksum is the first 8 bytes of SHA-256.
-        """
-        return [r["checksums"] for r in self.call("/weights_checker", {"action": "checksum"}, deadline)["ranks"]]
