@@ -16,7 +16,7 @@ HEADER = """# Configuration
 <!-- Written by `python docs/make_configuration.py` from the dataclasses. Change those, not this page. -->
 
 Every knob has one owner: a frozen dataclass beside the code that reads it. YAML files in `configs/` and the command
-line hold differences from the defaults below:
+line hold differences from these defaults:
 
 ```
 python -m megarl.train +experiment=gsm8k_grpo actor.optimizer.lr=1e-4
@@ -30,17 +30,17 @@ An unknown key is refused with the nearest known name. `required` marks a knob w
 class Section:
     """One dataclass at one place of the configuration."""
 
-    prefix: str  # where it is: "actor.optimizer", or "" at the root
+    prefix: str  # its path, such as "actor.optimizer"; "" at the root
     owner: type  # the dataclass
-    knobs: list[dataclasses.Field] = field(default_factory=list)  # its fields that are values
-    parts: list[dataclasses.Field] = field(default_factory=list)  # its fields that are dataclasses
+    knobs: list[dataclasses.Field] = field(default_factory=list)  # fields with values
+    parts: list[dataclasses.Field] = field(default_factory=list)  # fields with dataclasses
 
     def path(self, name: str) -> str:
         return f"{self.prefix}.{name}" if self.prefix else name
 
 
 def sections(owner: type, prefix: str = "") -> Iterator[Section]:
-    """A dataclass with the knobs it declares itself and, depth first, all dataclasses in it."""
+    """Yields a dataclass with its own knobs, then all dataclasses inside it, depth first."""
     section, inside = Section(prefix, owner), []
     for knob in (knob for knob in dataclasses.fields(owner) if knob.name in inspect.get_annotations(owner)):
         kinds = parts_of(owner, knob.name)
@@ -52,20 +52,20 @@ def sections(owner: type, prefix: str = "") -> Iterator[Section]:
 
 
 def parts_of(owner: type, name: str) -> list[type]:
-    """The dataclasses that a field may hold: a class and its subclasses; of a plain value none."""
+    """Dataclasses that a field may hold, subclasses included; [] for a plain value."""
     hint = typing.get_type_hints(owner)[name]
     bases = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
     return [kind for base in bases for kind in (base, *_below(base))]
 
 
 def _below(base: type) -> list[type]:
-    """All subclasses, those with subclasses of their own first."""
+    """All subclasses; classes with subclasses of their own come first."""
     below = dict.fromkeys(kind for subclass in base.__subclasses__() for kind in (subclass, *_below(subclass)))
     return sorted(below, key=lambda kind: (-len(_below(kind)), kind.__name__))
 
 
 def render(root: type) -> str:
-    """The page for a root dataclass."""
+    """Renders the page of a root dataclass."""
     lines, seen = [HEADER], set()
     for section in sections(root):
         if not section.knobs:
@@ -87,7 +87,7 @@ def _row(section: Section, knob: dataclasses.Field) -> str:
 
 
 def _default(knob: dataclasses.Field) -> str:
-    """The default as it is written in YAML."""
+    """The default in YAML's notation."""
     if knob.default_factory is not MISSING:
         value = knob.default_factory()
     elif knob.default is not MISSING:

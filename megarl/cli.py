@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
-from megarl.config import Config, check
+from megarl.checks import config_checks, run_all
+from megarl.config import Config
 from megarl.knobs import UserError
 from megarl.knobs import override as override_of
 
@@ -33,19 +34,19 @@ CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
 
 
 def knob_paths(schema: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
-    """Every knob by its dotted path. Knobs of a dict type take any key below theirs."""
-    found: dict[str, dataclasses.Field[Any]] = {}
+    """Every knob by its dotted path. A knob of a dict type accepts any key below its path."""
+    fields: dict[str, dataclasses.Field[Any]] = {}
     value = Config() if schema is None else schema
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
         if isinstance(inner, AlgorithmConfig):
             for kind, _ in ALGORITHMS.values():
-                found.update(knob_paths(kind(), f"{prefix}{field.name}."))
+                fields.update(knob_paths(kind(), f"{prefix}{field.name}."))
         elif dataclasses.is_dataclass(inner):
-            found.update(knob_paths(inner, f"{prefix}{field.name}."))
+            fields.update(knob_paths(inner, f"{prefix}{field.name}."))
         else:
-            found[prefix + field.name] = field
-    return found
+            fields[prefix + field.name] = field
+    return fields
 
 
 def groups() -> set[str]:
@@ -54,27 +55,27 @@ def groups() -> set[str]:
 
 
 def load(overrides: list[str]) -> Config:
-    """The configuration of the command line, checked.
+    """Composes and checks the configuration of a command line.
 
     Raises:
-        UserError: one line for anything that is wrong with it.
+        UserError: an unknown key, a value of the wrong type, or knobs that contradict each other.
     """
     config = composed(overrides)
-    check(config)
+    run_all(config_checks(config))
     return config
 
 
 def composed(overrides: list[str]) -> Config:
-    """The configuration of the command line; keys and types are checked, what spans stages is not.
+    """Composes the configuration of a command line. Checks keys and types, and no rule that spans stages.
 
     Raises:
-        UserError: one line for anything that is wrong with it.
+        UserError: an unknown key, or a value of the wrong type.
     """
     _check_keys(overrides)
     OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
     store = ConfigStore.instance()
     store.store("schema", _writable(OmegaConf.structured(Config(algorithm=AlgorithmConfig()))))
-    for name, (kind, _) in ALGORITHMS.items():  # each file of the group begins with its own
+    for name, (kind, _) in ALGORITHMS.items():  # each file of the group starts from its schema
         store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -90,10 +91,10 @@ def run_command(command: Callable[[Config], int]) -> None:
 
 
 def exit_with(command: Callable[[list[str]], int]) -> None:
-    """Runs a command on sys.argv and ends with its exit code; a UserError is one line and exit code 2."""
+    """Runs a command on sys.argv and exits with its code. A UserError prints one line and exits with 2."""
     arguments = sys.argv[1:]
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
-        warnings.filterwarnings("ignore", module=module)  # of Apex and TE not being there, and of names to come
+        warnings.filterwarnings("ignore", module=module)  # missing Apex and TE, deprecated names
     logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
     if any(a in ("-h", "--help") for a in arguments):
         print(_help())
@@ -111,12 +112,12 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
 def load_expr_config(
     arguments: list[str], algorithm: type[AlgorithmConfig] = AlgorithmConfig
 ) -> tuple[Config, Path | None]:
-    """What a training script reads its command line with: the checked configuration, and the file of `--config`.
+    """Reads the command line of a training script: the checked configuration, and the file given to `--config`.
 
-    `algorithm` is the kind of algorithm that the script is written for, such as `GRPOConfig`.
+    `algorithm` is the config class of the algorithm that the script implements, such as `GRPOConfig`.
 
     Raises:
-        UserError: one line for anything that is wrong; or another kind of algorithm is configured.
+        UserError: see `load`; or the configured algorithm is of another class.
     """
     config = load(from_config_file(arguments))
     if not isinstance(config.algorithm, algorithm):
@@ -129,13 +130,13 @@ def load_expr_config(
 
 
 def from_config_file(arguments: list[str]) -> list[str]:
-    """The arguments with `--config FILE` turned into overrides, which come before all others: they win over it.
+    """Replaces `--config FILE` by overrides, placed before all other arguments, which therefore win.
 
-    The file is a YAML with our keys, as those in configs/experiment/: knobs, groups by name, and a list `defaults` of
-    groups to override. `experiment: NAME` begins with a recipe.
+    The file is YAML with the keys of configs/experiment/: knobs, groups by name, and a list `defaults` of groups to
+    override. `experiment: NAME` starts from a recipe.
 
     Raises:
-        UserError: there is no such file, or it is no mapping of keys.
+        UserError: the file does not exist, or holds no mapping of keys.
     """
     if "--config" not in arguments:
         return arguments
@@ -149,15 +150,17 @@ def from_config_file(arguments: list[str]) -> list[str]:
         raise UserError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
     values = OmegaConf.to_container(loaded)
     if not isinstance(values, dict):
-        raise UserError(f"--config {path} holds a list; it must map our keys to values (docs/configuration.md)")
-    given = {argument.lstrip("+").partition("=")[0] for argument in rest}
+        raise UserError(f"--config {path} holds a list; it must map knobs to values (docs/configuration.md)")
+    overridden = {argument.lstrip("+").partition("=")[0] for argument in rest}
     chosen = _chosen_groups(values, path)
-    found = [f"{'+' * (group == 'experiment')}{group}={name}" for group, name in chosen.items() if group not in given]
-    return [*found, *_flat(values), *rest]
+    selected = [
+        f"{'+' * (group == 'experiment')}{group}={name}" for group, name in chosen.items() if group not in overridden
+    ]
+    return [*selected, *_flat(values), *rest]
 
 
 def _chosen_groups(values: dict[Any, Any], path: str) -> dict[str, Any]:
-    """Takes the groups out of a file's keys: `algorithm: dapo`, and `override /algorithm: dapo` of its defaults."""
+    """Removes groups from a file's keys: `algorithm: dapo`, and `override /algorithm: dapo` in its `defaults`."""
     known, chosen = groups(), {}
     for entry in values.pop("defaults", None) or []:
         if entry == "_self_":
@@ -174,20 +177,20 @@ def _chosen_groups(values: dict[Any, Any], path: str) -> dict[str, Any]:
 
 
 def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
-    """Overrides of nested keys, down to the knobs."""
+    """Yields an override per knob of nested keys."""
     knobs = knob_paths()
     for key, value in values.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and path not in knobs:
             yield from _flat(value, f"{path}.")
-        elif isinstance(value, dict):  # of a dict type
+        elif isinstance(value, dict):  # a knob of a dict type
             yield from ("+" + override_of(f"{path}.{inner}", content) for inner, content in value.items())
         else:
             yield override_of(path, value)
 
 
 def from_axolotl(arguments: list[str]) -> list[str]:
-    """The arguments with `--from-axolotl FILE` turned into overrides, and said what became of each key of the file."""
+    """Replaces `--from-axolotl FILE` by overrides, and prints a table of the file's keys and their knobs."""
     if "--from-axolotl" not in arguments:
         return arguments
     at = arguments.index("--from-axolotl")
@@ -196,8 +199,10 @@ def from_axolotl(arguments: list[str]) -> list[str]:
     from megarl.axolotl.read import read_axolotl  # loads `datasets`
 
     rest = arguments[:at] + arguments[at + 2 :]
-    given = [a.partition("=")[2] for a in rest if a.startswith("parallel.dp_size=") and a.partition("=")[2].isdecimal()]
-    replicas = int(given[-1]) if given else None
+    dp_sizes = [
+        a.partition("=")[2] for a in rest if a.startswith("parallel.dp_size=") and a.partition("=")[2].isdecimal()
+    ]
+    replicas = int(dp_sizes[-1]) if dp_sizes else None
     overrides, table = read_axolotl(arguments[at + 1], replicas, int(os.environ.get("WORLD_SIZE", "1")))
     if "RANK" not in os.environ:
         print(table, flush=True)
@@ -218,7 +223,7 @@ def _help() -> str:
 
 
 def _writable(node: DictConfig) -> DictConfig:
-    """The schema of frozen dataclasses as nodes that overrides may still write to."""
+    """Makes the schema nodes of frozen dataclasses writable for overrides."""
     OmegaConf.set_readonly(node, False)
     for key in node:
         child = node._get_node(key)
@@ -228,7 +233,7 @@ def _writable(node: DictConfig) -> DictConfig:
 
 
 def _check_keys(overrides: list[str]) -> None:
-    """Refuses keys that are neither a knob nor a group, with the nearest name."""
+    """Refuses keys that are neither a knob nor a group, and suggests the nearest name."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
@@ -250,7 +255,7 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages without their context lines."""
+    """Turns a message of Hydra or OmegaConf into one line, without its context lines."""
     text = str(error)
     cause = str(error.__cause__ or "")
     missing = re.search(r"Could not find '([^']+)/([^']+)'", text)
@@ -263,18 +268,18 @@ def _one_line(error: Exception) -> str:
     unknown = re.search(r"Key '[^']+' not in[\s\S]*?full_key: (\S+)", f"{text}\n{cause}")
     where = re.search(r"In '([^']+)'", text)
     kind = re.search(r"object_type=(\w+)", f"{text}\n{cause}")
-    if unknown and kind and unknown.group(1) in knob_paths():  # of another algorithm
-        own = [
+    if unknown and kind and unknown.group(1) in knob_paths():  # a knob of another algorithm
+        names = [
             field.name
             for name, (config, _) in ALGORITHMS.items()
             if config.__name__ == kind.group(1)
             for field in dataclasses.fields(config)
         ]
-        return f"{unknown.group(1)} is not a knob of {kind.group(1).removesuffix('Config')}; it has {', '.join(own)}"
+        return f"{unknown.group(1)} is not a knob of {kind.group(1).removesuffix('Config')}; it has {', '.join(names)}"
     if unknown:
         return _unknown(unknown.group(1), list(knob_paths())) + (
             f" (in configs/{where.group(1)}.yaml)" if where else ""
         )
     lines = [line.strip() for line in f"{text}\n{cause}".splitlines() if line.strip()]
-    kept = [line for line in lines if not line.startswith(("reference_type", "object_type", "See https"))]
-    return "; ".join(dict.fromkeys(kept))
+    messages = [line for line in lines if not line.startswith(("reference_type", "object_type", "See https"))]
+    return "; ".join(dict.fromkeys(messages))

@@ -1,33 +1,86 @@
-"""The root of the configuration: which stage owns which knobs, and the checks that span stages.
+"""The configuration of a run: the knobs of its stages joined, and the run's own.
 
-Every knob lives in a frozen dataclass beside the code that reads it; this file only joins them. YAML in `configs/`
-holds differences from the defaults.
+A stage's knobs live in a frozen dataclass beside the code that reads them. The knobs here have readers in the trainer,
+the launchers and preflight. YAML in `configs/` holds differences from the defaults.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
-from megarl.algorithms import AlgorithmConfig, GRPOConfig, RLConfig, algorithm_of, name_of
+from megarl.algorithms import AlgorithmConfig, GRPOConfig, algorithm_of
 from megarl.data.config import DataConfig, DatasetConfig
 from megarl.knobs import UserError, knob
-from megarl.launcher.config import ClusterConfig
 from megarl.observe.logger import LoggerConfig
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.rewards.pool import RewardConfig
-from megarl.rollout.client.sglang_client import RolloutConfig
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.evaluate import EvaluatorConfig
-from megarl.rollout.servers.sglang_server import SGLangServerConfig
-from megarl.trainer.checkpoints.saver import SaverConfig
-from megarl.trainer.reference_logprobs import ReferenceConfig
+from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.types import GenerationHyperparameters
 
-LAUNCHERS = ("local", "slurm", "ray")
+REFERENCE_MODES = ("precompute", "online")
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Source of the start policy's log-probs, for the preference methods."""
+
+    mode: str = knob(
+        "precompute", "precompute: once, before the first step, kept for later runs; online: a frozen model beside"
+    )
+
+    def __post_init__(self) -> None:
+        if self.mode not in REFERENCE_MODES:
+            raise UserError(f"reference.mode={self.mode} must be one of {', '.join(REFERENCE_MODES)}")
+
+
+@dataclass(frozen=True)
+class SaverConfig:
+    """Checkpoints during a run, and the export at its end."""
+
+    every_steps: int = knob(50, "steps between checkpoints; 0 writes one only when the run ends or is stopped")
+    keep: int = knob(2, "checkpoints kept; older ones are removed")
+    asynchronous: bool = knob(True, "train on while a checkpoint is written, from a copy of the state on the host")
+    timeout_s: float = knob(3600.0, "seconds that the writing of a checkpoint may take")
+    export_hf: bool = knob(True, "write the trained model as a HF checkpoint to hf/ at the end")
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0 or self.keep < 1:
+            raise UserError(
+                f"saver.every_steps={self.every_steps}, saver.keep={self.keep}: they must be at least 0 and 1"
+            )
+        if self.timeout_s <= 0:
+            raise UserError(f"saver.timeout_s={self.timeout_s} must be above 0")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The machines that a run is planned for; launchers and `megarl.preflight` lay it out on them."""
+
+    gpus_per_node: int = knob(0, "GPUs of a node; 0: everything runs on the CPUs of this machine")
+    gpu_memory_gib: float = knob(80.0, "memory of a GPU in GiB")
+    network_gb_s: float = knob(50.0, "bandwidth of a GPU's network link, GB/s each way; for the time of a weight sync")
+    gpu_tflops: float = knob(989.0, "dense bfloat16 peak of a GPU in TFLOP/s, for expected times; 989 is an H100 SXM")
+    gpu_memory_gb_s: float = knob(3350.0, "bandwidth of a GPU's memory in GB/s, for expected times; an H100 SXM's")
+    train_utilisation: float = knob(0.35, "part of gpu_tflops that training and prefill are expected to reach")
+    decode_utilisation: float = knob(0.5, "part of gpu_memory_gb_s that decoding is expected to reach")
+    mean_length: float = knob(0.5, "expected mean length of prompts and completions, as a part of the longest allowed")
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 0:
+            raise UserError(
+                f"cluster.gpus_per_node={self.gpus_per_node} must be at least 0; 0 is a machine without GPUs"
+            )
+        for name in ("gpu_memory_gib", "network_gb_s", "gpu_tflops", "gpu_memory_gb_s"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"cluster.{name}={getattr(self, name)} must be above 0")
+        for name in ("train_utilisation", "decode_utilisation", "mean_length"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"cluster.{name}={getattr(self, name)} must lie above 0 and at most at 1")
 
 
 @dataclass(frozen=True)
@@ -53,7 +106,7 @@ class Config:
     data: DataConfig = knob(factory=DataConfig, meaning="how the rows of all data sets are prepared")
     train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts, examples or preferences to train on")
     valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out rows of the same kind")
-    rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers")
+    rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers, and the workflow")
     rewards: RewardConfig = knob(factory=RewardConfig, meaning="how completions are scored")
     server: SGLangServerConfig = knob(factory=SGLangServerConfig, meaning="the rollout servers of a run")
     sglang: dict[str, Any] = knob(
@@ -66,151 +119,13 @@ class Config:
     cluster: ClusterConfig = knob(factory=ClusterConfig, meaning="the machines that the run is planned for")
 
 
-def check(config: Config) -> None:
-    """The checks that need more than one stage's knobs; each stage checks its own.
-
-    Raises:
-        UserError: with both sides of the equation.
-    """
-    for one in checks(config):
-        one(config)
-
-
-def checks(config: Config) -> tuple[Callable[[Config], None], ...]:
-    """The checks of this configuration, each for itself: `megarl.preflight` lists all that fail."""
-    return (
-        _check_run,
-        _check_deterministic,
-        *{"rl": RL_CHECKS, "preference": PREFERENCE_CHECKS}.get(config.method, ()),
-    )
-
-
-def _check_run(config: Config) -> None:
-    if config.method not in ("rl", "sft", "preference"):
-        raise UserError(f"method={config.method} must be rl, sft or preference")
-    if config.launcher not in LAUNCHERS:
-        near = difflib.get_close_matches(config.launcher, LAUNCHERS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"launcher={config.launcher} does not exist; {hint}there are: {', '.join(LAUNCHERS)}")
-    if config.total_train_steps < 1:
-        raise UserError(f"total_train_steps={config.total_train_steps} must be at least 1")
-    if config.actor.optimizer.warmup_steps >= config.total_train_steps:
-        raise UserError(
-            f"actor.optimizer.warmup_steps={config.actor.optimizer.warmup_steps} must be below total_train_steps="
-            f"{config.total_train_steps}; lower one or raise the other"
-        )
-    config.actor.optimizer.check_length(config.total_train_steps)
-
-
-def _check_deterministic(config: Config) -> None:
-    if not config.deterministic:
-        return
-    if config.method != "rl":
-        raise UserError(f"deterministic=true is about rollouts, which method={config.method} has none of; leave it out")
-    if config.server.device == "cuda":
-        raise UserError("deterministic=true holds on CPU only: set server.device=cpu, or deterministic=false")
-    for name, only in (("dtype", "float32"), ("tp_size", 1), ("cpu_threads", 1)):
-        if (value := getattr(config.server, name)) != only:
-            raise UserError(f"server.{name}={value} must be {only} with deterministic=true; change one of them")
-
-
-def _check_algorithm(config: Config) -> None:
-    if not isinstance(config.algorithm, RLConfig):
-        raise UserError(
-            f"method=rl: algorithm={name_of(config.algorithm)} learns from preferences; choose one of rollouts, such "
-            "as grpo, or method=preference"
-        )
-    config.algorithm.check()
-    algorithm = algorithm_of(config.algorithm)
-    if config.rollout.rollout_func and algorithm.workflow != "rlvr":
-        raise UserError(
-            f"rollout.rollout_func={config.rollout.rollout_func}: {type(algorithm).__name__} samples in a way of its "
-            "own; choose another algorithm, or no function"
-        )
-    if config.gconfig.n_samples < algorithm.min_group:
-        raise UserError(
-            f"gconfig.n_samples={config.gconfig.n_samples}: {type(algorithm).__name__} compares the completions of a "
-            f"prompt and needs at least {algorithm.min_group}"
-        )
-
-
-def _check_sampling(config: Config) -> None:
-    if config.actor.init != "checkpoint":
-        raise UserError(f"actor.init={config.actor.init} is for method=sft: the rollout servers load actor.path")
-    if config.gconfig.greedy:
-        raise UserError("gconfig.greedy=true: completions of a prompt would all be alike, and nothing learned; sample")
-    if config.actor.temperature != config.gconfig.temperature:
-        raise UserError(
-            f"actor.temperature={config.actor.temperature} must equal gconfig.temperature="
-            f"{config.gconfig.temperature}: the trainer's log-probs are compared with the rollout's"
-        )
-
-
-def _check_batch(config: Config) -> None:
-    if not isinstance(config.algorithm, RLConfig):
-        return
-    prompts, samples, parts = config.train_dataset.batch_size, config.gconfig.n_samples, config.algorithm.n_minibatches
-    if parts < 1:
-        return  # the algorithm's own check says so
-    if (prompts * samples) % parts:
-        raise UserError(
-            f"train_dataset.batch_size={prompts} x gconfig.n_samples={samples} = {prompts * samples} sequences do not "
-            f"divide into algorithm.n_minibatches={parts}; make {parts} divide {prompts * samples}"
-        )
-    replicas = config.parallel.sizes()["dp_size"]
-    if (prompts * samples // parts) % replicas:
-        raise UserError(
-            f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "
-            f"parallel.dp_size={replicas} does not divide; change batch_size, n_samples or dp_size"
-        )
-
-
-def _check_deadlines(config: Config) -> None:
-    if config.parallel.world_size() > 1 and config.parallel.timeout_s <= config.rollout.batch_timeout_s:
-        raise UserError(
-            f"parallel.timeout_s={config.parallel.timeout_s:g} must exceed rollout.batch_timeout_s="
-            f"{config.rollout.batch_timeout_s:g}: the other ranks wait in a collective while rank 0 samples"
-        )
-
-
-def _check_tokens(config: Config) -> None:
+def longest_sequence(config: Config) -> int | None:
+    """Tokens of the longest sequence that the run can train on; None if `train_dataset.max_length` is not set."""
     if config.train_dataset.max_length is None:
-        return
-    longest = config.train_dataset.max_length + config.gconfig.max_new_tokens
-    if longest > config.actor.max_tokens_per_mb:
-        raise UserError(
-            f"train_dataset.max_length={config.train_dataset.max_length} + gconfig.max_new_tokens="
-            f"{config.gconfig.max_new_tokens} = {longest} tokens do not fit into actor.max_tokens_per_mb="
-            f"{config.actor.max_tokens_per_mb}; raise it to at least {longest}"
-        )
+        return None
+    return config.train_dataset.max_length + (config.gconfig.max_new_tokens if config.method == "rl" else 0)
 
 
-def _check_preferences(config: Config) -> None:
-    if isinstance(config.algorithm, RLConfig):
-        raise UserError(
-            f"method=preference: algorithm={name_of(config.algorithm)} learns from rollouts; choose one of "
-            "preferences, such as dpo, or method=rl"
-        )
-    config.algorithm.check()
-    rows, replicas = config.train_dataset.batch_size, config.parallel.sizes()["dp_size"]
-    if rows % replicas:
-        raise UserError(
-            f"train_dataset.batch_size={rows} rows are not divided by parallel.dp_size={replicas}; a row's two "
-            "sequences stay together, so change one of them"
-        )
-
-
-def _check_pair_tokens(config: Config) -> None:
-    if config.train_dataset.max_length is None or isinstance(config.algorithm, RLConfig):
-        return
-    length, paired = config.train_dataset.max_length, algorithm_of(config.algorithm).paired
-    if length * (1 + paired) > config.actor.max_tokens_per_mb:
-        raise UserError(
-            f"train_dataset.max_length={length}{' x 2 of a pair' if paired else ''} = {length * (1 + paired)} tokens "
-            f"do not fit into actor.max_tokens_per_mb={config.actor.max_tokens_per_mb}; raise it to at least "
-            f"{length * (1 + paired)}"
-        )
-
-
-PREFERENCE_CHECKS = (_check_preferences, _check_pair_tokens)
-RL_CHECKS = (_check_algorithm, _check_sampling, _check_batch, _check_deadlines, _check_tokens)
+def is_paired(config: Config) -> bool:
+    """True if rows are pairs of completions, which stay in one microbatch."""
+    return config.method == "preference" and getattr(algorithm_of(config.algorithm), "paired", False)

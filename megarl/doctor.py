@@ -1,6 +1,6 @@
-"""Says what is installed on this machine, what is missing, and what that would speed up: python -m megarl.doctor
+"""Lists installed and missing software and its benefit on this machine: python -m megarl.doctor
 
-Exit code 1 where something is missing that megarl cannot run without here.
+Exit code 1 if software that megarl needs here is missing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megarl.versions import GPUs, gpus, version_of, versions
 
 NEEDED, FASTER, OPTIONAL = "needed", "faster", "optional"
 GIB = 2**30
-WIDTH = 120  # of what is not printed to a terminal
+WIDTH = 120  # characters, where the output is no terminal
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that may be installed, and what it is for."""
+    """A piece of software or hardware, with its benefit."""
 
     name: str
     found: str | None
@@ -41,19 +41,19 @@ class Part:
         return {NEEDED: "MISSING", FASTER: "missing", OPTIONAL: "-"}[self.kind]
 
 
-def machine(seen: GPUs) -> str:
-    """This machine in a line."""
+def machine(gpu: GPUs) -> str:
+    """Describes this machine in a line."""
     memory = psutil.virtual_memory().total / GIB
     cores = len(os.sched_getaffinity(0))
-    if not seen.names:
-        found = "no GPU"
+    if not gpu.names:
+        device = "no GPU"
     else:
-        found = f"{len(seen.names)} x {seen.names[0]} of {min(seen.memory_mib) / 1024:.0f} GiB, driver {seen.driver}"
-    return f"{platform.machine()}, {cores} core{'s' * (cores > 1)}, {memory:.0f} GiB; {found}"
+        device = f"{len(gpu.names)} x {gpu.names[0]} of {min(gpu.memory_mib) / 1024:.0f} GiB, driver {gpu.driver}"
+    return f"{platform.machine()}, {cores} core{'s' * (cores > 1)}, {memory:.0f} GiB; {device}"
 
 
 def everywhere() -> list[Part]:
-    """What megarl needs on any machine."""
+    """Software that megarl needs on any machine."""
     found = versions()
     python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
@@ -69,7 +69,7 @@ def everywhere() -> list[Part]:
 
 
 def kernels() -> str | None:
-    """How megarl's own kernels were built; None where they were not."""
+    """Devices that megarl's own kernels were built for; None if they were not built."""
     try:
         from megarl.ops import native
     except ImportError:
@@ -78,7 +78,7 @@ def kernels() -> str | None:
 
 
 def on_gpus() -> list[Part]:
-    """What counts on a machine with GPUs."""
+    """Software for a machine with GPUs."""
     found, requirements = versions(), "pip install -r requirements/gpu_built.txt"
     cuda = kernels() == "CPU and CUDA"
     build = "MEGARL_CUDA=1 pip install --no-build-isolation --no-deps -e ."
@@ -108,7 +108,7 @@ def on_gpus() -> list[Part]:
 
 
 def _cuda_of_torch() -> str | None:
-    """The CUDA version of torch's build, where it sees a GPU."""
+    """CUDA version of torch's build, if it finds a GPU."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -117,7 +117,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def on_clusters() -> list[Part]:
-    """What runs on several machines."""
+    """Software and hardware for runs on several machines."""
     network = "found" if any(Path("/sys/class/infiniband").glob("*")) else None
     shared = f"{shutil.disk_usage('/dev/shm').total / GIB:.0f} GiB" if Path("/dev/shm").is_dir() else None
     return [
@@ -135,18 +135,18 @@ def on_clusters() -> list[Part]:
 
 
 def _program(name: str) -> str | None:
-    found = shutil.which(name)
-    return str(Path(found).parent) if found else None
+    path = shutil.which(name)
+    return str(Path(path).parent) if path else None
 
 
 def command() -> int:
-    """Prints the table and what to do. Returns the exit code."""
+    """Prints the table and the remedies. Returns the exit code."""
     console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
-    seen = gpus()
+    gpu = gpus()
     groups = {"Everywhere": everywhere(), "On clusters": on_clusters()}
-    if seen.names:
+    if gpu.names:
         groups = {"Everywhere": groups["Everywhere"], "On GPUs": on_gpus(), "On clusters": groups["On clusters"]}
-    table = Table(title=f"megarl here: {machine(seen)}", title_justify="left", title_style="bold")
+    table = Table(title=f"megarl here: {machine(gpu)}", title_justify="left", title_style="bold")
     for name in ("", "", "found", "what it brings"):
         table.add_column(name, no_wrap=name != "what it brings")
     for parts in groups.values():
@@ -161,7 +161,7 @@ def command() -> int:
         print(f"MISSING  {part.name}: {part.brings}; {part.remedy}")
     for part in slower:
         print(f"faster   with {part.name}: {part.brings}; {part.remedy}")
-    if not seen.names:
+    if not gpu.names:
         print("note     no GPU: everything runs on the CPU, for models that fit it; docs/install_gpu.md is for GPUs")
     print("nothing that is needed is missing" if not missing else f"{len(missing)} needed, and missing")
     return 1 if missing else 0

@@ -1,6 +1,6 @@
 """Writes a checkpoint's weights as a HF checkpoint: `python -m megarl.export checkpoint=RUN_OR_STEP output=DIR`.
 
-Any layout's checkpoint will do. One tensor is read at a time, in this process alone: no model is built.
+Reads checkpoints of any layout, one tensor at a time, in one process and without building a model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megarl.trainer.checkpoints.saver import ACTOR
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is exported, and where to."""
+    """Source and target of an export."""
 
-    checkpoint: str = knob("", "folder of a run, whose newest whole checkpoint is taken, or of one step of it")
+    checkpoint: str = knob("", "folder of a run, for its newest whole checkpoint, or of one of its steps")
     output: str = knob("", "folder to write, new or empty")
     dtype: str = knob("", "float32 or bfloat16; empty: as the weights were trained")
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
@@ -40,10 +40,10 @@ USAGE = "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR
 
 
 def parse(arguments: list[str]) -> ExportConfig:
-    """The command line's knobs.
+    """Reads the command line's knobs.
 
     Raises:
-        UserError: an unknown knob, or one that is missing or wrong.
+        UserError: a knob is unknown, missing or wrong.
     """
     known = [field.name for field in fields(ExportConfig)]
     for key in (argument.partition("=")[0] for argument in arguments):
@@ -51,8 +51,8 @@ def parse(arguments: list[str]) -> ExportConfig:
             near = difflib.get_close_matches(key, known, n=1)
             raise UserError(f"unknown knob {key}; " + (f"did you mean {near[0]}?" if near else USAGE))
     try:
-        given = OmegaConf.merge(OmegaConf.structured(ExportConfig), OmegaConf.from_dotlist(arguments))
-        config: ExportConfig = OmegaConf.to_object(given)  # type: ignore[assignment]
+        merged = OmegaConf.merge(OmegaConf.structured(ExportConfig), OmegaConf.from_dotlist(arguments))
+        config: ExportConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise UserError(f"{str(error).splitlines()[0]}; {USAGE}") from error
     if not config.checkpoint or not config.output:
@@ -63,10 +63,10 @@ def parse(arguments: list[str]) -> ExportConfig:
 
 
 def find(checkpoint: Path, engine: str) -> Manifest:
-    """The checkpoint to export: the folder itself, or the newest whole one of a run; the engine's files are verified.
+    """Finds the checkpoint to export, the folder itself or a run's newest whole one, and verifies the engine's files.
 
     Raises:
-        UserError: there is none.
+        UserError: no such checkpoint is whole, or it lacks the engine.
     """
     if not checkpoint.is_dir():
         raise UserError(
@@ -76,15 +76,15 @@ def find(checkpoint: Path, engine: str) -> Manifest:
     folders = manifest.step_folders(checkpoint / "checkpoints") if of_run else [checkpoint]
     for folder in folders:
         try:
-            found = manifest.read(folder)
-            own = {name: facts for name, facts in found.files.items() if name.startswith(f"{engine}/")}
-            if f"{engine}/{FACTS}" not in own:
-                there = sorted({name.split("/")[0] for name in found.files if name.endswith(FACTS)})
-                raise UserError(f"{folder} has no engine={engine}; it has {', '.join(there)}")
-            whole = Manifest(folder, found.step, own)
-            whole.check_sizes()
-            whole.check_content()
-            return whole
+            everything = manifest.read(folder)
+            files = {name: facts for name, facts in everything.files.items() if name.startswith(f"{engine}/")}
+            if f"{engine}/{FACTS}" not in files:
+                engines = sorted({name.split("/")[0] for name in everything.files if name.endswith(FACTS)})
+                raise UserError(f"{folder} has no engine={engine}; it has {', '.join(engines)}")
+            selected = Manifest(folder, everything.step, files)
+            selected.check_sizes()
+            selected.check_content()
+            return selected
         except Damaged as error:
             if not of_run:
                 raise UserError(f"checkpoint={folder} is damaged or no checkpoint: {error}; export another") from error
@@ -93,7 +93,7 @@ def find(checkpoint: Path, engine: str) -> Manifest:
 
 
 def export(config: ExportConfig) -> Path:
-    """Writes the HF checkpoint, beside and renamed, and returns its folder.
+    """Writes the HF checkpoint under a temporary name, renames it, and returns its folder.
 
     Raises:
         UserError: see `find`; or `output` is not empty or cannot be written.
@@ -101,24 +101,24 @@ def export(config: ExportConfig) -> Path:
     output = Path(config.output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output={output} is there and not empty; give a new folder")
-    found = find(Path(config.checkpoint), config.engine)
-    stored = StoredState(found.folder / config.engine)
-    small = stored.folder / HF
-    hf_config = AutoConfig.from_pretrained(small)
+    checkpoint = find(Path(config.checkpoint), config.engine)
+    stored = StoredState(checkpoint.folder / config.engine)
+    small_files = stored.folder / HF  # config and tokenizer
+    hf_config = AutoConfig.from_pretrained(small_files)
     if config.dtype:
         hf_config.dtype = config.dtype
-    beside = output.with_name(output.name + manifest.WRITING)
+    temporary = output.with_name(output.name + manifest.WRITING)
     try:
-        shutil.rmtree(beside, ignore_errors=True)  # of an export that was stopped
-        hf_files.write(beside, _shown(stored, config.dtype, found.step), hf_config, small)
-        beside.replace(output)
+        shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
+        hf_files.write(temporary, _with_progress(stored, config.dtype, checkpoint.step), hf_config, small_files)
+        temporary.replace(output)
     except OSError as error:
         raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
     return output
 
 
-def _shown(stored: StoredState, dtype: str, step: int) -> Iterator[tuple[str, Tensor]]:
-    """The weights, converted, with a progress bar."""
+def _with_progress(stored: StoredState, dtype: str, step: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the converted weights, and shows a progress bar."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
@@ -130,7 +130,7 @@ def _shown(stored: StoredState, dtype: str, step: int) -> Iterator[tuple[str, Te
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; a user's mistake is one line and code 2."""
+    """Runs the command. A UserError prints one line and returns 2."""
     if not arguments or any(a in ("-h", "--help") for a in arguments):
         print(USAGE)
         return 0

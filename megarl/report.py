@@ -1,4 +1,4 @@
-"""Writes a run's page: python -m megarl.report RUN, such as runs/gsm8k_grpo/latest."""
+"""Writes the HTML report of a run: python -m megarl.report RUN, such as runs/gsm8k_grpo/latest."""
 
 from __future__ import annotations
 

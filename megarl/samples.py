@@ -1,8 +1,8 @@
-"""Reads the samples of an evaluation in the terminal.
+"""Prints the samples of an evaluation in the terminal.
 
 python -m megarl.samples RUN [step=N] [show=all|solved|wrong] [find=TEXT] [count=N]
 
-RUN is a run's folder (its last evaluation, or that of step N) or a .jsonl file of samples.
+RUN is a run's folder (for its last evaluation, or that of step N) or a .jsonl file of samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPTIONS = {"step": "", "show": "all", "find": "", "count": "10"}
 
 
 def file_of(place: str, step: str) -> Path:
-    """The samples' file. Raises UserError where there is none."""
+    """The file of samples. Raises UserError if there is none."""
     path = Path(place)
     if path.is_file():
         return path
@@ -33,15 +33,15 @@ def file_of(place: str, step: str) -> Path:
         raise UserError(f"{place} holds no evaluations; give a run's folder, such as runs/gsm8k_grpo/latest")
     if not step:
         return files[-1]
-    found = [file for file in files if step.isdecimal() and file.stem == f"step-{int(step):06d}"]
-    if not found:
+    matching = [file for file in files if step.isdecimal() and file.stem == f"step-{int(step):06d}"]
+    if not matching:
         steps = ", ".join(str(int(file.stem.removeprefix("step-"))) for file in files)
         raise UserError(f"step={step} was not evaluated; there are {steps}")
-    return found[0]
+    return matching[0]
 
 
 def chosen(file: Path, show: str, find: str) -> Iterator[dict[str, Any]]:
-    """The samples to show."""
+    """Yields the samples that match."""
     if show not in ("all", "solved", "wrong"):
         raise UserError(f"show={show} is not one of all, solved, wrong")
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -55,10 +55,10 @@ def chosen(file: Path, show: str, find: str) -> Iterator[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     if not arguments or "=" in arguments[0]:
         raise UserError(USAGE)
-    given = dict(argument.partition("=")[::2] for argument in arguments[1:])
-    if unknown := sorted(set(given) - set(OPTIONS)):
+    options = dict(argument.partition("=")[::2] for argument in arguments[1:])
+    if unknown := sorted(set(options) - set(OPTIONS)):
         raise UserError(f"unknown option {unknown[0]}; {USAGE}")
-    options = {**OPTIONS, **given}
+    options = OPTIONS | options
     if not options["count"].isdecimal():
         raise UserError(f"count={options['count']} must be a number")
     file = file_of(arguments[0], options["step"])

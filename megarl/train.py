@@ -1,7 +1,7 @@
 """Trains: `python -m megarl.train [SCRIPT.py] [--config FILE] +experiment=NAME [group=name ...] [knob=value ...]`.
 
-Starts the trainer ranks itself, by the launcher that is configured, unless torchrun or srun did. With a training script
-every rank runs that, in place of megarl's own loops, beside servers whose addresses are in its environment.
+Starts the trainer ranks through the configured launcher, unless torchrun or srun did. With a training script every
+rank runs the script in place of megarl's own loops; the servers' addresses are in its environment.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 
 from megarl import cli
+from megarl.checks import run_all, server_checks
 from megarl.config import Config
-from megarl.families import local_folder
+from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.launcher import local, ray
 from megarl.launcher.job import Job
@@ -29,25 +30,24 @@ from megarl.processes import die_with_parent
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
 from megarl.rollout.servers.external import JobServers
-from megarl.rollout.servers.sglang_server import check_config as check_server
 from megarl.trainer.announce import announce
 from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.saved_config import make_folder
 
-RUN_FOLDER, STARTED = "MEGARL_RUN_FOLDER", "MEGARL_STARTED"  # from the command to the ranks it starts
+RUN_FOLDER, STARTED = "MEGARL_RUN_FOLDER", "MEGARL_STARTED"  # passed from the command to its ranks
 
 
 def command(arguments: list[str]) -> int:
     """Runs megarl's own loops, or the training script among the arguments. Returns the exit code."""
-    found = [argument for argument in arguments if _is_script(argument)]
+    scripts = [argument for argument in arguments if _is_script(argument)]
     config = cli.load(_without_script(arguments))
-    if found and not Path(found[0]).is_file():
-        raise UserError(f"the training script {found[0]} is not a file here; give its path")
+    if scripts and not Path(scripts[0]).is_file():
+        raise UserError(f"the training script {scripts[0]} is not a file here; give its path")
     if config.launcher == "slurm" and "RANK" not in os.environ:
         from megarl.launcher import slurm
 
         return slurm.launch(config, sys.argv[1:])
-    return script_main(Path(found[0]).resolve(), config) if found else main(config)
+    return script_main(Path(scripts[0]).resolve(), config) if scripts else main(config)
 
 
 def _is_script(argument: str) -> bool:
@@ -55,8 +55,8 @@ def _is_script(argument: str) -> bool:
 
 
 def main(config: Config) -> int:
-    """Checks everything that can be checked, makes the run folder, and trains. Returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is open is closed, in order
+    """Checks all inputs, makes the run folder, and trains. Returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs the clean-up of open contexts
     started = float(os.environ.get(STARTED) or time.monotonic() - (time.time() - psutil.Process().create_time()))
     world, rank = config.parallel.world_size(), int(os.environ.get("RANK", "0"))
     inputs = read_inputs(config, rank)
@@ -75,12 +75,12 @@ def main(config: Config) -> int:
 
 
 def script_main(script: Path, config: Config) -> int:
-    """Has the launcher run the script on every rank; on a rank, runs it. Its data is its own to read and check."""
+    """Has the launcher run the script on every rank; on a rank, runs it. The script reads and checks its own data."""
     if "RANK" in os.environ:
         return run_script(script, config)
     if config.method == "rl":
-        read_inputs(config, rank=1)  # all but the data, which rank 0 reads
-        check_server(config.server, local_folder(config.actor.path), config.sglang)
+        read_inputs(config, rank=1)  # checks all but the data, which rank 0 reads
+        run_all(server_checks(config, local_folder(config.actor.path)))
     folder = make_folder(config)
     os.environ[RUN_FOLDER] = str(folder.path)
     job = job_of(config, folder, [str(script), *_without_script(sys.argv[1:])])
@@ -88,7 +88,7 @@ def script_main(script: Path, config: Config) -> int:
 
 
 def run_script(script: Path, config: Config) -> int:
-    """Runs the script as Python would, on a rank; the servers that a launcher started are awaited first."""
+    """Waits for the servers of the launcher, if any, then runs the script on this rank as Python would."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ[RUN_FOLDER] = str(find_folder(config, int(os.environ["RANK"])).path)
     job = rendezvous.job_folder()
@@ -108,17 +108,17 @@ def _without_script(arguments: list[str]) -> list[str]:
 
 
 def job_of(config: Config, folder: RunFolder, arguments: list[str]) -> Job:
-    """The processes of the run, for a launcher; servers among them unless others are named in the environment."""
-    given, logs = bool(addresses_in_environment()), folder.new_attempt()
+    """The run's processes, for a launcher. Servers are among them unless the environment names external ones."""
+    external, logs = bool(addresses_in_environment()), folder.new_attempt()
     (logs / "job").mkdir()
     return Job(
         logs=logs,
         folder=logs / "job",
         rank_arguments=tuple(arguments),
         server_arguments=tuple(_without_script(arguments)),
-        environment={} if given else {KEY_VARIABLE: secrets.token_hex(24)},
+        environment={} if external else {KEY_VARIABLE: secrets.token_hex(24)},
         world_size=config.parallel.world_size(),
-        servers=config.server.n_servers if config.method == "rl" and not given else 0,
+        servers=config.server.n_servers if config.method == "rl" and not external else 0,
         server_gpus=config.server.tp_size,
         gpus_per_node=config.cluster.gpus_per_node,
         timeout_s=config.parallel.timeout_s,
@@ -126,7 +126,7 @@ def job_of(config: Config, folder: RunFolder, arguments: list[str]) -> Job:
 
 
 def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
-    """Runs the loop of the method; its modules load Megatron."""
+    """Runs the method's training loop, whose module loads Megatron."""
     if config.method == "sft":
         from megarl.trainer import sft
 
@@ -142,24 +142,22 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
 
 
 def find_folder(config: Config, rank: int) -> RunFolder:
-    """The run's folder on every rank: from the command that started the ranks, else rank 0 makes it."""
-    given, job = os.environ.get(RUN_FOLDER), rendezvous.job_folder()
-    if given and job is None:
-        return RunFolder(Path(given))
+    """The run's folder on every rank: that of the command which started the ranks, else rank 0 makes one."""
+    path, job = os.environ.get(RUN_FOLDER), rendezvous.job_folder()
+    if path and job is None:
+        return RunFolder(Path(path))
     if "RANK" not in os.environ:
         return make_folder(config)
     from megarl.parallel import groups, watchdog
     from megarl.parallel.broadcast import broadcast_json
 
     groups.initialize(config.parallel)
-    if given:
-        found = RunFolder(Path(given))
-    else:
-        folder = make_folder(config) if rank == 0 else None
-        found = RunFolder(Path(broadcast_json(str(folder.path) if folder else None)))
-    watch = (job or found.logs) / "watch"  # no launcher watches the ranks of several machines: they do it themselves
+    if not path:
+        path = broadcast_json(str(make_folder(config).path) if rank == 0 else None)
+    folder = RunFolder(Path(path))
+    watch = (job or folder.logs) / "watch"  # ranks on several machines have no launcher to watch them
     watchdog.start(watch, rank, config.parallel.world_size(), config.parallel.timeout_s, guard=True)
-    return found
+    return folder
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/bin/bash
 # DPO of an 8B model on one node.
-# sbatch slurm/dpo.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/dpo_8b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+# sbatch slurm/dpo.sh [KNOB=VALUE ...]     Knobs: configs/experiment/dpo_8b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=dpo_8b
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8

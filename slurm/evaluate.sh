@@ -1,6 +1,6 @@
 #!/bin/bash
 # Accuracy of a checkpoint on held-out problems: sbatch slurm/evaluate.sh actor.path=FOLDER
-# sbatch slurm/evaluate.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/grpo_7b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+# sbatch slurm/evaluate.sh [KNOB=VALUE ...]     Knobs: configs/experiment/grpo_7b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=grpo_7b
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8

@@ -1,6 +1,6 @@
 #!/bin/bash
 # GRPO of a 70B model: trainers on 8 nodes, a server of 8 GPUs on each of 4 more.
-# sbatch slurm/grpo_70b.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/grpo_70b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+# sbatch slurm/grpo_70b.sh [KNOB=VALUE ...]     Knobs: configs/experiment/grpo_70b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=grpo_70b
 #SBATCH --nodes=12
 #SBATCH --gpus-per-node=8

@@ -1,6 +1,6 @@
 #!/bin/bash
 # GRPO of a 7B model on one node: 4 GPUs train, 4 serve.
-# sbatch slurm/grpo_7b.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/grpo_7b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+# sbatch slurm/grpo_7b.sh [KNOB=VALUE ...]     Knobs: configs/experiment/grpo_7b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=grpo_7b
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8

@@ -1,6 +1,6 @@
 #!/bin/bash
 # GRPO of Qwen3-235B-A22B: trainers on 16 nodes, a server of 8 GPUs on each of 8 more.
-# sbatch slurm/grpo_moe_235b.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/grpo_moe_235b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+# sbatch slurm/grpo_moe_235b.sh [KNOB=VALUE ...]     Knobs: configs/experiment/grpo_moe_235b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=grpo_moe_235b
 #SBATCH --nodes=24
 #SBATCH --gpus-per-node=8

@@ -1,15 +1,15 @@
 #!/bin/bash
-# The steps of every job, sourced by the templates: preflight, run folder, servers, trainers, and what follows their end.
+# The steps of every job, sourced by the templates: preflight, run folder, servers, trainers, and requeue or end.
 #
-#   train [SCRIPT.py] +experiment=NAME [KNOB=VALUE ...]      (SCRIPT.py: a training script of yours, run on every rank)
+#   train [SCRIPT.py] +experiment=NAME [KNOB=VALUE ...]      (SCRIPT.py: your training script, run on every rank)
 #   evaluate +experiment=NAME [KNOB=VALUE ...]
 #
-# A job ends with the run's exit code. It is requeued, and goes on from its last checkpoint,
-#   - before its time limit: Slurm sends this shell USR1 (#SBATCH --signal=B:USR1@SECONDS), and the trainers are asked to
-#     stop after their step, with a checkpoint;
-#   - when it is preempted: Slurm sends all tasks TERM, which asks the trainers for the same;
-#   - when a node fails: nodes that no longer start a task are excluded from the next attempt.
-# scancel ends it: trainers get TERM, and as long as Slurm's KillWait lasts. An error of the run itself is not retried.
+# A job ends with the run's exit code. It is requeued and continues from its last checkpoint
+#   - before its time limit: Slurm sends this shell USR1 (#SBATCH --signal=B:USR1@SECONDS), and the trainers stop after
+#     their step, with a checkpoint;
+#   - when it is preempted: Slurm sends TERM to all tasks, with the same effect on the trainers;
+#   - when a node fails: nodes that start no task are excluded from the next attempt.
+# scancel ends it: the trainers get TERM, and then the time of Slurm's KillWait. An error of the run is not retried.
 set -uo pipefail
 
 : "${SLURM_JOB_ID:?this is for a Slurm job: sbatch slurm/grpo_70b.sh, or python -m megarl.launcher.slurm}"
@@ -17,21 +17,21 @@ MEGARL_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export MEGARL_HOME
 # shellcheck source=slurm/env.sh
 source "$MEGARL_HOME/slurm/env.sh"
-if [[ -z $MEGARL_IMAGE && -f $MEGARL_HOME/pyproject.toml ]]; then # a checkout; an image has a megarl of its own
+if [[ -z $MEGARL_IMAGE && -f $MEGARL_HOME/pyproject.toml ]]; then # a checkout; an image contains megarl
   export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH}
 fi
 
-# The plan (megarl/launcher/slurm.py): which nodes of the job, in its order, run what.
+# The node plan (megarl/launcher/slurm.py), in the order of the job's nodes.
 RANKS=0 RANKS_PER_NODE=0 RANK_NODES=0 SERVERS=0 SERVERS_PER_NODE=0 SERVER_NODES=0 FIRST_SERVER_NODE=0 FIRST_SERVER_GPU=0
 RUN_FOLDER="" LOGS="" JOB_FOLDER="" RESUME=""
-nodes=() # names of all of them
-asked="" # requeue or end, once a signal has asked for it
+nodes=() # names of the job's nodes
+asked="" # "requeue" or "end", after a signal
 say() { echo "$(date +%T) $*"; }
 
-# --- where commands run ------------------------------------------------------------------------------------------------
+# --- commands and job steps --------------------------------------------------------------------------------------------
 
-image=()         # what comes before a command in an apptainer image
-image_options=() # what srun takes for pyxis
+image=()         # prefix of a command, with apptainer
+image_options=() # options of srun, with pyxis
 case $MEGARL_IMAGE in
   "") ;;
   *.sif) image=(apptainer exec --nv --bind "$PWD,$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}" "$MEGARL_IMAGE") ;;
@@ -41,7 +41,7 @@ case $MEGARL_IMAGE in
     ;;
 esac
 
-# here MODULE ARGUMENT...: a command of megarl on this node. With pyxis an image is entered by srun alone.
+# here MODULE ARGUMENT...: runs a command of megarl on this node. Only srun enters an image of pyxis.
 here() {
   if ((${#image_options[@]})); then
     srun --nodes=1 --ntasks=1 --overlap "${image_options[@]}" "$MEGARL_PYTHON" -m "$@"
@@ -50,9 +50,9 @@ here() {
   fi
 }
 
-# step NAME NODES TASKS TASKS_PER_NODE COMMAND...: a job step with a log for each task, instead of this shell. Steps overlap
-# on a node that trainers and servers share: the plan says whose a GPU is. Ranks end together: once one has ended, srun
-# gives the others MEGARL_GRACE_S, or nothing if it failed. A server may fail while others serve.
+# step NAME NODES TASKS TASKS_PER_NODE COMMAND...: replaces this shell by a job step with a log for each task. Steps may
+# overlap on a node that trainers and servers share; the plan assigns the GPUs. Ranks end together: srun gives the others
+# MEGARL_GRACE_S once one has ended, and no time if it failed. A server may fail while others serve.
 step() {
   local name=$1 where=$2 tasks=$3 per_node=$4 count together=(--kill-on-bad-exit=0)
   shift 4
@@ -63,7 +63,7 @@ step() {
     "${image_options[@]}" "${image[@]}" "$@"
 }
 
-# signal_step NAME SIGNAL: to every task of a step. (srun itself would take a TERM for the end of the step.)
+# signal_step NAME SIGNAL: signals every task of a step. (TERM to srun itself would end the step.)
 signal_step() {
   local id name
   while read -r id name; do
@@ -71,22 +71,22 @@ signal_step() {
   done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j')
 }
 
-# --- how a job ends ----------------------------------------------------------------------------------------------------
+# --- the end of a job --------------------------------------------------------------------------------------------------
 
-# requeue [NODES]: the job again, later, without NODES (a comma between names) and those excluded before.
+# requeue [NODES]: requeues the job without NODES (comma-separated) and the nodes excluded before.
 requeue() {
   if ((${SLURM_RESTART_COUNT:-0} >= MEGARL_MAX_REQUEUES)); then
     say "requeued MEGARL_MAX_REQUEUES=$MEGARL_MAX_REQUEUES times already; not again"
     exit 1
   fi
-  trap '' TERM # which a requeue sends this shell
+  trap '' TERM # sent to this shell by a requeue
   say "requeued${1:+ without $1}"
   scontrol requeue "$SLURM_JOB_ID" || exit 1
   exclude "${1:-}"
   exit 0
 }
 
-# exclude NODES: from the next attempt of a job that is being requeued.
+# exclude NODES: excludes nodes from the next attempt of a requeued job.
 exclude() {
   local before
   before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p')
@@ -94,9 +94,9 @@ exclude() {
   if [[ -n $1 ]]; then scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1${before:+,$before}"; fi
 }
 
-# leave NODES: the job again without NODES, which start no task. Silent ones Slurm finds down, and requeues the job itself. We
-# wait for that: Slurm 22.05 gives a job that was requeued before no GPUs ("Invalid generic resource"), and would not
-# start it earlier either. A node that answers Slurm and starts nothing is never found down.
+# leave NODES: requeues the job without NODES, which start no task. Slurm marks silent nodes as down and requeues the job
+# itself. This waits for it: Slurm 22.05 gives no GPUs to a job that was requeued earlier ("Invalid generic resource"),
+# and would not start it sooner. A node that answers Slurm but starts nothing is never marked.
 leave() {
   local limit found="" second
   limit=$(($(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p') + 60))
@@ -113,7 +113,7 @@ leave() {
   requeue "$1"
 }
 
-# failed_nodes: those of the job's nodes that do not start a task.
+# failed_nodes: prints the job's nodes that do not start a task.
 failed_nodes() {
   local node probes=() failed=()
   for node in "${nodes[@]}"; do
@@ -127,11 +127,11 @@ failed_nodes() {
   (IFS=, && echo "${failed[*]}")
 }
 
-# finish CODE: requeues, or ends with the exit code of the trainers.
+# finish CODE: requeues the job, or ends it with the exit code of the trainers.
 finish() {
   local code=$1 state failed log
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
-  if [[ -n $asked && $state == RUNNING ]]; then # before the time limit, or preempted; after scancel it is COMPLETING
+  if [[ -n $asked && $state == RUNNING ]]; then # near the time limit or preempted; COMPLETING after scancel
     if ((code)) || grep -qs '"stopped_early": true' "$RUN_FOLDER/summary.json"; then
       requeue
     fi
@@ -147,22 +147,22 @@ finish() {
   exit "$code"
 }
 
-# --- what a job does ---------------------------------------------------------------------------------------------------
+# --- the steps of a job ------------------------------------------------------------------------------------------------
 
-# prepare KNOB=VALUE...: refuses what cannot run; then the run's folder and the plan, as variables in capitals.
+# prepare KNOB=VALUE...: runs preflight, makes the run's folder, and sets the plan's variables.
 prepare() {
   local plan
   say "job $SLURM_JOB_ID, attempt $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   if ((!${SLURM_RESTART_COUNT:-0})); then here megarl.preflight "$@" || exit; fi
   plan=$(here megarl.launcher.slurm plan "$@") || exit
-  eval "$(grep -E '^[A-Z_]+=' <<<"$plan")" # the command may have said more
+  eval "$(grep -E '^[A-Z_]+=' <<<"$plan")" # ignores other output of the command
   export MEGARL_RUN_FOLDER=$RUN_FOLDER MEGARL_JOB_FOLDER=$JOB_FOLDER MEGARL_LOGS=$LOGS
   export MEGARL_FIRST_SERVER_GPU=$FIRST_SERVER_GPU
   say "run folder $RUN_FOLDER, logs $LOGS"
 }
 
-# names FIRST COUNT: names of the job's nodes, with a comma between.
+# names FIRST COUNT: prints names of the job's nodes, comma-separated.
 names() { (IFS=, && echo "${nodes[*]:$1:$2}"); }
 
 train() {
@@ -194,7 +194,7 @@ train() {
       break
     fi
     sleep 1 &
-    wait $! # a signal interrupts it, and its trap runs at once
+    wait $! # unlike sleep, a signal interrupts it: the trap runs at once
   done
   wait_for "$ranks"
   code=$?
@@ -203,16 +203,16 @@ train() {
   finish "$code"
 }
 
-# end_servers PID: of their srun. They end by themselves, but for one on a node that has failed.
+# end_servers PID: ends the servers' srun. They end by themselves, except on a failed node.
 end_servers() {
   local until=$((SECONDS + MEGARL_GRACE_S))
   : >"$JOB_FOLDER/trainers-ended"
   while kill -0 "$1" 2>/dev/null && ((SECONDS < until)); do sleep 0.5; done
-  kill -TERM "$1" 2>/dev/null # srun then waits for Slurm's KillWait and no longer
+  kill -TERM "$1" 2>/dev/null # srun then waits for at most Slurm's KillWait
   wait_for "$1"
 }
 
-# wait_for PID: its exit code; a signal to this shell interrupts a wait.
+# wait_for PID: returns its exit code. Waits again after a signal to this shell.
 wait_for() {
   local code=0
   while kill -0 "$1" 2>/dev/null; do

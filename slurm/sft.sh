@@ -1,6 +1,6 @@
 #!/bin/bash
 # Supervised training of an 8B model on one node.
-# sbatch slurm/sft.sh [KNOB=VALUE ...]     Its knobs: configs/experiment/sft_8b.yaml. Its steps: slurm/job.sh. The site: slurm/env.sh.
+# sbatch slurm/sft.sh [KNOB=VALUE ...]     Knobs: configs/experiment/sft_8b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=sft_8b
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8

@@ -1,1 +1,1 @@
-"""Starts the trainer ranks of a run."""
+"""Starts the ranks and servers of a run, on this machine or a cluster, and watches them."""

@@ -1,4 +1,4 @@
-"""The ranks and servers of a run as processes on this machine, which end together.
+"""Starts the ranks and servers of a run as processes on this machine. They end together.
 
 python -m megarl.launcher.local [SCRIPT.py] [--config FILE] [+experiment=NAME] [group=name ...] [knob=value ...]
 """
@@ -23,7 +23,7 @@ KILL_DEADLINE_S = 10.0
 
 
 class Process:
-    """A child of this process. It writes to `log`, or without one to this terminal."""
+    """A child process. Writes to `log`, or to this terminal without one."""
 
     def __init__(self, name: str, arguments: list[str], environment: dict[str, str], log: Path | None) -> None:
         self.name, self.log = name, log
@@ -33,7 +33,7 @@ class Process:
                 env=environment,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,  # signals to this group come to this process, which passes them on
+                start_new_session=True,  # terminal signals reach this process alone, which passes them on
             )
 
     def poll(self) -> int | None:
@@ -51,9 +51,9 @@ class Process:
 
 
 def rank_environment(rank: int, world_size: int, scratch: Path) -> dict[str, str]:
-    """What a rank learns from its environment; the names are torchrun's where it has them.
+    """Environment of a rank. Variables have torchrun's names where it has them.
 
-    Ranks meet through a file in `scratch`, keep their records there and talk over the loopback device.
+    Ranks meet through a file in `scratch`, keep their watchdog records there and use the loopback device.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // world_size)
     return {
@@ -75,7 +75,7 @@ def run_ranks(
 ) -> int:
     """Runs `python -m module arguments` as `world_size` ranks and returns 0, or the exit code of one that failed.
 
-    Rank 0 writes to this terminal, the others to `log_dir/rank_N.log`. See `watch.watch` for how they end; no rank
+    Rank 0 writes to this terminal, the others to `log_dir/rank_N.log`. `watch.watch` ends them together, and no rank
     outlives this process.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as name:
@@ -88,19 +88,19 @@ def run_ranks(
 
 
 def launch(job: Job) -> int:
-    """Runs the job on this machine and returns 0, or the exit code of one that failed. Nothing outlives this process.
+    """Runs the job on this machine. Returns 0, or the exit code of a process that failed.
 
-    Rank 0 writes to this terminal.
+    Rank 0 writes to this terminal. No process outlives this one.
     """
     servers = []
     for index in range(job.servers):
-        arguments, own = job.server(index, first_gpu=job.world_size + index * job.server_gpus)
-        environment = {**os.environ, **own, INTERFACE: "lo", PARENT: str(os.getpid())}
+        arguments, variables = job.server(index, first_gpu=job.world_size + index * job.server_gpus)
+        environment = {**os.environ, **variables, INTERFACE: "lo", PARENT: str(os.getpid())}
         servers.append(Process(f"server {index}", arguments, environment, job.log(f"server {index}")))
     ranks = []
     for rank in range(job.world_size):
-        arguments, own = job.rank(rank, rank)
-        environment = {**rank_environment(rank, job.world_size, job.watch), **own, INTERFACE: "lo"}
+        arguments, variables = job.rank(rank, rank)
+        environment = {**rank_environment(rank, job.world_size, job.watch), **variables, INTERFACE: "lo"}
         ranks.append(Process(f"rank {rank}", arguments, environment, job.log(f"rank {rank}") if rank else None))
     return watch(ranks, servers, Monitor(job.watch, job.world_size, job.timeout_s), job.folder)
 

@@ -1,10 +1,10 @@
-"""The ranks and servers of a run on a Ray cluster, each the child of an actor of its own.
+"""Starts the ranks and servers of a run on a Ray cluster. Each is the child of its own actor.
 
 python -m megarl.launcher.ray [SCRIPT.py] [--config FILE] [+experiment=NAME] [group=name ...] [knob=value ...]
 
-RAY_ADDRESS names the cluster. Without it one is started on this machine, on the loopback device and behind a token, and
-ends with this process. Ray places the processes, gives them their GPUs and tells when one is lost; everything else
-goes as under the other launchers: the processes are the same, and meet in the run's folder, which all nodes must see.
+RAY_ADDRESS names the cluster. Without it a cluster is started on this machine, on the loopback device and behind a
+token, and ends with this process. Ray places the processes, assigns their GPUs and reports lost ones. The processes
+are the same under every launcher: they meet in the run's folder, which all nodes must see.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from megarl.parallel.watchdog import Monitor
 
 PACKAGE = "ray==2.60.0"  # as pyproject.toml pins it
 ADDRESS = "RAY_ADDRESS"
-OBJECT_STORE_BYTES = 80 * 2**20  # the least that Ray takes; nothing goes through it
-PLACE_DEADLINE_S = 300.0  # for the cluster to have room, and for the processes to be started
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; nothing goes through it
+PLACE_DEADLINE_S = 300.0  # to find room in the cluster, and to start the processes
 ANSWER_S = 10.0  # for a cluster to accept a connection
-LOOK_S = 0.2
+POLL_S = 0.2
 LOST = 70  # exit code of a process whose actor died: EX_SOFTWARE
-PASSED_ON = ("MEGARL_", "NCCL_", "GLOO_", "HF_", "OMP_", "SGLANG_", "PYTHONPATH")  # beginnings of variables
+PASSED_ON = ("MEGARL_", "NCCL_", "GLOO_", "HF_", "OMP_", "SGLANG_", "PYTHONPATH")  # prefixes of variables
 
-# Of a cluster of our own, before ray is imported.
+# Environment of a cluster that this process starts, set before ray is imported.
 OWN_CLUSTER = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of it listens on 127.0.0.1 (ray/_private/services.py, 815)
-    "RAY_AUTH_MODE": "token",  # and answers to this user alone
-    "RAY_memory_monitor_refresh_ms": "0",  # it would kill ranks where the machine is short of memory
+    "RAY_AUTH_MODE": "token",  # only this user gets answers
+    "RAY_memory_monitor_refresh_ms": "0",  # the monitor kills ranks when memory is short
 }
 
 
 def launch(job: Job) -> int:
-    """Runs the job and returns 0, or the exit code of a process that failed. Nothing outlives this process.
+    """Runs the job. Returns 0, or the exit code of a process that failed.
 
-    Rank 0's log is shown here.
+    Prints rank 0's log. No process outlives this one.
 
     Raises:
         UserError: ray is not installed, the cluster does not answer or has no room, or a node does not see the folder.
     """
     with _cluster(job) as ray:
         ranks, servers = _place(ray, job)
-        shown = _Follower(job.log(ranks[0].name))
+        log = _Follower(job.log(ranks[0].name))
         ranks[0].log = None
         monitor = Monitor(job.watch, job.world_size, job.timeout_s)
-        return watch(ranks, servers, monitor, job.folder, shown.show, LOOK_S)
+        return watch(ranks, servers, monitor, job.folder, log.show, POLL_S)
 
 
 @contextlib.contextmanager
 def _cluster(job: Job) -> Iterator[Any]:
-    """The module `ray`, connected."""
+    """Connects to the cluster, or starts one. Yields the module `ray`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address, scratch = os.environ.get(ADDRESS), None
     if address is None:
@@ -104,10 +104,10 @@ def _cluster(job: Job) -> Iterator[Any]:
 
 
 def _check_answers(address: str) -> None:
-    """Refuses a cluster's `host:port` at which nobody listens; Ray itself would try for minutes."""
+    """Refuses a `host:port` without a listener. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        return  # "auto": Ray finds the one of this machine
+        return  # "auto": Ray finds this machine's cluster
     try:
         socket.create_connection((host.removeprefix("ray://"), int(port)), ANSWER_S).close()
     except OSError as error:
@@ -117,21 +117,23 @@ def _check_answers(address: str) -> None:
 
 
 def bundles(job: Job) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
-    """What is asked of the cluster for ranks and for servers. A bundle lies on one node: those of the ranks are as many
-    as fill a node, in the order of ranks, those of the servers a server each."""
-    a_node = job.gpus_per_node or job.world_size
-    counts = [min(a_node, job.world_size - first) for first in range(0, job.world_size, a_node)]
+    """Placement bundles of the ranks and of the servers. Ray puts a bundle on one node.
+
+    A rank bundle fills a node, in the order of ranks; each server has one bundle.
+    """
+    per_node = job.gpus_per_node or job.world_size
+    counts = [min(per_node, job.world_size - first) for first in range(0, job.world_size, per_node)]
     gpus = bool(job.gpus_per_node)
     ranks = [{"CPU": count} | ({"GPU": count} if gpus else {}) for count in counts]
     return ranks, [{"CPU": 1} | ({"GPU": job.server_gpus} if gpus else {})] * job.servers
 
 
 def _place(ray: Any, job: Job) -> tuple[list[_Task], list[_Task]]:
-    """Has Ray find room for everything, then starts it, servers first."""
+    """Reserves room for all processes, then starts them, servers first."""
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    groups = [placement_group(found, strategy="PACK") if found else None for found in bundles(job)]
+    groups = [placement_group(wanted, strategy="PACK") if wanted else None for wanted in bundles(job)]
     ready = [group.ready() for group in groups if group is not None]
     if len(ray.wait(ready, num_returns=len(ready), timeout=PLACE_DEADLINE_S)[0]) < len(ready):
         total = {name: number for name, number in ray.cluster_resources().items() if name in ("CPU", "GPU")}
@@ -143,26 +145,26 @@ def _place(ray: Any, job: Job) -> tuple[list[_Task], list[_Task]]:
     passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
 
     def start(name: str, group: Any, bundle: int, gpus: int, command: tuple[list[str], dict[str, str]]) -> _Task:
-        where = PlacementGroupSchedulingStrategy(group, bundle)
-        actor = kind.options(num_gpus=gpus, scheduling_strategy=where, name=f"{name} of {job.folder}").remote()
-        arguments, own = command
-        log = job.log(name)
-        return _Task(ray, name, actor, log, actor.start.remote(arguments, {**passed_on, **own}, str(log), os.getcwd()))
+        strategy = PlacementGroupSchedulingStrategy(group, bundle)
+        actor = kind.options(num_gpus=gpus, scheduling_strategy=strategy, name=f"{name} of {job.folder}").remote()
+        arguments, variables = command
+        log, environment = job.log(name), {**passed_on, **variables}
+        return _Task(ray, name, actor, log, actor.start.remote(arguments, environment, str(log), os.getcwd()))
 
-    a_node, gpu = job.gpus_per_node or job.world_size, int(bool(job.gpus_per_node))
+    per_node, gpu = job.gpus_per_node or job.world_size, int(bool(job.gpus_per_node))
     servers = [
         start(f"server {i}", groups[1], i, gpu * job.server_gpus, job.server(i, first_gpu=0))
         for i in range(job.servers)
     ]
-    ranks = [  # each sees its own GPU alone, as number 0
-        start(f"rank {i}", groups[0], i // a_node, gpu, job.rank(i, 0 if gpu else i)) for i in range(job.world_size)
+    ranks = [  # each sees only its own GPU, as number 0
+        start(f"rank {i}", groups[0], i // per_node, gpu, job.rank(i, 0 if gpu else i)) for i in range(job.world_size)
     ]
-    _tell_where(ray, [*ranks, *servers])
+    _print_nodes(ray, [*ranks, *servers])
     return ranks, servers
 
 
-def _tell_where(ray: Any, tasks: Sequence[_Task]) -> None:
-    """Waits until all processes run, and prints which node has which."""
+def _print_nodes(ray: Any, tasks: Sequence[_Task]) -> None:
+    """Waits until all processes run, and prints the processes of each node."""
     nodes: dict[str, list[str]] = {}
     for task in tasks:
         try:
@@ -181,8 +183,11 @@ def _tell_where(ray: Any, tasks: Sequence[_Task]) -> None:
 class Child:
     """An actor: the parent of one process, which dies with it."""
 
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
     def start(self, arguments: list[str], environment: dict[str, str], log: str, folder: str) -> tuple[str, str]:
-        """Starts the process. Returns the node's name, and what is in the way if it cannot."""
+        """Starts the process. Returns the node's name, and the problem if it cannot be started."""
         node = socket.gethostname()
         for needed in (folder, str(Path(log).parent)):
             if not os.path.isdir(needed):
@@ -204,21 +209,22 @@ class Child:
         return node, ""
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return self._process.poll() if self._process is not None else None
 
     def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
 
 class _Task:
-    """A `watch.Task` behind an actor. What is known of it is at most two looks old."""
+    """A `watch.Task` behind an actor. Its exit code arrives at most two polls late."""
 
     def __init__(self, ray: Any, name: str, actor: Any, log: Path, started: Any) -> None:
         self.name, self.started = name, started
         self.log: Path | None = log
         self._ray, self._actor = ray, actor
-        self._asked: Any = None
-        self._signals: list[int] = []  # sent at the next look: this may run inside a call of Ray's
+        self._reply: Any = None  # to `poll`, in flight
+        self._signals: list[int] = []  # sent at the next poll: a handler may run inside a call of Ray's
         self._code: int | None = None
         self._lost = ""
 
@@ -226,13 +232,13 @@ class _Task:
         while self._signals:
             self._actor.send_signal.remote(self._signals.pop(0))
         if self._code is None:
-            self._asked = self._asked or self._actor.poll.remote()
-            if self._ray.wait([self._asked], timeout=0)[0]:
+            self._reply = self._reply or self._actor.poll.remote()
+            if self._ray.wait([self._reply], timeout=0)[0]:
                 try:
-                    self._code = self._ray.get(self._asked)
+                    self._code = self._ray.get(self._reply)
                 except self._ray.exceptions.RayActorError as error:
                     self._code, self._lost = LOST, f"was lost with its Ray actor ({' '.join(str(error).split())[:200]})"
-                self._asked = None
+                self._reply = None
         return self._code
 
     def lost(self) -> str:
@@ -247,16 +253,16 @@ class _Task:
 
 
 class _Follower:
-    """Shows here what a log gains."""
+    """Prints the new text of a log."""
 
     def __init__(self, log: Path) -> None:
-        self._log, self._shown = log, 0
+        self._log, self._printed = log, 0  # bytes
 
     def show(self) -> None:
         with contextlib.suppress(FileNotFoundError), open(self._log, "rb") as file:
-            file.seek(self._shown)
+            file.seek(self._printed)
             text = file.read()
-            self._shown += len(text)
+            self._printed += len(text)
             sys.stdout.write(text.decode(errors="replace"))
             sys.stdout.flush()
 

@@ -1,12 +1,11 @@
 """One rollout server of a job on several machines: `python -m megarl.launcher.server_task KNOB=VALUE ...`
 
-Each is a task of its own; which one it is says MEGARL_SERVER_INDEX, else SLURM_PROCID. It runs one SGLang server on the
-job's interface, starts it again on the same port when it dies, hangs or falls silent (server.max_restarts times), and
-publishes its address in the job's folder once it answers. The trainer brings a restarted server the weights before it
-asks it anything.
+MEGARL_SERVER_INDEX, else SLURM_PROCID, is the server's number. The task runs one SGLang server on the job's interface
+and publishes its address in the job's folder once it answers. It restarts a server that died, hung or fell silent on
+the same port, `server.max_restarts` times. The trainer sends a restarted server the weights before any request.
 
-On SIGTERM it goes on until the trainers have ended (`rendezvous.ENDED` in the job's folder, or a second SIGTERM):
-cancelling or preempting a job signals all its tasks at once, and a trainer may still need a server to finish its step.
+After SIGTERM it serves until the trainers have ended (`rendezvous.ENDED` in the job's folder, or a second SIGTERM).
+Cancelling or preempting a job signals all its tasks at once, and a trainer may need a server to finish its step.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 from megarl import cli
 from megarl.config import Config
-from megarl.families import local_folder
+from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.launcher.job import FIRST_GPU, INDEX, LOGS
 from megarl.launcher.local import PARENT
@@ -34,16 +33,16 @@ from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
 
 LOCAL_TASK = "SLURM_LOCALID"
-LOOK_S = 0.5
+POLL_S = 0.5
 EXIT_GAVE_UP = 1
 
 log = logging.getLogger(__name__)
 
 
 def devices(tp_size: int, local_task: int, first: int, visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a server: its `tp_size` GPUs of the node, after those of trainers and of other servers.
+    """CUDA_VISIBLE_DEVICES of a server: its `tp_size` GPUs of the node, after the trainers' and other servers' GPUs.
 
-    `visible` is what the node offers, as its own CUDA_VISIBLE_DEVICES says.
+    `visible` is the node's own CUDA_VISIBLE_DEVICES.
     """
     start = first + local_task * tp_size
     if not visible:
@@ -58,8 +57,8 @@ def devices(tp_size: int, local_task: int, first: int, visible: str | None) -> s
 
 
 def serve(config: Config) -> int:
-    """Serves until it is told to end. Returns 0, or EXIT_GAVE_UP once the server has died too often."""
-    ended = Stop()
+    """Serves until the trainers have ended. Returns 0, or EXIT_GAVE_UP after too many restarts."""
+    stop = Stop()
     folder, key = rendezvous.job_folder(), os.environ.get(KEY_VARIABLE)
     number = os.environ.get(INDEX, os.environ.get("SLURM_PROCID"))
     if folder is None or key is None or number is None:
@@ -70,27 +69,27 @@ def serve(config: Config) -> int:
     index, logs = int(number), Path(os.environ.get(LOGS, folder))
     if config.cluster.gpus_per_node:
         local, first = int(os.environ.get(LOCAL_TASK, "0")), int(os.environ.get(FIRST_GPU, "0"))
-        mine = devices(config.server.tp_size, local, first, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine
-    own = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
+        visible = devices(config.server.tp_size, local, first, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    knobs = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
     model = local_folder(config.actor.path)
-    with SGLangServers(own, model, logs, WEIGHT_LOADER, config.sglang, api_key=key, first=index) as servers:
+    with SGLangServers(knobs, model, logs, WEIGHT_LOADER, config.sglang, api_key=key, first=index) as servers:
         servers.start()
         (server,) = servers.servers
         while not server.answers():
-            if ended.asked or ended.now(folder):
+            if stop.signals or stop.now(folder):
                 return 0
             server.check_alive()
-            if server.age_s > own.ready_timeout_s:
-                raise server.error(f"did not answer within server.ready_timeout_s={own.ready_timeout_s:g} s")
+            if server.age_s > knobs.ready_timeout_s:
+                raise server.error(f"did not answer within server.ready_timeout_s={knobs.ready_timeout_s:g} s")
         rendezvous.publish(folder, rendezvous.server_name(index), servers.addresses[0])
         print(f"server {index} answers at {servers.addresses[0]}", flush=True)
-        supervisor = Supervisor(servers.servers, own.heartbeat_s, own.max_restarts)
+        supervisor = Supervisor(servers.servers, knobs.heartbeat_s, knobs.max_restarts)
         supervisor.start()
         try:
-            while not ended.now(folder):
+            while not stop.now(folder):
                 if supervisor.outlook() == "none":
-                    supervisor.blame()
+                    supervisor.raise_cause()
                     return EXIT_GAVE_UP
         finally:
             supervisor.close()
@@ -98,24 +97,24 @@ def serve(config: Config) -> int:
 
 
 class Stop:
-    """Asked to end by SIGTERM. Made in the main thread."""
+    """Counts SIGTERMs. Made in the main thread."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.signals = 0
         self._again = threading.Event()
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the trainers
 
     def _on_signal(self, *_: Any) -> None:
-        self.asked += 1
-        if self.asked > 1:
+        self.signals += 1
+        if self.signals > 1:
             self._again.set()
 
     def now(self, folder: Path) -> bool:
-        """Whether to end now; waits LOOK_S before it says no."""
+        """True if it is time to end. Waits POLL_S before it returns False."""
         if self._again.is_set() or (folder / rendezvous.ENDED).exists():
             return True
-        return self._again.wait(LOOK_S)
+        return self._again.wait(POLL_S)
 
 
 if __name__ == "__main__":

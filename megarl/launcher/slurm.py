@@ -1,13 +1,13 @@
-"""Runs on a Slurm cluster.
+"""Submits a run to a Slurm cluster.
 
 python -m megarl.launcher.slurm [SCRIPT.py] [--config FILE] [+experiment=NAME] [group=name ...] [knob=value ...]
 
-On a login node it hands a job to sbatch, sized from the configuration; inside an allocation it runs the same job there.
-Where it runs (partition, account, time limit) say sbatch's own variables: SBATCH_PARTITION, SBATCH_ACCOUNT,
-SBATCH_TIMELIMIT. What the job does is in slurm/job.sh, to be read; the templates beside it are the same without Python.
+On a login node it submits a job with sbatch, sized from the configuration. Inside an allocation it runs the job there.
+SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT, sbatch's own variables, choose partition, account and time limit.
+The job's steps are in slurm/job.sh; the templates beside it submit the same job without Python.
 
-`python -m megarl.launcher.slurm plan ...` is what job.sh asks for: it makes the run's folder, and prints it and the
-plan as shell variables.
+job.sh calls `python -m megarl.launcher.slurm plan ...`, which makes the run's folder and prints it with the plan, as
+shell variables.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from megarl import cli
 from megarl.config import Config
 from megarl.knobs import UserError, override
 from megarl.launcher.job import become_train
-from megarl.preflight.sizing import machines_of
+from megarl.launcher.machines import check_servers_fit, machines_of
 from megarl.rollout.client.sglang_client import addresses_in_environment
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.saved_config import make_folder
 
 SCRIPTS = next(p for p in (cli.PACKAGE / "slurm", cli.PACKAGE.parent / "slurm") if p.is_dir())
-GRACE_S = 600  # before the time limit: the step that is under way, and its checkpoint
+GRACE_S = 600  # before the time limit: for the step in progress and its checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class NodePlan:
-    """Which nodes of an allocation, in its order, run what: trainer ranks from the first one on, then servers."""
+    """Trainer ranks and servers by node, in the allocation's order: ranks from the first node on, then servers."""
 
     ranks: int
     ranks_per_node: int
@@ -44,7 +44,7 @@ class NodePlan:
     servers_per_node: int
     server_nodes: int
     first_server_node: int
-    first_server_gpu: int  # of a node that servers share with ranks; 0 where they have nodes of their own
+    first_server_gpu: int  # of a node that servers share with ranks; 0 if they have their own nodes
 
     @property
     def nodes(self) -> int:
@@ -52,18 +52,14 @@ class NodePlan:
 
 
 def plan_of(config: Config) -> NodePlan:
-    """The plan of a run.
+    """The node plan of a run.
 
     Raises:
-        UserError: a server would lie on two nodes.
+        UserError: a server would span two nodes.
     """
     machines = machines_of(config)
+    check_servers_fit(machines)
     per_node, servers, tp = machines.gpus_per_node, machines.servers, machines.server_tp
-    if servers and (tp > per_node or (not machines.shared and servers > 1 and per_node % tp)):
-        raise UserError(
-            f"server.tp_size={tp} does not divide cluster.gpus_per_node={per_node}, and a server lies on one node; "
-            "choose a divisor"
-        )
     node, gpu = divmod(machines.first_server_gpu, per_node)
     fit = servers if machines.shared else min(servers, per_node // tp)
     return NodePlan(
@@ -79,7 +75,7 @@ def plan_of(config: Config) -> NodePlan:
 
 
 def rendered(config: Config, arguments: list[str]) -> str:
-    """The batch script that `launch` submits, for the command line `arguments`; a training script is the first of them.
+    """The batch script that `launch` submits for `arguments`. A training script must be the first of them.
 
     Raises:
         UserError: see `plan_of`.
@@ -88,7 +84,7 @@ def rendered(config: Config, arguments: list[str]) -> str:
         "job-name": config.experiment_name,
         "nodes": plan_of(config).nodes,
         "gpus-per-node": config.cluster.gpus_per_node,
-        "mem": "0",  # all of a node's
+        "mem": "0",  # all memory of a node
         "signal": f"B:USR1@{GRACE_S}",
         "open-mode": "append",
         "output": "%x_%j.out",
@@ -108,10 +104,10 @@ def rendered(config: Config, arguments: list[str]) -> str:
 
 
 def launch(config: Config, arguments: list[str]) -> int:
-    """Submits the run, or inside an allocation runs it. Returns the exit code, of sbatch or of the run.
+    """Submits the run, or runs it inside an allocation. Returns the exit code of sbatch or of the run.
 
     Raises:
-        UserError: this machine knows no Slurm.
+        UserError: Slurm is not installed here.
     """
     scripts = [argument for argument in arguments if argument.endswith(".py") and "=" not in argument]
     script = rendered(config, [*scripts, *(argument for argument in arguments if argument not in scripts)])
@@ -123,20 +119,20 @@ def launch(config: Config, arguments: list[str]) -> int:
 
 
 def prepare(config: Config) -> dict[str, str]:
-    """Makes the folder of this job's run, or of its next attempt, and says what job.sh must know.
+    """Makes the folder of this job's run or of its next attempt. Returns the variables that job.sh reads.
 
-    A job that was requeued goes on in its folder, from the newest whole checkpoint if it has one.
+    A requeued job continues in its folder, from the newest whole checkpoint if there is one.
     """
     name = f"job_{os.environ['SLURM_JOB_ID']}"
-    plan, there, resume = plan_of(config), Path(config.run_root) / config.experiment_name / name, ""
-    if not config.resume and _has_checkpoint(there / "checkpoints"):
-        resume = str(there.resolve())
+    plan, previous, resume = plan_of(config), Path(config.run_root) / config.experiment_name / name, ""
+    if not config.resume and _has_checkpoint(previous / "checkpoints"):
+        resume = str(previous.resolve())
         config = dataclasses.replace(config, resume=resume)
     folder = make_folder(config, name)
     logs = folder.new_attempt()
     job = logs / "job"
     job.mkdir()
-    if addresses_in_environment():  # servers of somebody else
+    if addresses_in_environment():  # external servers
         plan = dataclasses.replace(plan, servers=0)
     values = {key.upper(): str(value) for key, value in dataclasses.asdict(plan).items()}
     paths = {"RUN_FOLDER": folder.path, "LOGS": logs, "JOB_FOLDER": job}

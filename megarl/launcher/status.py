@@ -1,4 +1,4 @@
-"""One view of a run under any launcher: its job, its last step, each rank and each server. Reads files alone.
+"""Shows a run under any launcher: its job, its last step, each rank and each server. Reads files only.
 
 python -m megarl.launcher.status [RUN]
 """
@@ -29,10 +29,10 @@ SHOWN = ("eval/accuracy", "train/loss", "rollout/reward", "time/step")
 
 
 def show(arguments: list[str]) -> int:
-    """Prints the view of the run in the folder given, by default the newest under runs/. Returns the exit code.
+    """Prints the state of the run in a folder, by default the newest under runs/. Returns the exit code.
 
     Raises:
-        UserError: there is no such run.
+        UserError: the folder holds no run.
     """
     folder = RunFolder(Path(arguments[0]) if arguments else _newest())
     if not folder.logs.is_dir():
@@ -43,26 +43,26 @@ def show(arguments: list[str]) -> int:
 
 
 def view(folder: RunFolder) -> Table:
-    """The run as one table."""
+    """The state of a run as one table."""
     logs = (folder.logs / "latest").resolve() if (folder.logs / "latest").exists() else folder.logs
     job = logs / "job" if (logs / "job").is_dir() else logs
-    shown = Table(title=f"{folder.path} ({logs.name})", title_justify="left")
+    table = Table(title=f"{folder.path} ({logs.name})", title_justify="left")
     for column in ("what", "state", "last line of its log"):
-        shown.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold")
     if folder.path.name.startswith("job_"):
-        shown.add_row(folder.path.name.replace("_", " "), _queued(folder.path.name.removeprefix("job_")), "")
-    shown.add_row("run", _step(folder), "")
+        table.add_row(folder.path.name.replace("_", " "), _queued(folder.path.name.removeprefix("job_")), "")
+    table.add_row("run", _step(folder), "")
     watch = job / "watch" if (job / "watch").is_dir() else logs / "watch"
     ranks = sorted({_number(path) for path in (*logs.glob("rank_*.log"), *watch.glob("rank_*.watch"))})
     monitor = Monitor(watch, len(ranks), timeout_s=0)
     for rank in ranks:
-        log = logs / f"rank_{rank}.log"  # rank 0 of a run on this machine wrote to its terminal
-        shown.add_row(f"rank {rank}", monitor.describe(rank), _tail(log) if log.exists() else "")
+        log = logs / f"rank_{rank}.log"  # rank 0 of a local run wrote to its terminal
+        table.add_row(f"rank {rank}", monitor.describe(rank), _tail(log) if log.exists() else "")
     for log in sorted([*logs.glob("server_*.log"), *logs.glob("sglang-*.log")], key=_number):
         published = job / f"server_{_number(log)}"
         state = _health(published.read_text()) if published.is_file() and log.name.startswith("server") else ""
-        shown.add_row(log.stem.replace("_", " "), state, _tail(log))
-    return shown
+        table.add_row(log.stem.replace("_", " "), state, _tail(log))
+    return table
 
 
 def _newest() -> Path:
@@ -78,16 +78,16 @@ def _number(path: Path) -> int:
 
 
 def _queued(job: str) -> str:
-    """What Slurm says of the job."""
+    """The job's state in Slurm's queue."""
     if shutil.which("squeue") is None:
         return "no Slurm here"
-    asked = subprocess.run(
+    queue = subprocess.run(
         ["squeue", "--noheader", f"--jobs={job}", "--format=%T for %M of %l on %N %r"],
         capture_output=True,
         text=True,
         timeout=COMMAND_S,
     )
-    return asked.stdout.strip() or "not in the queue"
+    return queue.stdout.strip() or "not in the queue"
 
 
 def _step(folder: RunFolder) -> str:
@@ -102,7 +102,7 @@ def _step(folder: RunFolder) -> str:
 
 
 def _tail(log: Path) -> str:
-    """The last line that says something."""
+    """The last line that is not blank."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 8192))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -110,7 +110,7 @@ def _tail(log: Path) -> str:
 
 
 def _health(address: str) -> str:
-    """Whether the server at `host:port` answers; this endpoint asks for no key."""
+    """Asks the server at `host:port` for its health, which needs no key."""
     connection = http.client.HTTPConnection(address.strip(), timeout=HEALTH_S)
     try:
         connection.request("GET", "/health")

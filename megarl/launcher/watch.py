@@ -1,6 +1,6 @@
-"""Waits for the processes of a run, wherever they run, and ends them together when one of them fails.
+"""Waits for the processes of a run, and ends them together when one of them fails.
 
-A launcher hands in its processes as `Task`s; what happens when is the same under all of them.
+Launchers pass their processes as `Task`s, so that runs end alike under all launchers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 from megarl.parallel.rendezvous import ENDED, publish
 from megarl.parallel.watchdog import BEAT_S, Monitor
 
-STOP_DEADLINE_S = 60.0  # for the other ranks, once one has ended well: they leave together
+STOP_DEADLINE_S = 60.0  # for the other ranks, once one has ended with 0: they leave together
 FAILURE_GRACE_S = 15.0  # for the other ranks to clean up, once one has failed
 SERVER_GRACE_S = 20.0  # for the servers, once the ranks have ended
 LOG_TAIL_LINES = 15
@@ -26,19 +26,19 @@ class Task(Protocol):
     """One process of a run."""
 
     name: str  # such as "rank 1"
-    log: Path | None  # None: it writes to this terminal
+    log: Path | None  # None: writes to this terminal
 
     def poll(self) -> int | None:
-        """Its exit code, negative a signal's number; None while it runs."""
+        """Exit code, a signal's number if negative; None while it runs."""
 
     def lost(self) -> str:
-        """Why nobody can say any more how it ended; "" while somebody can."""
+        """Reason if the process is lost without an exit code, else ""."""
 
     def send_signal(self, number: int) -> None:
         """Sends it a signal."""
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Sends SIGKILL and waits for its end."""
 
 
 def watch(
@@ -51,10 +51,10 @@ def watch(
 ) -> int:
     """Waits until all ranks have ended, then ends the servers. Returns 0, or the exit code of one that failed.
 
-    Ctrl-C and SIGTERM are passed to rank 0, which stops the run in order. When a rank or a server fails, it is named,
-    with its stage, its last collective and the end of its log, and the other ranks get FAILURE_GRACE_S seconds, then
-    SIGKILL. When a rank is stuck (see `Monitor`), all get SIGKILL at once. `folder` is the job's, where the servers
-    are told that the ranks have ended. `meanwhile` is called between looks.
+    Ctrl-C and SIGTERM are passed to rank 0, which stops the run in order. A rank or server that fails is printed with
+    its stage, its last collective and the end of its log. The other ranks get FAILURE_GRACE_S seconds, then SIGKILL.
+    If a rank is stuck (see `Monitor`), all get SIGKILL at once. In the job's `folder` the servers learn that the ranks
+    have ended. `meanwhile` is called between polls.
     """
     try:
         with _passed_on(ranks[0]):
@@ -67,29 +67,29 @@ def watch(
 def _wait(
     ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor, meanwhile: Callable[[], None], every_s: float
 ) -> int:
-    deadline, looked = None, time.monotonic()
+    deadline, last_check = None, time.monotonic()
     while True:
-        codes, gone = [task.poll() for task in ranks], [task.poll() for task in servers]
+        rank_codes, server_codes = [task.poll() for task in ranks], [task.poll() for task in servers]
         meanwhile()
-        ended = any(code is not None for code in (*codes, *gone))
+        ended = any(code is not None for code in (*rank_codes, *server_codes))
         now, stuck = time.monotonic(), None
         if ended and deadline is None:
-            failed = any(codes) or any(code is not None for code in gone)
+            failed = any(rank_codes) or any(code is not None for code in server_codes)
             deadline = now + (FAILURE_GRACE_S if failed else STOP_DEADLINE_S)
             _report(ranks, servers, monitor)
-        if None not in codes:
-            return next((code for code in (*codes, *gone) if code), 0)
-        if deadline is None and now > looked + BEAT_S:
-            looked, stuck = now, monitor.check()
+        if None not in rank_codes:
+            return next((code for code in (*rank_codes, *server_codes) if code), 0)
+        if deadline is None and now > last_check + BEAT_S:
+            last_check, stuck = now, monitor.check()
         if stuck or (deadline is not None and now > deadline):
             if stuck:
                 print(f"megarl: {stuck}; ended all ranks", file=sys.stderr)
-            return next((code for code in (*codes, *gone) if code), 1)
+            return next((code for code in (*rank_codes, *server_codes) if code), 1)
         time.sleep(every_s)
 
 
 def _end(ranks: Sequence[Task], servers: Sequence[Task], folder: Path | None) -> None:
-    """Ranks that still run are killed; servers end by themselves, told by the job's folder, or are killed too."""
+    """Kills ranks that still run. Tells the servers to end, and kills those that do not."""
     for task in ranks:
         if task.poll() is None:
             task.kill()
@@ -104,8 +104,10 @@ def _end(ranks: Sequence[Task], servers: Sequence[Task], folder: Path | None) ->
 
 
 def _report(ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor) -> None:
-    """Shows who failed, where it was, and the end of its log; a rank that writes to this terminal speaks for itself
-    unless a signal killed it."""
+    """Prints the processes that failed, their last stage and the end of their logs.
+
+    Leaves out ranks that write to this terminal, unless a signal killed them.
+    """
     for number, task in enumerate([*ranks, *servers]):
         code, is_rank = task.poll(), number < len(ranks)
         if code is None or (is_rank and (code == 0 or (task.log is None and code > 0))):
@@ -120,13 +122,13 @@ def _report(ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor) ->
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """Describes an exit code in words."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 @contextlib.contextmanager
 def _passed_on(task: Task) -> Iterator[None]:
-    """Passes SIGTERM and SIGINT on to `task`."""
+    """Forwards SIGTERM and SIGINT to `task`."""
     previous = {
         number: signal.signal(number, lambda received, _: task.send_signal(received))
         for number in (signal.SIGTERM, signal.SIGINT)

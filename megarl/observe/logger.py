@@ -1,4 +1,4 @@
-"""Writes the metrics of each step: `metrics.jsonl`, TensorBoard event files, and wandb where asked for."""
+"""Writes metrics to `metrics.jsonl`, TensorBoard event files and, if configured, wandb."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ RESERVED = ("step", "time")
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """Where metrics go, besides `metrics.jsonl`, which is always written."""
+    """Destinations of metrics, besides `metrics.jsonl`, which is always written."""
 
+    every_steps: int = knob(
+        1,
+        "steps a line of metrics covers: means are over them, sums (time_s/...) add up, *_max is their largest; lines "
+        "also end at evaluations, checkpoints and the last step",
+    )
     tensorboard: bool = knob(True, "write TensorBoard event files into the run folder")
     wandb: bool = knob(False, "send metrics to Weights & Biases too; needs the package wandb")
     wandb_project: str = knob("megarl", "the wandb project")
 
     def __post_init__(self) -> None:
+        if self.every_steps < 1:
+            raise UserError(f"logger.every_steps={self.every_steps} must be at least 1; 1 writes every step's metrics")
         if self.wandb and importlib.util.find_spec("wandb") is None:
             raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or set logger.wandb=false")
 
@@ -37,8 +44,8 @@ class StatsLogger:
     """Logs each step once, over any number of resumes. One process of a run has one.
 
     `after_step` is the last step that counts: a run resumed from the checkpoint of step 40 passes 40. Lines of later
-    steps, which are about to be done again, move to `metrics.superseded.jsonl`; TensorBoard hides them. A new run
-    keeps the default.
+    steps, which the run repeats, move to `metrics.superseded.jsonl`; TensorBoard hides them. A new run keeps the
+    default.
     """
 
     def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int = -1) -> None:
@@ -67,11 +74,11 @@ class StatsLogger:
         self.close()
 
     def commit(self, step: int, stats: Mapping[str, float]) -> None:
-        """Writes a step's metrics; they are on disk when this returns. Steps must rise."""
+        """Writes the metrics of the steps up to `step`; the file holds them when this returns. Steps must rise."""
         if step <= self._last_step:
             raise ValueError(f"step {step} was logged before (the last one was {self._last_step}); steps must rise")
-        if taken := [key for key in RESERVED if key in stats]:
-            raise ValueError(f"a metric cannot be named {taken[0]!r}: each line holds the step and the time by itself")
+        if reserved := [key for key in RESERVED if key in stats]:
+            raise ValueError(f"a metric cannot be named {reserved[0]!r}: each line has its own step and time")
         self._last_step = step
         self._file.write(json_line({"step": step, "time": round(time.time(), 3), **stats}) + "\n")
         self._file.flush()
@@ -93,7 +100,7 @@ class StatsLogger:
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """Strict JSON on one line. JSON has no NaN and no infinity: they are written as "nan", "inf" and "-inf"."""
+    """Strict JSON on one line. NaN and infinities, which JSON lacks, become "nan", "inf" and "-inf"."""
     plain = {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
@@ -102,9 +109,10 @@ def json_line(values: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The steps in a `metrics.jsonl`, in order. A last line cut off by a crash is left out.
+    """Reads the lines of a `metrics.jsonl`, in order. Leaves out a last line that a crash cut off.
 
-    Raises UserError when the file cannot be read or another line is damaged.
+    Raises:
+        UserError: the file cannot be read, or another line is damaged.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -120,29 +128,26 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def keep_until(path: Path, step: int) -> int:
-    """Moves the lines of steps after `step`, and damaged ones, out of a `metrics.jsonl`; returns the last step kept.
-
-    They are appended to `metrics.superseded.jsonl` beside it. Returns -1 when no step is kept.
-    """
+    """Moves damaged lines and those after `step` to `metrics.superseded.jsonl`. Returns the last step kept, else -1."""
     if not path.exists():
         return -1
     text = path.read_text(encoding="utf-8")
     lines = [line for line in text.split("\n") if line]
     rows = [_parse(line) for line in lines]
-    kept = [line for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
-    moved = [line for line, row in zip(lines, rows, strict=True) if row is None or row["step"] > step]
-    if moved:
+    kept_lines = [line for line, row in zip(lines, rows, strict=True) if row is not None and row["step"] <= step]
+    moved_lines = [line for line, row in zip(lines, rows, strict=True) if row is None or row["step"] > step]
+    if moved_lines:
         superseded = path.with_suffix(".superseded.jsonl")
         with superseded.open("a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in moved)
-        log.info("%d lines after step %d moved from %s to %s", len(moved), step, path.name, superseded.name)
-    if moved or (text and not text.endswith("\n")):
-        replace_text(path, "".join(f"{line}\n" for line in kept))
+            file.writelines(f"{line}\n" for line in moved_lines)
+        log.info("%d lines after step %d moved from %s to %s", len(moved_lines), step, path.name, superseded.name)
+    if moved_lines or (text and not text.endswith("\n")):
+        replace_text(path, "".join(f"{line}\n" for line in kept_lines))
     return max((int(row["step"]) for row in rows if row is not None and row["step"] <= step), default=-1)
 
 
 def keep_lines(path: Path, count: int) -> None:
-    """Moves the lines of a `.jsonl` file after the first `count` to `.superseded.jsonl` beside it."""
+    """Moves the lines of a `.jsonl` file after the first `count` to its `.superseded.jsonl`."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     if moved := lines[count:]:
         with path.with_suffix(".superseded.jsonl").open("a", encoding="utf-8") as file:
@@ -151,7 +156,7 @@ def keep_lines(path: Path, count: int) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file in one step: a reader sees the old text or the new, never a part."""
+    """Replaces a file atomically: a reader sees the old text or the new, never a part."""
     new = path.with_name(f".{path.name}.new")
     with new.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -161,7 +166,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _parse(line: str) -> dict[str, float] | None:
-    """A line as numbers, or None where it is damaged."""
+    """Parses a line into numbers; None if it is damaged."""
     try:
         row = {key: value if isinstance(value, int) else float(value) for key, value in json.loads(line).items()}
     except (ValueError, TypeError, AttributeError):

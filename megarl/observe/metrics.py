@@ -1,4 +1,4 @@
-"""Gathers numbers of a step wherever they arise, and the names of those that the progress view and the curve show.
+"""Gathers a step's numbers from anywhere in the code. Names the metrics of the progress view and the curve.
 
 with stats_tracker.scope("actor"), stats_tracker.record_timing("forward"):
     stats_tracker.scalar(loss=0.3)
@@ -7,6 +7,7 @@ stats_tracker.export()   # {"actor/loss": 0.3, "time_s/actor/forward": 0.012}
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -18,29 +19,64 @@ STALENESS = "rollout/staleness"  # mean over trained tokens: trainer version min
 ROLLOUT_TOKENS_PER_S = "rollout/tokens_per_s"  # sampled tokens, over the time in which episodes are under way
 TRAIN_TOKENS_PER_S = "train/tokens_per_s"  # prompt and completion tokens through forward and backward
 ACCURACY = "eval/accuracy"  # fraction of held-out problems solved, or of pairs in order
-MARGIN = "eval/margin"  # by how much held-out chosen completions are ahead of rejected ones, in rewards
-LOSS = "train/loss"  # as the method defines it; of sft the mean over trained tokens, nats
+MARGIN = "eval/margin"  # mean reward of chosen less rejected completions, held out
+LOSS = "train/loss"  # as the method defines it; sft: the mean over trained tokens, nats
 LOGPROB_DIFF = "train/logprob_diff_max"  # largest |rollout - trainer| log-prob of a step's tokens
-SYNC_VERIFIED = "sync/verified"  # 1 where the servers were proven to hold what was sent
+SYNC_VERIFIED = "sync/verified"  # 1 if the servers were proven to hold the weights that were sent
+EVALUATION = "eval/"  # everything that is measured on held-out data
 TIME = "time_s/"  # seconds of a stage, summed over the step
 
+MAXIMUM = "_max"  # names that end so keep the largest value
+
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("megarl_stats_scopes", default=())
+
+
+class _Numbers:
+    """Sums, means and maxima by name."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._means: dict[str, tuple[float, int]] = {}  # total, count
+
+    def add_to_sum(self, key: str, value: float) -> None:
+        _refuse_two_meanings(key, self._means)
+        self._sums[key] = self._sums.get(key, 0.0) + value
+
+    def add_to_mean(self, key: str, total: float, count: int) -> None:
+        """Adds `count` values with the sum `total`; for a name that ends in `_max`, one value that counts once."""
+        _refuse_two_meanings(key, self._sums)
+        before, number = self._means.get(key, (0.0, 0))
+        if not key.endswith(MAXIMUM):
+            self._means[key] = (before + total, number + count)
+        elif not number or total > before or math.isnan(total):
+            self._means[key] = (total, 1)
+
+    def merge(self, other: _Numbers) -> None:
+        for key, value in other._sums.items():
+            self.add_to_sum(key, value)
+        for key, (total, count) in other._means.items():
+            self.add_to_mean(key, total, count)
+
+    def values(self) -> dict[str, float]:
+        """Sums, then means and maxima, each in the order of their first record."""
+        return self._sums | {key: total / count for key, (total, count) in self._means.items()}
 
 
 class StatsTracker:
     """Numbers recorded since the last `export`. Safe to use from threads and asyncio tasks at once.
 
-    A scope belongs to the thread or task that opened it; the numbers are shared.
+    A scope belongs to the thread or task that opened it; the numbers are shared. `step` reads them step by step, while
+    `export` covers all steps since its last call.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._means: dict[str, tuple[float, int]] = {}
-        self._sums: dict[str, float] = {}
+        self._step = _Numbers()  # since the last `step` or `export`
+        self._steps = _Numbers()  # between the last `export` and the last `step`
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Puts `name/` before the names of what is recorded inside; nests."""
+        """Puts `name/` before the names recorded inside; nests."""
         token = _scopes.set((*_scopes.get(), name))
         try:
             yield
@@ -58,30 +94,34 @@ class StatsTracker:
             self._add(key, time.perf_counter() - start)
 
     def scalar(self, **values: float) -> None:
-        """Records values whose mean `export` returns."""
+        """Records values whose mean `export` returns; their largest for names that end in `_max`."""
         for name, value in values.items():
             key, value = _key(name), float(value)
             with self._lock:
-                _refuse_two_meanings(key, self._sums)
-                total, count = self._means.get(key, (0.0, 0))
-                self._means[key] = (total + value, count + 1)
+                self._step.add_to_mean(key, value, 1)
 
     def total(self, **values: float) -> None:
         """Records values whose sum `export` returns, such as token counts."""
         for name, value in values.items():
             self._add(_key(name), float(value))
 
-    def export(self) -> dict[str, float]:
-        """Sums and means of what was recorded since the last call, in the order it came; starts afresh."""
+    def step(self) -> dict[str, float]:
+        """Numbers recorded since the last `step` or `export`. They stay part of the next `export`."""
         with self._lock:
-            means, self._means = self._means, {}
-            sums, self._sums = self._sums, {}
-        return sums | {key: total / count for key, (total, count) in means.items()}
+            step, self._step = self._step, _Numbers()
+            self._steps.merge(step)
+        return step.values()
+
+    def export(self) -> dict[str, float]:
+        """Sums, means and maxima recorded since the last `export`, in the order they came. Starts afresh."""
+        self.step()
+        with self._lock:
+            steps, self._steps = self._steps, _Numbers()
+        return steps.values()
 
     def _add(self, key: str, value: float) -> None:
         with self._lock:
-            _refuse_two_meanings(key, self._means)
-            self._sums[key] = self._sums.get(key, 0.0) + value
+            self._step.add_to_sum(key, value)
 
 
 def _key(name: str) -> str:

@@ -1,1 +1,1 @@
-"""Predicts what a run would be, and what would stop it, before anything is started."""
+"""Predicts a run's batch, memory and times, and the problems that would stop it, before anything is started."""

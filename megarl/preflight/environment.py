@@ -1,7 +1,7 @@
-"""What this machine shows of a run before it starts: its files, its disk, its allocation.
+"""Problems of a run that this machine shows: its files, disk, GPUs and Slurm allocation.
 
-Some of it may lie elsewhere: a run for GPUs is often planned on a machine without any, whose disk is not the cluster's.
-What cannot be known from here is a note, and stops the run where the run itself would meet it.
+A run for GPUs is often planned on a machine without any, whose disk is not the cluster's. Problems that may not exist
+on the cluster are notes, and the run itself looks again.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from megarl.algorithms import RewardModelConfig
-from megarl.config import Config
+from megarl.config import Config, longest_sequence
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, HUB_NAME
 from megarl.families import as_scalar
 from megarl.knobs import UserError
+from megarl.launcher.machines import machines_of
 from megarl.observe.run_folder import open_run
-from megarl.preflight.checks import Finding, refusals
+from megarl.preflight.findings import Finding, refusals
 from megarl.preflight.roofline import estimate_step
-from megarl.preflight.sizing import disk_of, longest_sequence, machines_of, size
+from megarl.preflight.sizing import disk_of, size
 from megarl.rewards import reward_fn_of
 from megarl.rollout.client.sglang_client import addresses_in_environment
+from megarl.rollout.workflows.choose import check_imports
 from megarl.trainer.checkpoints.saver import check_resumable
 from megarl.versions import GPUs
 
 
 def environment_findings(config: Config, model: PretrainedConfig, folder: Path, gpus: GPUs) -> list[Finding]:
-    """Everything that this machine shows; `folder` holds the model's config.json, `gpus` are those found here."""
+    """Findings about this machine; `folder` holds the model's config.json, `gpus` are this machine's."""
     here = not config.cluster.gpus_per_node or bool(gpus.names) or "SLURM_JOB_ID" in os.environ
     found = [*_of_weights(config, folder), *_of_data(config), *_of_run_root(config, model, here)]
     if config.method == "rl":
-        found += refusals([partial(reward_fn_of, name) for name in config.rewards.functions])
+        imports = [partial(reward_fn_of, name) for name in config.rewards.functions]
+        found += refusals([*imports, partial(check_imports, config.rollout)])
     if config.resume:
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
@@ -47,7 +50,7 @@ def environment_findings(config: Config, model: PretrainedConfig, folder: Path, 
 
 
 def _of_weights(config: Config, folder: Path) -> list[Finding]:
-    """Files of the model that the run will read."""
+    """Missing files of the model."""
     path = config.actor.path
     if not Path(path).expanduser().is_dir():
         text = f"actor.path={path} is a hub name, looked at by its shape alone: its weights are fetched when the run "
@@ -73,7 +76,7 @@ def _of_weights(config: Config, folder: Path) -> list[Finding]:
 
 
 def _of_data(config: Config) -> list[Finding]:
-    """Data sets and functions on rows that cannot be found from here."""
+    """Data sets and row functions that cannot be found from here."""
     found = []
     for name in ("train_dataset", "valid_dataset"):
         try:
@@ -98,17 +101,19 @@ def _importable(module: str) -> bool:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def _of_run_root(config: Config, model: PretrainedConfig, here: bool) -> list[Finding]:
-    """Whether the run's folder can be made, and its checkpoints fit."""
+    """A run folder that cannot be made, or a disk too small for its checkpoints."""
     root = Path(config.run_root).expanduser().absolute()
-    there = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return [Finding(f"run_root={config.run_root} cannot be written: {there} is not a folder that you may write to")]
-    disk, free = disk_of(config, model), shutil.disk_usage(there).free
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            Finding(f"run_root={config.run_root} cannot be written: {existing} is not a folder that you may write to")
+        ]
+    disk, free = disk_of(config, model), shutil.disk_usage(existing).free
     if disk.total <= free:
         return []
     text = f"checkpoints need {size(disk.total)} (saver.keep={disk.keep} and the one being written, "
@@ -120,14 +125,14 @@ def _of_run_root(config: Config, model: PretrainedConfig, here: bool) -> list[Fi
 
 
 def _of_allocation(config: Config, model: PretrainedConfig) -> list[Finding]:
-    """The run against the Slurm allocation that this is in."""
+    """Differences between the run and the Slurm allocation around this process."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES")
     per_node = config.cluster.gpus_per_node
     found: list[Finding] = []
     if nodes is None or not per_node:
         return found
     machines = machines_of(config)
-    if addresses_in_environment():  # servers of somebody else
+    if addresses_in_environment():  # external servers
         machines = replace(machines, servers=0)
     needed = machines.nodes
     if needed > int(nodes):
@@ -136,9 +141,9 @@ def _of_allocation(config: Config, model: PretrainedConfig) -> list[Finding]:
     elif needed < int(nodes):
         text = f"the run takes {needed} of this allocation's {nodes} nodes; ask for fewer, or raise server.n_servers"
         found.append(Finding(text, stops=False))
-    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    if given.isdecimal() and int(given) < per_node:
-        text = f"cluster.gpus_per_node={per_node}, and Slurm gives {given} GPUs of a node; "
+    allocated = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if allocated.isdecimal() and int(allocated) < per_node:
+        text = f"cluster.gpus_per_node={per_node}, and Slurm gives {allocated} GPUs of a node; "
         found.append(Finding(text + "ask for all of them (--gpus-per-node), or set the knob"))
     if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal() and longest_sequence(config):
         found += _of_time_limit(config, model, int(end) - time.time())
@@ -146,7 +151,7 @@ def _of_allocation(config: Config, model: PretrainedConfig) -> list[Finding]:
 
 
 def _of_time_limit(config: Config, model: PretrainedConfig, left_s: float) -> list[Finding]:
-    """Checkpoints that are further apart than the time that is left."""
+    """Checkpoints further apart than the time that is left."""
     every = config.saver.every_steps
     apart_s = every * estimate_step(config, model).step_s
     if every and apart_s <= left_s:
@@ -157,7 +162,7 @@ def _of_time_limit(config: Config, model: PretrainedConfig, left_s: float) -> li
 
 
 def _of_gpus(config: Config, gpus: GPUs) -> list[Finding]:
-    """The GPUs found here against those planned for."""
+    """GPUs here with less memory than planned."""
     per_node, least = config.cluster.gpus_per_node, min(gpus.memory_mib, default=0)
     if not per_node or not least or least >= 0.95 * config.cluster.gpu_memory_gib * 1024:
         return []

@@ -1,7 +1,7 @@
-"""One batch under every way to lay out the actor: log-probs, advantages, loss and gradient norm must not move.
+"""Checks that the actor's numbers do not depend on its layout: log-probs, advantages, loss and gradient norm.
 
-`python -m megarl.preflight check=invariance` runs it on tiny random models, in worlds of one, two and four local
-ranks, each world laid out again and again, and prints how far every layout is from the single process.
+`python -m megarl.preflight check=invariance` runs one batch on tiny random models, in worlds of one, two and four local
+ranks. Each world runs all its layouts in turn. A table shows each layout's difference from the single process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 
 TOLERANCE = 1e-5  # relative, in float32
-WIDTH = 110  # of the table where it is not printed to a terminal
+WIDTH = 110  # characters of the table, where the output is no terminal
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -51,14 +51,14 @@ MODELS = {
         mlp_only_layers=[0], tie_word_embeddings=False,
     ),
 }  # fmt: skip
-COMPLETIONS = 4  # of each of three prompts
+COMPLETIONS = 4  # per prompt, of three prompts
 LENGTHS = (19, 33, 11, 26, 48, 17, 21, 9, 40, 14, 28, 23)
 FIGURES = ("logprobs", "advantages", "loss", "grad_norm")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the batch."""
+    """One layout to run the batch under."""
 
     model: str = "dense"
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def batch() -> PackedBatch:
 
 
 def measure(case: Case, folder: Path) -> dict[str, Tensor]:
-    """The figures of one GRPO update under the case's layout, the same on every rank."""
+    """Figures of one GRPO update under the case's layout, equal on every rank."""
     config = EngineConfig(
         path=str(folder),
         init="random",
@@ -136,7 +136,7 @@ def measure(case: Case, folder: Path) -> dict[str, Tensor]:
     actor.initialize()
     data = batch()
     logprobs = actor.compute_logp(data)
-    # the policies that the ratio and the KL are taken against: near the present one, so that some tokens are clipped
+    # Policies for the ratio and the KL, close to the present one: the ratio clips some tokens, not all.
     data["prox_logp"] = logprobs + data["noise"]
     data["ref_logp"] = logprobs - data["noise"] * data["loss_mask"]
     actor.compute_advantages(data)
@@ -146,7 +146,7 @@ def measure(case: Case, folder: Path) -> dict[str, Tensor]:
 
 
 def worker(work: Path) -> None:
-    """What each rank of a world runs: all its cases, the groups made anew for each."""
+    """Runs the cases of this rank's world, with new process groups for each."""
     torch.set_num_threads(1)
     world = ParallelConfig().world_size()
     for name, case in CASES.items():
@@ -159,39 +159,39 @@ def worker(work: Path) -> None:
 
 
 def differences(work: Path) -> dict[str, dict[str, float]]:
-    """By case and figure: the largest difference from the single process, over the figure's largest magnitude."""
-    found = {name: load_file(work / f"{name}.safetensors") for name in CASES}
+    """By case and figure: largest difference from the single process, relative to the largest magnitude."""
+    figures = {name: load_file(work / f"{name}.safetensors") for name in CASES}
     result = {}
     for name, case in CASES.items():
-        expected = found[REFERENCES[case.model]]
+        expected = figures[REFERENCES[case.model]]
         result[name] = {
-            figure: float((found[name][figure] - expected[figure]).abs().max() / expected[figure].abs().max())
+            figure: float((figures[name][figure] - expected[figure]).abs().max() / expected[figure].abs().max())
             for figure in FIGURES
         }
     return result
 
 
-def table(found: dict[str, dict[str, float]]) -> Table:
+def table(results: dict[str, dict[str, float]]) -> Table:
     """One row a case."""
-    shown = Table(title=f"Difference from the single process, relative; at most {TOLERANCE:g} is allowed")
-    shown.add_column("layout", no_wrap=True)
+    rows = Table(title=f"Difference from the single process, relative; at most {TOLERANCE:g} is allowed")
+    rows.add_column("layout", no_wrap=True)
     for name in ("ranks", *FIGURES, ""):
-        shown.add_column(name.replace("_", " "), justify="right")
+        rows.add_column(name.replace("_", " "), justify="right")
     for name, case in CASES.items():
-        alone = name in REFERENCES.values()
-        cells = ["-" if alone else f"{found[name][figure]:.1e}" for figure in FIGURES]
-        verdict = "reference" if alone else "ok" if holds(found[name]) else "[bold red]differs[/]"
-        shown.add_row(name, str(case.ranks), *cells, verdict, end_section=_ends_world(name))
-    return shown
+        is_reference = name in REFERENCES.values()
+        cells = ["-" if is_reference else f"{results[name][figure]:.1e}" for figure in FIGURES]
+        verdict = "reference" if is_reference else "ok" if holds(results[name]) else "[bold red]differs[/]"
+        rows.add_row(name, str(case.ranks), *cells, verdict, end_section=_ends_world(name))
+    return rows
 
 
 def holds(figures: dict[str, float]) -> bool:
-    """Whether every figure is within the tolerance; one that is not a number is not."""
+    """True if every figure is within the tolerance. NaN is not."""
     return all(value <= TOLERANCE for value in figures.values())
 
 
 def _ends_world(name: str) -> bool:
-    """Whether the next case runs on another number of ranks, or another model."""
+    """True if the next case runs on another number of ranks, or another model."""
     following = dict(itertools.pairwise(CASES)).get(name)
     if following is None:
         return False
@@ -201,7 +201,7 @@ def _ends_world(name: str) -> bool:
 def run_invariance() -> int:
     """Runs all cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the ranks': of Apex and Transformer Engine not being there
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for ranks without Apex and Transformer Engine
     with tempfile.TemporaryDirectory(prefix="megarl-invariance-") as folder:
         work = Path(folder)
         for name, config in MODELS.items():
@@ -213,9 +213,9 @@ def run_invariance() -> int:
             if code:
                 print(f"megarl: the world of {world} ranks ended with code {code}", file=sys.stderr)
                 return 1
-        found = differences(work)
-    console.print(table(found))
-    return 0 if all(map(holds, found.values())) else 1
+        results = differences(work)
+    console.print(table(results))
+    return 0 if all(map(holds, results.values())) else 1
 
 
 if __name__ == "__main__":

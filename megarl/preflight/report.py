@@ -1,4 +1,4 @@
-"""Says what a run would be, and what would stop it, before anything is started.
+"""Predicts a run, and the problems that would stop it, before anything is started.
 
 python -m megarl.preflight +experiment=grpo_70b [group=name ...] [knob=value ...] [show=batch|layout|memory|...]
 python -m megarl.preflight check=invariance
@@ -25,14 +25,15 @@ from transformers import PretrainedConfig
 from megarl import cli
 from megarl.actor.memory import TrainerMemory, count_parameters, host_memory
 from megarl.actor.weights.shards import world_table
-from megarl.config import Config
+from megarl.config import Config, longest_sequence
 from megarl.families import read_config
 from megarl.knobs import UserError
+from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import plan_of, rendered
 from megarl.parallel.placement import places
 from megarl.preflight import sizing, sync_report
-from megarl.preflight.checks import Finding, findings, of_sizes, refusals
 from megarl.preflight.environment import environment_findings
+from megarl.preflight.findings import Finding, findings, has_sizes, refusals
 from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.sizing import size
 from megarl.reshard.plan.holdings import Topology
@@ -40,25 +41,26 @@ from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import PlanError, plan
 from megarl.reshard.plan.sglang_layout import server_holdings
 from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.trainer.batch_algebra import batch_of
 from megarl.versions import GPUs, gpus, versions
 
 SHOW = ("batch", "layout", "memory", "reshard", "time", "script", "versions")
 CHECK = ("invariance",)
 DRAWN_NODES = 16
-WIDTH = 130  # of what is not printed to a terminal, unless COLUMNS says another
+WIDTH = 130  # characters, where the output is no terminal and COLUMNS is not set
 
 
 def known_models() -> list[str]:
-    """Hub names whose shapes are known without a download."""
+    """Hub names of models with a config.json in the assets."""
     root = cli.ASSETS / "configs"
     return sorted(str(file.parent.relative_to(root)) for file in root.glob("*/*/config.json"))
 
 
 def folder_of(path: str) -> Path:
-    """The folder with the config.json of a local checkpoint or of a hub name in `known_models`.
+    """Folder with the config.json of a local checkpoint, or of a hub name in `known_models`.
 
     Raises:
-        UserError: neither.
+        UserError: the path is neither.
     """
     if Path(path).expanduser().is_dir():
         return Path(path).expanduser()
@@ -71,7 +73,7 @@ def folder_of(path: str) -> Path:
 
 
 def overview(config: Config, model: PretrainedConfig) -> Table:
-    """What is trained, on what, and what it leaves on the disk."""
+    """Model, layout, servers and disk space."""
     table = _table("Run", "", "", show_header=False)
     count, disk = count_parameters(model), sizing.disk_of(config, model)
     table.add_row("experiment", f"{config.experiment_name}: {config.method}, {config.total_train_steps} steps")
@@ -95,11 +97,11 @@ def _free(config: Config) -> str:
 
 
 def batch_table(config: Config) -> Table:
-    """The batch algebra, both sides of each equation."""
-    table, batch, data = _table("Batch", "", "", "", show_header=False), sizing.batch_of(config), config.train_dataset
+    """The batch algebra, with both sides of each equation."""
+    table, batch, data = _table("Batch", "", "", "", show_header=False), batch_of(config), config.train_dataset
     if config.method == "rl":
         longest = f"{data.max_length} prompt + {config.gconfig.max_new_tokens} completion"
-        table.add_row("a sequence", f"{longest} = {sizing.longest_sequence(config)} tokens", "at most")
+        table.add_row("a sequence", f"{longest} = {longest_sequence(config)} tokens", "at most")
     else:
         table.add_row("a sequence", f"{data.max_length} tokens", "at most")
     names = {"rl": ("prompts", "completions"), "sft": ("examples", ""), "preference": ("rows", "completions")}
@@ -109,11 +111,15 @@ def batch_table(config: Config) -> Table:
 
 
 def layout_table(config: Config) -> Table:
-    """Nodes by GPUs: which rank, and which part of the model, runs where."""
-    machines = sizing.machines_of(config)
-    shown = {"tp": config.parallel.tp_size, "cp": config.parallel.cp_size, "dp": config.parallel.sizes()["dp_size"]}
-    shown |= {"pp": config.parallel.pp_size, "ep": config.parallel.ep_size}
-    named = [name for name, size in shown.items() if size > 1]
+    """Nodes by GPUs, with the rank and its part of the model in each cell."""
+    machines = machines_of(config)
+    coordinates = {
+        "tp": config.parallel.tp_size,
+        "cp": config.parallel.cp_size,
+        "dp": config.parallel.sizes()["dp_size"],
+    }
+    coordinates |= {"pp": config.parallel.pp_size, "ep": config.parallel.ep_size}
+    named = [name for name, size in coordinates.items() if size > 1]
     cells = {}
     for rank, place in enumerate(places(config.parallel)):
         cells[rank] = "\n".join([f"rank {rank}", " ".join(f"{name}{getattr(place, name)}" for name in named)])
@@ -133,7 +139,7 @@ def layout_table(config: Config) -> Table:
 
 
 def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
-    """Bytes by part, of a trainer rank of each pipeline stage and of a server rank."""
+    """Bytes by part, for a trainer rank of each pipeline stage and for a server rank."""
     stages, load = sizing.memory_of(config, model), sizing.load_of(config)
     what = "GPU" if config.cluster.gpus_per_node else "rank"
     table = _table(f"Memory of a trainer {what}", "", *(f"pp {rank}" for rank in range(len(stages))))
@@ -161,7 +167,7 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
         servers.add_row("KV cache", f"{size(need.kv_cache)}: {of}" if cache.tokens else of)
         servers.add_row("a token of it", f"{cache.token_bytes / 1024:.4g} KiB")
         if cache.tokens:
-            longest = sizing.batch_of(config).longest
+            longest = batch_of(config).longest
             fits = f"{cache.tokens:,} tokens, {cache.tokens // longest:,} sequences of full length ({longest})"
             servers.add_row("holds", fits)
         servers.add_row("total", size(need.total))
@@ -169,7 +175,7 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
 
 
 def time_table(config: Config, step: StepEstimate | None) -> Table:
-    """A step's stages and what the figures stand on."""
+    """A step's stages, with the derivation of each figure."""
     table = _table("Expected times", "", "", "", show_header=False)
     if step is None:
         table.add_row("a step", "not said for CPUs", "the run shows its seconds and tokens/s from the first step on")
@@ -200,7 +206,7 @@ def time_table(config: Config, step: StepEstimate | None) -> Table:
 
 
 def versions_table(found: GPUs) -> Table:
-    """What is installed on this machine."""
+    """Versions and GPUs of this machine."""
     table = _table("Found here", "", "", show_header=False)
     for name, version in versions().items():
         table.add_row(name, version or "not found")
@@ -213,14 +219,14 @@ def versions_table(found: GPUs) -> Table:
 
 
 def planned_sync(config: Config, model: PretrainedConfig) -> TransferPlan:
-    """The plan of a weight sync.
+    """Plans the weight sync.
 
     Raises:
-        UserError: there is nothing to sync, or the two sides do not fit together.
+        UserError: the method has no servers, or trainer and servers do not fit together.
     """
     if config.method != "rl":
         raise UserError(f"show=reshard: method={config.method} has no servers that weights are sent to")
-    machines, server = sizing.machines_of(config), config.server
+    machines, server = machines_of(config), config.server
     first, per_node = machines.first_server_gpu, machines.gpus_per_node
     topology = Topology(
         source_node=np.arange(machines.trainers) // per_node,
@@ -256,7 +262,7 @@ def _table(title: str, *columns: str, show_header: bool = True) -> Table:
 
 
 def main(config: Config, arguments: list[str], show: str | None) -> int:
-    """Prints what was asked for, all of it by default, and what was found. Returns the exit code."""
+    """Prints one table or all of them, then the findings. Returns the exit code."""
     console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
     seen = gpus()
     try:
@@ -266,12 +272,12 @@ def main(config: Config, arguments: list[str], show: str | None) -> int:
         found = [Finding(str(error))]
     else:
         found = findings(config, model, folder)
-        if not refusals(of_sizes(config, model)):
+        if has_sizes(config, model):
             found += refusals([lambda: plan_of(config)] if config.cluster.gpus_per_node else [])
             try:
                 for table in tables(config, model, arguments, show, seen):
                     console.print(table)
-            except UserError as error:  # of a plan that cannot be made
+            except UserError as error:  # no plan of the weight sync
                 if show is not None:
                     raise
                 found.append(Finding(str(error)))
@@ -287,7 +293,7 @@ def main(config: Config, arguments: list[str], show: str | None) -> int:
 def tables(
     config: Config, model: PretrainedConfig, arguments: list[str], show: str | None, seen: GPUs
 ) -> Iterator[RenderableType]:
-    """What is printed, in order; `arguments` are those of the run."""
+    """Yields the tables in order; `arguments` is the run's command line."""
     if show is None:
         yield overview(config, model)
     if show in (None, "batch"):
@@ -296,13 +302,13 @@ def tables(
         yield layout_table(config)
     if show in (None, "memory"):
         yield from memory_tables(config, model)
-    bandwidth, made = config.cluster.network_gb_s * 1e9, None
+    bandwidth, sync = config.cluster.network_gb_s * 1e9, None
     if show == "reshard" or (show in (None, "time") and config.method == "rl"):
-        made = planned_sync(config, model)
-    if show in (None, "reshard") and made is not None:
-        yield sync_report.render(made, bandwidth)
+        sync = planned_sync(config, model)
+    if show in (None, "reshard") and sync is not None:
+        yield sync_report.render(sync, bandwidth)
     if show in (None, "time"):
-        sync_s = sync_report.summarise(made).seconds(bandwidth) if made is not None else 0.0
+        sync_s = sync_report.summarise(sync).seconds(bandwidth) if sync is not None else 0.0
         yield time_table(config, estimate_step(config, model, sync_s) if config.cluster.gpus_per_node else None)
     if show == "script" or (show is None and config.cluster.gpus_per_node):
         yield Text("Slurm script", style="bold")
@@ -311,27 +317,27 @@ def tables(
         yield versions_table(seen)
 
 
-def own_arguments(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The overrides, and this command's own `show=` and `check=`.
+def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Splits the command line into overrides and this command's `show=` and `check=`.
 
     Raises:
-        UserError: a value that is not one of theirs.
+        UserError: an unknown value of either.
     """
-    own = {}
+    options = {}
     for name, allowed in (("show", SHOW), ("check", CHECK)):
         for argument in [a for a in arguments if a.startswith(f"{name}=")]:
             arguments = [a for a in arguments if a != argument]
-            own[name] = argument.partition("=")[2]
-            if own[name] not in allowed:
+            options[name] = argument.partition("=")[2]
+            if options[name] not in allowed:
                 raise UserError(f"{argument} is not one of {', '.join(f'{name}={value}' for value in allowed)}")
-    return arguments, own
+    return arguments, options
 
 
 def command(arguments: list[str]) -> int:
-    """The command line. Returns the exit code."""
-    overrides, own = own_arguments(arguments)
-    if "check" in own:
-        from megarl.preflight.invariance import run_invariance  # it loads Megatron
+    """Runs preflight on a command line. Returns the exit code."""
+    overrides, options = split_options(arguments)
+    if "check" in options:
+        from megarl.preflight.invariance import run_invariance  # loads Megatron
 
         return run_invariance()
-    return main(cli.composed(overrides), overrides, own.get("show"))
+    return main(cli.composed(overrides), overrides, options.get("show"))

@@ -1,18 +1,18 @@
-"""What a step of a run takes on GPUs, by a roofline that can be checked by hand.
+"""Expected times of a step on GPUs, by a roofline that can be checked by hand.
 
-    update      forward FLOPs x (3 + what is computed again) x (1 + bubble) / (ranks x peak x train_utilisation)
+    update      forward FLOPs x (3 + recomputed part) x (1 + bubble) / (ranks x peak x train_utilisation)
     log-probs   forward FLOPs x passes x (1 + bubble) / the same
     prefill     forward FLOPs of the prompts, each once a server / (GPUs of a server x peak x train_utilisation)
     decode      steps x max(bytes read / (bandwidth x decode_utilisation), FLOPs / (peak x train_utilisation))
     weights     bytes of the busiest rank / network_gb_s, by the plan of the sync: a floor
 
-FLOPs are those by which the trainer balances its ranks (`actor/batch/balance.py`): 2 a weight and token, a MoE's active
-experts, and attention over half of all pairs; backward is twice forward (Kaplan et al. 2020). A pipeline of p stages
-and v virtual ones idles (p - 1) / (m v) of the time that m microbatches work (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473). A decode step of b sequences reads the weights once, of a MoE those experts that b
-tokens are expected to meet, E (1 - (1 - k/E)^b) of E, and every sequence's cache.
+FLOPs are counted as the trainer counts them to balance its ranks (`actor/batch/balance.py`): 2 a weight and token,
+active experts only, and attention over half of all pairs. Backward is twice forward (Kaplan et al. 2020). A pipeline
+of p stages and v virtual ones idles (p - 1) / (m v) of the time that m microbatches work (Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473). A decode step of b sequences reads the weights once and every sequence's cache. For
+a MoE it reads the experts that b tokens are expected to visit, E (1 - (1 - k/E)^b) of E.
 
-The peaks and how much of them is reached are knobs of `cluster`; nothing here was measured on a GPU.
+Peaks and utilisations are knobs of `cluster`. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from megarl.actor.memory import ITEM_BYTES, server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
 from megarl.families import moe_shape
-from megarl.preflight.sizing import batch_of, cache_of, needs_critic, needs_reference, server_dtype
+from megarl.preflight.sizing import cache_of, needs_critic, needs_reference, server_dtype
+from megarl.trainer.batch_algebra import batch_of
 
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One stage of a step: its seconds, and how they come about."""
+    """One stage of a step: its seconds and their derivation."""
 
     name: str
     seconds: float
@@ -48,10 +49,10 @@ class StepEstimate:
     train: list[StageEstimate]
     sync: list[StageEstimate]
     overlap: bool  # servers sample the next batch while the trainer trains
-    tokens: float  # that a step trains on, prompts included
-    sampled: float  # of them completions
+    tokens: float  # trained in a step, prompts included
+    sampled: float  # completion tokens among them
     gpus: int
-    under_way: int  # completions that a server works on at once
+    under_way: int  # completions in flight on a server
     longest_s: float  # the longest completion from first to last token, at that many
 
     @property
@@ -77,13 +78,13 @@ class StepEstimate:
 
     @property
     def bottleneck(self) -> str:
-        """The side that the step waits for most."""
+        """The slowest side of the step."""
         sides = {"the servers": self.rollout_s, "the trainer": self.train_s, "the weight sync": self.sync_s}
         return max(sides, key=lambda name: sides[name])
 
 
 def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) -> StepEstimate:
-    """The step of a run on GPUs; `sync_s` is that of the planned weight sync."""
+    """Estimates a step on GPUs; `sync_s` are the seconds of the planned weight sync."""
     batch, share, cost = batch_of(config), config.cluster.mean_length, SequenceCost.of(model)
     mean = share * batch.longest
     trained = _train(config, model, cost, mean)
@@ -128,7 +129,7 @@ def _train(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: fl
 
 
 def _computed_again(model: PretrainedConfig, cost: SequenceCost, mean: float) -> float:
-    """The part of forward that recompute=selective repeats: MLPs or experts, and the attention core."""
+    """Part of forward that recompute=selective repeats: MLPs or experts, and the attention core."""
     without = copy.deepcopy(model)
     without.intermediate_size = without.moe_intermediate_size = 0
     mlp = cost.linear - SequenceCost.of(without).linear
@@ -136,13 +137,13 @@ def _computed_again(model: PretrainedConfig, cost: SequenceCost, mean: float) ->
 
 
 def _rollout(config: Config, model: PretrainedConfig, cost: SequenceCost) -> tuple[list[StageEstimate], int, float]:
-    """Prefill and decode of the busiest server, the completions it has under way, and the longest one's seconds."""
+    """Prefill and decode of the busiest server, its completions in flight, and the seconds of the longest."""
     batch, server, cluster = batch_of(config), config.server, config.cluster
     share, cache = cluster.mean_length, cache_of(config, model)
     prompt, new = share * (config.train_dataset.max_length or 0), share * config.gconfig.max_new_tokens
-    mine = math.ceil(batch.sequences / server.n_servers)
+    completions = math.ceil(batch.sequences / server.n_servers)
     limits = (
-        mine,
+        completions,
         config.rollout.max_per_server,
         config.rollout.max_connections // server.n_servers,
         int(cache.tokens / (prompt + new)),
@@ -155,7 +156,7 @@ def _rollout(config: Config, model: PretrainedConfig, cost: SequenceCost) -> tup
         under_way * (cost.linear + 2 * cost.quadratic * (prompt + new / 2)) / compute,
     )
     prefill = math.ceil(batch.rows / server.n_servers) * cost(math.ceil(prompt))
-    steps = mine * new / under_way
+    steps = completions * new / under_way
     how = f"{steps:,.0f} steps of {step_s * 1e3:.3g} ms, {under_way} completions under way on a server"
     stages = [
         StageEstimate("prefill", prefill / compute, f"{prefill / 1e15:.3g} PFLOP a server: each prompt once"),
@@ -165,27 +166,27 @@ def _rollout(config: Config, model: PretrainedConfig, cost: SequenceCost) -> tup
 
 
 def _bytes_read(config: Config, model: PretrainedConfig, sequences: int, cache_bytes: float) -> float:
-    """Bytes that a rank of a server reads in one decode step; `cache_bytes` are those of one sequence."""
+    """Bytes that a server rank reads in one decode step; `cache_bytes` is the cache of one sequence."""
     dtype = server_dtype(config, model)
     weights = float(server_memory(model, config.server.tp_size, dtype, 0).weights)
     if (moe := moe_shape(model)) is not None:
         experts = sum(moe.layers) * moe.experts * 3 * model.hidden_size * moe.width
-        met = 1 - (1 - moe.topk / moe.experts) ** sequences
-        weights -= experts * ITEM_BYTES[dtype] / config.server.tp_size * (1 - met)
+        visited = 1 - (1 - moe.topk / moe.experts) ** sequences
+        weights -= experts * ITEM_BYTES[dtype] / config.server.tp_size * (1 - visited)
     return weights + sequences * cache_bytes
 
 
 def limits_rollout(config: Config, model: PretrainedConfig) -> str | None:
-    """The knob that keeps a server below half of what its cache would take, with the remedy; None where none does."""
+    """Message if a knob keeps a server below half of its cache's capacity, with the remedy; else None."""
     batch, server = batch_of(config), config.server
     if not isinstance(config.algorithm, RLConfig):
         return None
     room = int(cache_of(config, model).tokens / max(1.0, config.cluster.mean_length * batch.longest))
-    could = min(room, math.ceil(batch.sequences / server.n_servers), config.rollout.max_per_server)
+    possible = min(room, math.ceil(batch.sequences / server.n_servers), config.rollout.max_per_server)
     each = config.rollout.max_connections // server.n_servers
-    if each >= could / 2:
+    if each >= possible / 2:
         return None
     return (
         f"rollout.max_connections={config.rollout.max_connections} over {server.n_servers} servers keeps {each} "
-        f"completions under way on each, which could take {could}; raise it to {could * server.n_servers}"
+        f"completions under way on each, which could take {possible}; raise it to {possible * server.n_servers}"
     )

@@ -1,11 +1,10 @@
-"""What a run is, worked out from its configuration and its model's shape alone: machines, batch, memory, disk.
+"""Memory and disk of a run, worked out from its configuration and its model's shape alone.
 
-Nothing here needs a GPU, a process group or the network; `megarl.preflight` prints it.
+Nothing here needs a GPU, a process group or the network.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -23,153 +22,27 @@ from megarl.actor.memory import (
 )
 from megarl.algorithms import RLConfig, algorithm_of
 from megarl.config import Config
+from megarl.trainer.batch_algebra import batch_of
 
 GIB = 2**30
-# What SGLang 0.5.23 gives weights and cache of an 80 GB GPU: it leaves 1.5 MB for each of the 8192 tokens of a prefill
-# and 1.5 GB (srt/arg_groups/memory_hook.py).
+# Part of an 80 GB GPU that SGLang 0.5.23 gives weights and cache. It reserves 1.5 GB, and 1.5 MB for each of the 8192
+# tokens of a prefill (srt/arg_groups/memory_hook.py).
 SERVER_SHARE = 0.83
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people."""
+    """Formats bytes, such as `1.5 GiB`."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
-
-
-# -- machines ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Machines:
-    """Which GPU every trainer rank and server rank gets: trainers first, servers on the nodes after them."""
-
-    gpus_per_node: int
-    trainers: int
-    servers: int
-    server_tp: int
-
-    @property
-    def trainer_nodes(self) -> int:
-        return math.ceil(self.trainers / self.gpus_per_node)
-
-    @property
-    def shared(self) -> bool:
-        """Whether what the trainers leave free on their last node takes all servers."""
-        return self.trainers + self.servers * self.server_tp <= self.trainer_nodes * self.gpus_per_node
-
-    @property
-    def first_server_gpu(self) -> int:
-        return self.trainers if self.shared else self.trainer_nodes * self.gpus_per_node
-
-    @property
-    def nodes(self) -> int:
-        last = self.first_server_gpu + self.servers * self.server_tp if self.servers else self.trainers
-        return math.ceil(last / self.gpus_per_node)
-
-
-def machines_of(config: Config) -> Machines:
-    """The run's ranks over its nodes; without GPUs all on one."""
-    servers = config.server.n_servers if config.method == "rl" else 0
-    trainers, tp = config.parallel.world_size(), config.server.tp_size
-    return Machines(config.cluster.gpus_per_node or trainers + servers * tp, trainers, servers, tp)
 
 
 # -- batch ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BatchAlgebra:
-    """How a step's sequences are divided, where every sequence is as long as it may be."""
-
-    rows: int  # prompts, examples or preferences of a step
-    per_row: int  # sequences that are trained on, of each
-    minibatches: int  # optimizer steps of a step
-    dp: int  # data parallel replicas
-    longest: int  # tokens of a sequence
-    max_tokens: int  # of a microbatch
-    together: int = 1  # sequences that are never parted: the two of a pair
-    multiple: int = 1  # what the number of microbatches is rounded up to
-
-    @property
-    def sequences(self) -> int:
-        return self.rows * self.per_row
-
-    @property
-    def per_update(self) -> int:
-        return self.sequences // self.minibatches
-
-    @property
-    def per_replica(self) -> int:
-        """Of the replica with the most."""
-        return math.ceil(self.per_update // self.together / self.dp) * self.together
-
-    @property
-    def per_microbatch(self) -> int:
-        """As many as fit; at least one unit, which a run refuses where it does not fit."""
-        return max(1, self.max_tokens // (self.longest * self.together)) * self.together
-
-    @property
-    def microbatches(self) -> int:
-        """Of an optimizer step, on each replica."""
-        return math.ceil(math.ceil(self.per_replica / self.per_microbatch) / self.multiple) * self.multiple
-
-    def equations(self, names: tuple[str, str]) -> list[tuple[str, str, str]]:
-        """What, its equation, its meaning; `names` are those of a row and of what is made of it."""
-        row, made = names
-        found = [("a step", f"{self.rows} {row} x {self.per_row} {made} = {self.sequences} sequences", "")]
-        if self.per_row == 1:
-            found = [("a step", f"{self.rows} {row} = {self.sequences} sequences", "")]
-        update = f"{self.sequences} sequences / {self.minibatches} minibatches = {self.per_update}"
-        fits = f"floor({self.max_tokens} tokens / {self.longest * self.together})"
-        if self.together > 1:
-            fits += f" x {self.together}"
-        count = f"ceil({self.per_replica} / {self.per_microbatch})"
-        if self.multiple > 1:
-            count += f", to a multiple of pp {self.multiple}"
-        return [
-            *found,
-            ("an optimizer step", update, ""),
-            ("a replica", f"{self.per_update} / dp {self.dp} = {self.per_update / self.dp:g}", "evened out by FLOPs"),
-            ("a microbatch", f"{fits} = {self.per_microbatch}", "sequences of full length"),
-            ("microbatches", f"{count} = {self.microbatches}", "of an optimizer step, where all have full length"),
-            ("tokens of a step", f"{self.sequences} x {self.longest} = {self.sequences * self.longest:,}", "at most"),
-        ]
-
-
-def longest_sequence(config: Config) -> int | None:
-    """Tokens of the longest sequence that the run can train on."""
-    if config.train_dataset.max_length is None:
-        return None
-    return config.train_dataset.max_length + (config.gconfig.max_new_tokens if config.method == "rl" else 0)
-
-
-def is_paired(config: Config) -> bool:
-    """Whether rows are pairs of completions, which are trained on together."""
-    return config.method == "preference" and getattr(algorithm_of(config.algorithm), "paired", False)
-
-
-def batch_of(config: Config) -> BatchAlgebra:
-    """The algebra of the configuration's batch."""
-    per_row, minibatches, together = 1, 1, 1
-    if config.method == "rl" and isinstance(config.algorithm, RLConfig):
-        per_row, minibatches = config.gconfig.n_samples, config.algorithm.n_minibatches
-    elif is_paired(config):
-        per_row = together = 2
-    parallel, most = config.parallel, config.actor.max_tokens_per_mb
-    return BatchAlgebra(
-        rows=config.train_dataset.batch_size,
-        per_row=per_row,
-        minibatches=max(1, minibatches),  # what is below 1 is refused elsewhere
-        dp=parallel.sizes()["dp_size"],
-        longest=max(1, min(longest_sequence(config) or most, most)),
-        max_tokens=most,
-        together=together,
-        multiple=parallel.pp_size if parallel.vpp_size > 1 else 1,
-    )
-
-
 def load_of(config: Config) -> StepLoad:
-    """The most that a data parallel rank works on in one optimizer step: sequences of full length, which shorter ones
-    fill up to a full microbatch where there are enough."""
+    """Largest load of a data parallel rank in one optimizer step.
+
+    Counts sequences of full length. Shorter ones fill a microbatch completely, if there are enough of them.
+    """
     batch = batch_of(config)
     return StepLoad(min(batch.max_tokens, batch.per_replica * batch.longest), batch.microbatches)
 
@@ -178,7 +51,7 @@ def load_of(config: Config) -> StepLoad:
 
 
 def memory_of(config: Config, model: PretrainedConfig) -> list[TrainerMemory]:
-    """Of a trainer rank, by pipeline rank: the actor alone, see `beside_actor`."""
+    """Memory of a trainer rank, by pipeline rank. The actor alone; `beside_actor` has the other models."""
     on_gpu, load = config.cluster.gpus_per_node > 0, load_of(config)
     return [
         trainer_memory(model, config.parallel, config.actor, load, rank, on_gpu)
@@ -187,7 +60,7 @@ def memory_of(config: Config, model: PretrainedConfig) -> list[TrainerMemory]:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether a frozen start policy is kept beside the actor."""
+    """True if a frozen start policy is kept beside the actor."""
     if config.method == "preference":
         uses = getattr(algorithm_of(config.algorithm), "needs_reference", False)
         return bool(uses) and config.reference.mode == "online"
@@ -199,40 +72,42 @@ def needs_critic(config: Config) -> bool:
 
 
 def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
-    """Bytes of the other models of a rank that holds `stage` of the actor: a reference's weights are there while its
-    log-probs are taken, a critic's weights, gradients and optimizer state always."""
-    found = {}
+    """Bytes of the other models on a rank that holds `stage` of the actor.
+
+    A reference's weights are resident while it computes log-probs; a critic's weights, gradients and optimizer always.
+    """
+    other_models = {}
     if needs_reference(config):
-        found["reference"] = stage.weights
+        other_models["reference"] = stage.weights
     if needs_critic(config):
-        found["critic"] = stage.weights + stage.gradients + stage.optimizer
-    return found
+        other_models["critic"] = stage.weights + stage.gradients + stage.optimizer
+    return other_models
 
 
 def server_dtype(config: Config, model: PretrainedConfig) -> str:
-    """The dtype of the served weights; auto is the checkpoint's."""
+    """Dtype of the served weights; `auto` is the checkpoint's."""
     if config.server.dtype != "auto":
         return config.server.dtype
     return str(model.dtype).removeprefix("torch.") if model.dtype is not None else config.actor.dtype
 
 
 def server_memory_of(config: Config, model: PretrainedConfig) -> ServerMemory:
-    """Of a server rank; its cache holds what `cache_of` says."""
+    """Memory of a server rank, with the cache of `cache_of`."""
     tp, dtype = config.server.tp_size, server_dtype(config, model)
     return server_memory(model, tp, dtype, cache_of(config, model).tokens)
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The key/value cache of a server: bytes that a token takes on each rank, and how many tokens it holds."""
+    """KV cache of a server: bytes of a token on each rank, and its capacity in tokens."""
 
     token_bytes: int
     tokens: int
-    share: float = 0.0  # of the GPU's memory that weights and cache have; 0: max_total_tokens says how many
+    share: float = 0.0  # part of the GPU's memory for weights and cache; 0: max_total_tokens is the capacity
 
 
 def cache_of(config: Config, model: PretrainedConfig) -> Cache:
-    """The cache as server.max_total_tokens says, or what fits into a GPU beside the weights: 0 tokens where nothing."""
+    """Capacity from server.max_total_tokens, else what fits into a GPU beside the weights (0 if nothing does)."""
     dtype = server_dtype(config, model)
     token = server_memory(model, config.server.tp_size, dtype, 1).kv_cache
     if config.server.max_total_tokens or not config.cluster.gpus_per_node:
@@ -248,7 +123,7 @@ def cache_of(config: Config, model: PretrainedConfig) -> Cache:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes that a run writes. A checkpoint is complete before the oldest is removed."""
+    """Bytes that a run writes. The oldest checkpoint is removed after the newest is complete."""
 
     checkpoint: int
     keep: int
@@ -260,7 +135,11 @@ class Disk:
 
 
 def disk_of(config: Config, model: PretrainedConfig) -> Disk:
-    """Weights, the float32 main parameters of bfloat16 ones, and Adam's moments, as `actor/checkpoint/stored_state.py` keeps them."""
+    """Disk space of the checkpoints and the export.
+
+    A checkpoint has the weights, Adam's moments and, for bfloat16, float32 main parameters
+    (`actor/checkpoint/stored_state.py`).
+    """
     item = ITEM_BYTES[config.actor.dtype]
     each = count_parameters(model) * (item + (MAIN if item < MAIN else 0) + MOMENTS)
     engines = 2 if needs_critic(config) else 1

@@ -1,4 +1,4 @@
-"""What a plan costs, before it runs: bytes, peers and buckets of every rank, and time at a given bandwidth."""
+"""Cost of a planned weight sync: bytes, peers and messages of every rank, and time at a given bandwidth."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from megarl.reshard.plan.box_arrays import Boxes, sum_by
+from megarl.reshard.plan.box_arrays import BoxArray, sum_by
 from megarl.reshard.plan.holdings import Ints
 from megarl.reshard.plan.transfer_plan import TransferPlan
 
-LISTED_RANKS = 16  # a side with more ranks is summed up
+LISTED_RANKS = 16  # larger sides are summarised
 
 
 @dataclass(frozen=True, eq=False)
 class RankTraffic:
-    """What the ranks of one side move: bytes, peers and messages of each, `[ranks]`."""
+    """Traffic of one side's ranks: bytes, peers and messages, each `[ranks]`."""
 
     nbytes: Ints
     peers: Ints
@@ -31,7 +31,7 @@ class RankTraffic:
 
 @dataclass(frozen=True, eq=False)
 class PlanSummary:
-    """A plan in figures. `full_bytes`: what each server rank receives where whole tensors are broadcast to all."""
+    """Figures of a plan. `full_bytes` is what each server rank receives if whole tensors are broadcast to all."""
 
     sent: RankTraffic
     received: RankTraffic
@@ -41,51 +41,52 @@ class PlanSummary:
 
     @property
     def ratio(self) -> float:
-        """Most bytes that a server rank receives over those of what it holds: 1 is the least possible."""
+        """Largest ratio of received to held bytes over the server ranks; the optimum is 1."""
         return float((self.received.nbytes / self.needed).max())
 
     @property
     def saving(self) -> float:
-        """Bytes of the full broadcast over those of the plan, both summed over the server ranks."""
+        """Bytes of the full broadcast over the plan's bytes, both summed over the server ranks."""
         return float(self.full_bytes * len(self.needed) / self.received.nbytes.sum())
 
     def seconds(self, bandwidth: float) -> float:
-        """The busiest rank's bytes at `bandwidth` bytes/s each way: a floor, as latency and copies come on top."""
+        """Seconds of the busiest rank at `bandwidth` bytes/s each way. A floor: latency and copies come on top."""
         return float(max(self.sent.nbytes.max(), self.received.nbytes.max()) / bandwidth)
 
 
 def summarise(plan: TransferPlan) -> PlanSummary:
+    """Adds up a plan's traffic."""
     messages, ranks = plan.messages, len(plan.topology.node)
     pairs = np.unique(messages.source * ranks + messages.destination)
 
-    def load(nbytes: Ints, own: Ints, peer_of: Ints) -> RankTraffic:
-        ones = np.ones_like
-        return RankTraffic(nbytes, sum_by(peer_of, ones(peer_of), len(nbytes)), sum_by(own, ones(own), len(nbytes)))
+    def load(nbytes: Ints, rank_of: Ints, peer_of: Ints) -> RankTraffic:
+        peer_count, message_count = (sum_by(index, np.ones_like(index), len(nbytes)) for index in (peer_of, rank_of))
+        return RankTraffic(nbytes, peer_count, message_count)
 
     near = plan.topology.source_node[messages.source] == plan.topology.node[messages.destination]
     return PlanSummary(
         sent=load(plan.bytes_out, messages.source, pairs // ranks),
         received=load(plan.bytes_in, messages.destination, pairs % ranks),
         needed=plan.bytes_needed,
-        full_bytes=_whole_bytes(plan),
+        full_bytes=_full_bytes(plan),
         same_node_bytes=int(plan.buckets.nbytes[messages.bucket[near]].sum()),
     )
 
 
-def _whole_bytes(plan: TransferPlan) -> int:
-    """Bytes of all tensors that the servers hold any part of, whole, in the servers' dtypes."""
+def _full_bytes(plan: TransferPlan) -> int:
+    """Bytes of all tensors that the servers hold, unsharded, in the servers' dtypes."""
     side = plan.destinations
     itemsize = np.zeros(len(plan.sources.names), dtype=np.int64)
     number = {name: i for i, name in enumerate(plan.sources.names)}
     tensor = np.array([number[name] for name in side.names], dtype=np.int64)[side.tensor]
     volume = np.prod(side.stop - side.start, axis=1)
     np.maximum.at(itemsize, tensor, side.nbytes // volume)
-    blocks, _ = Boxes(plan.sources.tensor, plan.sources.start, plan.sources.stop).distinct()
+    blocks, _ = BoxArray(plan.sources.tensor, plan.sources.start, plan.sources.stop).distinct()
     return int((sum_by(blocks.tensor, blocks.volume, len(itemsize)) * itemsize).sum())
 
 
 def render(plan: TransferPlan, bandwidth: float) -> RenderableType:
-    """Tables of a plan for the terminal; `bandwidth` in bytes/s of each rank, each way."""
+    """Tables of a plan; `bandwidth` in bytes/s of each rank, each way."""
     summary = summarise(plan)
     return Group(_overview(plan, summary, bandwidth), *_sides(summary), _comparison(summary, bandwidth))
 
@@ -132,11 +133,11 @@ def _filled(plan: TransferPlan) -> float:
 def _sides(summary: PlanSummary) -> list[Table]:
     table = _table("Load", "", "least", "mean", "most", "busiest", "most / mean", "peers", "messages")
     for name, load in (("trainer rank sends", summary.sent), ("server rank receives", summary.received)):
-        least, mean, most = load.nbytes.min(), load.nbytes.mean(), load.nbytes.max()
+        smallest, mean, largest = load.nbytes.min(), load.nbytes.mean(), load.nbytes.max()
         table.add_row(
             name,
-            *(size(int(n)) for n in (least, mean, most)),
-            "all alike" if least == most else f"rank {load.nbytes.argmax()}",
+            *(size(int(n)) for n in (smallest, mean, largest)),
+            "all alike" if smallest == largest else f"rank {load.nbytes.argmax()}",
             f"{load.imbalance:.2f}",
             _range(load.peers),
             _range(load.messages),
@@ -161,8 +162,8 @@ def _comparison(summary: PlanSummary, bandwidth: float) -> Table:
     table = _table(
         "Against whole tensors broadcast to all", "", "a server rank receives", "of the least", "time, at least"
     )
-    most = int(summary.received.nbytes.max())
-    table.add_row("this plan", size(most), f"{summary.ratio:.2f} x", duration(summary.seconds(bandwidth)))
+    received = int(summary.received.nbytes.max())
+    table.add_row("this plan", size(received), f"{summary.ratio:.2f} x", duration(summary.seconds(bandwidth)))
     full = summary.full_bytes
     over = (full / summary.needed).max()
     table.add_row("full gather and broadcast", size(full), f"{over:.2f} x", duration(full / bandwidth))
@@ -170,7 +171,7 @@ def _comparison(summary: PlanSummary, bandwidth: float) -> Table:
 
 
 def size(nbytes: int) -> str:
-    """Such as `1.5 GB`; decimal units, as bandwidths have."""
+    """Formats bytes, such as `1.5 GB`. Decimal units, like bandwidths."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
@@ -178,5 +179,5 @@ def size(nbytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as `2.4 s` or `13 ms`."""
+    """Formats seconds, such as `2.4 s` or `13 ms`."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

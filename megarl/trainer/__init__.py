@@ -1,1 +1,1 @@
-"""The training loops and what stands around them: recovery, and the stop in order."""
+"""Training loops, their checkpoints, and the orderly stop of a run."""

@@ -1,4 +1,4 @@
-"""The few lines a run begins with: what it is about to do, and how to switch to the real thing."""
+"""The opening lines of a run: model, data, layout, batch, folder, and the command for a real model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megarl.config import Config
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
-from megarl.preflight.sizing import batch_of
-from megarl.rollout.servers.sglang_server import uses_gpu
+from megarl.rollout.servers.server_config import uses_gpu
+from megarl.trainer.batch_algebra import batch_of
 from megarl.trainer.inputs import Inputs
 
-REAL = {
+REAL = {  # knobs that replace the bundled model and task, by method
     "rl": "data=gsm8k actor.path=Qwen/Qwen2.5-0.5B-Instruct actor.optimizer.lr=1e-6",
     "preference": "actor.path=Qwen/Qwen2.5-0.5B-Instruct actor.optimizer.lr=5e-7 train_dataset.path=FILE "
     "train_dataset.type=chat_template.default valid_dataset.path=FILE valid_dataset.type=chat_template.default",
@@ -21,7 +21,7 @@ REAL = {
 
 
 def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
-    """Prints model, data, layout, batch algebra, devices, run folder; on rank 0."""
+    """Prints model, data, layout, devices, batch algebra and run folder. Called on rank 0."""
     tiny = config.actor.path.rstrip("/").endswith("assets/tiny")
     bundled = config.train_dataset.describe() in (BUNDLED, BUNDLED_PAIRS, BUNDLED_JUDGED)
     weights = "random weights" if config.actor.init == "random" else "its weights"
@@ -66,12 +66,12 @@ def _layout(config: Config) -> str:
 
 def _batch(config: Config) -> str:
     batch, prompts = batch_of(config), config.train_dataset.batch_size
-    most = f"microbatches of at most {config.actor.max_tokens_per_mb} tokens"
+    microbatches = f"microbatches of at most {config.actor.max_tokens_per_mb} tokens"
     if config.method == "preference":
-        return f"{prompts} rows a step of two sequences each, {most}"
+        return f"{prompts} rows a step of two sequences each, {microbatches}"
     if config.method == "sft":
-        return f"{prompts} sequences a step, {most}"
+        return f"{prompts} sequences a step, {microbatches}"
     return (
         f"{prompts} prompts x {config.gconfig.n_samples} completions = {batch.sequences} sequences a step, "
-        f"{batch.minibatches} optimizer step{'s' * (batch.minibatches > 1)} of {batch.per_update}, {most}"
+        f"{batch.minibatches} optimizer step{'s' * (batch.minibatches > 1)} of {batch.per_update}, {microbatches}"
     )

@@ -1,4 +1,4 @@
-"""What a run reads before anything is started: tokenizer and data, checked against the model and the layout."""
+"""Reads a run's tokenizer and data, and checks the run, before anything is started."""
 
 from __future__ import annotations
 
@@ -9,57 +9,54 @@ from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig
 
-from megarl.actor.config import check_config as check_engine
-from megarl.actor.config import check_device
 from megarl.algorithms import RewardModelConfig, algorithm_of
+from megarl.checks import length_checks, machine_checks, model_checks, run_all, server_checks
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
-from megarl.data.config import DatasetConfig
 from megarl.data.examples import get_preference_dataset, pack_judged, pack_preferences, with_mismatched
 from megarl.data.prompts import get_rl_dataset
 from megarl.data.sft import get_sft_dataset
 from megarl.data.templates import set_chat_template
 from megarl.data.tokenizer import check_vocabulary
-from megarl.families import as_scalar, check_deterministic, check_layout, local_folder, read_config
+from megarl.families import as_scalar, read_config
+from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.observe.run_folder import open_run
-from megarl.parallel import platform
-from megarl.rollout.servers.sglang_server import check_config as check_server
 from megarl.trainer.checkpoints.saver import check_resumable
 from megarl.types import PackedBatch
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked inputs of a run. Of an RL run rank 0 alone reads data; of any other, every rank does."""
+    """Checked inputs of a run. With method=rl only rank 0 reads data; else every rank does."""
 
     model: PretrainedConfig
     tokenizer: Any
     train: Batches | None = None
     valid: Any = None  # a datasets.Dataset
     rows: Any = None  # method=preference: the data set behind `train`
-    pack: Callable[[Sequence[Any]], PackedBatch] = pack_preferences  # method=preference: its rows as a batch
+    pack: Callable[[Sequence[Any]], PackedBatch] = pack_preferences  # method=preference: makes a batch of rows
 
 
 def read_inputs(config: Config, rank: int) -> Inputs:
-    """Reads and checks everything that a run stands on.
+    """Reads and checks all inputs of a run.
 
     Raises:
-        UserError: model, layout, tokenizer or data that cannot be used, in one line.
+        UserError: the model, layout, tokenizer or data cannot be used.
     """
-    check_engine(config.actor)
-    check_device(config.actor, platform.has_gpu(), platform.has_transformer_engine(), config.deterministic)
+    run_all(machine_checks(config))
     model = read_config(config.actor.path)
     if config.resume:
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
         check_resumable(open_run(config.resume).path, trained, config.actor.dtype)
-    check_layout(model, config.parallel)
-    if config.deterministic:
-        check_deterministic(model, config.parallel, config.actor.dtype)
+    run_all(model_checks(config, model))
     tokenizer = load_tokenizer(config.actor.path)
     set_chat_template(tokenizer, config.data.chat_template)
     check_vocabulary(tokenizer, model.vocab_size, config.actor.path)
+    if config.method == "rl" and rank != 0:
+        return Inputs(model, tokenizer)
+    run_all(length_checks(config, model))
     if config.method == "sft":
         examples, held_out = (
             get_sft_dataset(data, tokenizer, config.data.on_bad_row)
@@ -69,11 +66,7 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         return Inputs(model, tokenizer, train, held_out)
     if config.method == "preference":
         return _preferences(config, model, tokenizer)
-    if rank != 0:
-        return Inputs(model, tokenizer)
-    _check_lengths("train_dataset", config.train_dataset, config, model)
-    _check_lengths("valid_dataset", config.valid_dataset, config, model)
-    check_server(config.server, local_folder(config.actor.path), config.sglang)
+    run_all(server_checks(config, local_folder(config.actor.path)))
     prompts, held_out = (
         get_rl_dataset(data, tokenizer, config.data.on_bad_row) for data in (config.train_dataset, config.valid_dataset)
     )
@@ -94,27 +87,16 @@ def _preferences(config: Config, model: PretrainedConfig, tokenizer: Any) -> Inp
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint folder or hub name.
+    """Loads the tokenizer of a checkpoint folder or hub name.
 
     Raises:
-        UserError: there is none that can be read.
+        UserError: the folder has none, or it cannot be read.
     """
     folder = local_folder(path)
-    if not any(folder.glob("tokenizer*")):  # transformers would make up an empty one
+    if not any(folder.glob("tokenizer*")):  # transformers would invent an empty one
         raise UserError(f"actor.path={path} holds no tokenizer; save the model's own there with save_pretrained")
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"actor.path={path} has no readable tokenizer ({first}); save one there") from error
-
-
-def _check_lengths(name: str, data: DatasetConfig, config: Config, model: PretrainedConfig) -> None:
-    prompt, completion = data.max_length, config.gconfig.max_new_tokens
-    if prompt is None:
-        raise UserError(f"{name}.max_length is not set; give the longest prompt in tokens, longer ones are skipped")
-    if prompt + completion > model.max_position_embeddings:
-        raise UserError(
-            f"{name}.max_length={prompt} + gconfig.max_new_tokens={completion} = {prompt + completion} exceeds "
-            f"the model's max_position_embeddings={model.max_position_embeddings}; shorten one of them"
-        )

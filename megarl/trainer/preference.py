@@ -1,10 +1,11 @@
-"""Preferences: the loop of DPO, IPO, KTO, ORPO, SimPO and the reward model.
+"""The training loop of preferences: DPO, IPO, KTO, ORPO, SimPO and the reward model.
 
 pairs or judged completions -> the start policy's log-probs -> one loss over whole completions -> update
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +29,17 @@ from megarl.types import PackedBatch
 
 @dataclass
 class Preferences:
-    """The model, its algorithm, and where the start policy's log-probs of a batch come from (None: not needed)."""
+    """The model, its algorithm, and the start policy's log-probs where the algorithm needs them."""
 
     engine: MegatronEngine
     algorithm: PreferenceAlgorithm
     loss_input: LossInput
-    references: dict[str, Logprobs]  # by data set: train, valid
+    references: dict[str, Logprobs]  # by data set (train, valid); empty without a start policy
 
     @staticmethod
     def build(config: Config, inputs: Inputs) -> Preferences:
         algorithm = algorithm_of(config.algorithm)
-        # The start policy comes first: where its log-probs are stored, its memory is free again for the actor.
+        # The start policy comes first: once its log-probs are stored, its memory is free for the actor.
         references = references_of(config, inputs) if algorithm.needs_reference else {}
         scores = isinstance(config.algorithm, RewardModelConfig)
         engine = (MegatronScalarEngine if scores else MegatronEngine)(config.actor, config.parallel)
@@ -46,16 +47,15 @@ class Preferences:
         return Preferences(engine, algorithm, "values" if scores else "logprobs", references)
 
     def prepare(self, batch: PackedBatch, data: str) -> PackedBatch:
-        """The batch with `ref_logp`, and of KTO with its figures of the whole batch in place of the mismatched
-        completions."""
+        """Adds `ref_logp` to the batch. For KTO also replaces the mismatched completions by their figures."""
         if self.references:
             batch["ref_logp"] = self.references[data](batch)
         if "mismatched" not in batch:
             return batch
-        others = batch.select(batch["mismatched"].nonzero().flatten().tolist())
+        mismatched = batch.select(batch["mismatched"].nonzero().flatten().tolist())
         batch = batch.select((~batch["mismatched"]).nonzero().flatten().tolist())
-        logprobs = self.engine.eval().logprobs(others, trained_only=True)
-        kl = mismatched_kl(logprobs, others["ref_logp"], others)
+        logprobs = self.engine.eval().logprobs(mismatched, trained_only=True)
+        kl = mismatched_kl(logprobs, mismatched["ref_logp"], mismatched)
         batch.set_sequences("kto_kl", torch.full((batch.num_seqs,), kl))
         share = float(batch["kto_label"].double().mean())
         batch.set_sequences("kto_desirable_share", torch.full((batch.num_seqs,), share))
@@ -70,20 +70,19 @@ class Preferences:
         return stats
 
     def evaluate(self, batch: PackedBatch) -> dict[str, float]:
-        """The figures of the held-out batch under the present weights."""
+        """Metrics of the held-out batch under the present weights."""
         batch, algorithm = self.prepare(batch, "valid"), self.algorithm
         return self.engine.eval().eval_batch(batch, algorithm.loss, algorithm.loss_weight, loss_input=self.loss_input)
 
 
 def references_of(config: Config, inputs: Inputs) -> dict[str, Logprobs]:
     """The start policy's log-probs of both data sets."""
-    kept: list[MegatronReference] = []
 
+    @functools.cache  # both data sets share the model
     def build() -> MegatronReference:
-        if not kept:
-            kept.append(MegatronReference(config.actor, config.parallel))
-            kept[0].initialize()
-        return kept[0]
+        reference = MegatronReference(config.actor, config.parallel)
+        reference.initialize()
+        return reference
 
     if config.reference.mode == "online":
         return dict.fromkeys(("train", "valid"), online(build()))
@@ -112,13 +111,13 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
 
 
 def evaluate(run: Run, preferences: Preferences, inputs: Inputs, step: int) -> bool:
-    """Measures on the held-out data where it is due after `step`; whether it was."""
+    """Measures the held-out data if due after `step`. Returns True if it was."""
     if not run.config.evaluator.is_due(step, run.config.total_train_steps):
         return False
     with stage("evaluate"), stats_tracker.scope("eval"):
-        found = preferences.evaluate(inputs.pack(list(inputs.valid)))
-        stats_tracker.scalar(**found)
+        stats = preferences.evaluate(inputs.pack(list(inputs.valid)))
+        stats_tracker.scalar(**stats)
     when = "before" if step == 0 else "after"
-    run.facts.update({f"{name}_{when}": found[name] for name in ("accuracy", "margin")})
+    run.facts.update({f"{name}_{when}": stats[name] for name in ("accuracy", "margin")})
     run.facts.update(accuracy_problems=len(inputs.valid))
     return True

@@ -1,7 +1,7 @@
-"""The start policy's log-probs of a data set of preferences: taken once before training and kept, or when needed.
+"""The start policy's log-probs of a preference data set: computed once before training, or online for each batch.
 
-They depend on nothing that training changes, so one pass is enough; it is kept by its content under `prepared` beside
-the prepared data, and the frozen model is let go again. `online` keeps the model and spares the pass.
+Training changes nothing that they depend on, so one pass is enough. Its file lies beside the prepared data, under a
+hash of rows, weights and knobs, and the frozen model is freed. `online` keeps the model and needs no pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,47 +21,34 @@ from torch import Tensor
 
 from megarl.actor.config import EngineConfig
 from megarl.data.arithmetic import cache_folder
-from megarl.families import local_folder
-from megarl.knobs import UserError, knob
+from megarl.data.prepare import Mixture, content_hash
+from megarl.hub import local_folder
+from megarl.knobs import UserError
 from megarl.parallel.broadcast import gather_json
 from megarl.types import PackedBatch
 
-MODES = ("precompute", "online")
 ROWS_AT_ONCE = 256
 
 Logprobs = Callable[[PackedBatch], Tensor]  # token-aligned, 0 outside `loss_mask`
 
 
-@dataclass(frozen=True)
-class ReferenceConfig:
-    """Where the offline methods take the start policy's log-probs from."""
-
-    mode: str = knob(
-        "precompute", "precompute: once, before the first step, kept for later runs; online: a frozen model beside"
-    )
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"reference.mode={self.mode} must be one of {', '.join(MODES)}")
-
-
 class Frozen(Protocol):
-    """What is asked of the start policy, a `MegatronReference`."""
+    """The start policy, a `MegatronReference`."""
 
     def compute_logp(self, data: Any) -> Tensor:
         """float32 `[total_tokens]`: log-probs of the tokens that `loss_mask` marks, 0 elsewhere."""
 
     def offload(self) -> None:
-        """Lets the weights wait on the host."""
+        """Moves the weights to the host."""
 
 
 def online(reference: Frozen) -> Logprobs:
-    """The log-probs of each batch as it comes; in between the weights wait on the host."""
+    """Computes log-probs batch by batch. Between batches the weights stay on the host."""
 
     def logprobs(batch: PackedBatch) -> Tensor:
-        found = reference.compute_logp(batch)
+        values = reference.compute_logp(batch)
         reference.offload()
-        return found
+        return values
 
     return logprobs
 
@@ -73,18 +59,16 @@ def stored(
     pack: Callable[[Sequence[Any]], PackedBatch],
     build: Callable[[], Frozen],
 ) -> Logprobs:
-    """Those of all `rows`, from a file where an earlier run left them. A collective.
+    """Looks up the log-probs of `rows` in a file, which the first run writes. A collective.
 
     Args:
-        rows: a data set of preferences; every row has a `row_id` and packs into as many sequences as any other.
-        pack: its rows as a batch.
-        build: gives the start policy; called only where there is no file.
+        rows: a data set of preferences; every row has a `row_id`, and all pack into the same number of sequences.
+        pack: makes a batch of rows.
+        build: makes the start policy; called only if there is no file.
     """
-    from megarl.data.prepare import Mixture  # with `datasets`; the configuration imports this module and must be quick
-
     parts = rows.parts if isinstance(rows, Mixture) else [rows]
     path = cache_folder("prepared") / f"{_identity(config, parts)}.reference.safetensors"
-    if not all(gather_json(path.is_file())):  # a rank alone could not compute: it is a collective
+    if not all(gather_json(path.is_file())):  # computing is a collective: all ranks or none
         _write(path, _compute(build(), parts, pack))
     return _Stored(load_file(path))
 
@@ -93,26 +77,26 @@ def _compute(
     reference: Frozen, parts: Sequence[Any], pack: Callable[[Sequence[Any]], PackedBatch]
 ) -> dict[str, Tensor]:
     """`row_ids` and `lengths` (trained tokens) `[sequences]`, and the log-probs of these tokens, end to end."""
-    found: dict[str, list[Tensor]] = {"row_ids": [], "lengths": [], "logprobs": []}
+    columns: dict[str, list[Tensor]] = {"row_ids": [], "lengths": [], "logprobs": []}
     chunks = [(part, start) for part in parts for start in range(0, len(part), ROWS_AT_ONCE)]
     quiet = dist.is_initialized() and dist.get_rank() != 0
     for part, start in track(chunks, "reference log-probs", disable=quiet):
         batch = pack([part[i] for i in range(start, min(start + ROWS_AT_ONCE, len(part)))])
         mask = batch["loss_mask"]
-        found["row_ids"].append(batch["row_ids"])
-        found["lengths"].append(torch.stack([flags.sum() for flags in mask.split(batch.lengths.tolist())]))
-        found["logprobs"].append(reference.compute_logp(batch)[mask])
+        columns["row_ids"].append(batch["row_ids"])
+        columns["lengths"].append(torch.stack([flags.sum() for flags in mask.split(batch.lengths.tolist())]))
+        columns["logprobs"].append(reference.compute_logp(batch)[mask])
     reference.offload()
-    return {name: torch.cat(values) for name, values in found.items()}
+    return {name: torch.cat(values) for name, values in columns.items()}
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """In one step, so that no run ever reads half a file."""
-    beside = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
+    """Writes under another name, then renames: no run reads half a file."""
+    temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, beside)
-        beside.replace(path)
+        save_file(tensors, temporary)
+        temporary.replace(path)
     except OSError as error:
         raise UserError(
             f"reference log-probs cannot be written to {path.parent} ({error.strerror or error}); set XDG_CACHE_HOME "
@@ -121,7 +105,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class _Stored:
-    """Looks log-probs up by row; a row's sequences come in one order always."""
+    """Looks up log-probs by row. A row's sequences always come in the same order."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._rows: dict[int, list[Tensor]] = {}
@@ -133,8 +117,8 @@ class _Stored:
         seen: dict[int, int] = {}
         parts = []
         for row in batch["row_ids"].tolist():
-            known = self._rows[row]
-            parts.append(known[seen.get(row, 0) % len(known)])  # a batch may hold a row twice, in a mixture
+            sequences = self._rows[row]
+            parts.append(sequences[seen.get(row, 0) % len(sequences)])  # a mixture may repeat a row in a batch
             seen[row] = seen.get(row, 0) + 1
         out = torch.zeros(batch.total_tokens)
         out[batch["loss_mask"]] = torch.cat(parts)
@@ -142,9 +126,7 @@ class _Stored:
 
 
 def _identity(config: EngineConfig, parts: Sequence[Any]) -> str:
-    """A hash of all that the log-probs come from: the rows, the weights' files, how the model is run."""
-    from megarl.data.prepare import content_hash
-
+    """Hash of the rows, the weights' files and the knobs that the log-probs depend on."""
     folder = local_folder(config.path)
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])
     model = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

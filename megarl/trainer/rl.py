@@ -1,4 +1,4 @@
-"""Reinforcement learning: the loop.
+"""The training loop of reinforcement learning.
 
 prompts -> rollouts -> log-probs -> advantages -> update -> weights to the servers, proven equal -> next prompts
 """
@@ -27,7 +27,7 @@ from megarl.types import PackedBatch
 
 @dataclass
 class Models:
-    """The policy, and what an algorithm may keep beside it."""
+    """The policy, and the other models that an algorithm needs."""
 
     actor: MegatronPPOActor
     reference: MegatronReference | None = None  # frozen at the start
@@ -50,15 +50,15 @@ class Models:
 
     @property
     def saved(self) -> dict[str, MegatronEngine]:
-        """What checkpoints hold, by name. The reference is read from the start again."""
+        """Engines that checkpoints hold, by name. A resume loads the reference from the start policy again."""
         return {ACTOR: self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def score(self, batch: PackedBatch) -> None:
-        """Sets `prox_logp`, `ref_logp` and `values` of the batch, as far as they are read before the update.
+        """Sets `prox_logp`, `ref_logp` and `values`, each only if it is read before the update.
 
-        After the update `prox_logp` is there in any case.
+        The update itself sets `prox_logp` if it is missing.
         """
-        unknown = "rollout_logprobs" not in batch  # the workflow could not know them: the trainer's stand in
+        unknown = "rollout_logprobs" not in batch  # the workflow has none: the trainer's log-probs replace them
         if unknown or self.actor.algorithm.needs_prox_logp:
             batch["prox_logp"] = self.actor.compute_logp(batch)
         if unknown:
@@ -70,7 +70,7 @@ class Models:
             batch["values"] = self.critic.compute_values(batch)
 
     def update(self, batch: PackedBatch) -> dict[str, float]:
-        """The step's figures; those of the critic begin with `critic_`."""
+        """One update of policy and critic. Returns its metrics; the critic's begin with `critic_`."""
         stats = self.actor.ppo_update(batch)
         self.actor.step_lr_scheduler()
         if self.critic is not None:
@@ -99,9 +99,9 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
 
 
 def loop(run: Run, rollouts: RolloutDriver, models: Models) -> None:
-    """All steps that are left."""
-    if "accuracy_before" not in run.facts and run.done == 0 and (found := rollouts.evaluate(0)):
-        run.facts.update(accuracy_before=found["accuracy"], accuracy_problems=found["problems"])
+    """Runs the remaining steps."""
+    if "accuracy_before" not in run.facts and run.done == 0 and (evaluation := rollouts.evaluate(0)):
+        run.facts.update(accuracy_before=evaluation["accuracy"], accuracy_problems=evaluation["problems"])
         run.log(0)
     for step in run.steps():
         with stage("rollout"):
@@ -112,17 +112,17 @@ def loop(run: Run, rollouts: RolloutDriver, models: Models) -> None:
             models.actor.compute_advantages(batch)
         with stage("update"):
             stats = models.update(batch)
-            rollouts.check_logprobs(batch)  # before anything is made of the update: a sync, a checkpoint
+            rollouts.check_logprobs(batch)  # before the update reaches a server or a checkpoint
             mismatch = rollout_mismatch(batch, rollouts.version)
         with stage("weights"):
             rollouts.push(version=step)
         with stats_tracker.scope("train"):
             stats_tracker.scalar(**stats, **mismatch, tokens=batch.total_tokens)
-        if found := rollouts.evaluate(step):
+        if evaluation := rollouts.evaluate(step):
             run.facts.update(
-                accuracy_after=found["accuracy"],
+                accuracy_after=evaluation["accuracy"],
                 accuracy_after_step=step,
-                accuracy_problems=found["problems"],
-                accuracy_samples=found["samples"],
+                accuracy_problems=evaluation["problems"],
+                accuracy_samples=evaluation["samples"],
             )
         run.log(step)

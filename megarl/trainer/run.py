@@ -1,9 +1,10 @@
-"""What stands around a training loop: its steps, logs, progress, checkpoints, the stop in order, and the summary."""
+"""A run around its training loop: steps, metrics, progress, checkpoints, the orderly stop, and the summary."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,12 @@ from megarl.observe.progress import Progress
 from megarl.observe.report import draw_curve, summary_lines, write_summary
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import watchdog
-from megarl.trainer.checkpoints.saver import ACTOR, Saver, StopSignal
+from megarl.trainer.checkpoints.saver import ACTOR, Saver
 from megarl.trainer.checkpoints.trainer_state import Resumable
+from megarl.trainer.stop_signal import StopSignal
 
-GARBAGE_EVERY = 10_000  # objects made between two looks for unreachable ones; Python's 700 are made 17 times a rollout
+# Generation-0 threshold of the garbage collector. Python's default of 700 runs it 17 times in a rollout.
+GARBAGE_EVERY = 10_000
 
 
 @contextlib.contextmanager
@@ -34,11 +37,11 @@ def stage(name: str) -> Iterator[None]:
 
 
 class Run:
-    """One run in its folder. A context manager; `steps()` is what a loop iterates.
+    """One run in its folder. A context manager; a loop iterates over `steps()`.
 
-    Every rank has one and calls the same methods; rank 0 alone writes and shows. Checkpoints hold the engines by name,
-    one of them `actor`, and the parts by name; a part that only rank 0 has is None on the others. `started` is when the
-    command began, by `time.monotonic()`.
+    Every rank has one and calls the same methods; rank 0 alone writes and prints. Checkpoints hold the engines by name,
+    one of them `actor`, and the parts by name. A part that exists on rank 0 alone is None on the others. `started` is
+    the start of the command, by `time.monotonic()`.
     """
 
     def __init__(
@@ -53,11 +56,14 @@ class Run:
         self.folder = folder
         self.engines = engines
         self.parts = {name: part for name, part in parts.items() if part is not None}
-        self.chief = dist.get_rank() == 0
+        self.is_rank0 = dist.get_rank() == 0
         self.done = 0  # finished steps
         self.stopped = False
-        self._progress: Progress | None = None
         self.facts: dict[str, Any] = {}  # kept over resumes and written to the summary
+        self._logger: StatsLogger | None = None
+        self._progress: Progress | None = None
+        self._unwritten = 0  # calls of `log` since the last line of metrics
+        self._stop = StopSignal(self.note)
         self._saver = Saver(config.saver, folder.checkpoints, self.note)
         self._started = started
         self._before_s = 0.0  # wall seconds of the parts before a resume
@@ -73,11 +79,11 @@ class Run:
                 else:
                     self.note(f"the checkpoint of step {self.done} holds no {name}: they begin anew")
         with contextlib.ExitStack() as stack:
-            if self.chief:
+            if self.is_rank0:
                 after = self.done if self.config.resume else -1
                 self._logger = stack.enter_context(StatsLogger(self.folder.path, self.config.logger, after))
                 self._progress = Progress(self.config.experiment_name, self.config.total_train_steps, self.done)
-            self._stop = stack.enter_context(StopSignal(self.note))
+            stack.enter_context(self._stop)
             self._open = stack.pop_all()
         return self
 
@@ -85,16 +91,19 @@ class Run:
         self._open.close()
 
     def note(self, message: str) -> None:
-        """Prints a line on rank 0, above the live view where there is one."""
-        if self.chief and self._progress is not None:
+        """Prints a line on rank 0, above the live view if there is one."""
+        if self.is_rank0 and self._progress is not None:
             self._progress.note(message)
-        elif self.chief:
+        elif self.is_rank0:
             print(message, flush=True)
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to take, from 1. Checkpoints when due and at the end; ends early when asked to."""
+        """Yields the numbers of the steps to take, from 1. Writes due checkpoints, and one at the end.
+
+        Ends early after a stop signal.
+        """
         gc.collect()
-        gc.freeze()  # what was made so far stays: looking through it takes 0.2 s, in the midst of a step
+        gc.freeze()  # excludes all present objects: scanning them takes 0.2 s in the middle of a step
         gc.set_threshold(GARBAGE_EVERY)
         with self._progress or contextlib.nullcontext():
             for step in range(self.done + 1, self.config.total_train_steps + 1):
@@ -106,6 +115,8 @@ class Run:
                 self._saver.poll()
                 if self._saver.due(step):
                     self._save()
+        if self._unwritten:
+            self._write_metrics(self.done)
         if self._saver.saved != self.done:
             self._save()
         self._saver.finish()
@@ -113,15 +124,37 @@ class Run:
             self.note(f"stopped after step {self.done}; go on with resume={self.folder.path}")
 
     def log(self, step: int) -> None:
-        """Writes and shows what `stats_tracker` gathered during the step. All ranks call it; rank 0's numbers count."""
-        stats = stats_tracker.export()
-        if "train/tokens" in stats:
-            stats[metrics.TRAIN_TOKENS_PER_S] = stats["train/tokens"] / stats[f"{metrics.TIME}update"]
+        """Shows the numbers that `stats_tracker` gathered during the step, and writes a line of metrics if one is due.
+
+        All ranks call it; rank 0's numbers count.
+        """
+        self._unwritten += 1
+        if step == 1 and self.is_rank0:
+            self.facts.setdefault("time_to_first_step_s", self.wall_s)
+        shown = _with_rate(stats_tracker.step(), steps=1)
+        if self._line_is_due(step, shown):
+            self._write_metrics(step)
         if self._progress is not None:
-            if step == 1:
-                self.facts.setdefault("time_to_first_step_s", self.wall_s)
+            self._progress.update(step, shown)
+
+    def _line_is_due(self, step: int, stats: Mapping[str, float]) -> bool:
+        """True every `logger.every_steps` steps, at step 0, evaluations and the last step.
+
+        Also at checkpoints: a resumed run then repeats whole lines, and its lines cover every step once.
+        """
+        return (
+            step % self.config.logger.every_steps == 0
+            or step == self.config.total_train_steps
+            or self._saver.due(step)
+            or any(name.startswith(metrics.EVALUATION) for name in stats)
+        )
+
+    def _write_metrics(self, step: int) -> None:
+        """Writes the line of the steps since the last one."""
+        stats = _with_rate(stats_tracker.export(), self._unwritten)
+        self._unwritten = 0
+        if self._logger is not None:
             self._logger.commit(step, stats)
-            self._progress.update(step, stats)
 
     @property
     def wall_s(self) -> float:
@@ -140,9 +173,9 @@ class Run:
         """Exports the model, writes summary.json and curve.png, prints the last lines. A collective."""
         if self.config.saver.export_hf:
             self.engines[ACTOR].save(self.folder.path / "hf")
-        if self.chief:
+        if self.is_rank0:
             self._summarise()
-        dist.barrier()  # no rank leaves, and none is taken for stuck, while rank 0 still writes
+        dist.barrier()  # keeps the other ranks alive, and not "stuck", while rank 0 still writes
 
     def _summarise(self) -> None:
         rows = read_metrics(self.folder.metrics)
@@ -161,8 +194,15 @@ class Run:
         sys.stdout.flush()
 
 
+def _with_rate(stats: dict[str, float], steps: int) -> dict[str, float]:
+    """Adds the training rate over `steps` steps: all their tokens over all their seconds of updates."""
+    if "train/tokens" in stats:
+        stats[metrics.TRAIN_TOKENS_PER_S] = stats["train/tokens"] * steps / stats[f"{metrics.TIME}update"]
+    return stats
+
+
 def _figures(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """What the summary takes from the steps' metrics; what no step has is left out."""
+    """The summary's figures from the lines of metrics. Leaves out figures that no line has."""
     figures: dict[str, Any] = {}
 
     def take(name: str, key: str, how: Any) -> None:
@@ -173,9 +213,17 @@ def _figures(rows: list[dict[str, float]]) -> dict[str, Any]:
     take("tokens_per_s_rollout", metrics.ROLLOUT_TOKENS_PER_S, _median)
     take("tokens_per_s_train", metrics.TRAIN_TOKENS_PER_S, _median)
     take("max_rollout_train_logprob_diff", metrics.LOGPROB_DIFF, max)
-    take("weights_verified", metrics.SYNC_VERIFIED, lambda values: int(sum(values)))
+    if any(metrics.SYNC_VERIFIED in row for row in rows):
+        figures["weights_verified"] = _syncs_verified(rows)
     take("final_loss", metrics.LOSS, lambda values: values[-1])
     return figures
+
+
+def _syncs_verified(rows: list[dict[str, float]]) -> int:
+    """Steps whose weight sync was verified. A line's value is the mean over the steps since the line before."""
+    steps = [0, *(row["step"] for row in rows)]
+    covered = [step - before for before, step in itertools.pairwise(steps)]
+    return round(sum(row.get(metrics.SYNC_VERIFIED, 0.0) * count for row, count in zip(rows, covered, strict=True)))
 
 
 def _median(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""The folder of a run as the trainer makes it: with the whole configuration, and what a resume changed of it."""
+"""Makes or reopens a run's folder, with the whole configuration and the knobs that a resume changed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from megarl.observe.run_folder import RunFolder, new_run, open_run
 
 
 def make_folder(config: Config, name: str = "") -> RunFolder:
-    """The run's folder, new (`name`, else named by the time) with its config.yaml, or the one to resume, which keeps
-    its own."""
+    """Makes a new run folder with its config.yaml, called `name` or by the time; or reopens the one to resume.
+
+    A resumed folder keeps its config.yaml; the configuration of the resume goes to config.resumed.yaml.
+    """
     if not config.resume:
         folder = new_run(config.run_root, config.experiment_name, name)
         OmegaConf.save(OmegaConf.structured(config), folder.config)
@@ -25,12 +27,12 @@ def make_folder(config: Config, name: str = "") -> RunFolder:
 
 
 def differences(before: Any, now: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """The knobs, by dotted path, that differ between two configurations; where they lie is none of it."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """Values before and now of the knobs that differ, by dotted path. Leaves out `resume` and `run_root`."""
+    changed: dict[str, tuple[Any, Any]] = {}
     for key in dict.fromkeys([*before, *now]):
         a, b = before.get(key), now.get(key)
         if isinstance(a, DictConfig) and isinstance(b, DictConfig):
-            found.update(differences(a, b, f"{prefix}{key}."))
+            changed.update(differences(a, b, f"{prefix}{key}."))
         elif a != b and prefix + key not in ("resume", "run_root"):
-            found[prefix + key] = (a, b)
-    return found
+            changed[prefix + key] = (a, b)
+    return changed

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loop."""
+"""The training loop of supervised fine-tuning."""
 
 from __future__ import annotations
 

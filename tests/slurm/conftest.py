@@ -1,4 +1,4 @@
-"""One virtual Slurm cluster for all tests here."""
+"""One virtual Slurm cluster, shared by all tests here."""
 
 from __future__ import annotations
 

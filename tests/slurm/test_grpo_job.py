@@ -34,7 +34,7 @@ def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> Non
     assert [slurm.tasks(job, node, "megarl.launcher.server_task") for node in nodes] == [0, 0, 1]
     assert slurm.listening(job) == {"127.0.0.1"}
     killed = len(steps_of(folder))
-    slurm.kill_sglang(job)  # its task starts it again, and the trainer brings it the weights
+    slurm.kill_sglang(job)  # its task restarts it, and the trainer sends it the weights
     goal = killed + 2
     slurm.reaches(job, lambda: len(steps_of(folder)) >= goal, START_S, f"step {goal}")
     assert sum(row["sync/servers_brought_back"] for row in steps_of(folder)) >= 1  # a busy machine may miss a heartbeat

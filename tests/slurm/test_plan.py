@@ -1,4 +1,4 @@
-"""What a job is made of, without a cluster: templates, the plan, the script that the launcher submits."""
+"""Parts of a job, without a cluster: templates, the node plan, the script that the launcher submits."""
 
 from __future__ import annotations
 

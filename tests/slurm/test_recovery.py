@@ -49,7 +49,7 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
         slurm.reaches(job, logs.is_dir, WAIT_S, f"attempt {number}")
 
     at_step(5)
-    slurm("scancel", "--batch", "--signal=USR1", job)  # what Slurm sends before the time limit
+    slurm("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
     attempt(2)
     assert "stopped after step" in (folder / "logs" / "attempt_1" / "rank_0.log").read_text()
     at_step(5)

@@ -1,6 +1,6 @@
-"""A real Slurm on this machine: slurmctld, munged and a slurmd for each of four virtual nodes of eight fake GPUs.
+"""A real Slurm on this machine: slurmctld, munged, and a slurmd for each of four virtual nodes of eight fake GPUs.
 
-Everything listens on the loopback device alone, and all state is in one folder.
+Everything listens on the loopback device only. All state is in one folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.rollout.servers.sglang_server import free_ports
+from megarl.rollout.servers.server_config import free_ports
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
@@ -61,7 +61,7 @@ PartitionName=main Nodes=node[0-{last}] Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why there can be no such cluster here; "" where there can."""
+    """Reason why Slurm cannot run here, else ""."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"Slurm is not installed: no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
@@ -89,16 +89,16 @@ class Cluster:
     # -- daemons --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Returns once all nodes are idle."""
+        """Starts the daemons and waits until all nodes are idle."""
         folder = self.folder
-        folder.chmod(0o711)  # munged wants others to reach its socket
+        folder.chmod(0o711)  # munged requires a socket that other users can reach
         for name in ("munge", "spool", "state", "gpus"):
             (folder / name).mkdir(mode=0o711)
         key = folder / "munge" / "key"
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         for gpu in range(GPUS):
-            (folder / "gpus" / f"gpu{gpu}").symlink_to("/dev/null")  # Slurm asks for a device
+            (folder / "gpus" / f"gpu{gpu}").symlink_to("/dev/null")  # Slurm requires a device
         ctld, *ports = free_ports("127.0.0.1", NODES + 1)
         nodes = "".join(
             f"NodeName=node{i} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=1000000 "
@@ -123,11 +123,11 @@ class Cluster:
         self._run(name, "-D", "-N", name, "-f", str(self.folder / "slurm.conf"), program="slurmd")
 
     def give_up_node(self, name: str) -> None:
-        """What slurmctld does by itself once a node has been silent for SlurmdTimeout."""
+        """Marks a node as down, as slurmctld does after SlurmdTimeout."""
         self("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=silent")
 
     def kill_node(self, name: str) -> None:
-        """What a power cut does: the node's daemon and everything that it runs is gone."""
+        """Kills the node's daemon and all its processes, like a power cut."""
         daemon = self._processes.pop(name)
         daemon.kill()
         daemon.wait()
@@ -143,7 +143,7 @@ class Cluster:
                     process.kill()
 
     def stop(self) -> None:
-        """Cancels what still runs and ends the daemons."""
+        """Cancels all jobs and ends the daemons."""
         if "slurmctld" in self._processes:
             self("scancel", "--user=root", check=False)
             with contextlib.suppress(TimeoutError):
@@ -164,14 +164,14 @@ class Cluster:
             )
 
     def kill_sglang(self, job: str) -> None:
-        """Kills the process of the one SGLang server of a job, as a fault of its own would."""
+        """Kills the process of a job's only SGLang server."""
         servers = [process for process, line, _ in self._of(job) if "megarl.rollout.servers.sglang_server" in line]
         min(servers, key=lambda process: process.create_time()).kill()  # the others are its children
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm's prints."""
+        """Runs a Slurm command. Returns its output."""
         done = subprocess.run(
             command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=COMMAND_S
         )
@@ -188,22 +188,22 @@ class Cluster:
         return fields[name]
 
     def output(self, job: str) -> str:
-        """What the job's script has printed."""
-        found = list(self.folder.glob(f"*_{job}.out"))
-        return found[0].read_text() if found else ""
+        """Output of the job's script so far."""
+        files = list(self.folder.glob(f"*_{job}.out"))
+        return files[0].read_text() if files else ""
 
     def ended(self, job: str, timeout_s: float) -> str:
-        """Waits until the job has ended. Returns how."""
+        """Waits until the job has ended. Returns its state."""
         self.until(lambda: self.field(job, "JobState") in ENDED, timeout_s, lambda: f"the end of {self.output(job)}")
         return self.field(job, "JobState")
 
     def reaches(self, job: str, true: Callable[[], object], timeout_s: float, what: str) -> None:
-        """Waits until something is true of a job that goes on."""
+        """Waits for a condition while the job runs."""
         self.until(lambda: true() or self.field(job, "JobState") in ENDED, timeout_s, lambda: what + self.output(job))
         assert true(), f"the job ended before {what}: {self.output(job)}"
 
     def until(self, true: Callable[[], object], timeout_s: float, what: str | Callable[[], str]) -> None:
-        """Waits until something is true, TimeoutError after `timeout_s`."""
+        """Waits for a condition. Raises TimeoutError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not true():
             if time.monotonic() > deadline:
@@ -211,21 +211,21 @@ class Cluster:
             time.sleep(0.2)
 
     def left(self, job: str) -> list[str]:
-        """Processes of a job that still run."""
+        """Processes of a job that are still running."""
         return [f"{process.pid} {line}" for process, line, _ in self._of(job)]
 
     def tasks(self, job: str, node: str, module: str) -> int:
-        """How many tasks of a job run `python -m module` on a node."""
+        """Number of a job's tasks on a node that run `python -m module`."""
         return sum(on == node and line.startswith(f"{sys.executable} -m {module} ") for _, line, on in self._of(job))
 
     def listening(self, job: str) -> set[str]:
         """Addresses that processes of a job listen on."""
-        found = set()
+        addresses = set()
         for process, _, _ in self._of(job):
             with contextlib.suppress(psutil.NoSuchProcess):
                 connections = process.net_connections("inet")
-                found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
-        return found
+                addresses |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+        return addresses
 
     def _of(self, job: str) -> Iterator[tuple[psutil.Process, str, str]]:
         """Processes that a job started, each with its command line and its node."""
@@ -248,7 +248,7 @@ def running(folder: Path) -> Iterator[Cluster]:
         cluster.stop()
 
 
-if __name__ == "__main__":  # a cluster to try things on, until Ctrl-C
-    with running(Path(sys.argv[1])) as tried, contextlib.suppress(KeyboardInterrupt):
-        print(f"export SLURM_CONF={tried.environment['SLURM_CONF']}", flush=True)
+if __name__ == "__main__":  # a cluster for experiments, until Ctrl-C
+    with running(Path(sys.argv[1])) as cluster, contextlib.suppress(KeyboardInterrupt):
+        print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}", flush=True)
         signal.pause()

@@ -1,4 +1,4 @@
-"""`--config FILE` is the same as the file's keys on the command line, before all others."""
+"""`--config FILE` equals the file's keys on the command line, before all other arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The export command: what `engine.save` writes, from any checkpoint, in one process and without a model."""
+"""The export command writes the same files as `engine.save`, from any checkpoint and without a model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from megarl import export
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.weights import hf_files
+from megarl.config import SaverConfig
 from megarl.parallel import groups
-from megarl.trainer.checkpoints.saver import ACTOR, Saver, SaverConfig
+from megarl.trainer.checkpoints.saver import ACTOR, Saver
 
 
 @pytest.fixture(scope="module")
 def saved(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run with checkpoints of steps 1 and 2 of an actor and a critic, and what `engine.save` made of them."""
+    """A run with checkpoints of an actor and a critic at steps 1 and 2, and the exports of `engine.save`."""
     work = tmp_path_factory.mktemp("saved")
     (work / "run" / "checkpoints").mkdir(parents=True)
     path = str(checkpoints("qwen3", tied=True, vocab_size=341))

@@ -1,4 +1,4 @@
-"""Holds the rule of one owner per knob: each has a meaning, a reader and a row in the reference; no YAML key strays."""
+"""Holds the rule of one owner per knob, with a meaning, a reader and a row in the reference. No YAML key is unowned."""
 
 import ast
 import dataclasses
@@ -77,7 +77,7 @@ def package_of(path: Path, text: str, root: Path) -> str:
 
 
 def is_owned(path: str, root: type) -> bool:
-    """Whether a key belongs to a field; under a `dict` field any key does."""
+    """True if a key belongs to a field. Under a `dict` field any key does."""
     name, _, rest = path.partition(".")
     hints = typing.get_type_hints(root)
     if name not in hints:
@@ -136,7 +136,7 @@ class Inner:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What both kinds share."""
+    """Knobs of both kinds."""
 
     shared: int = knob(1, "of both")
 
@@ -171,7 +171,7 @@ class Outer:
 def test_the_page_shows_path_type_default_meaning_and_owner():
     page = reference.render(Outer)
     assert "## The root\n\nThe whole, in one line. Owner: `Outer`" in page
-    assert "## `kind`\n\nWhat both kinds share." in page
+    assert "## `kind`\n\nKnobs of both kinds." in page
     assert "## `kind`: KindA\n\nOne kind." in page
     assert "| `path` | `str` | required | needed |" in page
     assert "| `inner.rate` | `float` | `1e-06` | how fast |" in page

@@ -63,6 +63,6 @@ def test_samples_are_chosen_and_shown(
         (["RUN", "count=many"], "count=many must be a number"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(run: Path, arguments: list[str], says: str) -> None:
+def test_wrong_options_are_refused(run: Path, arguments: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         main([str(run) if argument == "RUN" else argument for argument in arguments])

@@ -1,4 +1,4 @@
-"""Holds what `make setup` stands on: versions written once, and one clear line where a machine cannot run megarl."""
+"""Holds the basis of `make setup`: versions written once, and one clear line if a machine cannot run megarl."""
 
 import importlib.util
 import subprocess

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: the saver, its manifest, the trainer's own state and random generators."""
+"""Checkpoints of a run: the saver, its manifest, the trainer's state and the random generators."""

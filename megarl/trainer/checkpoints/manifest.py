@@ -1,8 +1,8 @@
-"""What a checkpoint consists of: size and SHA-256 of every file, by which whole checkpoints are told from damaged ones.
+"""The manifest of a checkpoint: size and SHA-256 of every file, which tell whole checkpoints from damaged ones.
 
     step_000040/manifest.json      {"format", "step", "files": {path: [bytes, sha256]}, "sha256": of the rest}
 
-A checkpoint is written as `step_000040.writing` and renamed; no file points at the latest one: it is found by content.
+A checkpoint is written as `step_000040.writing` and then renamed. No file points at the latest: manifests are read.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ WRITING, REMOVING = ".writing", ".removing"  # suffixes of folders that are not,
 
 
 class Damaged(Exception):
-    """A checkpoint is not as it was written; the message says which file and how."""
+    """A checkpoint differs from what was written. The message names the file and the difference."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's step and files: by path within the folder, bytes and SHA-256."""
+    """A checkpoint's step and files: bytes and SHA-256 by path within the folder."""
 
     folder: Path
     step: int
     files: dict[str, tuple[int, str]]
 
     def check_sizes(self) -> None:
-        """Raises Damaged where a file is missing or has another size."""
+        """Raises Damaged if a file is missing or has another size."""
         for name, (size, _) in self.files.items():
             path = self.folder / name
             if not path.is_file():
@@ -43,7 +43,7 @@ class Manifest:
                 raise Damaged(f"{name} has {path.stat().st_size} bytes, written were {size}")
 
     def check_content(self, part: int = 0, parts: int = 1) -> None:
-        """Raises Damaged where a file's content is not what was written; of `parts` shares of the files, one."""
+        """Raises Damaged if a file's content changed. Reads share `part` of the files, out of `parts`."""
         for name in sorted(self.files)[part::parts]:
             path = self.folder / name
             if not path.is_file():
@@ -53,16 +53,16 @@ class Manifest:
 
 
 def describe(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, str]]:
-    """Bytes and SHA-256 of files under `folder`, each brought to the disk first."""
-    found = {}
+    """Bytes and SHA-256 of files under `folder`, each flushed to disk first."""
+    files = {}
     for path in paths:
         _sync(path)
-        found[str(path.relative_to(folder))] = (path.stat().st_size, _sha256(path))
-    return found
+        files[str(path.relative_to(folder))] = (path.stat().st_size, _sha256(path))
+    return files
 
 
 def seal(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
-    """Writes the manifest, and brings it and the folders to the disk."""
+    """Writes the manifest, and flushes it and the folders to disk."""
     body = {"format": FORMAT, "step": step, "files": {name: list(files[name]) for name in sorted(files)}}
     (folder / NAME).write_text(_text(body))
     for path in (folder / NAME, *(p for p in folder.rglob("*") if p.is_dir()), folder):
@@ -70,37 +70,37 @@ def seal(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; its files are not looked at.
+    """Reads the manifest of a checkpoint, and none of its files.
 
     Raises:
-        Damaged: there is none, or it is not as it was written.
+        Damaged: the manifest is missing or was changed.
         UserError: a newer format.
     """
     try:
         text = (folder / NAME).read_text()
         body = json.loads(text)
-        written, files = body["format"], body["files"]
+        version, files = body["format"], body["files"]
     except FileNotFoundError:
         raise Damaged(f"{NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{NAME} cannot be read ({error})") from error
-    if isinstance(written, int) and written > FORMAT and _is_own(body):
+    if isinstance(version, int) and version > FORMAT and _is_unchanged(body):
         raise UserError(
-            f"{folder} has format {written}, this megarl reads up to {FORMAT}; resume it with a newer megarl"
+            f"{folder} has format {version}, this megarl reads up to {FORMAT}; resume it with a newer megarl"
         )
-    if not _is_own(body) or text != _text({k: v for k, v in body.items() if k != "sha256"}):
+    if not _is_unchanged(body) or text != _text({k: v for k, v in body.items() if k != "sha256"}):
         raise Damaged(f"{NAME} is not what was written: its SHA-256 differs")
     return Manifest(folder, body["step"], {name: (size, digest) for name, (size, digest) in files.items()})
 
 
 def step_folders(checkpoints: Path) -> list[Path]:
     """The folders of checkpoints, whole or damaged, newest first."""
-    found = [p for p in checkpoints.glob("step_*") if p.is_dir() and p.suffix not in (WRITING, REMOVING)]
-    return sorted(found, key=_order, reverse=True)
+    folders = [p for p in checkpoints.glob("step_*") if p.is_dir() and p.suffix not in (WRITING, REMOVING)]
+    return sorted(folders, key=_order, reverse=True)
 
 
 def _order(folder: Path) -> tuple[int, str]:
-    """By the step that the manifest names; where it cannot be read, by the folder's name."""
+    """Sorting key: the manifest's step, or the folder's name if the manifest cannot be read."""
     try:
         return read(folder).step, folder.name
     except (Damaged, UserError):
@@ -109,7 +109,7 @@ def _order(folder: Path) -> tuple[int, str]:
 
 
 def rename(folder: Path, to: Path) -> None:
-    """Renames, and brings the new name to the disk."""
+    """Renames a folder and flushes the new name to disk."""
     folder.rename(to)
     _sync(to.parent)
 
@@ -119,7 +119,7 @@ def _text(body: dict[str, object]) -> str:
     return json.dumps({**body, "sha256": digest}, indent=1)
 
 
-def _is_own(body: dict[str, object]) -> bool:
+def _is_unchanged(body: dict[str, object]) -> bool:
     rest = {k: v for k, v in body.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest() == body.get("sha256")
 

@@ -1,4 +1,4 @@
-"""The trainer's own state on disk: JSON, with the tensors in it in a safetensors file beside."""
+"""The trainer's own state on disk: JSON, with its tensors in a safetensors file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MARK = "$tensor"  # {MARK: key} stands for a tensor
 
 
 class Resumable(Protocol):
-    """Something that a resumed run goes on from: where the data stands, which episodes are under way, ...
+    """A part of a run with state to resume from, such as the position in the data or the episodes in flight.
 
-    A state is made of dicts with string keys, lists, numbers, strings, None and tensors. Rank 0's is kept; it is handed
+    A state is made of dicts with string keys, lists, numbers, strings, None and tensors. Rank 0's is kept, and handed
     to every rank that has the part.
     """
 
@@ -26,7 +26,7 @@ class Resumable(Protocol):
 
 
 def freeze(state: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """The state as text and tensors that what goes on changes no more."""
+    """Copies a state into text and tensors, which later steps do not change."""
     tensors: dict[str, Tensor] = {}
 
     def visit(value: Any) -> Any:
@@ -50,12 +50,12 @@ def write(folder: Path, text: str, tensors: dict[str, Tensor]) -> list[Path]:
     if tensors:
         written.append(folder / TENSORS)
         save_file(tensors, written[1])
-        written[1].chmod(0o644)  # written for its owner alone
+        written[1].chmod(0o644)  # safetensors writes 0600
     return written
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The state that `write` left in `folder`."""
+    """Reads the state that `write` wrote to `folder`."""
     tensors = load_file(folder / TENSORS) if (folder / TENSORS).is_file() else {}
 
     def visit(value: Any) -> Any:
@@ -63,5 +63,5 @@ def read(folder: Path) -> dict[str, Any]:
             return tensors[value[MARK]] if set(value) == {MARK} else {k: visit(v) for k, v in value.items()}
         return [visit(inner) for inner in value] if isinstance(value, list) else value
 
-    found: dict[str, Any] = visit(json.loads((folder / DOCUMENT).read_text()))
-    return found
+    state: dict[str, Any] = visit(json.loads((folder / DOCUMENT).read_text()))
+    return state

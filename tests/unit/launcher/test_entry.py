@@ -1,4 +1,4 @@
-"""How launchers and training scripts are chosen on the command line."""
+"""The choice of launcher and training script on the command line."""
 
 from __future__ import annotations
 

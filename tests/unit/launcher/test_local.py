@@ -1,4 +1,4 @@
-"""Ranks that megarl starts itself: they end together and outlive nobody."""
+"""Ranks that megarl starts itself: they end together, and die with their parent."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def job_of(tmp_path: Path, world_size: int, servers: int) -> Job:
 
 
 def fake_run(monkeypatch: pytest.MonkeyPatch, rank: str, server: str) -> None:
-    """Ranks and servers of a job run these lines of Python in place of megarl's commands."""
+    """Replaces the commands of ranks and servers by lines of Python."""
     place = "import os, sys, time; from pathlib import Path; folder = Path(os.environ['MEGARL_JOB_FOLDER']);"
     for name, code in (("rank", rank), ("server", server)):
         original = getattr(Job, name)

@@ -1,4 +1,4 @@
-"""What is asked of a Ray cluster; runs on one are in tests/e2e/test_launchers.py."""
+"""Requests to a Ray cluster. Runs on one are in tests/e2e/test_launchers.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_without_gpus_all_ranks_lie_on_one_node() -> None:
     assert ray.bundles(job(1, 0)) == ([{"CPU": 1}], [])
 
 
-def test_a_cluster_that_does_not_answer_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

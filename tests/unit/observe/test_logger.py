@@ -27,7 +27,7 @@ def test_a_step_is_readable_as_soon_as_commit_returns(tmp_path: Path):
     assert rows[0]["time"] > 1.7e9
 
 
-def test_a_resumed_run_holds_each_step_once_and_keeps_what_it_replaced(tmp_path: Path):
+def test_a_resumed_run_has_each_step_once_and_keeps_the_replaced_ones(tmp_path: Path):
     log_steps(tmp_path, range(6), loss=1.0)
     log_steps(tmp_path, range(4, 8), after_step=3, loss=2.0)
     log_steps(tmp_path, range(7, 9), after_step=6, loss=3.0)
@@ -37,7 +37,7 @@ def test_a_resumed_run_holds_each_step_once_and_keeps_what_it_replaced(tmp_path:
     assert [(row["step"], row["loss"]) for row in replaced] == [(4, 1.0), (5, 1.0), (7, 2.0)]
 
 
-def test_a_line_cut_off_by_a_crash_does_not_spoil_the_next(tmp_path: Path):
+def test_a_line_truncated_by_a_crash_does_not_damage_the_next(tmp_path: Path):
     log_steps(tmp_path, range(3))
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 3, "lo')
@@ -64,7 +64,7 @@ def test_steps_must_rise_also_across_a_resume(tmp_path: Path):
             logger.commit(5, {"time": 1.0})
 
 
-def test_what_is_not_finite_is_strict_json_and_comes_back(tmp_path: Path):
+def test_non_finite_values_are_strict_json_and_are_read_back(tmp_path: Path):
     with StatsLogger(tmp_path, JSONL_ONLY) as logger:
         logger.commit(0, {"loss": math.nan, "norm": math.inf, "low": -math.inf})
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -93,6 +93,12 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path):
     assert shown == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
 
 
+@pytest.mark.parametrize("steps", [0, -2])
+def test_a_line_covers_at_least_one_step(steps: int):
+    with pytest.raises(UserError, match=f"logger.every_steps={steps} must be at least 1"):
+        LoggerConfig(every_steps=steps)
+
+
 def test_wandb_asked_for_but_not_installed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
@@ -111,7 +117,7 @@ def test_wandb_receives_the_steps_where_it_is_installed(tmp_path: Path, monkeypa
     assert b"train/loss" in records[0].read_bytes()
 
 
-def test_a_file_is_replaced_whole_and_nothing_else_stays(tmp_path: Path):
+def test_a_file_is_replaced_atomically_without_leftovers(tmp_path: Path):
     path = tmp_path / "summary.json"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):

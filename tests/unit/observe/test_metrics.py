@@ -1,4 +1,5 @@
 import asyncio
+import math
 import threading
 
 import pytest
@@ -17,6 +18,28 @@ def test_scalars_are_averaged_and_totals_summed_since_the_last_export():
     assert tracker.export() == {}
     tracker.scalar(loss=7.0)
     assert tracker.export() == {"loss": 7.0}
+
+
+def test_a_step_is_read_without_leaving_the_export():
+    tracker = StatsTracker()
+    for loss, tokens in ((1.0, 10), (3.0, 32)):
+        tracker.scalar(loss=loss, staleness_max=loss)
+        tracker.total(tokens=tokens)
+        assert tracker.step() == {"tokens": tokens, "loss": loss, "staleness_max": loss}
+    tracker.scalar(loss=8.0, staleness_max=2.0)
+    assert tracker.export() == {"tokens": 42.0, "loss": 4.0, "staleness_max": 3.0}
+    assert tracker.step() == tracker.export() == {}
+
+
+def test_a_name_that_ends_in_max_keeps_the_largest_value_and_any_nan():
+    tracker = StatsTracker()
+    for value in (2.0, 5.0, 3.0):
+        tracker.scalar(diff_max=value)
+    assert tracker.export() == {"diff_max": 5.0}
+    for value in (2.0, math.nan, 3.0):
+        tracker.scalar(diff_max=value)
+        tracker.step()
+    assert math.isnan(tracker.export()["diff_max"])
 
 
 def test_scopes_nest_and_close_again_after_an_error():
@@ -82,7 +105,7 @@ def test_the_shared_tracker_is_one_object():
     assert stats_tracker.export()["test/value"] == 1.0
 
 
-def test_stage_times_are_those_of_the_last_step_and_the_medians_of_top_level_stages():
+def test_stage_times_cover_the_last_step_and_medians_of_top_level_stages():
     times = StageTimes()
     assert times.eta_s(10) is None
     for seconds in (1.0, 9.0, 2.0):
@@ -97,5 +120,5 @@ def test_stage_times_are_those_of_the_last_step_and_the_medians_of_top_level_sta
     ("seconds", "text"),
     [(-1, "0s"), (41.6, "42s"), (59.9, "1m00s"), (185, "3m05s"), (7625, "2h07m"), (4 * 3600 + 3 * 86400, "3d04h")],
 )
-def test_seconds_read_as_a_clock(seconds: float, text: str):
+def test_seconds_are_formatted_as_a_clock(seconds: float, text: str):
     assert clock(seconds) == text

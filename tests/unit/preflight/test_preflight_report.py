@@ -1,4 +1,4 @@
-"""Preflight: what a run would be and what would stop it, from the configuration alone, in seconds."""
+"""Preflight predicts a run and lists its problems from the configuration alone, in seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.actor.memory import ITEM_BYTES, count_parameters, server_memory
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.preflight import report
-from megarl.preflight.sizing import beside_actor, machines_of, memory_of
+from megarl.preflight.sizing import beside_actor, memory_of
 
 GRPO, BIG = "+experiment=gsm8k_grpo", "+experiment=grpo_70b"
 
@@ -46,7 +46,7 @@ PUBLISHED = {
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """Runs the command, outside of any allocation, and returns its exit code and what it printed."""
+    """Runs the command outside of any allocation. Returns its exit code and output."""
     for name in [name for name in os.environ if name == "COLUMNS" or name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
 
@@ -92,15 +92,8 @@ def test_the_whole_report_of_a_70b_run(run: Callable[..., tuple[int, str]]) -> N
     assert re.search(r"Transformer Engine +│ (not found|\d)", text)
 
 
-def test_trainers_and_servers_share_no_node_unless_all_fit_on_one() -> None:
-    one = machines_of(cli.composed(["+experiment=grpo_7b"]))
-    assert (one.nodes, one.first_server_gpu) == (1, 4)
-    many = machines_of(cli.composed([BIG]))
-    assert (many.nodes, many.first_server_gpu) == (12, 64)
-
-
 def test_memory_falls_as_each_remedy_says() -> None:
-    """The remedies that a run out of memory is told to try do lower the peak."""
+    """Each remedy in the message about memory lowers the peak."""
 
     def peak(*overrides: str) -> int:
         config = cli.composed([BIG, *overrides])
@@ -154,8 +147,9 @@ def test_it_needs_seconds_and_loads_no_megatron() -> None:
         ([BIG, "server.tp_size=1"], r"a server rank needs [\d.]+ GiB, over 95% of .*; raise server.tp_size"),
         ([BIG, "actor.max_tokens_per_mb=4096"], "= 4608 tokens do not fit into actor.max_tokens_per_mb=4096"),
         ([BIG, "gconfig.max_new_tokens=200000", "actor.max_tokens_per_mb=300000"],
-         "sequences of 200512 tokens exceed the model's max_position_embeddings=131072; shorten them"),
+         r"= 200512 exceeds the model's max_position_embeddings=131072; shorten one of them"),
         ([BIG, "train_dataset.max_length=null"], "train_dataset.max_length is not set"),
+        ([BIG, "valid_dataset.max_length=null"], "valid_dataset.max_length is not set"),
         ([BIG, "train_dataset.batch_size=0"], "train_dataset.batch_size=0 must be at least 1"),
         ([BIG, "algorithm.n_minibatches=3"], "= 2048 sequences do not divide into algorithm.n_minibatches=3"),
         ([BIG, "parallel.dp_size=3"], "parallel.dp_size=3 does not divide"),
@@ -317,7 +311,7 @@ def test_an_allocation_that_does_not_fit_the_run_is_told(
         ),
     ],
 )
-def test_what_a_run_would_meet_later_is_told_now(
+def test_problems_of_a_later_stage_are_told_now(
     arguments: list[str], message: str, expected: int, run: Callable[..., tuple[int, str]]
 ) -> None:
     code, text = run(*arguments, "show=batch")

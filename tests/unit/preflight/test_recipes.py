@@ -1,4 +1,4 @@
-"""Every recipe of configs/experiment is complete and would run; what docs/recipes.md says of them is so."""
+"""Every recipe of configs/experiment is complete and would run, and docs/recipes.md has preflight's figures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megarl import cli
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError
+from megarl.launcher.machines import machines_of
 from megarl.preflight import report, sync_report
 from megarl.preflight.roofline import estimate_step
-from megarl.preflight.sizing import beside_actor, cache_of, disk_of, machines_of, memory_of, size
+from megarl.preflight.sizing import beside_actor, cache_of, disk_of, memory_of, size
 
 EXPERIMENTS = sorted(path.stem for path in (cli.CONFIGS / "experiment").glob("*.yaml"))
 CLUSTER = ("grpo_0_5b", "grpo_1_5b", "grpo_7b", "grpo_70b", "grpo_moe_235b", "dapo_32b", "sft_8b", "dpo_8b")
@@ -23,7 +24,7 @@ PAGE = (cli.CONFIGS.parent / "docs" / "recipes.md").read_text()
 
 @pytest.fixture
 def problems(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
-    """What preflight says would stop an experiment; empty where nothing would."""
+    """Problems that would stop an experiment; "" if there are none."""
 
     def of(name: str) -> str:
         try:
@@ -61,7 +62,7 @@ BASED_ON_70B = "# @package _global_\ndefaults: [grpo_70b, _self_]\n"
         ("# @package _global_\ndefaults: [{override /model: no_such}]\n", "model=no_such does not exist"),
     ],
 )
-def test_an_experiment_that_would_not_run_does_not(
+def test_an_experiment_that_would_not_run_is_refused(
     text: str, message: str, problems: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(cli.CONFIGS, tmp_path / "configs")
@@ -124,5 +125,5 @@ def row_of(name: str, config: Config) -> str:
 
 
 @pytest.mark.parametrize("name", CLUSTER)
-def test_the_page_says_what_preflight_says(name: str) -> None:
+def test_the_page_has_the_figures_of_preflight(name: str) -> None:
     assert row_of(name, cli.load([f"+experiment={name}"])) in PAGE

@@ -1,4 +1,4 @@
-"""The expected times, against what can be worked out by hand and what must hold of any machine."""
+"""The expected times against figures worked out by hand, and laws that hold on any machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_experts_that_no_token_visits_cost_nothing() -> None:
     assert SequenceCost.of(model).linear / 2e9 == pytest.approx(22.2 - looked_up / 1e9, abs=0.5)  # its page: A22B
 
 
-def test_an_update_takes_what_its_flops_take() -> None:
+def test_an_update_takes_the_time_of_its_flops() -> None:
     # 2048 sequences of 2304 tokens, 69.5B weights in products, attention 2 x 80 x 8192 a pair; forward, backward, again
     forward = 2048 * (2 * 69.503e9 * 2304 + 2 * 80 * 8192 * 2304**2)
     microbatches = -(-512 * 2304 // 32768)
@@ -80,7 +80,7 @@ def test_few_completions_read_few_experts() -> None:
         ("server.n_servers=8", "prefill", 2.0),
     ],
 )
-def test_twice_as_much_of_what_a_stage_waits_for_halves_it(faster: str, stage: str, factor: float) -> None:
+def test_doubling_the_resource_that_limits_a_stage_halves_its_time(faster: str, stage: str, factor: float) -> None:
     few = "rollout.max_connections=64"  # 16 a server: decoding waits for the memory; of 512 as much for the products
     before, after = step(BIG, few), step(BIG, few, faster)
     assert seconds(before, stage) / seconds(after, stage) == pytest.approx(factor, rel=0.01)

@@ -1,4 +1,4 @@
-"""The figures of a plan are those of its transfers, and the tables show them."""
+"""A plan's figures add up its transfers, and the tables show them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made() -> TransferPlan:
     return plan(sources, destinations, Topology.of_sizes(8, [2] * 3, 4, first=4), 4096)
 
 
-def test_the_figures_are_those_of_the_transfers(made: TransferPlan) -> None:
+def test_the_figures_add_up_the_transfers(made: TransferPlan) -> None:
     summary = summarise(made)
     for rank in range(8):
         sent = list(made.sends(rank))

@@ -19,10 +19,11 @@ from megarl import cli
 from megarl.actor.checkpoint.stored_state import FACTS
 from megarl.actor.config import EngineConfig
 from megarl.actor.supervised import MegatronLMEngine
+from megarl.config import SaverConfig
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.trainer.checkpoints import manifest
-from megarl.trainer.checkpoints.saver import ACTOR, Saver, SaverConfig
+from megarl.trainer.checkpoints.saver import ACTOR, Saver
 from megarl.trainer.inputs import read_inputs
 
 MODEL: dict[str, Any] = {"family": "qwen3", "tied": True, "vocab_size": 353}
@@ -42,7 +43,7 @@ def run(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 
 
 def sealed_again(step: Path) -> None:
-    """As a megarl that wrote it so would have sealed it."""
+    """Renews the manifest after a change."""
     files = [p for p in step.rglob("*") if p.is_file() and p.name != manifest.NAME]
     manifest.seal(step, 5, manifest.describe(step, files))
 
@@ -113,7 +114,7 @@ OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
 def refused(
     run: Path, checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
-    """The line with which a changed copy of the run is refused; joining a process group would fail the test."""
+    """The error line for a changed copy of the run. Joining a process group fails the test."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a process group is made")

@@ -1,12 +1,10 @@
-"""Checkpoints of a run and the stop in order, with a real engine in one process."""
+"""Checkpoints of a run, with a real engine in one process."""
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +19,12 @@ from torch import Tensor
 from megarl.actor.checkpoint import engine_state
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.supervised import MegatronLMEngine
+from megarl.config import SaverConfig
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.trainer.checkpoints import manifest, rng_state, trainer_state
 from megarl.trainer.checkpoints import saver as saver_module
-from megarl.trainer.checkpoints.saver import ACTOR, CheckpointError, Saver, SaverConfig, StopSignal
+from megarl.trainer.checkpoints.saver import ACTOR, CheckpointError, Saver
 from megarl.types import PackedBatch, cu_seqlens_of
 
 FILES = (
@@ -70,7 +69,7 @@ def names(folder: Path) -> list[str]:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow beyond 64 KB: what is written fails as it does on a full disk."""
+    """Limits files to 64 KB: writes fail as they do on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
     try:
@@ -162,7 +161,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
 
 
 def poll_for_ever(saver: Saver) -> None:
-    """As a run does at the end of each step."""
+    """Polls as a run does at the end of each step."""
     while True:
         saver.poll()
 
@@ -311,20 +310,3 @@ def test_a_manifest_of_a_newer_megarl_is_told_from_a_damaged_one(tmp_path: Path,
     (tmp_path / manifest.NAME).write_text((tmp_path / manifest.NAME).read_text().replace("5", "6", 1))
     with pytest.raises(manifest.Damaged, match="SHA-256 differs"):
         manifest.read(tmp_path)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_a_later_one_interrupts(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    before = signal.getsignal(number)
-    with StopSignal(notes.append) as stop:
-        assert not stop.on_all_ranks()
-        os.kill(os.getpid(), number)
-        assert stop.on_all_ranks()
-        assert signal.Signals(number).name in notes[0]
-        os.kill(os.getpid(), number)  # the same request once more: a group and its leader were signalled
-        assert len(notes) == 1
-        monkeypatch.setattr(saver_module, "REPEAT_S", -1.0)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-    assert signal.getsignal(number) is before

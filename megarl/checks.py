@@ -1,0 +1,265 @@
+"""Validates a run before anything is started: the one place for rules that span stages.
+
+Every rule is a function that raises UserError, with the value, the rule and the remedy in one line. The lists below
+hold them as callables. A run stops at the first that raises; `megarl.preflight` reports all.
+
+    config_checks     knobs against each other                         cli.load, of every command
+    size_checks       counts and layout, without which no byte can be planned
+    model_checks      knobs against the model's config                 trainer/inputs.py, on every rank
+    length_checks     prompt and completion lengths                    where the run's data is read
+    server_checks     the servers' arguments                           where servers are started
+    machine_checks    devices of this machine; preflight plans for other machines and leaves them out
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from megarl.actor.checks import check_device, engine_checks
+from megarl.algorithms import RLConfig, algorithm_of, name_of
+from megarl.config import Config, is_paired, longest_sequence
+from megarl.knobs import UserError
+from megarl.parallel import platform
+from megarl.rollout.servers.server_config import check_server_config as check_server_arguments
+from megarl.rollout.workflows.choose import check_workflow
+
+Check = Callable[[], object]
+
+METHODS = ("rl", "sft", "preference")
+LAUNCHERS = ("local", "slurm", "ray")
+
+
+# -- lists ------------------------------------------------------------------------------------------------------------
+
+
+def config_checks(config: Config) -> Sequence[Check]:
+    """Checks of knobs that span stages. A stage's own dataclass checks the rest."""
+    by_method = {
+        "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines),
+        "preference": (_check_preferences,),
+    }
+    rules = (
+        _check_names,
+        _check_steps,
+        _check_counts,
+        _check_deterministic,
+        *by_method.get(config.method, ()),
+        _check_tokens,
+    )
+    return [partial(rule, config) for rule in rules]
+
+
+def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
+    """Checks of counts and layout. Ranks, batches and bytes can be worked out once all of them pass."""
+    return [
+        partial(_check_counts, config),
+        config.parallel.world_size,
+        *engine_checks(config.actor, config.parallel, model, deterministic=config.deterministic),
+    ]
+
+
+def model_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
+    """Checks of knobs against the model's config."""
+    return [*size_checks(config, model), partial(_check_server_layout, config, model)]
+
+
+def length_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
+    """Checks of the lengths of prompts, completions and examples. A run that brings its own data has none."""
+    names = ("train_dataset", "valid_dataset") if config.method == "rl" else ("train_dataset",)
+    return [partial(_check_length, config, model, name) for name in names]
+
+
+def server_checks(config: Config, folder: Path) -> Sequence[Check]:
+    """Checks of the rollout servers' arguments; `folder` holds the model's config.json. They need SGLang installed."""
+    return [partial(check_server_arguments, config.server, folder, config.sglang)] if config.method == "rl" else []
+
+
+def machine_checks(config: Config) -> Sequence[Check]:
+    """Checks of this machine's devices."""
+    found = platform.has_gpu(), platform.has_transformer_engine()
+    return [partial(check_device, config.actor, *found, config.deterministic)]
+
+
+def run_all(checks: Iterable[Check]) -> None:
+    """Runs checks in order.
+
+    Raises:
+        UserError: from the first that fails.
+    """
+    for check in checks:
+        check()
+
+
+def failures(checks: Iterable[Check]) -> list[str]:
+    """Messages of all checks that fail, each once."""
+    messages = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            messages.append(str(error))
+    return list(dict.fromkeys(messages))
+
+
+# -- rules between knobs ----------------------------------------------------------------------------------------------
+
+
+def _check_names(config: Config) -> None:
+    if config.method not in METHODS:
+        raise UserError(f"method={config.method} must be rl, sft or preference")
+    if config.launcher not in LAUNCHERS:
+        near = difflib.get_close_matches(config.launcher, LAUNCHERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"launcher={config.launcher} does not exist; {hint}there are: {', '.join(LAUNCHERS)}")
+
+
+def _check_steps(config: Config) -> None:
+    if config.total_train_steps < 1:
+        raise UserError(f"total_train_steps={config.total_train_steps} must be at least 1")
+    if config.actor.optimizer.warmup_steps >= config.total_train_steps:
+        raise UserError(
+            f"actor.optimizer.warmup_steps={config.actor.optimizer.warmup_steps} must be below total_train_steps="
+            f"{config.total_train_steps}; lower one or raise the other"
+        )
+    config.actor.optimizer.check_length(config.total_train_steps)
+
+
+def _check_counts(config: Config) -> None:
+    for name in ("n_servers", "tp_size"):
+        if config.method == "rl" and getattr(config.server, name) < 1:
+            raise UserError(f"server.{name}={getattr(config.server, name)} must be at least 1")
+    if config.train_dataset.batch_size < 1:
+        raise UserError(f"train_dataset.batch_size={config.train_dataset.batch_size} must be at least 1")
+
+
+def _check_deterministic(config: Config) -> None:
+    """Refuses deterministic runs without rollouts, and servers that would round differently."""
+    if not config.deterministic:
+        return
+    if config.method != "rl":
+        raise UserError(f"deterministic=true is about rollouts, which method={config.method} has none of; leave it out")
+    if config.server.device == "cuda":
+        raise UserError("deterministic=true holds on CPU only: set server.device=cpu, or deterministic=false")
+    for name, only in (("dtype", "float32"), ("tp_size", 1), ("cpu_threads", 1)):
+        if (value := getattr(config.server, name)) != only:
+            raise UserError(f"server.{name}={value} must be {only} with deterministic=true; change one of them")
+
+
+def _check_algorithm(config: Config) -> None:
+    if not isinstance(config.algorithm, RLConfig):
+        raise UserError(
+            f"method=rl: algorithm={name_of(config.algorithm)} learns from preferences; choose one of rollouts, such "
+            "as grpo, or method=preference"
+        )
+    config.algorithm.check()
+    algorithm = algorithm_of(config.algorithm)
+    check_workflow(config.rollout, algorithm.workflow, type(algorithm).__name__)
+    if config.gconfig.n_samples < algorithm.min_group:
+        raise UserError(
+            f"gconfig.n_samples={config.gconfig.n_samples}: {type(algorithm).__name__} compares the completions of a "
+            f"prompt and needs at least {algorithm.min_group}"
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    if config.actor.init != "checkpoint":
+        raise UserError(f"actor.init={config.actor.init} is for method=sft: the rollout servers load actor.path")
+    if config.gconfig.greedy:
+        raise UserError("gconfig.greedy=true: completions of a prompt would all be alike, and nothing learned; sample")
+    if config.actor.temperature != config.gconfig.temperature:
+        raise UserError(
+            f"actor.temperature={config.actor.temperature} must equal gconfig.temperature="
+            f"{config.gconfig.temperature}: the trainer's log-probs are compared with the rollout's"
+        )
+
+
+def _check_minibatches(config: Config) -> None:
+    if not isinstance(config.algorithm, RLConfig) or config.algorithm.n_minibatches < 1:
+        return  # refused by `_check_algorithm`
+    prompts, samples, parts = config.train_dataset.batch_size, config.gconfig.n_samples, config.algorithm.n_minibatches
+    if (prompts * samples) % parts:
+        raise UserError(
+            f"train_dataset.batch_size={prompts} x gconfig.n_samples={samples} = {prompts * samples} sequences do not "
+            f"divide into algorithm.n_minibatches={parts}; make {parts} divide {prompts * samples}"
+        )
+    replicas = config.parallel.sizes()["dp_size"]
+    if (prompts * samples // parts) % replicas:
+        raise UserError(
+            f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "
+            f"parallel.dp_size={replicas} does not divide; change batch_size, n_samples or dp_size"
+        )
+
+
+def _check_deadlines(config: Config) -> None:
+    if config.parallel.world_size() > 1 and config.parallel.timeout_s <= config.rollout.batch_timeout_s:
+        raise UserError(
+            f"parallel.timeout_s={config.parallel.timeout_s:g} must exceed rollout.batch_timeout_s="
+            f"{config.rollout.batch_timeout_s:g}: the other ranks wait in a collective while rank 0 samples"
+        )
+
+
+def _check_preferences(config: Config) -> None:
+    if isinstance(config.algorithm, RLConfig):
+        raise UserError(
+            f"method=preference: algorithm={name_of(config.algorithm)} learns from rollouts; choose one of "
+            "preferences, such as dpo, or method=rl"
+        )
+    config.algorithm.check()
+    rows, replicas = config.train_dataset.batch_size, config.parallel.sizes()["dp_size"]
+    if rows % replicas:
+        raise UserError(
+            f"train_dataset.batch_size={rows} rows are not divided by parallel.dp_size={replicas}; a row's two "
+            "sequences stay together, so change one of them"
+        )
+
+
+def _check_tokens(config: Config) -> None:
+    """Refuses sequences, or pairs of them, that no microbatch can hold."""
+    longest, limit, paired = longest_sequence(config), config.actor.max_tokens_per_mb, is_paired(config)
+    if longest is None:
+        return
+    needed = longest * (2 if paired else 1)
+    if needed <= limit:
+        return
+    equation = f"train_dataset.max_length={config.train_dataset.max_length}"
+    if config.method == "rl":
+        equation += f" + gconfig.max_new_tokens={config.gconfig.max_new_tokens} = {needed}"
+    elif paired:
+        equation += f" x 2 of a pair = {needed}"
+    raise UserError(f"{equation} tokens do not fit into actor.max_tokens_per_mb={limit}; raise it to at least {needed}")
+
+
+# -- rules against the model ------------------------------------------------------------------------------------------
+
+
+def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
+    """Refuses a data set without a length limit, and sequences beyond the model's positions."""
+    max_length, positions = getattr(config, name).max_length, model.max_position_embeddings
+    if max_length is None:
+        rows = "prompt" if config.method == "rl" else "row"
+        raise UserError(f"{name}.max_length is not set; give the longest {rows} in tokens, longer ones are skipped")
+    if config.method != "rl":
+        if max_length > positions:
+            raise UserError(
+                f"{name}.max_length={max_length} exceeds the model's max_position_embeddings={positions}; shorten it"
+            )
+        return
+    new_tokens = config.gconfig.max_new_tokens
+    if max_length + new_tokens > positions:
+        raise UserError(
+            f"{name}.max_length={max_length} + gconfig.max_new_tokens={new_tokens} = {max_length + new_tokens} exceeds "
+            f"the model's max_position_embeddings={positions}; shorten one of them"
+        )
+
+
+def _check_server_layout(config: Config, model: PretrainedConfig) -> None:
+    tp, heads = config.server.tp_size, model.num_attention_heads
+    if config.method == "rl" and tp >= 1 and heads % tp:
+        raise UserError(
+            f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
+        )

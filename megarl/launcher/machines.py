@@ -1,0 +1,62 @@
+"""The GPUs of a run's ranks and servers: trainers first, servers after them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.config import Config
+from megarl.knobs import UserError
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Numbers of ranks, and the first GPU of the servers. GPUs are counted from 0 over all nodes."""
+
+    gpus_per_node: int
+    trainers: int
+    servers: int
+    server_tp: int
+
+    @property
+    def trainer_nodes(self) -> int:
+        return math.ceil(self.trainers / self.gpus_per_node)
+
+    @property
+    def shared(self) -> bool:
+        """True if all servers fit beside the trainers, on the trainers' last node."""
+        return self.trainers + self.servers * self.server_tp <= self.trainer_nodes * self.gpus_per_node
+
+    @property
+    def first_server_gpu(self) -> int:
+        return self.trainers if self.shared else self.trainer_nodes * self.gpus_per_node
+
+    @property
+    def nodes(self) -> int:
+        last = self.first_server_gpu + self.servers * self.server_tp if self.servers else self.trainers
+        return math.ceil(last / self.gpus_per_node)
+
+
+def machines_of(config: Config) -> Machines:
+    """Lays ranks and servers out over nodes; without GPUs, all on one node."""
+    servers = config.server.n_servers if config.method == "rl" else 0
+    trainers, tp = config.parallel.world_size(), config.server.tp_size
+    return Machines(config.cluster.gpus_per_node or trainers + servers * tp, trainers, servers, tp)
+
+
+def check_servers_fit(machines: Machines) -> None:
+    """Refuses servers that would span two nodes.
+
+    Raises:
+        UserError: naming both knobs.
+    """
+    per_node, servers, tp = machines.gpus_per_node, machines.servers, machines.server_tp
+    if servers and tp > per_node:
+        raise UserError(
+            f"server.tp_size={tp} exceeds cluster.gpus_per_node={per_node}: a server is on one node; lower tp_size"
+        )
+    if servers > 1 and not machines.shared and per_node % tp:
+        raise UserError(
+            f"server.tp_size={tp} does not divide cluster.gpus_per_node={per_node}, and a server lies on one node; "
+            "choose a divisor"
+        )

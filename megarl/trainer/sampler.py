@@ -1,0 +1,123 @@
+"""Rank 0's side of rollouts: servers, the client that asks them, workflows, rewards and evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from megarl.algorithms import Algorithm
+from megarl.config import Config
+from megarl.hub import local_folder
+from megarl.knobs import UserError
+from megarl.observe.run_folder import RunFolder
+from megarl.parallel.rendezvous import job_folder
+from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.rewards import reward_fn_of
+from megarl.rewards.answers import answer_of
+from megarl.rewards.pool import RewardPool
+from megarl.rollout.client.sglang_client import KEY_VARIABLE, RemoteSGLangEngine, addresses_in_environment
+from megarl.rollout.evaluate import Evaluator
+from megarl.rollout.servers.external import ExternalServers, JobServers
+from megarl.rollout.servers.sglang_server import SGLangServers
+from megarl.rollout.servers.supervisor import Supervisor
+from megarl.rollout.workflows.choose import DEFAULT, build_workflow
+from megarl.trainer.inputs import Inputs
+
+
+class Sampler:
+    """Samples prompts and held-out problems, on servers that it starts or finds.
+
+    The constructor refuses every wrong knob, then starts the servers and returns; they load meanwhile. `connect` waits
+    for them. `close` ends everything that the sampler started.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, inputs: Inputs, algorithm: Algorithm) -> None:
+        self.config = config
+        self.inputs = inputs
+        self.engine = RemoteSGLangEngine(config.rollout)
+        self.engine.vocab_size = inputs.model.vocab_size
+        self.engine.max_sequence_tokens = max_sequence_tokens(config, inputs.model)
+        self._supervisor: Supervisor | None = None
+        with contextlib.ExitStack() as opened:
+            rewards = opened.enter_context(open_rewards(config))
+            self.workflow = build_workflow(
+                config.rollout, algorithm.workflow, rewards, config.gconfig, inputs.tokenizer
+            )
+            self.evaluator = build_evaluator(config, inputs, rewards, folder)
+            self.servers = choose_servers(config, folder.logs)
+            opened.callback(self.servers.stop)
+            self.servers.start()
+            self._open = opened.pop_all()
+
+    @property
+    def supervisor(self) -> Supervisor:
+        assert self._supervisor is not None, "connect() makes it"
+        return self._supervisor
+
+    def connect(self, state: Mapping[str, Any]) -> None:
+        """Waits for the servers, supervises them and connects the client, which continues from `state`."""
+        self.servers.wait_ready()
+        server = self.config.server
+        self._supervisor = Supervisor(self.servers.servers, server.heartbeat_s, server.max_restarts)
+        self.engine.initialize(self.servers.addresses, api_key=self.servers.api_key)
+        self._open.callback(self.engine.destroy)
+        self.engine.follow(self._supervisor)
+        self._supervisor.on_change = self.engine.refresh
+        self._supervisor.start()
+        self._open.callback(self._supervisor.close)
+        self.engine.load_state_dict(state)
+
+    def close(self) -> None:
+        """Ends the supervision, the client with its workflows, the servers and the reward processes, in this order."""
+        self._open.close()
+
+
+def open_rewards(config: Config) -> RewardPool:
+    """Processes that score completions by `rewards.functions`; a context manager."""
+    return RewardPool([reward_fn_of(name) for name in config.rewards.functions], config.rewards)
+
+
+def build_evaluator(config: Config, inputs: Inputs, rewards: RewardPool, folder: RunFolder) -> Evaluator:
+    """The evaluator of held-out problems, by the training's workflow with the evaluator's sampling.
+
+    An algorithm's own workflow does not count here: ReMax is evaluated by `rlvr`.
+    """
+    sampling = config.evaluator.sampling(config.gconfig)
+    workflow = build_workflow(config.rollout, DEFAULT, rewards, sampling, inputs.tokenizer)
+    return Evaluator(config.evaluator, workflow, inputs.valid, inputs.tokenizer, folder.path / "evaluations", answer_of)
+
+
+def choose_servers(config: Config, logs: Path) -> SGLangServers | ExternalServers:
+    """The servers of the run: external ones from the environment, else this job's, else ones that it starts itself.
+
+    Raises:
+        UserError: a deterministic run with servers that it does not start.
+    """
+    key, addresses, job = os.environ.get(KEY_VARIABLE, ""), addresses_in_environment(), job_folder()
+    if config.deterministic and (addresses or job is not None):
+        raise UserError(
+            "deterministic=true needs servers that this run starts on this machine: set it to false, or leave out "
+            "servers that run elsewhere"
+        )
+    if addresses:
+        return ExternalServers(addresses, key, WEIGHT_LOADER)
+    server = config.server
+    if job is not None:
+        return JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s)
+    model = local_folder(config.actor.path)
+    return SGLangServers(server, model, logs, WEIGHT_LOADER, config.sglang, config.deterministic)
+
+
+def max_sequence_tokens(config: Config, model: PretrainedConfig) -> int:
+    """Longest sequence, in tokens, that both the servers and the trainer can process."""
+    limits = [config.actor.max_tokens_per_mb, model.max_position_embeddings]
+    if config.server.max_total_tokens:
+        limits.append(config.server.max_total_tokens)
+    if context_length := config.sglang.get("context_length"):
+        limits.append(int(context_length))
+    return min(limits)

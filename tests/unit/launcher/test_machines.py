@@ -1,0 +1,38 @@
+"""GPUs of ranks and servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl import cli
+from megarl.knobs import UserError
+from megarl.launcher.machines import Machines, check_servers_fit, machines_of
+
+
+def test_trainers_and_servers_share_no_node_unless_all_fit_on_one() -> None:
+    one = machines_of(cli.composed(["+experiment=grpo_7b"]))
+    assert (one.nodes, one.first_server_gpu) == (1, 4)
+    many = machines_of(cli.composed(["+experiment=grpo_70b"]))
+    assert (many.nodes, many.first_server_gpu) == (12, 64)
+
+
+def test_without_gpus_all_processes_are_on_one_node() -> None:
+    machines = machines_of(cli.composed(["+experiment=gsm8k_grpo", "server.n_servers=3", "parallel=dp2"]))
+    assert (machines.gpus_per_node, machines.nodes, machines.first_server_gpu) == (5, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("machines", "message"),
+    [
+        (Machines(8, 8, 1, 16), "server.tp_size=16 exceeds cluster.gpus_per_node=8: a server is on one node"),
+        (Machines(8, 8, 2, 3), "server.tp_size=3 does not divide cluster.gpus_per_node=8"),
+    ],
+)
+def test_a_server_that_spans_two_nodes_is_refused(machines: Machines, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_servers_fit(machines)
+
+
+@pytest.mark.parametrize("machines", [Machines(8, 8, 0, 16), Machines(8, 8, 1, 3), Machines(8, 2, 2, 3)])
+def test_servers_on_one_node_each_pass(machines: Machines) -> None:
+    check_servers_fit(machines)

@@ -1,0 +1,128 @@
+"""Rules between knobs, and between knobs and the model: one place, one line each, all of them listed."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl import checks, cli
+from megarl.config import Config
+from megarl.families import read_config
+from megarl.knobs import UserError
+
+RL, SFT, DPO = "+experiment=gsm8k_grpo", "+experiment=gsm8k_sft", "+experiment=dpo"
+TINY = cli.ASSETS / "tiny"
+
+
+def config_of(*overrides: str) -> Config:
+    return cli.composed(list(overrides))
+
+
+def of_config(config: Config) -> list[str]:
+    return checks.failures(checks.config_checks(config))
+
+
+def of_model(config: Config) -> list[str]:
+    model = read_config(str(TINY))
+    return checks.failures([*checks.model_checks(config, model), *checks.length_checks(config, model)])
+
+
+@pytest.mark.parametrize("path", sorted((cli.CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_passes(path: Path) -> None:
+    assert of_config(config_of(f"+experiment={path.stem}")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([RL, "method=ppo"], "method=ppo must be rl, sft or preference"),
+        ([RL, "launcher=slrm"], "launcher=slrm does not exist; did you mean slurm?"),
+        ([SFT, "total_train_steps=0"], "total_train_steps=0 must be at least 1"),
+        ([SFT, "actor.optimizer.warmup_steps=500"], "warmup_steps=500 must be below total_train_steps="),
+        ([SFT, "train_dataset.batch_size=0"], "train_dataset.batch_size=0 must be at least 1"),
+        ([RL, "server.n_servers=0"], "server.n_servers=0 must be at least 1"),
+        ([SFT, "deterministic=true"], "deterministic=true is about rollouts, which method=sft has none of"),
+        (
+            [RL, "deterministic=true", "server.dtype=bfloat16"],
+            "server.dtype=bfloat16 must be float32 with deterministic",
+        ),
+        ([DPO, "method=rl"], "method=rl: algorithm=dpo learns from preferences"),
+        ([DPO, "algorithm=grpo"], "method=preference: algorithm=grpo learns from rollouts"),
+        ([RL, "actor.init=random"], "actor.init=random is for method=sft"),
+        ([RL, "train_dataset.batch_size=3", "gconfig.n_samples=5"], "= 15 sequences do not divide into"),
+        ([RL, "parallel.dp_size=3"], "parallel.dp_size=3 does not divide"),
+        (
+            [RL, "parallel=dp2", "parallel.timeout_s=60"],
+            "parallel.timeout_s=60 must exceed rollout.batch_timeout_s=1800",
+        ),
+        ([DPO, "parallel.dp_size=3"], "rows are not divided by parallel.dp_size=3"),
+        (
+            [RL, "actor.max_tokens_per_mb=80"],
+            "max_length=64 + gconfig.max_new_tokens=24 = 88 tokens do not fit into actor.max_tokens_per_mb=80",
+        ),
+        ([DPO, "actor.max_tokens_per_mb=100"], "max_length=64 x 2 of a pair = 128 tokens do not fit"),
+        (
+            [SFT, "actor.max_tokens_per_mb=60"],
+            "max_length=64 tokens do not fit into actor.max_tokens_per_mb=60; raise it",
+        ),
+    ],
+)
+def test_knobs_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
+    failed = of_config(config_of(*overrides))
+    assert any(message in text for text in failed), failed
+    with pytest.raises(UserError):
+        cli.load(overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([SFT, "parallel.tp_size=3"], "parallel.tp_size=3 does not divide the model's num_attention_heads=4"),
+        ([SFT, "actor.dtype=float8"], "actor.dtype=float8 must be one of"),
+        ([RL, "deterministic=true", "actor.dtype=bfloat16"], "actor.dtype=bfloat16 must be float32 with deterministic"),
+        ([RL, "server.tp_size=3"], "server.tp_size=3 does not divide the model's num_attention_heads=4"),
+        ([RL, "train_dataset.max_length=null"], "train_dataset.max_length is not set; give the longest prompt"),
+        ([RL, "valid_dataset.max_length=null"], "valid_dataset.max_length is not set"),
+        ([SFT, "train_dataset.max_length=null"], "train_dataset.max_length is not set; give the longest row"),
+        ([RL, "gconfig.max_new_tokens=500"], "= 564 exceeds the model's max_position_embeddings=512"),
+        ([SFT, "train_dataset.max_length=600"], "max_length=600 exceeds the model's max_position_embeddings=512"),
+    ],
+)
+def test_knobs_that_contradict_the_model_are_refused(overrides: list[str], message: str) -> None:
+    failed = of_model(config_of(*overrides))
+    assert any(message in text for text in failed), failed
+
+
+def test_all_failures_are_listed_each_once() -> None:
+    config = config_of(RL, "actor.temperature=0.5", "total_train_steps=0", "actor.max_tokens_per_mb=80")
+    failed = of_config(config)
+    assert len(failed) == len(set(failed)) == 3
+    with pytest.raises(UserError, match=re.escape(failed[0])):
+        checks.run_all(checks.config_checks(config))
+
+
+def test_a_supervised_run_may_leave_the_held_out_rows_unlimited() -> None:
+    assert of_model(config_of(SFT, "valid_dataset.max_length=null")) == []
+
+
+def test_a_layout_that_does_not_make_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "3")
+    assert any("the world has 3 ranks" in text for text in of_model(config_of(SFT, "parallel.tp_size=2")))
+
+
+def test_every_rule_of_the_file_is_in_a_list() -> None:
+    tree = ast.parse(Path(checks.__file__).read_text())
+    rules = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_check")}
+    listed = {
+        name.id
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_checks")
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name)
+    }
+    assert len(rules) > 10
+    assert rules <= listed
