@@ -20,12 +20,12 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from megarl.actor.checks import check_device, engine_checks
+from megarl.actor import checks as actor_checks
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
 from megarl.knobs import UserError
 from megarl.parallel import platform
-from megarl.rollout.servers.server_config import check_server_config as check_server_arguments
+from megarl.rollout.servers.server_config import check_server_config, check_server_counts
 from megarl.rollout.workflows.choose import check_workflow
 
 Check = Callable[[], object]
@@ -38,7 +38,7 @@ LAUNCHERS = ("local", "slurm", "ray")
 
 
 def config_checks(config: Config) -> Sequence[Check]:
-    """Checks of knobs that span stages. A stage's own dataclass checks the rest."""
+    """Checks of knobs, alone and against each other. They need no model and no data."""
     by_method = {
         "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines),
         "preference": (_check_preferences,),
@@ -51,15 +51,16 @@ def config_checks(config: Config) -> Sequence[Check]:
         *by_method.get(config.method, ()),
         _check_tokens,
     )
-    return [partial(rule, config) for rule in rules]
+    return [*(partial(rule, config) for rule in rules), *_engine_checks(config)]
 
 
 def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
     """Checks of counts and layout. Ranks, batches and bytes can be worked out once all of them pass."""
     return [
         partial(_check_counts, config),
+        *_engine_checks(config),
         config.parallel.world_size,
-        *engine_checks(config.actor, config.parallel, model, deterministic=config.deterministic),
+        *actor_checks.model_checks(config.actor, config.parallel, model, config.deterministic),
     ]
 
 
@@ -76,13 +77,17 @@ def length_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
 
 def server_checks(config: Config, folder: Path) -> Sequence[Check]:
     """Checks of the rollout servers' arguments; `folder` holds the model's config.json. They need SGLang installed."""
-    return [partial(check_server_arguments, config.server, folder, config.sglang)] if config.method == "rl" else []
+    return [partial(check_server_config, config.server, folder, config.sglang)] if config.method == "rl" else []
 
 
 def machine_checks(config: Config) -> Sequence[Check]:
     """Checks of this machine's devices."""
     found = platform.has_gpu(), platform.has_transformer_engine()
-    return [partial(check_device, config.actor, *found, config.deterministic)]
+    return [partial(actor_checks.check_device, config.actor, *found, config.deterministic)]
+
+
+def _engine_checks(config: Config) -> Sequence[Check]:
+    return actor_checks.knob_checks(config.actor, config.parallel, config.deterministic)
 
 
 def run_all(checks: Iterable[Check]) -> None:
@@ -130,9 +135,8 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_counts(config: Config) -> None:
-    for name in ("n_servers", "tp_size"):
-        if config.method == "rl" and getattr(config.server, name) < 1:
-            raise UserError(f"server.{name}={getattr(config.server, name)} must be at least 1")
+    if config.method == "rl":
+        check_server_counts(config.server)
     if config.train_dataset.batch_size < 1:
         raise UserError(f"train_dataset.batch_size={config.train_dataset.batch_size} must be at least 1")
 

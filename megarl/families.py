@@ -1,6 +1,6 @@
-"""Which HF model families the actor runs, and the checks of a checkpoint's config against them and the layout.
+"""Supported HF model families, and the checks of a checkpoint's config.
 
-Imports no Megatron: the commands check a config with it before anything heavy is loaded.
+Imports no Megatron, so commands can check a config before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 
-VOCAB_MULTIPLE = 8  # rows of each rank's embedding shard are a multiple of this; the padding is never trained
+VOCAB_MULTIPLE = 8  # each rank's embedding shard has a multiple of this many rows; padding rows are never trained
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family's checkpoints call the parts of a mixture of experts."""
+    """Module names of a mixture of experts in a family's checkpoints."""
 
     block: str
     gate: str
@@ -32,41 +32,46 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Family:
-    """What a HF `model_type` has beyond the common dense decoder."""
+    """Features of a HF `model_type` beyond the common dense decoder."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: ExpertNames | None = None
+    sglang_ties_head: bool = True  # False: SGLang stores tied embeddings twice, as embed_tokens and as lm_head
 
 
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),
-    "mixtral": Family(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2")),
+    "mixtral": Family(experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"), sglang_ties_head=False),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")),
+    "qwen3_moe": Family(
+        qk_norm=True,
+        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+        sglang_ties_head=False,
+    ),
 }
 
-ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # their attention_bias adds biases before and behind attention
+ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")  # with attention_bias, all their attention projections have biases
 
 
 @dataclass(frozen=True)
 class MoeShape:
-    """A mixture of experts: its sizes, and which layers have one in place of a dense MLP."""
+    """Sizes of a mixture of experts, and the layers that have one instead of a dense MLP."""
 
-    layers: tuple[bool, ...]
+    layers: tuple[bool, ...]  # by layer: True if it has experts
     experts: int
-    width: int  # of one expert's hidden layer
-    topk: int  # experts that see a token
-    normalized: bool  # whether the weights of a token's experts sum to 1
+    width: int  # intermediate size of one expert
+    topk: int  # experts per token
+    normalized: bool  # True if the weights of a token's experts sum to 1
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """The HF config of a checkpoint folder or hub name, checked to be one that the actor can run.
+    """Reads the HF config of a checkpoint folder or hub name, and checks that the actor can run it.
 
     Raises:
-        UserError: see `local_folder`; an unsupported family, or a field of it that is not supported.
+        UserError: see `local_folder`. Also raised for an unsupported family or an unsupported field of its config.
     """
     folder = local_folder(path)
     kind = json.loads((folder / "config.json").read_text()).get("model_type")
@@ -75,18 +80,18 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"actor.path={path} has no readable HF config ({first}); save it again") from error
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"actor.path={path} has no readable HF config ({reason}); save it again") from error
     _check_fields(path, config)
     return config
 
 
 def _check_fields(path: str, config: PretrainedConfig) -> None:
-    window, longest = getattr(config, "sliding_window", None), config.max_position_embeddings
-    if window is not None and window < longest:
+    window, max_positions = getattr(config, "sliding_window", None), config.max_position_embeddings
+    if window is not None and window < max_positions:
         raise UserError(
-            f"actor.path={path} has sliding_window={window}, below max_position_embeddings={longest}: sliding-window "
-            "attention is not supported; give a full-attention model"
+            f"actor.path={path} has sliding_window={window}, below max_position_embeddings={max_positions}: "
+            "sliding-window attention is not supported; give a full-attention model"
         )
     if getattr(config, "mlp_bias", False):
         raise UserError(f"actor.path={path} has mlp_bias=true, which is not supported; use a model without MLP biases")
@@ -109,19 +114,21 @@ def _check_experts(path: str, config: PretrainedConfig, moe: MoeShape) -> None:
         raise UserError(f"actor.path={path} has num_experts_per_tok={moe.topk}; it must be from 1 to {moe.experts}")
     if moe.topk == 1 and moe.normalized:
         raise UserError(
-            f"actor.path={path} has num_experts_per_tok=1 and normalised weights: they are all 1 and its router "
-            "cannot be trained; use more experts a token"
+            f"actor.path={path} has num_experts_per_tok=1 and normalised weights: all weights are 1, so its router "
+            "gets no gradient; use more experts per token"
         )
     if getattr(config, "router_jitter_noise", 0.0):
         raise UserError(
-            f"actor.path={path} has router_jitter_noise={config.router_jitter_noise}: routing must repeat itself; set "
-            "it to 0 in config.json"
+            f"actor.path={path} has router_jitter_noise={config.router_jitter_noise}: routing must be deterministic; "
+            "set it to 0 in config.json"
         )
 
 
 def as_scalar(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the same model with one output in place of the vocabulary, as HF's `ForSequenceClassification`:
-    a critic or a reward model, its head named `score.weight`."""
+    """Copies the config for a model with one output per token: a critic or a reward model.
+
+    The result is HF's `ForSequenceClassification` with one label. Its head is named `score.weight`.
+    """
     scalar = copy.deepcopy(config)
     scalar.architectures = [f"{type(config).__name__.removesuffix('Config')}ForSequenceClassification"]
     scalar.num_labels = 1
@@ -130,7 +137,7 @@ def as_scalar(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def is_scalar(config: PretrainedConfig) -> bool:
-    """Whether the model gives one number a token."""
+    """True if the model has one output per token instead of the vocabulary."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
 
 
@@ -139,7 +146,7 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 def moe_shape(config: PretrainedConfig) -> MoeShape | None:
-    """The mixture of experts of the model; None of a dense one."""
+    """Sizes of the model's mixture of experts; None for a dense model."""
     count = config.num_hidden_layers
     if FAMILIES[config.model_type].experts is None:
         return None
@@ -162,9 +169,9 @@ def moe_shape(config: PretrainedConfig) -> MoeShape | None:
 
 
 def attention_biases(config: PretrainedConfig) -> tuple[bool, bool]:
-    """Whether the projections into attention have a bias, and whether the one out of it has."""
-    everywhere = bool(getattr(config, "attention_bias", False)) and config.model_type in ATTENTION_BIAS
-    return FAMILIES[config.model_type].qkv_bias or everywhere, everywhere
+    """Biases of attention: True if the QKV projection has one, and True if the output projection has one."""
+    all_projections = bool(getattr(config, "attention_bias", False)) and config.model_type in ATTENTION_BIAS
+    return FAMILIES[config.model_type].qkv_bias or all_projections, all_projections
 
 
 def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
@@ -172,7 +179,7 @@ def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def rotary_inv_freq(config: PretrainedConfig) -> torch.Tensor:
-    """Rotary frequencies `[head_dim / 2]` as transformers computes them for this config."""
+    """Computes the rotary frequencies `[head_dim / 2]` as transformers does for this config."""
     rope = _rope_parameters(config)
     kind = rope.get("rope_type", "default")
     if kind == "default":
@@ -182,6 +189,6 @@ def rotary_inv_freq(config: PretrainedConfig) -> torch.Tensor:
 
 
 def padded_vocab_size(config: PretrainedConfig, tp_size: int) -> int:
-    """Rows of the embedding over all tp ranks, padding included."""
+    """Number of embedding rows over all tp ranks, padding included."""
     multiple = VOCAB_MULTIPLE * tp_size
     return -(-config.vocab_size // multiple) * multiple

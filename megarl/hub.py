@@ -1,4 +1,4 @@
-"""Local folders of HF checkpoints, fetched from the hub where a hub name is given."""
+"""Finds the local folder of a HF checkpoint; a hub name is downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
 
 
 def local_folder(path: str) -> Path:
-    """The folder of a HF checkpoint given as a local folder or a hub name, which is fetched unless it is cached.
+    """Returns the folder of a HF checkpoint, given a local folder or a hub name. Downloads what is not cached.
 
     Raises:
         UserError: no such folder, or the hub cannot be reached.
@@ -35,8 +35,8 @@ def local_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=CHECKPOINT_FILES, local_files_only=not online))
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx.TransportError, OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0] if online else reason
+        failure = str(error).strip().splitlines()[0] if online else reason
         raise UserError(
-            f"actor.path={path} is no folder here and could not be fetched from the hub ({why}); offline, give a local "
-            "HF checkpoint: actor.path=DIR"
+            f"actor.path={path} is not a local folder and could not be fetched from the hub ({failure}); offline, "
+            "give a local HF checkpoint: actor.path=DIR"
         ) from error

@@ -1,2 +1,4 @@
-"""The actor: HF checkpoints on Megatron-core, trained on packed batches. With parallel/, the only place that imports
-Megatron."""
+"""The actor: HF checkpoints on Megatron-core, trained on packed batches.
+
+Only this package, `parallel/` and `cpu/` import Megatron.
+"""

@@ -1,4 +1,4 @@
-"""The training engine's interface, with the names of AReaL's public API."""
+"""Interface of the training engine, with the names of AReaL's public API."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 LossFn = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 LossWeightFn = Callable[[PackedBatch], Tensor | float]
 WeightFormat = Literal["hf", "native"]
-LossInput = Literal["logits", "logprobs", "values"]  # what a loss function is given
+LossInput = Literal["logits", "logprobs", "values"]  # model output passed to a loss function
 
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """How long a run is; learning-rate schedules are laid over it."""
+    """Length of a run, over which learning-rate schedules extend."""
 
     total_train_epochs: int
     dataset_size: int
@@ -38,28 +38,32 @@ class FinetuneSpec:
 
 
 class StateSnapshot(Protocol):
-    """What one rank adds to a checkpoint, held on the host: it may be written while training goes on."""
+    """One rank's part of a checkpoint, copied to the host. It can be written while training continues."""
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes this rank's files to `folder`, without a collective, and returns them."""
+        """Writes this rank's files to `folder` and returns their paths. Not a collective."""
 
 
 class TrainEngine(ABC):
-    """One model on all trainer ranks (SPMD): every method is called by every rank with the same global batch.
+    """One model on all trainer ranks (SPMD). Every rank calls every method with the same global batch.
 
-    Batches are `PackedBatch`es, or padded `{key: [batch, length]}` mappings, which are packed at the door. The engine
-    shards them over data parallel ranks and microbatches itself, and every rank gets the same result.
+    Batches are `PackedBatch`es, or padded `{key: [batch, length]}` mappings, which the engine packs. The engine splits
+    them over data parallel ranks and microbatches. Every rank gets the same result.
     """
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
 
     @abstractmethod
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Joins the process groups, builds the model and loads its weights. `addr` is unused: torchrun's
-        environment says where the world meets."""
+        """Joins the process groups, builds the model and loads its weights.
+
+        Args:
+            addr: unused, because torchrun's environment has the rendezvous address.
+            ft_spec: length of the run, for the learning-rate schedule.
+        """
 
     @abstractmethod
     def destroy(self) -> None:
@@ -83,42 +87,49 @@ class TrainEngine(ABC):
         """Runs the model without gradients.
 
         Args:
-            post_hook: takes logits `[tokens, vocab]` and the microbatch, returns one value a token `[tokens, ...]` or
-                a sequence `[num_seqs, ...]`; None returns the logits.
-            aggregate: joins the list of per-sequence results, given in the batch's order.
+            post_hook: takes logits `[tokens, vocab]` and the microbatch. Returns one value per token `[tokens, ...]` or
+                per sequence `[num_seqs, ...]`. None returns the logits.
+            aggregate: joins the list of per-sequence results, which are in the batch's order.
         """
 
     @abstractmethod
     def train_batch(
         self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
-        """One optimizer step over the global batch.
+        """Takes one optimizer step over the global batch.
+
+        `loss_fn` is called once per microbatch and returns the mean loss, or `(loss, metrics)`. Its arguments depend on
+        `loss_input`. Sequences in them are complete on every layout.
+
+        - `logits`: `loss_fn(logits, data)` with logits `[tokens, vocab]` and the token-aligned microbatch.
+        - `logprobs`: `loss_fn(logprobs, entropy, data)`. Entry `i` of both and of every per-token tensor of `data`
+          belongs to the same predicted token. Both are 0 outside the batch's `loss_mask`, if it has one. This needs far
+          less memory than logits.
+        - `values`: `loss_fn(values, data)`, see `critic.py`.
+
+        Metrics are averaged with the microbatches' weights. Metrics whose names end in `_max` take the maximum.
 
         Args:
-            loss_fn: the mean loss of one microbatch. With `loss_input="logits"` it is called as `loss_fn(logits, data)`:
-                logits `[tokens, vocab]` and the token-aligned microbatch. With `loss_input="logprobs"` (far less memory)
-                as `loss_fn(logprobs, entropy, data)`, where `logprobs[i]`, `entropy[i]` and every per-token tensor
-                of `data` belong to the same predicted token; where the batch has a `loss_mask`, both are 0 outside it.
-                With `loss_input="values"` (see `critic.py`) as `loss_fn(values, data)`. Sequences are whole on every
-                layout. It may return `(loss, metrics)`; metrics are averaged with the same weights, names that end in
-                `_max` take the maximum.
+            data: the global batch.
+            loss_fn: the mean loss of one microbatch, as above.
             loss_weight_fn: the weight of a microbatch's mean, such as its number of trained tokens. The step's loss is
                 `sum(weight * loss) / sum(weight)` over all microbatches of all ranks.
+            loss_input: the model output that `loss_fn` takes.
 
         Returns:
-            `loss`, `grad_norm` (before clipping), `lr`, `skipped_steps` and the metrics, equal on every rank. Where
-            the loss or a gradient is not finite on any rank, no rank takes the step, parameters and optimizer are
-            left as they were, and `skipped_steps` is 1, else 0.
+            `loss`, `grad_norm` (before clipping), `lr`, `skipped_steps` and the metrics, equal on every rank.
+            `skipped_steps` is 1 if the loss or a gradient is not finite on any rank, otherwise 0. Then no rank takes
+            the step, and parameters and optimizer stay unchanged.
 
         Raises:
-            NonFiniteError: more than `actor.max_skipped_steps` in a row were skipped.
+            NonFiniteError: more than `actor.max_skipped_steps` steps in a row were skipped.
         """
 
     @abstractmethod
     def eval_batch(
         self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
-        """`train_batch` without gradients and step."""
+        """Computes the results of `train_batch` without gradients and without a step."""
 
     @abstractmethod
     def step_lr_scheduler(self) -> None:
@@ -126,13 +137,17 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
-        """Writes to the folder `path`: `hf` a checkpoint of weights, config and tokenizer, `native` everything that
-        training goes on from (`save_state`). A collective."""
+        """Writes a checkpoint to the folder `path`. A collective.
+
+        Format `hf` has weights, config and tokenizer. Format `native` has the full training state (`save_state`).
+        """
 
     @abstractmethod
     def load(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
-        """Takes up what `save` wrote: `hf` the weights, optimizer moments and schedule staying as they are; `native`
-        all (`load_state`). A collective.
+        """Loads a checkpoint that `save` wrote. A collective.
+
+        Format `hf` loads the weights only; optimizer moments and schedule stay unchanged. Format `native` loads the
+        full training state (`load_state`).
 
         Raises:
             UserError: the folder does not fit the model.
@@ -140,31 +155,33 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def connect(self, updates: WeightUpdates) -> None:
-        """Says what `upload_weights` hands the weights to."""
+        """Sets the receiver of `upload_weights`."""
 
     @abstractmethod
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Brings the rollout servers to the present weights, as `meta` says, through what `connect` named. Without it,
-        `type="disk"` writes a HF checkpoint to `meta.path`, for servers that load it themselves. A collective.
+        """Sends the current weights to the rollout servers, as `meta` says, through the connected receiver.
+
+        Without a receiver, `type="disk"` writes a HF checkpoint to `meta.path`, for servers that load it themselves.
+        A collective.
 
         Raises:
-            UserError: another type, and nothing is connected.
+            UserError: `meta` has another type and `connect` was not called.
         """
 
     @abstractmethod
     def snapshot_state(self) -> StateSnapshot:
-        """Copies what training goes on from to the host: parameters, optimizer, schedule. A collective."""
+        """Copies the training state to the host: parameters, optimizer and schedule. A collective."""
 
     def save_state(self, folder: Path) -> None:
-        """Writes a snapshot of the state to `folder`; every rank returns once all have written. A collective."""
+        """Writes a snapshot of the state to `folder`. Every rank returns once all have written. A collective."""
         self.snapshot_state().write(folder)
         if dist.is_initialized():
             dist.barrier()
 
     @abstractmethod
     def load_state(self, folder: Path) -> None:
-        """Restores a state that this or any other layout of the same model wrote. A collective.
+        """Restores a state that any layout of the same model wrote. A collective.
 
         Raises:
-            UserError: the state is of another model or dtype, or not whole.
+            UserError: the state has another model or dtype, or is incomplete.
         """

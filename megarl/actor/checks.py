@@ -1,7 +1,7 @@
 """Checks of an engine: its knobs, its layout against the model, and the devices of this machine.
 
-The one place for these rules. Engines run them when they are built, a run before anything starts, preflight to list
-every problem. Imports no Megatron.
+This is the one place for these rules. Engines run them in their constructor, a run before anything starts, and
+preflight to list every problem. Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 
 
-def engine_checks(
-    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, *, deterministic: bool = False
+def knob_checks(
+    config: EngineConfig, parallel: ParallelConfig, deterministic: bool = False
 ) -> tuple[Callable[[], None], ...]:
-    """Lists the checks of an engine, each to be called on its own; `deterministic` is the run's knob.
+    """Lists the checks of an engine's knobs, to be called one by one. `deterministic` is the run's knob.
 
-    Each raises UserError, naming the knob, the rule and the remedy.
+    They need no model, so that a mistyped knob is refused before a checkpoint is downloaded. Each raises UserError,
+    naming the knob, the rule and the remedy.
     """
     return (
         functools.partial(_check_choices, config),
         functools.partial(_check_optimizer, config),
         functools.partial(_check_ranges, config),
         functools.partial(_check_backend, config, deterministic),
-        functools.partial(check_layout, model, parallel),
-        functools.partial(_check_deterministic, config, parallel, model, deterministic),
+        parallel.check,
         functools.partial(_check_shared_prefix, config, parallel),
     )
 
 
-def check_engine(
-    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, *, deterministic: bool = False
-) -> None:
-    """Runs all of `engine_checks`.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
-    for check in engine_checks(config, parallel, model, deterministic=deterministic):
-        check()
+def model_checks(
+    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: bool = False
+) -> tuple[Callable[[], None], ...]:
+    """Lists the checks of an engine's knobs against its model; like `knob_checks`."""
+    return (
+        functools.partial(check_layout, model, parallel),
+        functools.partial(_check_deterministic, config, parallel, model, deterministic),
+    )
 
 
 def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False, deterministic: bool = False) -> None:
@@ -74,16 +72,16 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Refuses a layout that does not divide the model.
 
     Raises:
-        UserError: tp does not divide heads or the MLP; KV heads and tp do not divide each other; layers are uneven
-            over pipeline stages; ep or etp does not divide the experts; expert sizes are given for a dense model;
-            experts run under tp without sequence parallelism.
+        UserError: tp does not divide heads or the MLP, or neither of KV heads and tp divides the other. Layers are
+            uneven over pipeline stages. ep or etp does not divide the experts, or is given for a dense model. Experts
+            run under tp without sequence parallelism.
     """
     parallel.check()
     tp, kv_heads, moe = parallel.tp_size, model.num_key_value_heads, moe_shape(model)
-    divided = ["num_attention_heads"]
+    split_fields = ["num_attention_heads"]
     if moe is None or not all(moe.layers):
-        divided.append("intermediate_size")
-    for name in divided:
+        split_fields.append("intermediate_size")
+    for name in split_fields:
         value = getattr(model, name)
         if value % tp:
             raise UserError(
@@ -161,14 +159,15 @@ def _check_backend(config: EngineConfig, deterministic: bool) -> None:
         raise UserError(f"actor.backend=cpu is float32 only, and actor.dtype={config.dtype}; change one of them")
     if deterministic and config.backend not in ("auto", "torch"):
         raise UserError(
-            f"actor.backend={config.backend} has other bits than deterministic=true asks for; set it to auto"
+            f"actor.backend={config.backend} does not give the rollout servers' bits, as deterministic=true requires; "
+            "set it to auto"
         )
 
 
 def _check_deterministic(
     config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: bool
 ) -> None:
-    """Refuses models and layouts that have no row-invariant operations (`ops/row_invariant.py`)."""
+    """Refuses models and layouts without row-invariant operations (`ops/row_invariant.py`)."""
     if not deterministic:
         return
     if moe_shape(model) is not None:
@@ -176,11 +175,11 @@ def _check_deterministic(
             f"deterministic=true does not cover the experts of a '{model.model_type}' model: set it to false, or "
             "train a dense model"
         )
-    needed: dict[str, tuple[str | int, str | int]] = {"actor.dtype": (config.dtype, "float32")}
-    needed |= {f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp_size", "cp_size")}
-    for name, (value, only) in needed.items():
-        if value != only:
-            raise UserError(f"{name}={value} must be {only} with deterministic=true; change one of them")
+    required: dict[str, tuple[str | int, str | int]] = {"actor.dtype": (config.dtype, "float32")}
+    required |= {f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp_size", "cp_size")}
+    for name, (value, required_value) in required.items():
+        if value != required_value:
+            raise UserError(f"{name}={value} must be {required_value} with deterministic=true; change one of them")
 
 
 def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None:
@@ -211,5 +210,5 @@ def _check_expert_layout(moe: MoeShape, parallel: ParallelConfig) -> None:
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         raise UserError(
             f"parallel.tp_size={parallel.tp_size} with a mixture of experts needs parallel.sequence_parallel=true: "
-            "each tp rank routes tokens of its own"
+            "each tp rank routes its own tokens"
         )

@@ -1,4 +1,4 @@
-"""The knobs of a model and its optimizer. Imports no torch: the commands read it before anything heavy is loaded."""
+"""Knobs of a model and its optimizer. Imports no torch, so commands can read it before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class OptimizerConfig:
     clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off")
 
     def check_length(self, steps: int) -> None:
-        """Refuses a decay that a run of `steps` steps has no room for.
+        """Refuses a decay longer than a run of `steps` steps.
 
         Raises:
-            UserError: with both sides.
+            UserError: naming both numbers.
         """
         if self.warmup_steps + self.wsd_decay_steps > steps and self.lr_decay_style == "WSD":
             raise UserError(
@@ -46,7 +46,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One model: where it comes from and how it is trained."""
+    """One model: its checkpoint and how it is trained."""
 
     path: str = knob("", "local folder of a HF checkpoint, or a hub name")
     init: str = knob("checkpoint", "checkpoint: load the weights of path; random: only its config and tokenizer")
@@ -67,10 +67,10 @@ class EngineConfig:
 
 
 def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, deterministic: bool = False) -> str:
-    """Name of the layer backend of an engine: torch, te, cpu or deterministic.
+    """Name of an engine's layer backend: torch, te, cpu or deterministic.
 
-    `auto` takes Transformer Engine where it can run: its attention knows no shared prompts. Without a GPU float32
-    models take the kernels of `megarl/cpu`. Plain torch runs everywhere else.
+    `auto` takes Transformer Engine if it can run, except with shared prompts, which its attention does not support.
+    Without a GPU, float32 models take the kernels of `megarl/cpu`. All other cases take plain torch.
     """
     if deterministic:
         return "deterministic"

@@ -1,7 +1,7 @@
-"""Models with one number a token in place of the vocabulary: PPO's critic, and reward models.
+"""Models with one output per token instead of the vocabulary: PPO's critic, and reward models.
 
-Both are HF's `ForSequenceClassification` with one label. A checkpoint of a language model serves as well: its LM head
-is left out, and a new value head starts as `actor.value_head_std` says.
+Both are HF's `ForSequenceClassification` with one label. A language model's checkpoint works as well. Its LM head is
+skipped, and a new value head is drawn with standard deviation `actor.value_head_std`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from megarl.types import PackedBatch
 
 
 class ValueAlgorithm(Protocol):
-    """What `MegatronPPOCritic` asks of an algorithm."""
+    """Methods of an algorithm that `MegatronPPOCritic` calls."""
 
     n_minibatches: int
 
     def value_loss(self, values: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a microbatch and its metrics; `values` and the tensors of `data` belong together."""
+        """Mean loss of a microbatch and its metrics. Entries i of `values` and of the tensors of `data` match."""
 
     def value_loss_weight(self, data: PackedBatch) -> Tensor:
-        """The weight of that mean."""
+        """Weight of the microbatch's mean loss."""
 
 
 class MegatronScalarEngine(MegatronEngine):
-    """The engine with a value head. Losses see it with `train_batch(..., loss_input="values")`: `loss_fn(values, data)`.
+    """The engine with a value head. `train_batch(..., loss_input="values")` calls `loss_fn(values, data)`.
 
-    `values[i]` is the head's output after reading token i, and the per-token tensors of `data` are those of token
-    i + 1, the one that is chosen there; at a sequence's last token, where nothing is chosen any more, they are 0.
+    `values[i]` is the head's output after reading token i. Entry i of the per-token tensors of `data` belongs to token
+    i + 1, the action chosen in that state. At a sequence's last token, which has no next action, these tensors are 0.
     """
 
     def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None, *, trainable: bool = True) -> None:
@@ -43,7 +43,7 @@ class MegatronScalarEngine(MegatronEngine):
 
     @torch.no_grad()
     def scores(self, data: Any) -> Tensor:
-        """float32 `[num_seqs]` on the host: the head's output at each sequence's last token, a reward model's score."""
+        """Computes a reward model's scores, float32 `[num_seqs]`, on the host: the head's output at last tokens."""
 
         def process(out: Tensor, mb: Microbatch) -> Tensor:
             return self._values(out, mb)[mb.batch.cu_seqlens[1:].long() - 1]
@@ -61,8 +61,11 @@ class MegatronPPOCritic(MegatronScalarEngine):
 
     @torch.no_grad()
     def compute_values(self, data: Any) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned, on the host: `values[i]` is the value of the state in which token i
-        is chosen, so of what stands before it; 0 at a sequence's first token."""
+        """Computes values, float32 `[total_tokens]`, token-aligned, on the host.
+
+        `values[i]` is V(s) before token i: the value of the state in which token i is chosen. It is 0 at a sequence's
+        first token.
+        """
 
         def process(out: Tensor, mb: Microbatch) -> Tensor:
             return shift_right(self._values(out, mb), mb.batch.cu_seqlens)
@@ -71,7 +74,7 @@ class MegatronPPOCritic(MegatronScalarEngine):
         return torch.cat(self._collect(PackedBatch.from_padded(data), process))
 
     def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
-        """Updates the values on the batch's `values` and `returns`: see `MegatronPPOActor.ppo_update`."""
+        """Updates the critic on the batch's `values` and `returns`; see `MegatronPPOActor.ppo_update`."""
         algorithm = self.algorithm
         return update_in_minibatches(
             self, batch, algorithm.n_minibatches, algorithm.value_loss, algorithm.value_loss_weight, "values"

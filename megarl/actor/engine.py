@@ -1,6 +1,6 @@
-"""The training engine on Megatron-core: one model over tp x pp x dp ranks, fed with packed global batches.
+"""The training engine on Megatron-core: one model over tp x pp x cp x dp ranks, trained on packed global batches.
 
-global batch -> partition over dp and microbatches -> pipeline schedule -> loss, normalised once -> optimizer
+global batch -> microbatches of each dp rank -> pipeline schedule -> loss, normalised once -> optimizer
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.batch.microbatch import Microbatch, build_microbatch, check_batch, plan_microbatches, shift_right
 from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
-from megarl.actor.checks import check_device, check_engine
+from megarl.actor.checks import check_device, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.model import build, heads
@@ -54,9 +54,9 @@ class MegatronEngine(TrainEngine):
         """Checks everything that needs no process group.
 
         Args:
-            scalar: gives the model one number a token in place of the vocabulary (see `critic.py`).
-            trainable: False leaves out gradients and optimizer (see `reference.py`).
-            deterministic: takes the backend `deterministic` (see `model/backends.py`).
+            scalar: gives the model one output per token instead of the vocabulary (see `critic.py`).
+            trainable: False builds no gradients and no optimizer (see `reference.py`).
+            deterministic: selects the backend `deterministic` (see `model/backends.py`).
 
         Raises:
             UserError: see `read_config` and `actor/checks.py`.
@@ -64,17 +64,20 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
+        for check in knob_checks(config, self.parallel, deterministic):
+            check()
         check_device(config, platform.has_gpu(), platform.has_transformer_engine(), deterministic)
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
         elif is_scalar(self.hf_config):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
-        check_engine(config, self.parallel, self.hf_config, deterministic=deterministic)
+        for check in model_checks(config, self.parallel, self.hf_config, deterministic):
+            check()
         self.backend = choose_backend(config, self.hf_config, deterministic)
         self._weight_updates: WeightUpdates | None = None
         self._skipped = SkippedSteps(config.max_skipped_steps)
-        # Made by `initialize`, which joins the process groups.
+        # Set by `initialize`, which joins the process groups.
         self.groups: Groups
         self.modules: list[GPTModel] = []
         self.ddps: list[Any] = []
@@ -83,7 +86,7 @@ class MegatronEngine(TrainEngine):
         self._cut = Cut()
         self._state: EngineState | None = None
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- lifecycle -------------------------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
         self.groups = process_groups.initialize(self.parallel)
@@ -105,7 +108,7 @@ class MegatronEngine(TrainEngine):
                     module.config,
                     DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
                     module,
-                    disable_bucketing=stage > 0,  # only the first virtual stage's gradients are ready piece by piece
+                    disable_bucketing=stage > 0,  # only the first virtual stage's buckets become ready one by one
                     pg_collection=self.groups.collection,
                 )
                 for stage, module in enumerate(self.modules)
@@ -137,10 +140,10 @@ class MegatronEngine(TrainEngine):
     def eval(self) -> MegatronEngine:
         return self.train(False)
 
-    # -- batches ------------------------------------------------------------------------------------------------
+    # -- batches ---------------------------------------------------------------------------------------------
 
     def _microbatches(self, batch: PackedBatch, weigh: LossWeightFn | None = None) -> list[Microbatch]:
-        """This rank's microbatches; their weights sum to 1 over all microbatches of all ranks."""
+        """Builds this rank's microbatches. Weights sum to 1 over all microbatches of all ranks."""
         check_batch(batch, self.hf_config.vocab_size)
         groups, shared = self.groups, self.config.shared_prefix
         multiple = groups.pp_size if groups.vpp_size > 1 else 1
@@ -152,27 +155,27 @@ class MegatronEngine(TrainEngine):
         total = math.fsum(w for row in weights for w in row)
         if weigh is not None and not (total > 0 and math.isfinite(total)):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
-        mine = self.groups.dp_rank
+        dp_rank = groups.dp_rank
         return [
             build_microbatch(batch, part, weight / total, self.device, self._cut, shared, self.backend.pack)
-            for part, weight in zip(rows[mine], weights[mine], strict=True)
+            for part, weight in zip(rows[dp_rank], weights[dp_rank], strict=True)
         ]
 
     def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
-        """The pipeline schedule over the microbatches; on the last stage `process(output, microbatch)` for each."""
+        """Runs the pipeline schedule. The last stage calls `process(output, microbatch)` for each microbatch."""
         return schedule.run(self.ddps, microbatches, process, self.groups, forward_only)
 
-    # What losses see, from the last stage's output: whole sequences, `[tokens, ...]`, on every layout.
+    # Loss inputs from the last stage's output: complete sequences, `[tokens, ...]`, on every layout.
 
     def _hidden(self, output: Tensor, mb: Microbatch) -> Tensor:
         return heads.hidden_states(output, self.modules[-1], self.groups, mb.shared)
 
     def _logits(self, output: Tensor, mb: Microbatch) -> Tensor:
         local = heads.logits(self._hidden(output, mb), self.modules[-1], self.groups, self.hf_config.vocab_size)
-        return mb.whole(local, self.groups.cp)
+        return mb.gather(local, self.groups.cp)
 
     def _values(self, output: Tensor, mb: Microbatch) -> Tensor:
-        return mb.whole(heads.values(self._hidden(output, mb), self.modules[-1]), self.groups.cp)
+        return mb.gather(heads.values(self._hidden(output, mb), self.modules[-1]), self.groups.cp)
 
     def _logprobs(
         self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True
@@ -187,15 +190,15 @@ class MegatronEngine(TrainEngine):
             with_entropy,
             self.config.kept_logits_mb * 2**20,
         )
-        logprobs, entropy = (mb.whole(x, self.groups.cp) if x is not None else None for x in local)
+        logprobs, entropy = (mb.gather(x, self.groups.cp) if x is not None else None for x in local)
         assert logprobs is not None
         return logprobs, entropy
 
-    # -- training -----------------------------------------------------------------------------------------------
+    # -- training --------------------------------------------------------------------------------------------
 
     def _loss_process(self, loss_fn: LossFn, loss_input: LossInput) -> Callable[..., Any]:
         def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, dict[str, tuple[float, float]]]:
-            no_tokens = torch.zeros([], dtype=torch.int)  # the schedule adds these up; megarl's weights serve instead
+            no_tokens = torch.zeros([], dtype=torch.int)  # Megatron's token count; the microbatch weights replace it
             if mb.weight == 0:
                 return output.sum() * 0.0, no_tokens, {}
             if loss_input == "logits":
@@ -223,7 +226,7 @@ class MegatronEngine(TrainEngine):
         return {**stats, **self._step(stats["loss"])}
 
     def _step(self, loss: float) -> dict[str, float]:
-        """Steps the optimizer, unless the loss or a gradient is not finite on any rank: then no rank does."""
+        """Steps the optimizer on every rank, or on none if the loss or a gradient is not finite on any rank."""
         with megatron_patches.scope():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -241,26 +244,26 @@ class MegatronEngine(TrainEngine):
             return self._reduce(self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only=True))
 
     def _reduce(self, reports: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-        """Weighted means (maxima for `*_max`) over all microbatches of all ranks, the same on every rank.
+        """Computes weighted means (maxima for `*_max`) over all microbatches of all ranks, equal on every rank.
 
-        Ranks of one tp and cp group and stages before the last count nothing: their share is added by the last stage's
-        tp rank 0 and cp rank 0. Sums run in rank order, so that the result does not depend on arrival.
+        Only tp rank 0 and cp rank 0 of the last stage contribute; the other ranks of their groups have the same values.
+        Sums run in rank order, so the result does not depend on the order of arrival.
         """
-        mine: dict[str, float] = {}
+        local_sums: dict[str, float] = {}
         for report in reports:
-            _add(mine, {k: v if k.endswith("_max") else w * v for k, (w, v) in report.items()})
+            _add(local_sums, {k: v if k.endswith("_max") else w * v for k, (w, v) in report.items()})
         if self.groups.world_size == 1:
-            return mine
-        counts = self.groups.is_last_stage and self.groups.tp_rank == 0 and self.groups.cp_rank == 0
+            return local_sums
+        contributes = self.groups.is_last_stage and self.groups.tp_rank == 0 and self.groups.cp_rank == 0
         result: dict[str, float] = {}
-        for theirs in gather_json(mine if counts else {}):
-            _add(result, theirs)
+        for rank_sums in gather_json(local_sums if contributes else {}):
+            _add(result, rank_sums)
         return result
 
     def step_lr_scheduler(self) -> None:
         self.scheduler.step(1)
 
-    # -- inference ----------------------------------------------------------------------------------------------
+    # -- inference -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(
@@ -277,8 +280,11 @@ class MegatronEngine(TrainEngine):
 
     @torch.no_grad()
     def logprobs(self, data: Any, trained_only: bool = False) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned, on the host: log-probs of the batch's own tokens, or only of those
-        that its `loss_mask` marks (0 elsewhere), which spares the LM head the others."""
+        """Computes log-probs of the batch's tokens, float32 `[total_tokens]`, token-aligned, on the host.
+
+        With `trained_only`, only tokens in `loss_mask` are computed, and the rest are 0. This saves the LM head's work
+        on the other tokens.
+        """
 
         def process(out: Tensor, mb: Microbatch) -> Tensor:
             labels = mb.trained_labels if trained_only else mb.labels
@@ -288,39 +294,42 @@ class MegatronEngine(TrainEngine):
         return torch.cat(self._collect(PackedBatch.from_padded(data), process))
 
     def _collect(self, batch: PackedBatch, process: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
-        """Runs forward only and returns one tensor a sequence, in the batch's order, the same on every rank."""
+        """Runs forward only and returns one tensor per sequence, in the batch's order, equal on every rank."""
         microbatches = self._microbatches(batch)
         outputs = self._run(microbatches, _as_loss(process), forward_only=True)
-        mine = None
+        local_facts = None  # only the last stage has outputs
         if outputs:
             first = outputs[0]
-            mine = [first.shape[0] == microbatches[0].batch.total_tokens, list(first.shape[1:]), str(first.dtype)]
-        per_token, tail, dtype = next(facts for facts in gather_json(mine) if facts is not None)
+            per_token = first.shape[0] == microbatches[0].batch.total_tokens
+            local_facts = [per_token, list(first.shape[1:]), str(first.dtype)]
+        per_token, tail, dtype = next(facts for facts in gather_json(local_facts) if facts is not None)
         rows = batch.total_tokens if per_token else batch.num_seqs
         full = torch.zeros(rows, *tail, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device)
         for mb, output in zip(microbatches, outputs, strict=False):
             if mb.indices:
-                where = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
-                full[where.to(self.device)] = output
-        return list(self._everywhere(full).split(batch.lengths.tolist() if per_token else 1))
+                index = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
+                full[index.to(self.device)] = output
+        return list(self._rows_on_all_ranks(full).split(batch.lengths.tolist() if per_token else 1))
 
-    def _everywhere(self, rows: Tensor) -> Tensor:
-        """Rows of the global batch, on the host of every rank. The last stage has found them, each on one dp rank and
-        zero on the others. A collective."""
+    def _rows_on_all_ranks(self, rows: Tensor) -> Tensor:
+        """Copies rows of the global batch to the host of every rank. A collective.
+
+        The last stage computed them. Each row is set on one dp rank and zero on the others.
+        """
         if self.groups.dp_size > 1 and self.groups.is_last_stage:
             dist.all_reduce(rows, group=self.groups.dp)
         if self.groups.pp_size > 1:
             dist.broadcast(rows, dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
         return rows.cpu()
 
-    # -- weights and state --------------------------------------------------------------------------------------
+    # -- weights and state -----------------------------------------------------------------------------------
 
     def shards(self) -> list[hf_weights.Shard]:
-        """The boxes of the HF checkpoint that this rank holds, as views of its live parameters."""
+        """Lists the boxes of the HF checkpoint that this rank holds, as views of its live parameters."""
         return hf_weights.shards(self.modules, self.hf_config, self.groups)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every HF tensor whole, on rank 0's host, by name (see `hf.gather`); a collective."""
+        """Yields every complete HF tensor by name, on rank 0's host (see `hf_weights.gather`). A collective."""
         return hf_weights.gather(self.modules, self.hf_config, self.groups)
 
     def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
@@ -361,13 +370,13 @@ class MegatronEngine(TrainEngine):
 
 
 def _add(total: dict[str, float], part: dict[str, float]) -> None:
-    """Adds a part's figures to the total; of those named `*_max` the larger stays."""
+    """Adds a part's metrics to the total, in place. Metrics named `*_max` take the maximum."""
     for key, value in part.items():
         total[key] = max(total.get(key, -math.inf), value) if key.endswith("_max") else total.get(key, 0.0) + value
 
 
 def _as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:
-    """Adapts a result per microbatch to what the schedule expects of a loss function."""
+    """Wraps `process` as a loss function of Megatron's schedules, with its result as the report."""
 
     def wrapped(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
         return torch.zeros([]), torch.zeros([], dtype=torch.int), process(output, mb)

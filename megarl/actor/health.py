@@ -1,4 +1,4 @@
-"""Steps that must not be taken: a loss or a gradient that is not finite, on any rank."""
+"""Detects steps to skip: a loss or gradient that is not finite on any rank."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megarl.parallel import platform
 
 
 class NonFiniteError(FloatingPointError):
-    """More steps in a row had a loss or gradient that is not finite than `actor.max_skipped_steps` allows."""
+    """Raised when more than `actor.max_skipped_steps` steps in a row had a loss or gradient that is not finite."""
 
 
 def gradients_are_finite(ddps: list[Any]) -> bool:
-    """Whether every element of this rank's gradient buffers is finite.
+    """True if every element of this rank's gradient buffers is finite.
 
-    The norm alone does not tell: it leaves out what another tp rank or pipeline stage counts.
+    The gradient norm alone is not enough: it skips parameters that another tp rank or pipeline stage counts.
     """
     buffers = [buffer for ddp in ddps for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     return all(math.isfinite(float(torch.linalg.vector_norm(buffer.grad_data))) for buffer in buffers)
 
 
 def on_all_ranks(finite: bool) -> bool:
-    """Whether `finite` holds on every rank; a collective, so that all skip a step or none does."""
+    """True if `finite` holds on every rank. A collective, so that either all ranks skip a step or none does."""
     if dist.get_world_size() == 1:
         return finite
     flag = torch.tensor([finite], dtype=torch.int32, device=platform.device())
@@ -34,23 +34,23 @@ def on_all_ranks(finite: bool) -> bool:
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row."""
+    """Counts consecutive skipped steps, up to a limit."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self.in_a_row = 0
 
     def record(self, skipped: bool, loss: float, grad_norm: float) -> None:
         """Counts one step.
 
         Raises:
-            NonFiniteError: more than `most` in a row were skipped.
+            NonFiniteError: more than `limit` steps in a row were skipped.
         """
         self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self.in_a_row > self.most:
+        if self.in_a_row > self.limit:
             steps = f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} in a row"
             raise NonFiniteError(
                 f"{steps} had a loss or gradient that is not finite (last: loss {loss}, gradient norm {grad_norm}), "
-                f"actor.max_skipped_steps={self.most} allows {self.most}; parameters are as they were before: lower "
-                "actor.optimizer.lr, or go on from an earlier checkpoint"
+                f"actor.max_skipped_steps={self.limit} allows {self.limit}; parameters are unchanged: lower "
+                "actor.optimizer.lr, or resume from an earlier checkpoint"
             )

@@ -1,9 +1,9 @@
-"""How much memory a rank of a layout needs, by part, worked out from the configuration: no model, no process group.
+"""Estimates the memory of a rank from the configuration alone, without a model or process groups.
 
-Weights, gradients and optimizer state are counted exactly (`shards.pieces`). Activations are what autograd keeps for
-backward in a layer as `model.py` builds it: on the CPU read off with `torch.autograd.graph.saved_tensors_hooks`, on a
-GPU worked out from the fused norms and attention. `tests/unit/actor/test_memory.py` holds the sum against what real
-training steps take.
+Weights, gradients and optimizer state are counted exactly, from `shards.shard_specs`. Activations are the tensors that
+autograd keeps for backward in a layer of `model/build.py`. On the CPU they were measured with
+`torch.autograd.graph.saved_tensors_hooks`; on a GPU they are derived from the fused norms and attention.
+`tests/unit/actor/test_memory.py` compares the total with real training steps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GRADIENT = 4  # a float32 main gradient of every parameter (DDP's grad_reduce_in_fp32)
-MOMENTS = 8  # Adam's two, float32
-MAIN = 4  # a float32 main parameter, where parameters are bfloat16
-BATCH_BYTES = 120  # a token of the packed batch, its shifted twin, labels and the rows of its attention block
-GPU_RUNTIME = 3 << 30  # CUDA context, NCCL's buffers, cuBLAS workspaces: assumed, not measured
+# bytes per parameter
+GRADIENT = 4  # float32 main gradient (DDP's grad_reduce_in_fp32)
+MOMENTS = 8  # Adam's two moments, float32
+MAIN = 4  # float32 main parameter, if parameters are bfloat16
+BATCH_BYTES = 120  # per token: packed batch, its position-aligned copy, labels, and rows of its attention block
+GPU_RUNTIME = 3 << 30  # bytes of CUDA context, NCCL buffers and cuBLAS workspaces: assumed, not measured
 
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What one data parallel rank works on between two optimizer steps."""
+    """Tokens of one data parallel rank between two optimizer steps."""
 
-    tokens: int  # in the largest microbatch
+    tokens: int  # of the largest microbatch
     microbatches: int = 1
 
     @property
@@ -41,8 +42,11 @@ class StepLoad:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes of one trainer rank. Activations and head are held in forward and backward, `update` while the optimizer
-    steps: not at the same time."""
+    """Bytes of one trainer rank, by part.
+
+    Activations and head are in memory during forward and backward, `update` during the optimizer step. These two phases
+    do not overlap.
+    """
 
     weights: int
     gradients: int
@@ -55,7 +59,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """At the peak of a step."""
+        """Bytes at the peak of a step."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         update = parts.pop("update")
         return sum(parts.values()) + max(0, update - self.activations - self.head)
@@ -73,26 +77,26 @@ class ServerMemory:
         return self.weights + self.kv_cache
 
 
-def elements(held: list[ShardSpec]) -> int:
-    """How many elements the pieces have."""
-    return sum(math.prod(b - a for a, b in zip(p.start, p.stop, strict=True)) for p in held)
+def elements(specs: list[ShardSpec]) -> int:
+    """Number of elements in the shards."""
+    return sum(math.prod(b - a for a, b in zip(spec.start, spec.stop, strict=True)) for spec in specs)
 
 
 def count_parameters(model: PretrainedConfig) -> int:
-    """Parameters of the model, tied embeddings counted once."""
+    """Number of parameters of the model, with tied embeddings counted once."""
     return elements(shard_specs(model, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0)))
 
 
 def trainer_memory(
     model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, load: StepLoad, pp_rank: int, on_gpu: bool
 ) -> TrainerMemory:
-    """What the ranks of pipeline rank `pp_rank` need; tp, cp and dp ranks of one stage need the same."""
-    held = shard_specs(model, parallel, Place(0, 0, 0, pp_rank, 0, 0, 0))
-    experts = elements([piece for piece in held if ".experts." in piece.param])
-    dense = elements(held) - experts
+    """Estimates the memory of a rank with pipeline rank `pp_rank`. All ranks of one stage need the same."""
+    specs = shard_specs(model, parallel, Place(0, 0, 0, pp_rank, 0, 0, 0))
+    experts = elements([spec for spec in specs if ".experts." in spec.param])
+    dense = elements(specs) - experts
     item = ITEM_BYTES[engine.dtype]
     per_stage = parallel.world_size() // parallel.pp_size
-    replicas = per_stage // parallel.tp_size  # dp x cp: the distributed optimizer's shards
+    replicas = per_stage // parallel.tp_size  # dp x cp: number of shards of the distributed optimizer
     expert_replicas = per_stage // (parallel.expert_tp_size * parallel.ep_size)
     state = (MAIN if item < MAIN else 0) + (0 if engine.offload_optimizer else MOMENTS)
     layer = LayerBytes.of(model, parallel, engine, on_gpu)
@@ -103,7 +107,7 @@ def trainer_memory(
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
         activations=_activations(model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank),
         head=_head(model, parallel, engine, layer, tokens, item) if pp_rank == parallel.pp_size - 1 else 0,
-        update=0 if on_gpu else (dense + experts) * item,  # gloo gathers the parameters into a copy
+        update=0 if on_gpu else (dense + experts) * item,  # gloo all-gathers the parameters into a copy
         batch=BATCH_BYTES * load.all_tokens,
         runtime=GPU_RUNTIME if on_gpu else 0,
     )
@@ -112,16 +116,16 @@ def trainer_memory(
 def host_memory(
     model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, pp_rank: int, load: StepLoad
 ) -> int:
-    """Bytes on the host that an offloaded optimizer takes: a copy of the shard, its gradient and the moments."""
+    """Bytes on the host of an offloaded optimizer: a copy of the parameter shard, its gradient and the moments."""
     if not engine.offload_optimizer:
         return 0
-    kept = trainer_memory(model, parallel, engine, load, pp_rank, on_gpu=True)
-    shards = kept.gradients // GRADIENT * parallel.tp_size * parallel.pp_size // parallel.world_size()
-    return shards * (4 + 4 + MOMENTS)
+    memory = trainer_memory(model, parallel, engine, load, pp_rank, on_gpu=True)
+    sharded = memory.gradients // GRADIENT * parallel.tp_size * parallel.pp_size // parallel.world_size()
+    return sharded * (4 + 4 + MOMENTS)
 
 
 def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int) -> ServerMemory:
-    """What each rank of a rollout server needs; key and value heads are repeated where tp exceeds their number."""
+    """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number."""
     item = ITEM_BYTES[dtype]
     heads = max(1, model.num_key_value_heads // tp_size)
     weights = elements(shard_specs(model, ParallelConfig(tp_size=tp_size), Place(0, 0, 0, 0, 0, 0, 0))) * item
@@ -130,37 +134,37 @@ def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_token
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes a token of one layer on one rank."""
+    """Bytes per token of one layer on one rank."""
 
     norm: float  # one norm over the hidden size
-    kept: float  # held from forward to backward, by the recompute mode
-    inside: float  # of one layer in full, while it is computed again
-    working: float  # gradients in flight
-    matrix: int  # bytes of the largest weight's gradient, once, before it is added to the main gradient
-    hidden: float  # the layer's input
+    kept: float  # kept from forward to backward, by the recompute mode
+    inside: float  # all activations of one layer, while it is recomputed
+    working: float  # gradients of activations in backward
+    matrix: int  # the largest weight's gradient before it is added to the main gradient; in total, not per token
 
     @staticmethod
     def of(model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, on_gpu: bool) -> LayerBytes:
-        """Of a layer that computes the most: one with experts where the model has such."""
+        """Computes the bytes of the largest layer: one with experts, if the model has them."""
         item, tp = ITEM_BYTES[engine.dtype], parallel.tp_size
-        spread = tp if parallel.sequence_parallel else 1  # tokens of the parts that tp does not cut
+        spread = tp if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
         hidden = model.hidden_size * item / spread
-        fused = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu) == "cpu"  # its layers keep their inputs alone
+        fused = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu) == "cpu"  # its layers keep only their inputs
         norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
         dim = head_dim(model)
         q = model.num_attention_heads * dim / tp
         kv = max(1.0, model.num_key_value_heads / tp) * dim
-        blocks = 0 if fused and parallel.cp_size == 1 else q  # what attention gives before padding is taken off
+        blocks = 0 if fused and parallel.cp_size == 1 else q  # attention's output before padding is removed
         core = (q + blocks + 2 * kv * parallel.cp_size) * item + 4 * q / dim
         queries = _qk_norm(q, kv, item, on_gpu) if FAMILIES[model.model_type].qk_norm else 0.0
-        keys = kv if queries or not fused else 0  # neither normed nor rotated yet they are, like values, a view of
-        inputs = (q + keys + q + 2 * kv) * item  # all three projections
+        # Without norm and rotation, keys are a view of the QKV projection's output, as values are.
+        keys = kv if queries or not fused else 0
+        inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
         around = 2 * norm + queries + q * item + (0 if fused else 4 * dim * item)
         mlp, matrix, width = _mlp(model, parallel, item, fused)
         inside = around + core + mlp
         kept = {"none": inside, "selective": around + inputs, "full": hidden}[engine.recompute]
         working = 4 * width * item + 3 * hidden * spread
-        return LayerBytes(norm, kept, inside, working, matrix, hidden)
+        return LayerBytes(norm, kept, inside, working, matrix)
 
 
 def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
@@ -170,8 +174,9 @@ def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
 
 
 def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bool) -> tuple[float, int, float]:
-    """Of the MLP, or of all experts that a token visits: bytes kept inside, of the largest gradient, and its width."""
-    moe, tensors = moe_shape(model), 3 if fused else 5  # gate and up, their product; silu(gate) and up apart
+    """Computes bytes per token, bytes of the largest weight's gradient, and width: of the MLP or a token's experts."""
+    # Kept tensors: gate, up and their product. Unfused also silu(gate) and a copy of up.
+    moe, tensors = moe_shape(model), 3 if fused else 5
     if moe is None:
         width = model.intermediate_size / parallel.tp_size
         return tensors * width * item, int(2 * width * model.hidden_size * item), width
@@ -183,20 +188,20 @@ def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bo
 def _activations(
     model: PretrainedConfig, parallel: ParallelConfig, layer: LayerBytes, load: StepLoad, pp_rank: int
 ) -> int:
-    """What is kept at the fullest moment: all layers of the microbatches in flight, and one layer in backward."""
+    """Computes activation bytes at the peak: all layers of the microbatches in flight, and one layer in backward."""
     layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank])
     in_flight = float(min(load.microbatches, parallel.pp_size - pp_rank))
-    if parallel.vpp_size > 1:  # chunks of layers / vpp each, schedules.py:773
+    if parallel.vpp_size > 1:  # each chunk has layers / vpp layers, schedules.py:773
         warmup = 2 * (parallel.pp_size - pp_rank - 1) + (parallel.vpp_size - 1) * parallel.pp_size + 1
         in_flight = min(load.microbatches * parallel.vpp_size, warmup) / parallel.vpp_size
-    again = layer.inside - layer.kept  # computed again in backward; nothing where all is kept
-    return math.ceil(load.tokens * (in_flight * layers * layer.kept + again + layer.working)) + layer.matrix
+    recomputed = layer.inside - layer.kept  # 0 without recompute
+    return math.ceil(load.tokens * (in_flight * layers * layer.kept + recomputed + layer.working)) + layer.matrix
 
 
 def _head(
     model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, layer: LayerBytes, tokens: int, item: int
 ) -> int:
-    """The final norm, the gradient of its output, and the logits: all, or a chunk (`head.logprobs`)."""
+    """Computes bytes of the final norm, the gradient of its output, and all logits or one chunk (`heads.logprobs`)."""
     vocab = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size
     if tokens * vocab * item <= engine.kept_logits_mb * 2**20:
         chunk = tokens

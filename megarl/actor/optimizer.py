@@ -1,4 +1,4 @@
-"""Megarl's optimizer knobs as Megatron's distributed optimizer and learning-rate schedule."""
+"""Builds Megatron's distributed optimizer and learning-rate schedule from the optimizer knobs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megarl.knobs import UserError
 
 
 def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -> Any:
-    """Adam over the DDP-wrapped modules, sharded over dp x cp.
+    """Builds Adam over the DDP-wrapped modules, sharded over dp x cp.
 
-    Main parameters and moments are float32; with `dtype` float32 the parameters are their own main parameters. Norms
-    and biases, which are one-dimensional, are not decayed (`get_standard_config_overrides`).
+    Main parameters and moments are float32. With `dtype` float32, the parameters are their own main parameters. Norms
+    and biases are one-dimensional, and Megatron does not decay them (`get_standard_config_overrides`).
     """
     adam = config.optimizer
     megatron = MegatronOptimizerConfig(
@@ -41,10 +41,10 @@ def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -
 
 
 def step_by_norm(optimizer: Any, norm: float) -> None:
-    """Clips gradients that are ready (`prepare_grads`) by their norm and steps.
+    """Clips prepared gradients (`prepare_grads`) by their norm and takes a step.
 
-    Megatron's `ChainedOptimizer.step` (optimizer/optimizer.py:1307) without its first half, which would prepare the
-    gradients and take their norm again.
+    This is the second half of Megatron's `ChainedOptimizer.step` (optimizer/optimizer.py:1307). Its first half would
+    prepare the gradients and compute their norm again.
     """
     for part in optimizer.chained_optimizers:
         if part.config.clip_grad > 0 and not part.is_stub_optimizer and (parameters := part.get_parameters()):
@@ -53,10 +53,10 @@ def step_by_norm(optimizer: Any, norm: float) -> None:
 
 
 def build_scheduler(adam: OptimizerConfig, optimizer: Any, ft_spec: FinetuneSpec | None) -> OptimizerParamScheduler:
-    """Megatron's schedule over the run's steps; its first step already moves.
+    """Builds Megatron's learning-rate schedule over the run's steps. The first step has a rate above 0.
 
     Raises:
-        UserError: a style that needs the number of steps without it, or a decay longer than the run.
+        UserError: `ft_spec` is missing for a style that needs the number of steps, or a decay is longer than the run.
     """
     if ft_spec is None and adam.lr_decay_style != "constant":
         raise UserError(
@@ -65,7 +65,7 @@ def build_scheduler(adam: OptimizerConfig, optimizer: Any, ft_spec: FinetuneSpec
         )
     total = ft_spec.total_train_steps if ft_spec else 1
     adam.check_length(total)
-    offset = 1 if adam.warmup_steps else 0  # the first step of a warm-up already moves
+    offset = 1 if adam.warmup_steps else 0  # the first step of a warm-up has a rate above 0
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

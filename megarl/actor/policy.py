@@ -1,6 +1,6 @@
-"""The policy that RL trains: log-probs, advantages and the policy update on the engine.
+"""The policy of an RL run: log-probs, advantages and the policy update on the engine.
 
-What the algorithm decides (advantages, loss, its weight) is handed in; see `megarl/algorithms/`.
+Advantages, loss and loss weight come from the algorithm; see `megarl/algorithms/`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megarl.types import PackedBatch
 
 
 class PolicyAlgorithm(Protocol):
-    """What `MegatronPPOActor` asks of an algorithm."""
+    """Attributes and methods of an algorithm that `MegatronPPOActor` uses."""
 
     n_minibatches: int
     needs_prox_logp: bool
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned."""
+        """Computes advantages, float32 `[total_tokens]`, token-aligned."""
 
     def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of a microbatch and its metrics."""
+        """Computes the mean loss of a microbatch and its metrics."""
 
     def loss_weight(self, data: PackedBatch) -> Tensor:
-        """The weight of that mean."""
+        """Weight of the microbatch's mean loss."""
 
 
 class MegatronPPOActor(MegatronEngine):
@@ -48,23 +48,28 @@ class MegatronPPOActor(MegatronEngine):
         self.algorithm = algorithm
 
     def compute_logp(self, batch: PackedBatch) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned: log-probs, under the present weights, of the tokens that
-        `loss_mask` marks (of all, where the batch has none); 0 elsewhere."""
+        """Computes log-probs under the current weights, float32 `[total_tokens]`, token-aligned.
+
+        Tokens outside `loss_mask` are 0. Without a `loss_mask`, all tokens are computed.
+        """
         self.eval()
         return self.logprobs(batch, trained_only=True)
 
     def compute_advantages(self, batch: PackedBatch) -> None:
-        """Sets `batch["advantages"]`, float32 `[total_tokens]`, zero where `loss_mask` is not set."""
+        """Sets `batch["advantages"]`, float32 `[total_tokens]`, zero outside `loss_mask`."""
         batch.set_tokens("advantages", self.algorithm.advantages(batch))
 
     def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
-        """Updates the policy on the batch: one optimizer step for each of the algorithm's minibatches.
+        """Updates the policy on the batch, with one optimizer step for each of the algorithm's minibatches.
 
-        Minibatch j of n takes sequences j, j + n, j + 2n, ..., so from all over the batch. Returns the mean of the
-        figures of the steps taken (maxima of those named `*_max`) and the number of `skipped_steps`.
+        Minibatch j of n has sequences j, j + n, j + 2n, ..., which spread over the batch. Returns the mean of the
+        steps' metrics (maxima for `*_max`) without skipped steps, and the number of `skipped_steps`.
 
-        A batch for one minibatch may come without `prox_logp`, which is set then: no weight changes before the
-        update's own forward pass is over, so its log-probs are those of the proximal policy.
+        With one minibatch, the batch may lack `prox_logp`. The update then sets it from its own forward pass: no weight
+        changes before that pass ends, so its log-probs belong to the proximal policy.
+
+        Raises:
+            ValueError: several minibatches without `prox_logp`, or fewer sequences than minibatches.
         """
         algorithm = self.algorithm
         count, weight = algorithm.n_minibatches, algorithm.loss_weight
@@ -75,18 +80,19 @@ class MegatronPPOActor(MegatronEngine):
                 f"the batch has no prox_logp, and algorithm.n_minibatches={count} steps change the policy in between; "
                 "set it to compute_logp(batch) before the update"
             )
-        present = torch.zeros(batch.total_tokens, device=self.device)
+        current_logprobs = torch.zeros(batch.total_tokens, device=self.device)
 
         def loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
             data.set_tokens("prox_logp", logprobs.detach())
-            present.index_add_(0, data["token"], data["prox_logp"])  # which is 0 where no token is trained on
+            # 0 at positions without a trained token, including sequence ends, whose token index is 0.
+            current_logprobs.index_add_(0, data["token"], data["prox_logp"])
             return algorithm.loss(logprobs, entropy, data)
 
         tokens = {**batch.tokens, "token": torch.arange(batch.total_tokens)}
         stats = update_in_minibatches(
             self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, "logprobs"
         )
-        batch.set_tokens("prox_logp", self._everywhere(present))
+        batch.set_tokens("prox_logp", self._rows_on_all_ranks(current_logprobs))
         return stats
 
 
@@ -98,8 +104,15 @@ def update_in_minibatches(
     loss_weight: LossWeightFn,
     loss_input: LossInput,
 ) -> dict[str, float]:
-    """One optimizer step for each of the `count` minibatches; what `ppo_update` is for actor and critic."""
-    if batch.num_seqs < count:  # it may be short of some: samples that cannot be trained on are left out
+    """Takes one optimizer step per minibatch, for `ppo_update` of actor and critic.
+
+    Returns the mean of the steps' metrics (maxima for `*_max`) without skipped steps, and the number of
+    `skipped_steps`.
+
+    Raises:
+        ValueError: fewer sequences than minibatches.
+    """
+    if batch.num_seqs < count:  # possible because samples that cannot be trained on are dropped
         raise ValueError(f"{batch.num_seqs} sequences are too few for algorithm.n_minibatches={count}")
     engine.train()
     steps = []
@@ -107,8 +120,8 @@ def update_in_minibatches(
         part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
         steps.append(engine.train_batch(part, loss, loss_weight, loss_input=loss_input))
     taken = [step for step in steps if not step["skipped_steps"]] or steps
-    figures = {key: (max if key.endswith("_max") else _mean)([step[key] for step in taken]) for key in taken[0]}
-    return {**figures, "skipped_steps": sum(step["skipped_steps"] for step in steps)}
+    metrics = {key: (max if key.endswith("_max") else _mean)([step[key] for step in taken]) for key in taken[0]}
+    return {**metrics, "skipped_steps": sum(step["skipped_steps"] for step in steps)}
 
 
 def _mean(values: list[float]) -> float:
@@ -116,14 +129,17 @@ def _mean(values: list[float]) -> float:
 
 
 def rollout_mismatch(batch: PackedBatch, version: int) -> dict[str, float]:
-    """How far the rollout's log-probs are from the trainer's on the trained tokens, in nats: `mean` and `max` of
-    |difference| over the tokens sampled from `version`, the trainer's own weights (left out where there is none), and
-    `kl` over all, the mean of exp(d) - 1 - d with d = trainer - rollout (Schulman's k3 estimate of KL)."""
+    """Measures the difference between rollout and trainer log-probs on trained tokens, in nats.
+
+    `logprob_diff_mean` and `logprob_diff_max` are over |difference| of the tokens sampled from `version`, the trainer's
+    own weights. They are omitted if there are no such tokens. `rollout_kl` is over all trained tokens. It is the mean
+    of exp(d) - 1 - d with d = trainer - rollout (Schulman's k3 estimate of KL).
+    """
     mask = batch["loss_mask"].bool()
     difference = (batch["prox_logp"] - batch["rollout_logprobs"]).double()
-    figures = {"rollout_kl": float((torch.expm1(difference) - difference)[mask].mean()) if mask.any() else 0.0}
-    same = mask & (batch["versions"] == version) if "versions" in batch else mask
-    if same.any():
-        gap = difference[same].abs()
-        figures |= {"logprob_diff_mean": float(gap.mean()), "logprob_diff_max": float(gap.max())}
-    return figures
+    metrics = {"rollout_kl": float((torch.expm1(difference) - difference)[mask].mean()) if mask.any() else 0.0}
+    on_policy = mask & (batch["versions"] == version) if "versions" in batch else mask
+    if on_policy.any():
+        gap = difference[on_policy].abs()
+        metrics |= {"logprob_diff_mean": float(gap.mean()), "logprob_diff_max": float(gap.max())}
+    return metrics

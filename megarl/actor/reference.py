@@ -1,4 +1,4 @@
-"""A frozen model beside the one that is trained: the reference of a KL penalty or of DPO."""
+"""A frozen model next to the trained one: the reference of a KL penalty or of DPO."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from megarl.parallel.config import ParallelConfig
 
 
 class MegatronReference(MegatronEngine):
-    """The engine without gradients and optimizer. Between uses its weights may wait on the host."""
+    """The engine without gradients and optimizer. Its weights can be offloaded to the host between uses."""
 
     def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None) -> None:
         super().__init__(config, parallel, trainable=False)
-        self._waiting: list[Tensor] = []
+        self._offloaded: list[Tensor] = []
 
     def compute_logp(self, data: Any) -> Tensor:
-        """float32 `[total_tokens]`, token-aligned: log-probs of the tokens that `loss_mask` marks (of all, where the
-        batch has none); 0 elsewhere. Weights on the host are brought back first."""
+        """Computes log-probs, float32 `[total_tokens]`, token-aligned. Loads offloaded weights first.
+
+        Tokens outside `loss_mask` are 0. Without a `loss_mask`, all tokens are computed.
+        """
         self.onload()
         self.eval()
         return self.logprobs(data, trained_only=True)
 
     @torch.no_grad()
     def offload(self) -> None:
-        """Copies the weights to the host and frees the device's memory; nothing where they are there already."""
-        if self._waiting:
+        """Copies the weights to the host and frees device memory. Does nothing if they are offloaded already."""
+        if self._offloaded:
             return
         for parameter in hf_weights.parameters(self.modules):
             host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=platform.has_gpu())
-            self._waiting.append(host.copy_(parameter))
+            self._offloaded.append(host.copy_(parameter))
             parameter.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Brings the weights back, bit for bit."""
-        for parameter, host in zip(hf_weights.parameters(self.modules), self._waiting, strict=False):
+        """Copies offloaded weights back to the device, bit for bit."""
+        for parameter, host in zip(hf_weights.parameters(self.modules), self._offloaded, strict=False):
             parameter.untyped_storage().resize_(host.nbytes)
             parameter.copy_(host)
-        self._waiting = []
+        self._offloaded = []

@@ -1,4 +1,4 @@
-"""Supervised training: next-token loss over the tokens that `loss_mask` marks."""
+"""Supervised training: next-token loss over the tokens in `loss_mask`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.types import PackedBatch
 
 
 def lm_loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean negative log-prob (nats a token) over the marked tokens of a microbatch."""
+    """Mean negative log-prob (nats per token) over the tokens of a microbatch in `loss_mask`."""
     mask = data["loss_mask"].bool()
     count = mask.sum().clamp(min=1)
     loss = -logprobs.masked_fill(~mask, 0.0).sum() / count
@@ -19,7 +19,7 @@ def lm_loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tenso
 
 
 def trained_tokens(data: PackedBatch) -> Tensor:
-    """How many tokens count; a sequence's first token is predicted by nothing and never does."""
+    """Counts trained tokens. A sequence's first token has no prediction and never counts."""
     mask = data["loss_mask"].bool().clone()
     lengths = data.lengths
     mask[data.cu_seqlens[:-1][lengths > 0].long()] = False
@@ -30,11 +30,14 @@ class MegatronLMEngine(MegatronEngine):
     """The engine with the supervised methods of AReaL's `LMEngine`."""
 
     def train_lm(self, data: Any) -> dict[str, float]:
-        """One step on `input_ids`, `attention_mask`, `loss_mask` (padded or packed): see `TrainEngine.train_batch`."""
+        """Takes one step on `input_ids`, `attention_mask`, `loss_mask`, padded or packed.
+
+        See `TrainEngine.train_batch`.
+        """
         self.train()
         return self.train_batch(data, lm_loss, trained_tokens, loss_input="logprobs")
 
     def evaluate_lm(self, data: Any) -> dict[str, float]:
-        """The same loss without a step."""
+        """Computes the loss of `train_lm` without a step."""
         self.eval()
         return self.eval_batch(data, lm_loss, trained_tokens, loss_input="logprobs")

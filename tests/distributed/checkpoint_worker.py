@@ -1,4 +1,4 @@
-"""Runs on every rank of a world of four: each layout loads the state that each other layout wrote, and trains on."""
+"""Worker of every rank of four: each layout loads the states of all layouts, and trains on."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def mean_square(values: Tensor, data: PackedBatch) -> Tensor:
 
 
 def train(engine: MegatronEngine, scalar: bool) -> list[float]:
-    """Losses and gradient norms of two steps."""
-    found = []
+    """Takes two steps and returns their losses and gradient norms."""
+    figures = []
     for _ in range(STEPS):
         if scalar:
             stats = engine.train_batch(batch(), mean_square, lambda data: data.total_tokens, loss_input="values")
         else:
             stats = engine.train_batch(batch(), mean_nll, lambda data: data.total_tokens, loss_input="logprobs")
-        found += [stats["loss"], stats["grad_norm"]]
+        figures += [stats["loss"], stats["grad_norm"]]
         engine.step_lr_scheduler()
-    return found
+    return figures
 
 
 def poison(engine: MegatronEngine) -> None:
-    """What a load does not write stays NaN."""
+    """Fills parameters and optimizer state with NaN. Elements that a load does not write stay NaN."""
     with torch.no_grad():
         for param in hf_weights.parameters(engine.modules):
             param.fill_(math.nan)
@@ -92,21 +92,24 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def weights_equal(engine: MegatronEngine, folder: Path) -> bool:
-    """Whether the gathered weights, which know nothing of checkpoints, are those of the state; on rank 0."""
+    """True if the weights gathered from the live model equal the stored weights. Compared on rank 0."""
     stored = dict(StoredState(folder).tensors())
     live = dict(engine.named_weights())
     return engine.groups.rank != 0 or equal(live, stored)
 
 
 def trains_on(engine: MegatronEngine, folder: Path, name: str, layout: str, case: dict[str, Any]) -> list[str]:
-    """What is wrong with the steps after a load: one process takes the same, and another load gives the same bits."""
+    """Lists problems of the steps after a load.
+
+    The losses must be close to one process's, and bitwise equal after loading again.
+    """
     wrong = []
     losses = train(engine, case["scalar"])
     if any(not math.isclose(a, b, rel_tol=case["tolerance"]) for a, b in zip(losses, case["losses"], strict=True)):
         wrong.append(f"{name}: {layout} trains to {losses}, one process to {case['losses']}")
     engine.load_state(folder / layout)
     if train(engine, case["scalar"]) != losses:
-        wrong.append(f"{name}: {layout} trains to other bits after a load")
+        wrong.append(f"{name}: {layout} trains to different bits after another load")
     return wrong
 
 
@@ -115,9 +118,9 @@ def main(work: Path) -> None:
     cases = json.loads((work / "cases.json").read_text())
     wrong: list[str] = []
     for name, case in cases.items():
-        folder, layouts, how = work / name, case["layouts"], (case["dtype"], case["scalar"])
+        folder, layouts, options = work / name, case["layouts"], (case["dtype"], case["scalar"])
         for layout, sizes in layouts.items():
-            engine = engine_of(folder / "model", *how, sizes)
+            engine = engine_of(folder / "model", *options, sizes)
             engine.load_state(folder / "single")
             if not weights_equal(engine, folder / "single"):
                 wrong.append(f"{name}: weights of single in {layout}")
@@ -125,13 +128,13 @@ def main(work: Path) -> None:
             wrong += trains_on(engine, folder, name, layout, case)
             groups.leave_layout()
         for layout, sizes in layouts.items():
-            engine = engine_of(folder / "model", *how, sizes)
+            engine = engine_of(folder / "model", *options, sizes)
             engine.load_state(folder / layout)
-            own = engine.snapshot_state().tensors
+            expected = engine.snapshot_state().tensors
             for other in layouts:
                 poison(engine)
                 engine.load_state(folder / other)
-                if not equal(engine.snapshot_state().tensors, own):
+                if not equal(engine.snapshot_state().tensors, expected):
                     wrong.append(f"{name}: {other} in {layout}")
             groups.leave_layout()
     (work / f"wrong-{engine.groups.rank}.json").write_text(json.dumps(wrong))

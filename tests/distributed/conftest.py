@@ -1,4 +1,4 @@
-"""Ranks of this folder's worlds start in a moment, under the real launcher."""
+"""Starts the ranks of this folder's tests quickly, from a warm process, under the real launcher."""
 
 from __future__ import annotations
 

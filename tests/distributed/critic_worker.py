@@ -1,4 +1,4 @@
-"""Runs on every rank of a layout: a critic's values, two updates and its export, and an actor with shared prompts."""
+"""Worker of every rank: a critic's values, two updates and its export, and an actor with shared prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADAM = OptimizerConfig(lr=0.3, adam_eps=1.0)
 
 
 def measure(work: Path, parallel: ParallelConfig, out: Path) -> None:
-    """Writes to `out` what the layout makes of the model and batch in `work`."""
+    """Runs the layout on the model and batch in `work`, and writes the results to `out`."""
     stored = load_file(work / "batch.safetensors")
     groups = stored.pop("group_ids")
     batch = PackedBatch(stored.pop("cu_seqlens"), stored, {"group_ids": groups})

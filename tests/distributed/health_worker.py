@@ -1,4 +1,4 @@
-"""Runs on every rank: breaks one rank in one way, or poisons one rank's loss or gradient, and writes what followed."""
+"""Worker of every rank: breaks one rank, or poisons its loss or gradient, and writes the outcome."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megarl.types import PackedBatch, cu_seqlens_of
 
 RANK = int(os.environ.get("RANK", "0"))
 LAYOUTS = {"dp2": {"dp_size": 2}, "pp2": {"pp_size": 2}, "tp2": {"tp_size": 2}}
-MOST = 2  # steps that may be skipped in a row
+MAX_SKIPPED = 2  # in a row
 
 
 def batch() -> PackedBatch:
@@ -34,16 +34,16 @@ def batch() -> PackedBatch:
 
 
 def engine_of(model: str, layout: dict[str, int], timeout_s: float = 600.0) -> MegatronLMEngine:
-    config = EngineConfig(path=model, max_skipped_steps=MOST, optimizer=OptimizerConfig(lr=1e-3))
+    config = EngineConfig(path=model, max_skipped_steps=MAX_SKIPPED, optimizer=OptimizerConfig(lr=1e-3))
     engine = MegatronLMEngine(config, ParallelConfig(**layout, timeout_s=timeout_s))
     engine.initialize()
     return engine
 
 
 def broken(how: str, model: str, timeout_s: float) -> None:
-    """Rank 1 is killed, stopped, or sleeps, inside the loss function of its second step."""
+    """Trains until rank 1 is killed, stopped, or sleeps, inside the loss function of its second step."""
     engine = engine_of(model, LAYOUTS["dp2"], timeout_s)
-    if "MEGARL_TEST_WATCH" in os.environ:  # no launcher watches
+    if "MEGARL_TEST_WATCH" in os.environ:  # there is no launcher with a watchdog
         watchdog.start(Path(os.environ["MEGARL_TEST_WATCH"]), RANK, 2, timeout_s, guard=True)
     steps = 0
 
@@ -61,35 +61,35 @@ def broken(how: str, model: str, timeout_s: float) -> None:
 
 
 def state_of(engine: MegatronLMEngine) -> list[Tensor]:
-    """Copies of this rank's parameters and of everything its optimizer holds."""
-    found = [p for module in engine.modules for p in module.parameters()]
+    """Copies this rank's parameters and its optimizer's parameters and states."""
+    tensors = [p for module in engine.modules for p in module.parameters()]
     for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         for group in part.optimizer.param_groups:
             for param in group["params"]:
-                found += [param, *part.optimizer.state.get(param, {}).values()]
-    return [tensor.detach().clone() for tensor in found]
+                tensors += [param, *part.optimizer.state.get(param, {}).values()]
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def poisoned_step(engine: MegatronLMEngine, where: str, rank: int) -> dict[str, Any]:
-    """One step in which `rank` alone has a NaN in its loss, or in the gradient of a norm that all tp ranks hold."""
+    """Takes a step in which only `rank` has a NaN, in its loss or in the gradient of a norm replicated over tp."""
 
     def nan_loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> Any:
         return lm_loss(logprobs * (float("nan") if rank == RANK else 1.0), entropy, data)
 
-    before, removes = state_of(engine), []
+    before, hooks = state_of(engine), []
     if where == "gradient" and rank == RANK:
         norm = next(p for m in engine.modules for n, p in m.named_parameters() if "layernorm" in n)
-        removes.append(norm.register_hook(lambda gradient: gradient * float("nan")))
+        hooks.append(norm.register_hook(lambda gradient: gradient * float("nan")))
     stats = engine.train_batch(batch(), nan_loss if where == "loss" else lm_loss, trained_tokens, loss_input="logprobs")
-    for handle in removes:
+    for handle in hooks:
         handle.remove()
-    same = all(torch.equal(a, b) for a, b in zip(before, state_of(engine), strict=True))
-    return {"skipped": stats["skipped_steps"], "untouched": same}
+    untouched = all(torch.equal(a, b) for a, b in zip(before, state_of(engine), strict=True))
+    return {"skipped": stats["skipped_steps"], "untouched": untouched}
 
 
 def poisoned(model: str) -> dict[str, Any]:
-    """By layout: what a step did whose loss or gradient was NaN on one rank, and the steps around it."""
-    found = {}
+    """Runs, by layout, steps with a NaN on one rank and normal steps between them."""
+    results = {}
     for name, layout in LAYOUTS.items():
         engine = engine_of(model, layout)
         rows = [engine.train_lm(batch())]
@@ -99,14 +99,14 @@ def poisoned(model: str) -> dict[str, Any]:
                     continue  # the first stage has no loss
                 row = poisoned_step(engine, where, rank)
                 rows += [{**row, "case": f"{where} of rank {rank}"}, engine.train_lm(batch())]
-        found[name] = {"rows": rows, "stopped": stops_after(engine.train_batch)}
+        results[name] = {"rows": rows, "stopped": stops_after(engine.train_batch)}
         del engine
         groups.leave_layout()
-    return found
+    return results
 
 
 def stops_after(train_batch: Callable[..., dict[str, float]]) -> Any:
-    """How many steps with a NaN loss are skipped before the run stops, and what it says."""
+    """Counts steps with a NaN loss before the run stops. Returns the count and the error message."""
     for taken in range(10):
         try:
             train_batch(batch(), lambda lp, ent, data: lp.sum() * float("nan"), trained_tokens, loss_input="logprobs")

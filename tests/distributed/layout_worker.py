@@ -1,5 +1,4 @@
-"""Runs on every rank of a world: for each layout and each of its checkpoints, measures, trains two steps, and writes
-what came out.
+"""Worker of every rank: for each layout and model, computes log-probs, trains two steps, and writes the results.
 
 Arguments: the work folder, layouts as JSON {"name": {parallel knobs}}, and their models as JSON {"name": [model]}.
 """
@@ -24,14 +23,14 @@ from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 
-# A large eps makes Adam's update a smooth function of the gradient: with the usual one, elements whose gradient is all
-# but zero move by a whole lr in a direction that rounding decides, and nothing could be compared.
+# A large eps makes Adam's update a smooth function of the gradient. With a usual eps, elements with almost no gradient
+# move by a full lr in a direction decided by rounding, so results could not be compared.
 ADAM = {"lr": 0.3, "adam_eps": 1.0}
 ENTROPY_BONUS = 0.1
 
 
 def loss_fn(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """A policy-gradient loss with an entropy bonus, so that both gradients are seen."""
+    """Policy-gradient loss with an entropy bonus, which tests both gradients."""
     mask = data["loss_mask"].bool()
     loss = -((logprobs * data["advantages"] + ENTROPY_BONUS * entropy) * mask).sum() / mask.sum()
     return loss, {"nll_max": (-logprobs.detach() * mask).max()}
@@ -42,7 +41,7 @@ def loss_weight_fn(data: PackedBatch) -> Tensor:
 
 
 def logits_loss_fn(logits: Tensor, data: PackedBatch) -> Tensor:
-    """`loss_fn` from logits `[tokens, vocabulary]`, as a user would write it: row i predicts token i + 1."""
+    """`loss_fn` on logits `[tokens, vocabulary]`, as a user would write it: row i predicts token i + 1."""
     ends = data.cu_seqlens[1:].long() - 1
     mask = data["loss_mask"].roll(-1).bool().index_fill(0, ends, False)
     logprobs, entropy = gather_logprobs_entropy(logits, data["input_ids"].roll(-1))
@@ -50,26 +49,28 @@ def logits_loss_fn(logits: Tensor, data: PackedBatch) -> Tensor:
 
 
 def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
-    """The gradients of the last step under the checkpoint's names: every rank's shard of them brought together, put in
-    the parameters' place and gathered as weights are."""
+    """Collects the last step's gradients under HF names.
+
+    All-gathers every rank's shard of the gradients, then gathers them like weights, in place of the parameters.
+    """
     for ddp in engine.ddps:
         for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
             replicas = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
                 shard = bucket.grad_data.chunk(replicas.size())[replicas.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=replicas)
-    kept = [param.detach().clone() for param in hf_weights.parameters(engine.modules)]
+    weights = [param.detach().clone() for param in hf_weights.parameters(engine.modules)]
     with torch.no_grad():
         for param in hf_weights.parameters(engine.modules):
             param.copy_(param.main_grad)
-        found = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        for param, value in zip(hf_weights.parameters(engine.modules), kept, strict=True):
+        by_name = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        for param, value in zip(hf_weights.parameters(engine.modules), weights, strict=True):
             param.copy_(value)
-    return found
+    return by_name
 
 
 def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
-    """Everything that the test compares, for one checkpoint under one layout."""
+    """Computes and writes the results that the test compares, for one checkpoint and one layout."""
     stored = load_file(folder / "batch.safetensors")
     batch = PackedBatch(stored.pop("cu_seqlens"), stored)
     optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
@@ -92,7 +93,7 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
 
 
 def main(work: Path, layouts: dict[str, dict[str, Any]], models: dict[str, list[str]]) -> None:
-    """Lays the world out again for every layout, and runs its models."""
+    """Creates each layout in the same processes, and runs its models."""
     torch.set_num_threads(1)
     for name, knobs in layouts.items():
         for model in models[name]:

@@ -1,6 +1,6 @@
-"""Runs on every rank of a world: the loss and the gradient norm of every method under each layout, on one batch.
+"""Worker of every rank: computes loss and gradient norm of every method under each layout, on one batch.
 
-Arguments: the work folder, where the batch lies and the figures go, and the layouts as JSON {"name": {parallel knobs}}.
+Arguments: the work folder (batch in, results out), and the layouts as JSON {"name": {parallel knobs}}.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from megarl.types import PackedBatch
 
 KNOBS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"aggregate_tokens": 40},
-    "gspo": {"clip_low": 0.03, "clip_high": 0.04},  # so that some of the sequences are clipped
+    "gspo": {"clip_low": 0.03, "clip_high": 0.04},  # clips some of the sequences
 }
 RL_KNOBS = {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3", "entropy_coef": 0.01}
 
 
 def method_config(name: str) -> Any:
-    """The method's knobs; RL methods have a KL to the reference and an entropy bonus in their loss."""
+    """Builds the method's knobs. RL methods have a KL to the reference and an entropy bonus in their loss."""
     kind, _ = ALGORITHMS[name]
     return kind(**{**(RL_KNOBS if issubclass(kind, RLConfig) else {}), **KNOBS.get(name, {})})
 
 
 def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
-    """Loss and gradient norm by method. Learning rate and moments leave the weights all but where they are, so the
-    methods follow one another on one engine."""
+    """Computes loss and gradient norm by method.
+
+    The learning rate is so small that weights hardly change, so all methods run on one engine.
+    """
     stored = load_file(folder / "batch.safetensors")
     cu_seqlens = stored.pop("cu_seqlens")
-    sizes = cu_seqlens.numel() - 1
-    tokens = {key: value for key, value in stored.items() if value.shape[0] != sizes}
+    num_seqs = cu_seqlens.numel() - 1
+    tokens = {key: value for key, value in stored.items() if value.shape[0] != num_seqs}
     batch = PackedBatch(cu_seqlens, tokens, {key: value for key, value in stored.items() if key not in tokens})
     config = EngineConfig(
         path=str(folder / "model"),
@@ -62,10 +64,10 @@ def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
         stats = engine.train_batch(batch, loss, weight, loss_input=loss_input)
         figures[name] = [stats["loss"], stats["grad_norm"]]
 
-    # Near the policy, so that some tokens are clipped and others are not.
-    present = policy.eval().logprobs(batch, trained_only=True)
+    # Old log-probs are near the policy's, so some tokens are clipped and others are not.
+    current = policy.eval().logprobs(batch, trained_only=True)
     for key in ("prox_logp", "ref_logp", "rollout_logprobs"):
-        batch[key] = (present + batch[f"{key}_noise"]) * batch["loss_mask"]
+        batch[key] = (current + batch[f"{key}_noise"]) * batch["loss_mask"]
     policy.train()
     step("sft", policy, lm_loss, trained_tokens, "logprobs")
     for name in ALGORITHMS:
@@ -80,7 +82,7 @@ def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
             step("ppo's critic", scalar, algorithm.value_loss, algorithm.value_loss_weight, "values")
     del batch.tokens["prox_logp"]
     stats = policy.ppo_update(batch)
-    assert torch.allclose(batch["prox_logp"], present * batch["loss_mask"], atol=1e-6, rtol=1e-6)
+    assert torch.allclose(batch["prox_logp"], current * batch["loss_mask"], atol=1e-6, rtol=1e-6)
     figures["an update that finds prox_logp"] = [stats["loss"], stats["grad_norm"]]
     return figures
 

@@ -1,4 +1,4 @@
-"""Runs on every rank of a world: for each layout of it and each checkpoint, measures, trains, and writes what came out.
+"""Worker of every rank: for each layout and checkpoint, computes log-probs, trains, and writes the results.
 
 Arguments: the work folder, then layouts as JSON: {"name": {parallel knobs}, ...}.
 """
@@ -19,7 +19,7 @@ from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn
 
-ALONE = 5  # of the batch's sequences: trained on by itself, so that other data parallel ranks have nothing
+ALONE = 5  # index of a sequence that forms a batch by itself, so other data parallel ranks have no sequence
 
 
 def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:

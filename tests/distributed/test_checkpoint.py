@@ -1,4 +1,4 @@
-"""Any layout loads any other's state: parameters, main parameters and Adam's moments bit for bit, and trains on."""
+"""Any layout loads any other layout's state bit for bit, with main parameters and Adam's moments, and trains on."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def moe_model(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder in which one process, then four ranks in every layout, left their states and what was wrong."""
+    """Folder with the states of one process and of four ranks in every layout, and the problems that they found."""
     work = tmp_path_factory.mktemp("states")
     cases = {}
     for name, fields in CASES.items():
         fields = dict(fields)
-        how = {"layouts": fields.pop("layouts"), "dtype": fields.pop("dtype", "float32")}
-        how["scalar"] = fields.pop("scalar", False)
-        how["tolerance"] = 1e-4 if how["dtype"] == "float32" else 0.05
+        options = {"layouts": fields.pop("layouts"), "dtype": fields.pop("dtype", "float32")}
+        options["scalar"] = fields.pop("scalar", False)
+        options["tolerance"] = 1e-4 if options["dtype"] == "float32" else 0.05
         (work / name).mkdir()
         model = checkpoints(**fields, num_hidden_layers=4) if fields else moe_model(work / "moe")
         (work / name / "model").symlink_to(model)
-        engine = engine_of(work / name / "model", how["dtype"], how["scalar"], {})
-        train(engine, how["scalar"])
+        engine = engine_of(work / name / "model", options["dtype"], options["scalar"], {})
+        train(engine, options["scalar"])
         engine.save_state(work / name / "single")
-        cases[name] = {**how, "losses": train(engine, how["scalar"])}
+        cases[name] = {**options, "losses": train(engine, options["scalar"])}
     (work / "cases.json").write_text(json.dumps(cases))
     groups.destroy()
     logs = tmp_path_factory.mktemp("logs")
@@ -81,15 +81,15 @@ def test_what_every_layout_wrote_is_what_one_process_wrote(name: str, work: Path
         assert {**other.facts, "layout": None} == {**single.facts, "layout": None}
         for tensor, shape in single.shapes.items():
             for kind in KINDS[single.facts["dtype"]]:
-                whole = [state.read(kind, tensor, (0,) * len(shape), shape) for state in (single, other)]
-                assert torch.equal(*whole), f"{layout}: {kind} of {tensor}"
+                pair = [state.read(kind, tensor, (0,) * len(shape), shape) for state in (single, other)]
+                assert torch.equal(*pair), f"{layout}: {kind} of {tensor}"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_trains_on_from_any_layout_to_the_same_bits(name: str, work: Path) -> None:
     case = json.loads((work / "cases.json").read_text())[name]
     engine = engine_of(work / name / "model", case["dtype"], case["scalar"], {})
-    engine.load_state(work / name / "single")  # makes the moments
+    engine.load_state(work / name / "single")  # creates the moments
     for layout in case["layouts"]:
         poison(engine)
         engine.load_state(work / name / layout)

@@ -1,4 +1,4 @@
-"""A critic, and prompts computed once, give the same under every layout as in one process."""
+"""A critic, and an actor with shared prompts, give the results of one process under every layout."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a batch of two groups with a prompt each, and what one process makes of them."""
+    """Folder with a model, a batch of two groups with a prompt each, and the results of one process."""
     folder = tmp_path_factory.mktemp("critic")
     (folder / "model").symlink_to(checkpoints("qwen3", tied=False, vocab_size=347, num_hidden_layers=4))
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 347, (n,), generator=generator) for n in (11, 6)]
     parts, masks, groups = [], [], []
-    for place, length in enumerate((7, 3, 30, 12, 2, 17)):
-        prompt = prompts[place % 2]
+    for i, length in enumerate((7, 3, 30, 12, 2, 17)):
+        prompt = prompts[i % 2]
         parts.append(torch.cat([prompt, torch.randint(0, 347, (length,), generator=generator)]))
         masks.append(torch.arange(len(parts[-1])) >= len(prompt))
-        groups.append(place % 2)
+        groups.append(i % 2)
     total = sum(len(part) for part in parts)
     batch = {
         "cu_seqlens": cu_seqlens_of(torch.tensor([len(part) for part in parts])),
@@ -64,9 +64,9 @@ def test_a_layout_gives_what_one_process_gives(name: str, work: Path, tmp_path: 
     code = run_ranks("tests.distributed.critic_worker", arguments, ranks, tmp_path / "logs")
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in (tmp_path / "logs").iterdir())
 
-    expected, found = load_file(work / "alone" / "out.safetensors"), load_file(tmp_path / "out.safetensors")
-    assert torch.equal(found["resumed"], found["after"])
-    for key, tensor in found.items():
+    expected, actual = load_file(work / "alone" / "out.safetensors"), load_file(tmp_path / "out.safetensors")
+    assert torch.equal(actual["resumed"], actual["after"])
+    for key, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[key], atol=1e-5, rtol=1e-5, msg=key)
     stats = json.loads((tmp_path / "stats.json").read_text())
     alone = json.loads((work / "alone" / "stats.json").read_text())

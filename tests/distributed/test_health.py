@@ -1,4 +1,4 @@
-"""Ranks that fail: a NaN on one of them makes all skip the step; one that dies or hangs ends all, and is named."""
+"""Failing ranks: a NaN on one makes all skip the step; a dead or hanging rank ends all ranks and is named."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 
 from megarl.launcher.local import run_ranks
 from megarl.parallel.watchdog import EXIT_STUCK
-from tests.distributed.health_worker import LAYOUTS, MOST
+from tests.distributed.health_worker import LAYOUTS, MAX_SKIPPED
 
-TIMEOUT_S = 30  # parallel.timeout_s of the broken runs: start-up on a busy machine, between two collectives, takes less
-END_S = 240  # until which they must have ended, start-up on a busy machine included
+TIMEOUT_S = 30  # parallel.timeout_s of the broken runs; start-up between two collectives on a busy machine takes less
+END_S = 240  # limit for the end of these runs, including start-up on a busy machine
 
 LAUNCH = """
 import sys
@@ -37,7 +37,7 @@ def model(checkpoints: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Three runs of two ranks at once, rank 1 of each broken in its way."""
+    """Three concurrent runs of two ranks; rank 1 of each breaks in a different way."""
     runs = {}
     for how in ("kill", "stop", "sleep"):
         out = tmp_path_factory.mktemp(how)
@@ -69,17 +69,17 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_is_named(
     children = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
     _, err = run.communicate(timeout=END_S)
     assert run.returncode not in (0, None)
-    found = [text for text in err.splitlines() if re.match(line, text)]
-    assert len(found) == 1, err
-    assert "collective" in found[0]
+    reports = [text for text in err.splitlines() if re.match(line, text)]
+    assert len(reports) == 1, err
+    assert "collective" in reports[0]
     if how != "kill":
-        assert re.search(r"rank 0 in stage update, waits in collective \d+, \w+ over ", found[0]), found[0]
+        assert re.search(r"rank 0 in stage update, waits in collective \d+, \w+ over ", reports[0]), reports[0]
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 
 @pytest.fixture(scope="module")
 def poisoned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks saw."""
+    """Results of each of two ranks."""
     out = tmp_path_factory.mktemp("poison")
     code = run_ranks("tests.distributed.health_worker", ["poison", str(model), str(out), "0"], 2, out)
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in out.glob("*.log"))
@@ -90,27 +90,27 @@ def poisoned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 def test_a_nan_on_one_rank_makes_all_skip_the_step_and_changes_nothing(
     layout: str, poisoned: list[dict[str, Any]]
 ) -> None:
-    for seen in poisoned:
-        rows = seen[layout]["rows"]
+    for result in poisoned:
+        rows = result[layout]["rows"]
         skips = [row for row in rows if "case" in row]
         assert len(skips) == (3 if layout == "pp2" else 4)
         assert all(row["skipped"] == 1.0 and row["untouched"] for row in skips), skips
         losses = [row["loss"] for row in rows if "case" not in row]
-        assert losses == sorted(losses, reverse=True)  # the steps between train on
+        assert losses == sorted(losses, reverse=True)  # the steps in between train on
         assert [row["skipped_steps"] for row in rows if "case" not in row] == [0.0] * len(losses)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_too_many_skipped_steps_in_a_row_stop_every_rank(layout: str, poisoned: list[dict[str, Any]]) -> None:
-    for seen in poisoned:
-        taken, message = seen[layout]["stopped"]
-        assert taken == MOST
-        assert f"{MOST + 1} steps in a row" in message
-        assert f"actor.max_skipped_steps={MOST}" in message
+    for result in poisoned:
+        skipped, message = result[layout]["stopped"]
+        assert skipped == MAX_SKIPPED
+        assert f"{MAX_SKIPPED + 1} steps in a row" in message
+        assert f"actor.max_skipped_steps={MAX_SKIPPED}" in message
 
 
 def test_without_a_launcher_a_rank_tells_that_another_hangs(model: Path, tmp_path: Path) -> None:
-    """As under torchrun or srun: rank 0 watches rank 1, which sleeps, and ends itself with one line."""
+    """As under torchrun or srun. Rank 1 sleeps, and rank 0 watches it and exits with one line."""
     ranks = []
     for rank in range(2):
         environment = {

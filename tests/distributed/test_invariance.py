@@ -1,4 +1,4 @@
-"""The invariance command: every layout gives the single process's numbers, and one that does not is told."""
+"""The invariance command: every layout gives the single process's numbers, and differences are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_layout_gives_the_numbers_of_the_single_process(capsys: pytest.Cap
 def test_a_layout_that_differs_is_told(
     figure: str, change: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Worlds that leave one layout's figure slightly off, in place of real ones."""
+    """A stand-in for the real worlds writes one layout's figure slightly off."""
 
     def world(module: str, arguments: list[str], size: int, logs: Path) -> int:
         for name, case in invariance.CASES.items():

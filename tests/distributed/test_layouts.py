@@ -1,4 +1,4 @@
-"""The actor against transformers, in fp32, for every family and layout: log-probs, steps, weights in and out."""
+"""The actor equals transformers in fp32, for every family and layout: log-probs, steps, loading and exporting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.types import cu_seqlens_of
 from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS
 
 SP = {"tp_size": 2, "sequence_parallel": True}
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; the layouts of a world share its processes
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"tp1": {}},
     2: {
         "tp2": {"tp_size": 2},
@@ -61,17 +61,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "tied": False, "vocab_size": 338, "sliding_window": None},
     "llama_tied_mha": {"family": "llama", "tied": True, "vocab_size": 345, "num_key_value_heads": 4},
 }  # fmt: skip
-SPANNING = ("qwen2_tied", "qwen3_untied", "mistral")  # these run under every layout, the others under `TRIED`
-TRIED = ("tp1", "tp2", "pp2")
+MODELS_OF_ALL_LAYOUTS = ("qwen2_tied", "qwen3_untied", "mistral")
+LAYOUTS_OF_ALL_MODELS = ("tp1", "tp2", "pp2")
 RUNS = {
-    layout: list(MODELS) if layout in TRIED else list(SPANNING) for layouts in LAYOUTS.values() for layout in layouts
+    layout: list(MODELS if layout in LAYOUTS_OF_ALL_MODELS else MODELS_OF_ALL_LAYOUTS)
+    for layouts in LAYOUTS.values()
+    for layout in layouts
 }
 CASES = [(size, layout, name) for size, layouts in LAYOUTS.items() for layout in layouts for name in RUNS[layout]]
 LENGTHS = torch.tensor([5, 33, 2, 20, 17, 40, 12, 1])
 
 
 def make_batch(vocab_size: int) -> dict[str, Tensor]:
-    """Sequences of mixed lengths with random tokens, mask and advantages; no sequence's first token is trained on."""
+    """Builds sequences of mixed lengths with random tokens, mask and advantages. First tokens are not trained."""
     generator = torch.Generator().manual_seed(vocab_size)
     cu_seqlens = cu_seqlens_of(LENGTHS)
     total = int(LENGTHS.sum())
@@ -86,7 +88,7 @@ def make_batch(vocab_size: int) -> dict[str, Tensor]:
 
 
 def reference_logprobs(model: Any, batch: dict[str, Tensor], lengths: Tensor = LENGTHS) -> tuple[Tensor, Tensor]:
-    """Token-aligned log-probs and entropies by transformers, one sequence at a time."""
+    """Computes token-aligned log-probs and entropies by transformers, one sequence at a time."""
     logprobs, entropies = [], []
     for ids in batch["input_ids"].split(lengths.tolist()):
         table = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
@@ -97,7 +99,7 @@ def reference_logprobs(model: Any, batch: dict[str, Tensor], lengths: Tensor = L
 
 
 def reference_steps(model: Any, batch: dict[str, Tensor]) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """Trains the model in place; returns each step's loss and gradient norm, and the first's (clipped) gradients."""
+    """Trains the model in place. Returns each step's loss and gradient norm, and the first step's clipped gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ADAM["lr"], eps=ADAM["adam_eps"], weight_decay=0.0)
     steps: list[tuple[float, float]] = []
     gradients: dict[str, Tensor] = {}
@@ -116,7 +118,7 @@ def reference_steps(model: Any, batch: dict[str, Tensor]) -> tuple[list[tuple[fl
 
 @pytest.fixture(scope="module")
 def cases(checkpoints: Callable[..., Path]) -> dict[str, dict[str, Any]]:
-    """By model: its folder, batch, and what transformers makes of them."""
+    """By model: its folder, its batch, and the results of transformers."""
     result = {}
     for name, fields in MODELS.items():
         folder = checkpoints(num_hidden_layers=4, **fields)
@@ -138,7 +140,7 @@ def cases(checkpoints: Callable[..., Path]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def world(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """`world(ranks)`: the folder where that many ranks left the results of all their layouts; each runs once."""
+    """`world(ranks)` runs all layouts of that many ranks, once, and returns the folder with their results."""
     return functools.cache(lambda ranks: run_world(ranks, cases, tmp_path_factory))
 
 

@@ -1,4 +1,4 @@
-"""Every method has one loss and one gradient norm, whatever the layout."""
+"""Every method has the same loss and gradient norm under every layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = torch.tensor([19, 33, 11, 26, 48, 17, 21, 9])
 
 
 def make_batch() -> dict[str, torch.Tensor]:
-    """Two groups of four completions, four pairs, eight judged completions: the same sequences, for every method."""
+    """Builds eight sequences for every method: as two groups of four, as four pairs, or as eight judged completions."""
     generator = torch.Generator().manual_seed(0)
     total, count = int(LENGTHS.sum()), len(LENGTHS)
 
@@ -59,7 +59,7 @@ def make_batch() -> dict[str, torch.Tensor]:
 def figures(
     checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, list[float]]]:
-    """By layout and method: loss and gradient norm."""
+    """Loss and gradient norm by layout and method."""
     work = tmp_path_factory.mktemp("methods")
     (work / "model").symlink_to(checkpoints("qwen3", tied=True))
     save_file(make_batch(), work / "batch.safetensors")
@@ -75,10 +75,10 @@ def figures(
 def test_a_layout_gives_the_loss_and_gradient_norm_of_one_process(
     layout: str, method: str, figures: dict[str, dict[str, list[float]]]
 ) -> None:
-    alone, found = figures["one"][method], figures[layout][method]
-    assert all(math.isfinite(value) for value in alone)
-    assert alone[1] > 1e-4  # a gradient
-    assert found == pytest.approx(alone, rel=5e-5, abs=1e-7)
+    expected, actual = figures["one"][method], figures[layout][method]
+    assert all(math.isfinite(value) for value in expected)
+    assert expected[1] > 1e-4  # the gradient norm is not zero
+    assert actual == pytest.approx(expected, rel=5e-5, abs=1e-7)
 
 
 def test_no_two_methods_do_the_same(figures: dict[str, dict[str, list[float]]]) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers, in fp32, under every way to lay experts out: log-probs, steps, weights."""
+"""Mixtures of experts equal transformers in fp32, for every expert layout: log-probs, steps, weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS
 from tests.distributed.moe_worker import ALONE
 from tests.distributed.test_layouts import LENGTHS, make_batch, reference_logprobs
 
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; the layouts of a world share its processes
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"ep1": {}},
     2: {
         "ep2": {"dp_size": 2, "ep_size": 2},
@@ -47,13 +47,13 @@ CASES = [(world, layout) for world, layouts in LAYOUTS.items() for layout in lay
 
 
 def selected(batch: dict[str, Tensor], sequence: int) -> dict[str, Tensor]:
-    """The per-token tensors of one sequence."""
+    """Selects the per-token tensors of one sequence."""
     parts = {k: v.split(LENGTHS.tolist())[sequence] for k, v in batch.items() if k != "cu_seqlens"}
     return parts | {"cu_seqlens": torch.tensor([0, int(LENGTHS[sequence])])}
 
 
 def reference_steps(model: Any, batch: dict[str, Tensor]) -> list[tuple[float, float]]:
-    """Trains the model in place as the worker does; returns each step's loss and gradient norm."""
+    """Trains the model in place, as the worker does. Returns each step's loss and gradient norm."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=ADAM["lr"], eps=ADAM["adam_eps"], weight_decay=0.0)
     steps = []
     for part in (batch, batch, selected(batch, ALONE)):
@@ -71,7 +71,7 @@ def reference_steps(model: Any, batch: dict[str, Tensor]) -> list[tuple[float, f
 
 @pytest.fixture(scope="module")
 def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By model: its folder, batch, and what transformers makes of them. Tensors have the names on disk."""
+    """By model: its folder, its batch, and the results of transformers. Tensors have their names on disk."""
     result = {}
     for name, fields in MODELS.items():
         folder = checkpoints(**fields)
@@ -91,11 +91,11 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def worlds(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """`worlds(2)`: the folder in which a world of two left its results for all its layouts and all models."""
-    done: dict[int, tuple[Path, str]] = {}
+    """`worlds(ranks)` runs all models and layouts of that many ranks, once, and returns the folder of results."""
+    cache: dict[int, tuple[Path, str]] = {}  # folder, and the logs of a failure
 
     def run(world: int) -> Path:
-        if world not in done:
+        if world not in cache:
             work, logs = tmp_path_factory.mktemp(f"world{world}"), tmp_path_factory.mktemp("logs")
             for name, case in cases.items():
                 (work / name).mkdir()
@@ -103,8 +103,8 @@ def worlds(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFa
                 save_file(case["batch"], work / name / "batch.safetensors")
             arguments = [str(work), json.dumps(LAYOUTS[world])]
             code = run_ranks("tests.distributed.moe_worker", arguments, world, logs)
-            done[world] = work, "\n".join(p.read_text()[-3000:] for p in logs.iterdir()) if code else ""
-        work, failure = done[world]
+            cache[world] = work, "\n".join(p.read_text()[-3000:] for p in logs.iterdir()) if code else ""
+        work, failure = cache[world]
         assert not failure, failure
         return work
 

@@ -12,9 +12,9 @@ from megarl import cli
 from megarl.knobs import UserError
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import new_run
-from megarl.reshard.transfer.digests import LogprobMismatchError, check_equal_logprobs
 from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
+from megarl.trainer.logprob_check import LogprobMismatchError, check_equal_logprobs
 
 STEPS = 4
 

@@ -40,6 +40,8 @@ def test_every_recipe_passes(path: Path) -> None:
     ("overrides", "message"),
     [
         ([RL, "method=ppo"], "method=ppo must be rl, sft or preference"),
+        ([SFT, "actor.dtype=fp8"], "actor.dtype=fp8 must be one of float32, bfloat16"),
+        ([SFT, "parallel.vpp_size=2"], "parallel.vpp_size=2 needs parallel.pp_size above 1"),
         ([RL, "launcher=slrm"], "launcher=slrm does not exist; did you mean slurm?"),
         ([SFT, "total_train_steps=0"], "total_train_steps=0 must be at least 1"),
         ([SFT, "actor.optimizer.warmup_steps=500"], "warmup_steps=500 must be below total_train_steps="),

@@ -1,4 +1,4 @@
-"""Checkpoints that the actor refuses, each in one line, before Megatron is loaded."""
+"""The actor refuses unsupported checkpoints and layouts in one line, before Megatron is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.families import check_layout, local_folder, padded_vocab_size, read_config
+from megarl.actor.checks import check_layout
+from megarl.families import padded_vocab_size, read_config
+from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 
@@ -27,7 +29,7 @@ from megarl.parallel.config import ParallelConfig
         ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "sliding_window=128, below .*=512"),
         ("mistral", {"sliding_window": 511}, "sliding_window=511, below max_position_embeddings=512"),
         ("mixtral", {"sliding_window": 64}, "sliding_window=64, below"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: routing must repeat itself"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: routing must be deterministic"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5; it must be from 1 to 4"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and normalised weights"),
         ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0; it must be from 1 to 8"),

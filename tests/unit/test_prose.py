@@ -1,4 +1,7 @@
-"""Holds the words: docstrings and comments that a stranger reads once. `python tests/unit/test_prose.py PATH ...` lists."""
+"""Checks the words: docstrings and comments that a stranger reads once.
+
+`python tests/unit/test_prose.py PATH ...` lists what to reword.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def sentences(text: str) -> Iterator[str]:
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if doc := ast.get_docstring(node):
+            doc = ast.get_docstring(node)
+            if doc:
                 yield getattr(node, "lineno", 1), doc
 
 

@@ -1,1 +1,1 @@
-"""A global batch on its way to the model: balancing, microbatches, context parallelism, schedules."""
+"""Prepares a global batch for the model: balancing, microbatches, context parallelism, schedules."""

@@ -1,4 +1,4 @@
-"""Sharing sequences out so that every rank does about the same work."""
+"""Balances sequences over ranks so that every rank does about the same work."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megarl.families import head_dim
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """FLOPs of one forward pass over a sequence, `linear * tokens + quadratic * tokens^2`; backward is in proportion.
+    """FLOPs of one forward pass over a sequence: `linear * tokens + quadratic * tokens^2`.
 
-    A matrix product with `[m, n]` weights counts 2 * m * n a token (Kaplan et al. 2020, table 1, with causal attention
-    over half of all pairs of tokens).
+    Backward costs a fixed multiple of it. A matrix product with `[m, n]` weights counts 2 * m * n per token (Kaplan et
+    al. 2020, table 1). Causal attention counts half of all pairs of tokens.
     """
 
     linear: float
@@ -24,7 +24,11 @@ class SequenceCost:
 
     @staticmethod
     def of(config: PretrainedConfig) -> SequenceCost:
-        """The model's own: projections, (active) MLPs and LM head; scores and weighted sums of attention."""
+        """Computes the cost from the model's config.
+
+        Linear: projections, MLPs (of active experts only) and the LM head. Quadratic: attention scores and their
+        weighted sums of values.
+        """
         hidden, layers = config.hidden_size, config.num_hidden_layers
         queries = config.num_attention_heads * head_dim(config)
         keys = config.num_key_value_heads * head_dim(config)
@@ -39,12 +43,13 @@ class SequenceCost:
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Indices of `costs` in `parts` groups of nearly equal sums, by largest differencing (Karmarkar and Karp 1982).
+    """Splits the indices of `costs` into `parts` groups of nearly equal sums.
 
-    The two solutions with the widest spread are joined, the heaviest part of one with the lightest of the other, until
-    one is left. Sums differ by at most the largest cost.
+    Uses the largest differencing method (Karmarkar and Karp 1982). It merges the two solutions with the widest spread
+    until one remains, pairing heavy parts of one with light parts of the other. Sums differ by at most the largest
+    cost.
     """
-    # A solution: its parts as (sum, members), lightest first.
+    # A heap entry: minus the spread, the index (to break ties), and the parts as (sum, members), lightest first.
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for index, cost in enumerate(costs):
         solution: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(parts - 1)]
@@ -62,6 +67,6 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """How much more than the mean the most loaded rank carries: 0.05 is 5%."""
+    """Excess of the largest load over the mean: 0.05 is 5%."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean - 1 if mean else 0.0

@@ -1,11 +1,11 @@
-"""How a packed microbatch is cut over ranks: context parallel in zigzag order, and padded for sequence parallelism.
+"""Cuts a packed microbatch over ranks, for context and sequence parallelism.
 
-Under cp each sequence is padded to a multiple of 2 * cp tokens and cut into 2 * cp chunks; rank r holds chunks r and
-2 * cp - 1 - r, so that causal attention costs every rank the same. Under sequence parallelism each rank's tokens are
-padded to a multiple of tp. Padding stands at the end of a sequence: causal attention never shows it to a real token.
+Under cp, each sequence is padded to a multiple of 2 * cp tokens and cut into 2 * cp chunks. Rank r holds chunks r and
+2 * cp - 1 - r (zigzag order), so causal attention costs every rank the same. Under sequence parallelism, each rank's
+tokens are padded to a multiple of tp. Padding is at the end of a sequence, where causal attention hides it from real
+tokens.
 
-A *row* is a token's place among the tokens of all cp ranks laid end to end in rank order, which is how collectives
-bring them together.
+A *row* is a token's index after an all-gather over cp: all ranks' tokens, concatenated in rank order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Cut:
 
     cp_rank: int = 0
     cp_size: int = 1
-    token_multiple: int = 1  # each rank's number of tokens is a multiple of it: tp under sequence parallelism
+    token_multiple: int = 1  # divides each rank's number of tokens; tp under sequence parallelism
 
     @staticmethod
     def of(groups: Groups) -> Cut:
@@ -36,23 +36,23 @@ class Cut:
         return Cut(groups.cp_rank, groups.cp_size, multiple)
 
     def padded_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
-        """int32 `[num_seqs + 1]`: the bounds of the sequences with their padding; the last one fills up the rank."""
+        """Bounds of the padded sequences, int32 `[num_seqs + 1]`. The last sequence also gets the rank's padding."""
         chunks = 2 * self.cp_size if self.cp_size > 1 else 1
         lengths = -(-cu_seqlens.diff().long() // chunks) * chunks
         lengths[-1] += -int(lengths.sum()) % math.lcm(chunks, self.cp_size * self.token_multiple)
         return cu_seqlens_of(lengths)
 
     def chunk_lengths(self, padded: Tensor) -> Tensor:
-        """int64 `[num_seqs]`: tokens of each of a sequence's chunks."""
+        """Tokens per chunk of each sequence, int64 `[num_seqs]`."""
         lengths = padded.diff().long()
         return lengths // (2 * self.cp_size) if self.cp_size > 1 else lengths
 
     def my_chunks(self) -> list[int]:
-        """Which chunks of a sequence this rank holds, in order."""
+        """Indices of a sequence's chunks on this rank, in order."""
         return [self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank] if self.cp_size > 1 else [0]
 
     def rows(self, padded: Tensor, sequences: Tensor, positions: Tensor) -> Tensor:
-        """int64: the rows of the tokens at `positions` of `sequences` (int64, of one shape)."""
+        """Rows of the tokens at `positions` of `sequences`. All three are int64 of one shape."""
         starts = padded.long()[:-1] // self.cp_size
         if self.cp_size == 1:
             return starts[sequences] + positions
@@ -65,29 +65,29 @@ class Cut:
 
 @dataclass(frozen=True)
 class LocalTokens:
-    """Which tokens of a microbatch this rank's model reads."""
+    """Tokens of a microbatch that this rank's model reads."""
 
-    source: Tensor  # int64 [local tokens]: the token of the microbatch that each holds, -1 for padding
-    rows: Tensor  # int64 [tokens]: the row of each token of the microbatch
+    source: Tensor  # int64 [local tokens]: index in the microbatch of each local token, -1 for padding
+    rows: Tensor  # int64 [tokens]: row of each token of the microbatch
 
     def to(self, device: torch.device) -> LocalTokens:
         return LocalTokens(self.source.to(device), self.rows.to(device))
 
     def take(self, values: Tensor, fill: int) -> Tensor:
-        """This rank's part `[local tokens]` of per-token `values [tokens]`, `fill` in padding."""
+        """Selects this rank's part `[local tokens]` of per-token `values [tokens]`. Padding gets `fill`."""
         return torch.where(self.source < 0, fill, values[self.source.clamp(min=0)])
 
     def restore(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`[tokens, ...]` of the whole microbatch from every cp rank's `[local tokens, ...]`; differentiable.
+        """Gathers `[tokens, ...]` of the microbatch from every cp rank's `[local tokens, ...]`. Differentiable.
 
-        What follows is computed alike on every cp rank, so that backward keeps each rank's own part.
+        Every cp rank computes the same from the result. So backward only takes this rank's slice of the gradient.
         """
-        gathered = _GatherKeepingOwn.apply(local, group) if group.size() > 1 else local
+        gathered = _GatherSlicingGradient.apply(local, group) if group.size() > 1 else local
         return gathered.index_select(0, self.rows)
 
 
 def local_tokens(cu_seqlens: Tensor, padded: Tensor, cut: Cut) -> LocalTokens:
-    """Where the tokens of a microbatch go, `padded` being `cut.padded_cu_seqlens(cu_seqlens)`; all on the host."""
+    """Selects this rank's tokens of a microbatch. `padded` is `cut.padded_cu_seqlens(cu_seqlens)`; all on the host."""
     lengths = cu_seqlens.diff().long()
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
     total = int(cu_seqlens[-1])
@@ -98,19 +98,19 @@ def local_tokens(cu_seqlens: Tensor, padded: Tensor, cut: Cut) -> LocalTokens:
     return LocalTokens(token_of.chunk(cut.cp_size)[cut.cp_rank], rows)
 
 
-def _all_gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = values.new_empty(values.shape[0] * group.size(), *values.shape[1:])
     dist.all_gather_into_tensor(out, values.contiguous(), group=group)
     return out
 
 
-class _GatherKeepingOwn(torch.autograd.Function):
-    """All ranks' rows; the gradient that arrives is whole and equal on every rank, its own part is kept."""
+class _GatherSlicingGradient(torch.autograd.Function):
+    """All-gather of rows. In backward every rank has the same full gradient and takes its own slice."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gathered(values, group)
+        return _all_gather(values, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -118,21 +118,21 @@ class _GatherKeepingOwn(torch.autograd.Function):
 
 
 class _GatherSummingGradients(torch.autograd.Function):
-    """All ranks' rows; each rank's gradient is of what it made of them, and their sum goes back to the owner."""
+    """All-gather of rows. Backward sums the ranks' different gradients and scatters them to the owners."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gathered(values, group)
+        return _all_gather(values, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        mine = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
-        return mine, None
+        local_grad = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(local_grad, grad.contiguous(), group=ctx.group)
+        return local_grad, None
 
 
 def gather_keys_values(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values `[local tokens, kv_heads, dim]` of all cp ranks, as rows; differentiable, one collective."""
+    """Gathers keys and values `[local tokens, kv_heads, dim]` of all cp ranks, in one collective. Differentiable."""
     both = _GatherSummingGradients.apply(torch.stack((key, value), dim=1), group)
     return both[:, 0], both[:, 1]

@@ -1,4 +1,4 @@
-"""How a global batch becomes microbatches: which data parallel rank takes which sequences, and in what order."""
+"""Splits a global batch into microbatches of the data parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,60 +21,63 @@ from megarl.types import PackedBatch
 class Microbatch:
     """One packed microbatch on this rank's device.
 
-    `batch` is token-aligned. `aligned` is the same with every per-token tensor shifted to the position that predicts
-    it: `aligned["logprobs_key"][i]` belongs to token i + 1. Both hold whole sequences on every rank; what the model
-    takes and gives is this rank's part of them (`local`): all, unless context or sequence parallelism cuts them.
+    `batch` is token-aligned. In `aligned`, every per-token tensor is shifted to the position that predicts its token:
+    entry i belongs to token i + 1. Both hold complete sequences on every rank. The model reads and returns this rank's
+    part of them (`local`), which is smaller under context or sequence parallelism.
     """
 
     indices: list[int]  # of its sequences in the global batch
     batch: PackedBatch
     aligned: PackedBatch
     input_ids: Tensor  # int64 [local tokens]
-    labels: Tensor  # int64 [local tokens]: the token that each predicts, -1 at a sequence's end
-    trained_labels: Tensor  # the same, -1 also where `loss_mask` leaves the next token out
-    packed: PackedSeqParams  # as the layer backend's attention takes it
-    local: LocalTokens | None  # None: all tokens are here, unpadded
-    shared: LocalTokens | None  # the tokens that the model is given where groups share prompts (see prefix.py)
-    weight: float  # its share of the loss: weights over all microbatches of all ranks sum to 1
+    labels: Tensor  # int64 [local tokens]: the next token, -1 at a sequence's end
+    trained_labels: Tensor  # like `labels`, with -1 also if the next token is outside `loss_mask`
+    packed: PackedSeqParams  # parameters of the layer backend's attention
+    local: LocalTokens | None  # None: all tokens are on this rank, unpadded
+    shared: LocalTokens | None  # tokens that the model reads if groups share prompts (see shared_prefix.py)
+    weight: float  # share of the loss; weights over all microbatches of all ranks sum to 1
 
-    def whole(self, values: Tensor, cp: dist.ProcessGroup) -> Tensor:
-        """`[tokens, ...]` of whole sequences from this rank's `[local tokens, ...]`; differentiable, a collective of
-        the cp group."""
+    def gather(self, values: Tensor, cp: dist.ProcessGroup) -> Tensor:
+        """Gathers `[tokens, ...]` of complete sequences from this rank's `[local tokens, ...]`.
+
+        Differentiable. A collective of the cp group.
+        """
         return values if self.local is None else self.local.restore(values, cp)
 
 
 def check_batch(batch: PackedBatch, vocab_size: int) -> None:
-    """Refuses a batch that no model of `vocab_size` tokens can run.
+    """Refuses a batch that a model with `vocab_size` tokens cannot run.
 
     Raises:
-        UserError: no tokens, bounds that do not fit them, or a token that the model does not know.
+        UserError: the batch has no tokens, invalid `cu_seqlens`, or a token outside the vocabulary.
     """
     ids, bounds = batch["input_ids"], batch.cu_seqlens
     if not ids.numel():
-        raise UserError(f"the batch holds {batch.num_seqs} sequences and no token; leave empty batches out")
+        raise UserError(f"the batch holds {batch.num_seqs} sequences and no token; skip empty batches")
     if int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
         raise UserError(f"cu_seqlens is {bounds.tolist()[:8]}...; it must rise from 0 to the number of tokens")
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= vocab_size:
         raise UserError(
-            f"input_ids holds token {low if low < 0 else high}, the model knows 0 to {vocab_size - 1}; use the model's "
-            "own tokenizer"
+            f"input_ids holds token {low if low < 0 else high}, outside the model's vocabulary 0 to {vocab_size - 1}; "
+            "use the model's own tokenizer"
         )
 
 
 def partition(
     sizes: list[int], costs: Sequence[float], dp_size: int, max_tokens: int, multiple_of: int = 1
 ) -> list[list[list[int]]]:
-    """Indices of units (sequences, or groups that stay together) by `[dp rank][microbatch]`, the same number of
-    microbatches on every rank; some may be empty.
+    """Assigns units (sequences, or groups that stay together) to microbatches, as indices `[dp rank][microbatch]`.
 
-    Costs are evened out over the ranks, then over each rank's microbatches. Where no even way keeps within
-    `max_tokens`, they are filled largest first.
+    Every rank gets the same number of microbatches, some of which may be empty. Costs are balanced over the ranks, then
+    over each rank's microbatches. If balanced microbatches exceed `max_tokens`, they are filled largest first instead.
 
     Args:
         sizes: tokens of each unit.
-        costs: its share of the work, such as FLOPs.
-        multiple_of: what the number of microbatches is rounded up to; the interleaved pipeline schedule needs pp.
+        costs: work of each unit, such as FLOPs.
+        dp_size: number of data parallel ranks.
+        max_tokens: limit of tokens in a microbatch.
+        multiple_of: the number of microbatches is a multiple of this; the interleaved pipeline schedule needs pp.
 
     Raises:
         UserError: a unit is larger than `max_tokens`.
@@ -86,30 +89,33 @@ def partition(
         )
     ranks = karmarkar_karp(costs, dp_size)
     filled = [_fill(members, sizes, max_tokens) for members in ranks]
-    most = max(1, *(len(microbatches) for microbatches in filled))
-    most = -(-most // multiple_of) * multiple_of
-    return [_even(microbatches, sizes, costs, most, max_tokens) for microbatches in filled]
+    count = max(1, *(len(microbatches) for microbatches in filled))
+    count = -(-count // multiple_of) * multiple_of
+    return [_even(microbatches, sizes, costs, count, max_tokens) for microbatches in filled]
 
 
 def _fill(members: list[int], sizes: list[int], max_tokens: int) -> list[list[int]]:
-    """As few microbatches as first-fit decreasing finds."""
+    """Fills as few microbatches as possible, by first-fit decreasing."""
     microbatches: list[list[int]] = []
     room: list[int] = []
     for index in sorted(members, key=lambda i: (-sizes[i], i)):
-        place = next((m for m, left in enumerate(room) if left >= sizes[index]), None)
-        if place is None:
+        target = next((m for m, free in enumerate(room) if free >= sizes[index]), None)
+        if target is None:
             microbatches.append([])
             room.append(max_tokens)
-            place = len(room) - 1
-        microbatches[place].append(index)
-        room[place] -= sizes[index]
+            target = len(room) - 1
+        microbatches[target].append(index)
+        room[target] -= sizes[index]
     return [sorted(m) for m in microbatches]
 
 
 def _even(
     filled: list[list[int]], sizes: list[int], costs: Sequence[float], count: int, max_tokens: int
 ) -> list[list[int]]:
-    """The members of `filled` in `count` microbatches of nearly equal cost, if that keeps within `max_tokens`."""
+    """Redistributes the units of `filled` over `count` microbatches of nearly equal cost.
+
+    Returns `filled` with empty microbatches appended if a balanced microbatch exceeds `max_tokens`.
+    """
     members = sorted(index for microbatch in filled for index in microbatch)
     groups = karmarkar_karp([costs[i] for i in members], count)
     even = [[members[i] for i in group] for group in groups]
@@ -121,8 +127,11 @@ def _even(
 def plan_microbatches(
     batch: PackedBatch, cost: SequenceCost, dp_size: int, max_tokens: int, multiple_of: int = 1, shared: bool = False
 ) -> list[list[list[int]]]:
-    """Sequence indices by `[dp rank][microbatch]`. Sequences of one of the batch's `pair_ids` stay together, and with
-    `shared` those with a common prompt."""
+    """Assigns sequences to microbatches, as indices `[dp rank][microbatch]`.
+
+    Sequences with the same entry in the batch's `pair_ids` stay together. With `shared`, groups with a common prompt
+    do too.
+    """
     members, sizes = units(batch, max_tokens, shared)
     lengths = batch.lengths.tolist()
     costs = [
@@ -134,12 +143,12 @@ def plan_microbatches(
 
 
 def _shift_left(values: Tensor, last: Tensor) -> Tensor:
-    """Token-aligned to position-aligned: `out[i] = values[i + 1]` inside a sequence, 0 at its `last` position."""
+    """Shifts token-aligned values to the predicting position: `out[i] = values[i + 1]`, 0 at `last` positions."""
     return values.roll(-1).index_fill_(0, last, 0)
 
 
 def shift_right(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Position-aligned to token-aligned: `out[i + 1] = values[i]` inside a sequence, 0 at its first token."""
+    """Shifts values at predicting positions to their token: `out[i + 1] = values[i]`, 0 at first tokens."""
     out = torch.zeros_like(values)
     out[1:] = values[:-1]
     lengths = cu_seqlens.diff()
@@ -161,12 +170,15 @@ def build_microbatch(
     shared_prefix: bool,
     pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams],
 ) -> Microbatch:
-    """The microbatch of the sequences `indices`, cut for this rank. An empty one takes the first sequence with weight
-    0, so that every rank runs the same collectives. `pack`: what the model's attention is handed (`attention.py`)."""
+    """Builds the microbatch of the sequences `indices`, cut for this rank.
+
+    An empty microbatch takes the first sequence with weight 0, because every rank must run the same collectives. `pack`
+    builds the attention's parameters (see `LayerBackend`).
+    """
     host = batch.select(indices or [0])
     padded = cut.padded_cu_seqlens(host.cu_seqlens)
-    whole = cut.cp_size == 1 and int(padded[-1]) == host.total_tokens
-    local = None if whole else local_tokens(host.cu_seqlens, padded, cut).to(device)
+    uncut = cut.cp_size == 1 and int(padded[-1]) == host.total_tokens
+    local = None if uncut else local_tokens(host.cu_seqlens, padded, cut).to(device)
     shared = share(host) if shared_prefix else None
     packed = pack(padded, device, cut, shared)
     part = host.to(device)

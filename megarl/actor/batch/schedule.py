@@ -1,4 +1,4 @@
-"""Microbatches through Megatron's pipeline schedules."""
+"""Runs microbatches through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def run(
     groups: Groups,
     forward_only: bool,
 ) -> list[Any]:
-    """One pass over the microbatches, forward and backward unless `forward_only`.
+    """Runs one pass over the microbatches: forward, and backward unless `forward_only`.
 
-    `process(output, microbatch)` runs on the last stage and returns what Megatron's schedules take from a loss
-    function: the loss, a number of tokens, and a report. Virtual stages take microbatches in groups of pp: their number
-    must be a multiple of it (see `microbatch.plan`).
+    `process(output, microbatch)` runs on the last stage. It returns the results of a loss function for Megatron's
+    schedules: the loss, a number of tokens, and a report. Virtual stages take microbatches in groups of pp, so the
+    number of microbatches must be a multiple of pp (see `microbatch.plan_microbatches`).
 
     Returns:
-        The reports in the microbatches' order on ranks that hold the last stage, nothing on the others.
+        The reports, in the microbatches' order, on ranks with the last stage; an empty list on the others.
     """
 
     def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -41,7 +41,7 @@ def run(
         data_iterator=iterators if groups.vpp_size > 1 else iterators[0],
         model=list(ddps),
         num_microbatches=len(microbatches),
-        seq_length=1,  # stages tell each other the shape of what they send (variable_seq_lengths)
+        seq_length=1,  # unused: stages exchange tensor shapes before each send (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=forward_only,
     )

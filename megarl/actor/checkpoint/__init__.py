@@ -1,1 +1,1 @@
-"""Training state of an engine, written by any layout and read by any other."""
+"""Training state of an engine, written by any layout and read by any other layout."""

@@ -1,10 +1,12 @@
-"""Training state of an engine, bit for bit, out of any layout and into any other.
+"""Saves and loads the training state of an engine, bit for bit, from any layout to any other.
 
-Each rank owns, of every parameter on its stage, the flat range that the distributed optimizer gave it. `hf.shards`
-says which boxes of HF tensors the parameter holds, and a range cuts a run out of each box: that is what the rank writes
-(`stored.py` has the format). Nothing is gathered, nothing is written twice, and a reader finds whatever its own layout
-needs. Megatron's `dist_checkpointing` is not used: its files are pickles, it gathers the whole optimizer state over dp
-at every save, and its writers are forked processes.
+The distributed optimizer assigns each rank a flat range of every parameter on its stage. `hf_weights.shards` lists the
+boxes of HF tensors in the parameter. The range cuts a run out of each box, and the rank writes its runs
+(`stored_state.py` has the format). Nothing is gathered and nothing is written twice. A reader of any layout finds the
+boxes that it needs.
+
+Megatron's `dist_checkpointing` is not used. Its files are pickles, it gathers the full optimizer state over dp at every
+save, and its writers are forked processes.
 """
 
 from __future__ import annotations
@@ -50,29 +52,29 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """The flat range `[start, stop)` of a native parameter whose main parameter and moments this rank keeps."""
+    """Flat range `[start, stop)` of a native parameter. This rank owns its main parameter and moments."""
 
     param: torch.nn.Parameter
     start: int
     stop: int
     optimizer: Any  # Megatron's DistributedOptimizer
-    replica: int  # the lowest rank of those that share the parameter out among them
+    replica: int  # lowest rank of the data-parallel group that shards the parameter
 
     @property
     def main(self) -> Tensor:
-        """float32 `[stop - start]`; of a float32 parameter a view of it."""
+        """Main parameter, float32 `[stop - start]`; a view if the parameter itself is float32."""
         main: Tensor = self.optimizer._get_main_param_and_optimizer_states(self.param)["param"]
         return main
 
     @property
     def inner(self) -> Any:
-        """The torch optimizer below Megatron's."""
+        """Torch optimizer inside Megatron's."""
         return self.optimizer.optimizer
 
 
 @dataclass(frozen=True)
 class OwnedRun:
-    """The run `[first, last)` of a box that a rank's range of a parameter cuts out."""
+    """Run `[first, last)` of a box: the box's elements inside the rank's range of the parameter."""
 
     shard: Shard
     owned: OwnedRange
@@ -82,16 +84,17 @@ class OwnedRun:
 
     @property
     def box(self) -> tuple[str, Place, Place]:
+        """Tensor name, start and stop of the box."""
         return self.shard.name, self.shard.start, self.shard.stop
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The box, strided, within a flat tensor laid out as the parameter."""
+    def view_in(self, flat: Tensor) -> Tensor:
+        """View of the box in a flat tensor with the parameter's layout."""
         return flat.as_strided(self.shard.view.shape, self.shard.view.stride(), self.offset)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank adds to a checkpoint, copied to the host: training may go on while a thread writes it."""
+    """One rank's part of a checkpoint, copied to the host. A thread can write it while training continues."""
 
     rank: int
     tensors: dict[str, Tensor]
@@ -101,11 +104,11 @@ class Snapshot:
     source: Path
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes this rank's files to `folder` and returns them; no collective."""
+        """Writes this rank's files to `folder` and returns their paths. Not a collective."""
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / rank_file(self.rank)]
         save_file(self.tensors, written[0])
-        written[0].chmod(0o644)  # written for its owner alone
+        written[0].chmod(0o644)  # save_file makes it readable by its owner only
         if self.rank == 0:
             for name, document in ((FACTS, self.facts), (INDEX, self.index)):
                 (folder / name).write_text(json.dumps(document, indent=1 if name == FACTS else None))
@@ -117,7 +120,7 @@ class Snapshot:
 
 
 class EngineState:
-    """The state of one engine: taken as a snapshot, or read from a folder. Made by all ranks together."""
+    """Snapshots the state of one engine, or loads it from a folder. All ranks create it together."""
 
     def __init__(
         self,
@@ -128,70 +131,72 @@ class EngineState:
         groups: Groups,
         source: str,
     ) -> None:
-        """`source` is the HF checkpoint whose tokenizer goes with the state."""
+        """Stores the engine's parts. `source` is the HF checkpoint whose tokenizer is saved with the state."""
         self.modules, self.config, self.groups, self.source = modules, config, groups, local_folder(source)
         self.optimizer, self.scheduler = optimizer, scheduler
         self.dtype: torch.dtype = modules[0].config.params_dtype
         assert {param.dtype for param in hf_weights.parameters(modules)} == {self.dtype}, "a model has one dtype"
 
-    # -- what lies where -----------------------------------------------------------------------------------------
+    # -- owned runs ------------------------------------------------------------------------------------------
 
     def _parts(self) -> list[Any]:
-        """Megatron's distributed optimizers: one of the dense parameters, one of the experts."""
+        """Lists Megatron's distributed optimizers: one for dense parameters, one for experts."""
         chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [part for part in chained if not part.is_stub_optimizer]
 
     def _owned(self) -> Iterator[OwnedRange]:
+        """Yields the parameter ranges that this rank owns."""
         for part in self._parts():
             replica = min(dist.get_process_group_ranks(part.data_parallel_group))
             for param in part.model_param_gbuf_map:
                 owned = part._get_model_param_range_map(param)["param"]
                 yield OwnedRange(param, owned.start, owned.end, part, replica)
 
-    def _fragments(self) -> Iterator[OwnedRun]:
-        """Every run that this rank holds, those included that another rank writes; by parameter."""
-        places = {id(o.param): o for o in self._owned()}
+    def _runs(self) -> Iterator[OwnedRun]:
+        """Yields every run on this rank, by parameter. Includes runs that another rank writes."""
+        ranges = {id(owned.param): owned for owned in self._owned()}
         params = sorted(hf_weights.parameters(self.modules), key=lambda p: p.data_ptr())
         starts = torch.tensor([p.data_ptr() for p in params])
         for shard in hf_weights.shards(self.modules, self.config, self.groups):
             if shard.view.numel() == 0:
                 continue
             param = params[int(torch.searchsorted(starts, shard.view.data_ptr(), right=True)) - 1]
-            owned = places.get(id(param))
+            owned = ranges.get(id(param))
             if owned is None:
-                continue  # all of it belongs to other ranks
+                continue  # other ranks own all of it
             offset = (shard.view.data_ptr() - param.data_ptr()) // param.element_size()
             first, last = (elements_before(shard.view, bound - offset) for bound in (owned.start, owned.stop))
             yield OwnedRun(shard, owned, offset, first, last)
 
     @functools.cached_property
     def _shares(self) -> tuple[dict[str, Any], set[tuple[str, Place, Place]]]:
-        """The index of a checkpoint, and which boxes this rank writes its runs of; a collective.
+        """Builds the index of a checkpoint, and the set of boxes whose runs this rank writes. A collective.
 
-        Where several groups of replicas hold a box (norms under tp, tied embeddings), the lowest writes it.
+        Several data-parallel groups can hold the same box, such as norms under tp and tied embeddings. Then only the
+        group with the lowest `replica` writes it.
         """
         facts = [
             [
-                f.shard.name,
-                list(f.shard.shape),
-                list(f.shard.start),
-                list(f.shard.stop),
-                f.first,
-                f.last,
-                f.owned.replica,
+                run.shard.name,
+                list(run.shard.shape),
+                list(run.shard.start),
+                list(run.shard.stop),
+                run.first,
+                run.last,
+                run.owned.replica,
             ]
-            for f in self._fragments()
-            if f.last > f.first
+            for run in self._runs()
+            if run.last > run.first
         ]
         index: dict[str, Any] = {}
         writers: dict[tuple[str, Place, Place], int] = {}
-        everyone = gather_json(facts)
-        for fact in (fact for theirs in everyone for fact in theirs):
+        facts_by_rank = gather_json(facts)
+        for fact in (fact for rank_facts in facts_by_rank for fact in rank_facts):
             box = fact[0], tuple(fact[2]), tuple(fact[3])
             writers[box] = min(writers.get(box, fact[6]), fact[6])
         boxes: dict[tuple[str, Place, Place], dict[str, Any]] = {}
-        for rank, theirs in enumerate(everyone):
-            for name, shape, start, stop, first, last, replica in theirs:
+        for rank, rank_facts in enumerate(facts_by_rank):
+            for name, shape, start, stop, first, last, replica in rank_facts:
                 box = name, tuple(start), tuple(stop)
                 if replica == writers[box]:
                     if box not in boxes:
@@ -200,25 +205,25 @@ class EngineState:
                     boxes[box]["runs"].append([first, last, rank])
         for entry in boxes.values():
             entry["runs"].sort()
-        own = {o.replica for o in self._owned()}
-        return index, {box for box, replica in writers.items() if replica in own}
+        own_replicas = {owned.replica for owned in self._owned()}
+        return index, {box for box, replica in writers.items() if replica in own_replicas}
 
-    # -- out -----------------------------------------------------------------------------------------------------
+    # -- saving ----------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Copies this rank's runs to the host; a collective."""
-        index, mine = self._shares
+        """Copies this rank's runs to the host. A collective."""
+        index, written_boxes = self._shares
         steps = max(int(n) for n in gather_json(self._steps_taken()))
         tensors: dict[str, Tensor] = {}
         flat: dict[str, Tensor] = {}
-        last: OwnedRange | None = None
-        for fragment in self._fragments():
-            if fragment.owned is not last:
-                last, flat = fragment.owned, self._flat(fragment.owned, steps > 0)
-            if fragment.box in mine and fragment.last > fragment.first:
+        previous: OwnedRange | None = None
+        for run in self._runs():
+            if run.owned is not previous:
+                previous, flat = run.owned, self._flat(run.owned, steps > 0)
+            if run.box in written_boxes and run.last > run.first:
                 for kind, values in flat.items():
-                    run = fragment.of(values).reshape(-1)[fragment.first : fragment.last]
-                    tensors[key_of(kind, fragment.shard.name, fragment.shard.start)] = run.clone()
+                    elements = run.view_in(values).reshape(-1)[run.first : run.last]
+                    tensors[key_of(kind, run.shard.name, run.shard.start)] = elements.clone()
         facts = {
             "format": FORMAT,
             "model": shape_of(self.config),
@@ -230,40 +235,40 @@ class EngineState:
         return Snapshot(self.groups.rank, tensors, facts, index, self.config, self.source)
 
     def _flat(self, owned: OwnedRange, with_moments: bool) -> dict[str, Tensor]:
-        """By kind: a tensor on the host laid out as the whole parameter, its own range filled in."""
+        """Copies each kind to the host, in a flat tensor of the parameter's size. Only the owned range is filled."""
         values = {"weight": owned.param.detach().view(-1)[owned.start : owned.stop]}
         if self.dtype != torch.float32:
             values["main"] = owned.main
         if with_moments:
             values.update({k: _moments(owned)[k] for k in MOMENTS})
         flat = {}
-        for kind, own in values.items():
-            flat[kind] = torch.empty(owned.param.numel(), dtype=own.dtype)
-            flat[kind][owned.start : owned.stop] = own.detach()
+        for kind, owned_values in values.items():
+            flat[kind] = torch.empty(owned.param.numel(), dtype=owned_values.dtype)
+            flat[kind][owned.start : owned.stop] = owned_values.detach()
         return flat
 
     def _steps_taken(self) -> int:
-        """Of Adam; 0 on a rank that owns nothing."""
+        """Adam's step count; 0 on a rank without owned ranges."""
         for owned in self._owned():
             for group in owned.inner.param_groups:
-                step = group.get("step", owned.inner.state.get(owned.main, {}).get("step"))  # fused ones count by group
+                step = group.get("step", owned.inner.state.get(owned.main, {}).get("step"))  # FusedAdam counts by group
                 if step is not None:
                     return int(step)
         return 0
 
-    # -- in ------------------------------------------------------------------------------------------------------
+    # -- loading ---------------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> None:
         """Fills parameters, optimizer and schedule from a state that any layout wrote.
 
         Raises:
-            UserError: the state is of another model, or not whole.
+            UserError: the state has another model, or is incomplete.
         """
         stored = StoredState(folder)
         self._check(stored)
         with torch.no_grad():
             for param in hf_weights.parameters(self.modules):
-                param.zero_()  # padding of the vocabulary stays so
+                param.zero_()  # padding of the vocabulary stays zero
             for shard in hf_weights.shards(self.modules, self.config, self.groups):
                 if shard.view.numel():
                     weights = stored.read("weight", shard.name, shard.start, shard.stop)
@@ -271,57 +276,59 @@ class EngineState:
             kinds = [] if self.dtype == torch.float32 else ["main"]
             steps = stored.facts["adam_steps"]
             kinds += MOMENTS if steps else []
-            by_owned: dict[int, list[OwnedRun]] = {}
-            for fragment in self._fragments():
-                by_owned.setdefault(id(fragment.owned.param), []).append(fragment)
+            runs: dict[int, list[OwnedRun]] = {}  # by parameter
+            for run in self._runs():
+                runs.setdefault(id(run.owned.param), []).append(run)
             for owned in self._owned():
-                self._fill(stored, owned, by_owned.get(id(owned.param), []), kinds, steps)
+                self._fill(stored, owned, runs.get(id(owned.param), []), kinds, steps)
         for part in self._parts():
-            if isinstance(part.optimizer, HybridDeviceOptimizer):  # it steps copies on the host: they are made again
+            if isinstance(part.optimizer, HybridDeviceOptimizer):  # it steps copies on the host: copy them again
                 part.optimizer._init_sub_optimizers()
                 part.optimizer._sync_hdo_param_groups_to_sub_optimizers()
                 part.optimizer._sync_hdo_state_to_sub_optimizers()
         self.scheduler.num_steps = 0
-        self.scheduler.step(stored.facts["scheduler_steps"])  # the schedule itself is the run's own: it may be longer
+        self.scheduler.step(stored.facts["scheduler_steps"])  # only the count: this run may be longer
 
     def _check(self, stored: StoredState) -> None:
-        mine = {s.name: tuple(s.shape) for s in hf_weights.shards(self.modules, self.config, self.groups)}
-        everyone: dict[str, Any] = {}
-        for theirs in gather_json({name: list(shape) for name, shape in mine.items()}):
-            everyone.update(theirs)
-        differing = sorted(set(everyone) ^ set(stored.shapes))
+        local_shapes = {s.name: tuple(s.shape) for s in hf_weights.shards(self.modules, self.config, self.groups)}
+        names: set[str] = set()  # of all ranks
+        for rank_names in gather_json(list(local_shapes)):
+            names.update(rank_names)
+        differing = sorted(names ^ set(stored.shapes))
         if differing:
             raise UserError(
-                f"{stored.folder} and this model differ in the tensor {differing[0]} ({len(differing)} such); resume "
-                "with the model that the run began with"
+                f"{stored.folder} and this model differ in the tensor {differing[0]} ({len(differing)} in total); "
+                "resume with the model that the run started with"
             )
-        for name, shape in mine.items():
+        for name, shape in local_shapes.items():
             if stored.shapes[name] != shape:
                 raise UserError(
                     f"{stored.folder}: {name} has shape {stored.shapes[name]}, this model's has {shape}; resume with "
-                    "the model that the run began with"
+                    "the model that the run started with"
                 )
         if stored.dtype != self.dtype:
             raise UserError(f"{stored.folder} has dtype {stored.dtype}, this engine {self.dtype}; use the same dtype")
 
-    def _fill(
-        self, stored: StoredState, owned: OwnedRange, fragments: list[OwnedRun], kinds: list[str], steps: int
-    ) -> None:
-        """Sets the main parameter and the moments of one range."""
+    def _fill(self, stored: StoredState, owned: OwnedRange, runs: list[OwnedRun], kinds: list[str], steps: int) -> None:
+        """Sets the main parameter and the moments of one range, from its runs."""
         if not steps:
             owned.inner.state.pop(owned.main, None)
         for kind in kinds:
             flat = torch.zeros(owned.param.numel())
-            for f in fragments:
-                box = torch.zeros(math.prod(f.shard.view.shape))
-                box[f.first : f.last] = stored.read(kind, f.shard.name, f.shard.start, f.shard.stop, (f.first, f.last))
-                f.of(flat).copy_(box.view(f.shard.view.shape))
+            for run in runs:
+                shard, bounds = run.shard, (run.first, run.last)
+                box = torch.zeros(math.prod(shard.view.shape))
+                box[run.first : run.last] = stored.read(kind, shard.name, shard.start, shard.stop, bounds)
+                run.view_in(flat).copy_(box.view(shard.view.shape))
             target = owned.main if kind == "main" else _moments(owned, steps)[kind]
             target.copy_(flat[owned.start : owned.stop])
 
 
 def _moments(owned: OwnedRange, steps: int | None = None) -> dict[str, Tensor]:
-    """Adam's state of a range. With `steps` it is made, which Adam does at its first step, and the count is set."""
+    """Returns Adam's state of a range. With `steps`, creates missing moments and sets the step count.
+
+    Adam itself creates its state only at its first step.
+    """
     state = owned.inner.state[owned.main]
     if steps is not None:
         for kind in MOMENTS:
@@ -336,20 +343,20 @@ def _moments(owned: OwnedRange, steps: int | None = None) -> dict[str, Tensor]:
 
 
 def elements_before(view: Tensor, limit: int) -> int:
-    """How many elements of a strided view lie less than `limit` elements behind its first one.
+    """Counts the elements of a strided view with an offset below `limit` from its first element.
 
-    They are the first so many in row-major order, as strides fall from dimension to dimension.
+    Strides must decrease from dimension to dimension. Then these elements come first in row-major order.
     """
     dims = [(n, s) for n, s in zip(view.shape, view.stride(), strict=True) if n > 1]
     for (_, outer), (n, inner) in itertools.pairwise(dims):
-        assert outer >= n * inner, f"strides {view.stride()} of a view {tuple(view.shape)} do not fall"
-    count, rest = 0, limit
+        assert outer >= n * inner, f"strides {view.stride()} of a view {tuple(view.shape)} do not decrease"
+    count, remaining = 0, limit
     for d, (n, stride) in enumerate(dims):
-        if rest <= 0:
+        if remaining <= 0:
             return count
-        whole = min(n, rest // stride)
-        count += whole * math.prod(size for size, _ in dims[d + 1 :])
-        if whole == n:
+        full_entries = min(n, remaining // stride)
+        count += full_entries * math.prod(size for size, _ in dims[d + 1 :])
+        if full_entries == n:
             return count
-        rest -= whole * stride
-    return count + (1 if rest > 0 else 0)
+        remaining -= full_entries * stride
+    return count + (1 if remaining > 0 else 0)

@@ -1,14 +1,14 @@
-"""An engine's state on disk, read box by box: no Megatron, no process group, nothing unpickled.
+"""Reads an engine's state from disk, box by box. Needs no Megatron and no process group, and unpickles nothing.
 
-    engine.json                what the state is of: format, model, dtype, layout that wrote it, steps taken
-    index.json                 where each HF tensor lies: its boxes, and the runs of each box by rank
+    engine.json                facts: format, model, dtype, layout of the writer, steps taken
+    index.json                 boxes of each HF tensor, and the runs of each box by rank
     rank_00000.safetensors     a rank's runs: 1-D tensors named KIND:TENSOR@START
-    hf/                        the HF config and tokenizer
+    hf/                        HF config and tokenizer
 
-Coordinates are those of the HF checkpoint. A box `[start, stop)` of a tensor is what one model parallel rank held of
-it; a run `[a, b)` counts the box's elements in row-major order and is what one data parallel rank held of the box.
-Every run is stored once as each of its kinds: `weight`, with bfloat16 weights the float32 `main`, and from the first
-step on Adam's `exp_avg` and `exp_avg_sq`.
+Coordinates refer to the HF checkpoint. A box `[start, stop)` is one model-parallel rank's part of a tensor. A run
+`[first, last)` is one data-parallel rank's part of a box, counted in the box's elements in row-major order. Every run
+is stored once per kind. Kinds are `weight`, the float32 `main` if weights are bfloat16, and Adam's `exp_avg` and
+`exp_avg_sq` after the first step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.knobs import UserError
 FORMAT = 2
 FACTS, INDEX, HF = "engine.json", "index.json", "hf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SHAPE_FIELDS = (  # of a HF config: what decides the tensors and what is computed with them
+SHAPE_FIELDS = (  # fields of a HF config that a stored state must match: tensor shapes and computation
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "vocab_size", "tie_word_embeddings", "rope_parameters", "num_experts", "num_local_experts", "num_experts_per_tok",
     "moe_intermediate_size",
@@ -41,18 +41,18 @@ Place = tuple[int, ...]
 
 
 def rank_file(rank: int) -> str:
-    """The file of a rank's runs."""
+    """File name of a rank's runs."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def key_of(kind: str, name: str, start: Sequence[int]) -> str:
-    """The name in a rank's file of its run of the box of `name` that begins at `start`."""
+    """Name, in a rank's file, of its run of the box of `name` that begins at `start`."""
     return f"{kind}:{name}@{','.join(map(str, start))}"
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A stored box of a tensor and its runs `(first, last + 1, rank)`, in order."""
+    """A stored box of a tensor, and its runs `(first, last, rank)` in order, with `last` exclusive."""
 
     start: Place
     stop: Place
@@ -64,13 +64,13 @@ class StoredBox:
 
 
 class StoredState:
-    """The state in a folder. Files are opened when first read; a read holds one box's rows at most."""
+    """The state in a folder. Opens files at the first read. A read holds at most one box's rows in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads what the state says of itself.
+        """Reads facts and index.
 
         Raises:
-            UserError: no such state, of a format this version does not read, or with a part that no file holds.
+            UserError: the folder has no state, an unsupported format, or an incomplete index.
         """
         self.folder = folder
         self.facts = read_facts(folder)
@@ -79,41 +79,43 @@ class StoredState:
         self._boxes = {name: [_box(box) for box in entry["boxes"]] for name, entry in index.items()}
         self._files: dict[int, Any] = {}
         for name, boxes in self._boxes.items():
-            self._check_whole(name, boxes)
+            self._check_complete(name, boxes)
 
-    def _check_whole(self, name: str, boxes: list[StoredBox]) -> None:
-        held = 0
+    def _check_complete(self, name: str, boxes: list[StoredBox]) -> None:
+        stored_elements = 0
         for box in boxes:
             ends = [0, *(stop for _, stop, _ in box.runs)]
             if [start for start, _, _ in box.runs] != ends[:-1] or ends[-1] != math.prod(box.shape):
-                raise UserError(f"{self.folder}: the runs of {name} leave a gap; it was not written to its end")
-            held += ends[-1]
-        if held != math.prod(self.shapes[name]):
+                raise UserError(
+                    f"{self.folder}: the runs of {name} leave a gap: its write did not finish; use another checkpoint"
+                )
+            stored_elements += ends[-1]
+        if stored_elements != math.prod(self.shapes[name]):
             raise UserError(
-                f"{self.folder} holds {held} elements of {name}, which has {math.prod(self.shapes[name])}; it was not "
-                "written to its end"
+                f"{self.folder} holds {stored_elements} elements of {name}, which has {math.prod(self.shapes[name])}: "
+                "its write did not finish; use another checkpoint"
             )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights; the other kinds are float32."""
+        """Dtype of the weights; the other kinds are float32."""
         return DTYPES[self.facts["dtype"]]
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         return sum(map(math.prod, self.shapes.values())) * self.dtype.itemsize
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight whole, by HF name, one at a time, in the order in which `hf.gather` yields them."""
+        """Yields every complete weight with its HF name, in the order of `hf_weights.gather`."""
         for name, shape in self.shapes.items():
-            whole = self.read("weight", name, (0,) * len(shape), shape)
-            yield name, whole.reshape(shape)
+            flat = self.read("weight", name, (0,) * len(shape), shape)
+            yield name, flat.reshape(shape)
 
     def read(self, kind: str, name: str, start: Place, stop: Place, run: tuple[int, int] | None = None) -> Tensor:
-        """The run (default: all) of the box `[start, stop)` of a tensor, 1-D, on the host.
+        """Reads a run (default: all) of the box `[start, stop)` of a tensor, 1-D, on the host.
 
-        Only the rows of the box that the run touches are read.
+        Reads only the rows of the box that the run overlaps.
         """
         shape = tuple(b - a for a, b in zip(start, stop, strict=True))
         width = math.prod(shape[1:])
@@ -126,14 +128,14 @@ class StoredState:
             b = tuple(min(x, y) for x, y in zip(wanted[1], box.stop, strict=True))
             if any(x >= y for x, y in zip(a, b, strict=True)):
                 continue
-            found = self._rows(kind, name, box, a[0] - box.start[0], b[0] - box.start[0])
+            stored_rows = self._rows(kind, name, box, a[0] - box.start[0], b[0] - box.start[0])
             tail = tuple(slice(x - o, y - o) for x, y, o in zip(a[1:], b[1:], box.start[1:], strict=True))
             into = tuple(slice(x - o, y - o) for x, y, o in zip(a, b, wanted[0], strict=True))
-            rows[into] = found[(slice(None), *tail)]
+            rows[into] = stored_rows[(slice(None), *tail)]
         return rows.flatten()[first - low * width : last - low * width]
 
     def _rows(self, kind: str, name: str, box: StoredBox, low: int, high: int) -> Tensor:
-        """Rows `[low, high)` of a stored box, `[high - low, *box.shape[1:]]`."""
+        """Reads rows `[low, high)` of a stored box, `[high - low, *box.shape[1:]]`."""
         width = math.prod(box.shape[1:])
         parts = []
         for start, stop, rank in box.runs:
@@ -154,25 +156,25 @@ def _box(entry: dict[str, Any]) -> StoredBox:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What an engine's state says of itself.
+    """Reads the facts of a stored state: format, model, dtype, layout of the writer, steps taken.
 
     Raises:
-        UserError: there is none, or it has a format that this version does not read.
+        UserError: the folder has no state, or a newer format.
     """
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
-        written = facts["format"]
+        written_format = facts["format"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{folder} holds no state of an engine ({error}); give a checkpoint written by megarl"
         ) from error
-    if written > FORMAT:
-        raise UserError(f"{folder} has format {written}, this megarl reads up to {FORMAT}; use a newer megarl")
+    if written_format > FORMAT:
+        raise UserError(f"{folder} has format {written_format}, this megarl reads up to {FORMAT}; use a newer megarl")
     return facts
 
 
 def shape_of(config: PretrainedConfig) -> dict[str, Any]:
-    """What of a HF config a state must agree with."""
+    """Selects the facts of a HF config that a stored state must match."""
     values = config.to_dict()
     fields = {k: values[k] for k in SHAPE_FIELDS if values.get(k) is not None}
     return {"model_type": config.model_type, "scalar": is_scalar(config), **fields}
@@ -182,18 +184,18 @@ def check_facts(folder: Path, config: PretrainedConfig, dtype: str) -> None:
     """Refuses a state of another model or dtype.
 
     Raises:
-        UserError: naming what differs, on both sides.
+        UserError: naming the first difference, with both values.
     """
     facts = read_facts(folder)
-    theirs, mine = facts["model"], json.loads(json.dumps(shape_of(config)))
-    for name in dict.fromkeys(("model_type", *theirs, *mine)):
-        if theirs.get(name) != mine.get(name):
+    stored, current = facts["model"], json.loads(json.dumps(shape_of(config)))
+    for name in dict.fromkeys(("model_type", *stored, *current)):
+        if stored.get(name) != current.get(name):
             raise UserError(
-                f"{folder} is of a {theirs['model_type']} model with {name}={theirs.get(name)}, this run's has {name}="
-                f"{mine.get(name)}; resume with the model that the run began with"
+                f"{folder} is of a {stored['model_type']} model with {name}={stored.get(name)}, this run's has {name}="
+                f"{current.get(name)}; resume with the model that the run started with"
             )
     if facts["dtype"] != dtype:
         raise UserError(
-            f"{folder} has actor.dtype={facts['dtype']}, this run {dtype}; resume with {facts['dtype']}, or begin a "
+            f"{folder} has actor.dtype={facts['dtype']}, this run {dtype}; resume with {facts['dtype']}, or start a "
             "new run from its export (python -m megarl.export)"
         )

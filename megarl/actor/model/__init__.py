@@ -1,1 +1,1 @@
-"""Megatron's GPTModel for a HF config: layer backends, attention over packed sequences, heads."""
+"""Builds Megatron's GPTModel for a HF config: layer backends, attention over packed sequences, heads."""

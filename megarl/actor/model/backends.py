@@ -1,11 +1,12 @@
-"""Layer backends: the modules, the packing and the log-probs of a model, chosen once an engine.
+"""Layer backends: a model's modules, sequence packing and log-probs. Chosen once per engine.
 
-    torch          Megatron's own layers, attention over packed sequences in plain torch; runs everywhere
+    torch          Megatron's own layers, with attention over packed sequences in plain torch; runs everywhere
     te             Transformer Engine's modules, under the same parameter names; needs a GPU
-    cpu            float32 kernels of `megarl/cpu`, for machines without a GPU; the only place that imports that folder
-    deterministic  layers whose rows do not depend on the batch, with the bits of the rollout server
+    cpu            float32 kernels of `megarl/cpu`, for machines without a GPU
+    deterministic  row-invariant layers: results do not depend on the batch and equal the rollout server's bits
 
-Adding one: a function here that returns a `LayerBackend`, its name in `BACKENDS` of `actor/config.py` and in `backend_of`.
+To add a backend, write a function here that returns a `LayerBackend`. Add its name to `BACKENDS` of `actor/config.py`
+and to `backend_of`. No other file of the actor imports `megarl/cpu`.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ Pack = Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """Attention's output projection with a bias, in a model whose other projections may have none."""
+    """Attention's output projection with a bias. Megatron's `add_bias_linear` would also add biases to the MLP."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
 
 
 class BiasedRowInvariantLinear(BiasedRowParallelLinear, RowInvariantRowLinear):
-    """Attention's output projection with a bias, in a deterministic run."""
+    """Row-invariant output projection of attention with a bias, for deterministic runs."""
 
 
 @dataclass(frozen=True)
 class LayerBackend:
-    """Everything in a model that depends on how its layers are computed.
+    """Modules and functions of a model that depend on the layer implementation.
 
-    `pack` turns padded int32 `cu_seqlens [num_seqs + 1]` on the host, a cut over ranks and the tokens of shared prompts
-    into the parameters that attention takes. `rotary` is built from the frequencies `[rotary dim / 2]`. Module classes
-    of None leave Megatron's own in place. `logprobs` has the signature of `heads.logprobs`.
+    `pack` builds the attention's parameters from padded `cu_seqlens` (int32 `[num_seqs + 1]`, on the host), the cut
+    over ranks, and the tokens read under shared prompts. `rotary` takes the frequencies `[rotary dim / 2]`. Module
+    classes that are None keep Megatron's own. `logprobs` has the signature of `heads.logprobs`.
     """
 
     name: str
@@ -69,14 +70,14 @@ class LayerBackend:
     row_linear: Any = None
     biased_row_linear: Any = BiasedRowParallelLinear
     gated_activation: Any = None
-    config_fields: dict[str, Any] = field(default_factory=dict)  # of Megatron's TransformerConfig
+    config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
     logprobs: Callable[..., tuple[Tensor, Tensor | None]] = heads.logprobs
-    one_thread: bool = False  # results depend on the number of threads
+    one_thread: bool = False  # True: run on one thread, because results depend on the number of threads
 
     def place_modules(self, spec: Any, *, qk_norm: bool, sparse: bool, output_bias: bool) -> None:
         """Puts the backend's modules into Megatron's local spec of one layer, in place.
 
-        `sparse` layers have experts, whose linears stay Megatron's own.
+        `sparse` layers have experts, whose linear layers stay Megatron's own.
         """
         parts, attention = spec.submodules, spec.submodules.self_attention.submodules
         mlp = parts.mlp.submodules.experts.submodules if sparse else parts.mlp.submodules
@@ -95,7 +96,7 @@ class LayerBackend:
 
 
 def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> LayerBackend:
-    """The backend of an engine on this machine, by `actor.backend` and the run's `deterministic`."""
+    """Builds an engine's backend on this machine, by `actor.backend` and the run's `deterministic`."""
     has_gpu, has_te = platform.has_gpu(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
@@ -124,7 +125,10 @@ def _deterministic() -> LayerBackend:
 
 
 def _transformer_engine() -> LayerBackend:
-    """Norms stay apart from the matrices behind them, so that parameters have the names of the torch layers."""
+    """Builds the backend of Transformer Engine's modules.
+
+    Norms are not fused into the following linear layers, so parameters have the names of the torch layers.
+    """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the package
 
     provider = TESpecProvider()
@@ -141,7 +145,7 @@ def _transformer_engine() -> LayerBackend:
 
 
 def _cpu(inv_freq: Tensor) -> LayerBackend:
-    """The door to `megarl/cpu`. Its layers derive from the plain ones, which serve sequences cut over ranks."""
+    """Builds the backend of `megarl/cpu`. Its layers fall back to the torch layers for sequences cut over ranks."""
     from megarl.cpu import layers
 
     plain = _torch()
@@ -155,6 +159,6 @@ def _cpu(inv_freq: Tensor) -> LayerBackend:
         qk_norm=norm,
         attention=layers.fused_attention(PackedAttention),
         gated_activation=layers.FusedSwiGLU,
-        # Megatron hands gate and up over as one tensor to an activation module of the spec where this is set.
+        # With this field, Megatron passes gate and up as one tensor to the spec's activation module.
         config_fields={"activation_func": F.silu, "use_te_activation_func": True},
     )

@@ -1,4 +1,4 @@
-"""Builds Megatron's `GPTModel` from a HF config: how the fields map."""
+"""Builds Megatron's `GPTModel` from a HF config."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from megarl.parallel.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# actor.recompute as Megatron's fields. Selective keeps what is dear to compute and drops what is large: the attention
-# core's blocks and the MLP's (experts') inside. Full keeps the input of each layer.
+# actor.recompute as Megatron's fields. Selective recomputes activations that are large but cheap: inside the attention
+# core and inside MLPs and experts. Full keeps only each layer's input.
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
@@ -40,7 +40,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 def transformer_config(
     config: PretrainedConfig, groups: Groups, dtype: torch.dtype, backend: LayerBackend, recompute: str = "none"
 ) -> TransformerConfig:
-    """Megatron's config for the HF config on this layout."""
+    """Builds Megatron's config from the HF config, on this layout."""
     family, layout = FAMILIES[config.model_type], groups.layout
     on_gpu = platform.has_gpu()
     return TransformerConfig(
@@ -73,12 +73,12 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         autocast_dtype=dtype,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only one that variable lengths allow
+        moe_token_dispatcher_type="alltoall",  # the only type that supports variable lengths
         **moe_fields(config, grouped=False),
-        calculate_per_token_loss=True,  # the loss is normalised once, by engine.py
+        calculate_per_token_loss=True,  # Megatron must not normalise the loss; engine.py does, once
         use_cpu_initialization=not on_gpu,
-        init_method=_leave,  # hf.py writes every element
-        output_layer_init_method=_leave,
+        init_method=_no_init,  # hf_weights.py writes every element
+        output_layer_init_method=_no_init,
         batch_p2p_comm=on_gpu,
         **RECOMPUTE[recompute],
         gradient_accumulation_fusion=False,
@@ -90,13 +90,13 @@ def transformer_config(
     )
 
 
-def _leave(tensor: torch.Tensor) -> torch.Tensor:
-    """Megatron's initialisation also marks what tp splits, and gradient norms count by these marks: it runs, idle."""
+def _no_init(tensor: torch.Tensor) -> torch.Tensor:
+    """No-op: Megatron's initialisation must still run to set tensor-parallel marks, which gradient norms need."""
     return tensor
 
 
 def _layer_specs(config: PretrainedConfig, layers: range, backend: LayerBackend) -> TransformerBlockSubmodules:
-    """Specs of the given layers, of which some may have experts."""
+    """Builds the specs of the given layers, some of which may have experts."""
     qk_norm, moe, output_bias = FAMILIES[config.model_type].qk_norm, moe_shape(config), attention_biases(config)[1]
     specs = []
     for layer in layers:
@@ -110,7 +110,7 @@ def _layer_specs(config: PretrainedConfig, layers: range, backend: LayerBackend)
 def build_model(
     config: PretrainedConfig, groups: Groups, dtype: torch.dtype, backend: LayerBackend, recompute: str = "none"
 ) -> list[GPTModel]:
-    """Builds this rank's virtual stages of the model. Their parameters are not filled yet (see `hf_weights.py`)."""
+    """Builds this rank's virtual stages of the model. `hf_weights.py` fills their parameters."""
     megatron = transformer_config(config, groups, dtype, backend, recompute)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):

@@ -1,5 +1,8 @@
-"""Megatron's layers on `ops/row_invariant.py`, for a deterministic run: a token's log-prob has the same bits whatever
-it is packed with, and the same as on a rollout server. Sizes of tensor and context parallelism are 1 there."""
+"""Megatron's layers on `ops/row_invariant.py`, for deterministic runs.
+
+A token's log-prob has the same bits in every packing, and the same bits as on a rollout server. Tensor and context
+parallelism must be 1.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ from megarl.ops import row_invariant
 
 
 class _Product:
-    """In place of Megatron's matrix product; its other arguments concern splits over ranks and fused gradients."""
+    """Replaces Megatron's matrix product. Ignores its other arguments, for splits over ranks and fused gradients."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
         return row_invariant.linear(input, weight, bias)
 
 
 class RowInvariantColumnLinear(_Product, ColumnParallelLinear):
-    """A projection into attention or an MLP."""
+    """Input projection of attention (QKV) or of an MLP (gate and up)."""
 
 
 class RowInvariantRowLinear(_Product, RowParallelLinear):
-    """A projection out of one."""
+    """Output projection of attention or of an MLP."""
 
 
 class RowInvariantAttention(PackedAttention):
-    """Attention with sums over the keys in blocks of fixed length."""
+    """Attention that sums over keys in blocks of fixed length."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         length = query.shape[2]

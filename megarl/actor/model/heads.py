@@ -1,7 +1,7 @@
-"""The end of the model: from final hidden states to logits, log-probs or values.
+"""Heads: from final hidden states to logits, log-probs or values.
 
-Megarl's model stops before its head. What the caller wants decides what is computed of it: log-probs of the trained
-tokens are taken a chunk of logits at a time, so that `[tokens, vocabulary]` is never held.
+The model stops before its head, and callers compute only the output that they need. Log-probs of many tokens are
+computed from one chunk of logits at a time, so the full `[tokens, vocabulary]` is never in memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megarl.parallel.groups import Groups
 
 
 class HeadlessGPT(GPTModel):
-    """Megatron's model up to its final norm: the last stage returns hidden states `[tokens, 1, hidden]`.
+    """Megatron's model up to its final norm. The last stage returns hidden states `[tokens, 1, hidden]`.
 
-    `output_layer` is there, with its weight or the tied embedding's, but it is run by the functions below.
+    The module still has `output_layer`, with its own weight or the tied embedding's. The functions below apply it.
     """
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # gpt_model.py:424
@@ -35,23 +35,24 @@ class HeadlessGPT(GPTModel):
 
 
 class ValueHead(torch.nn.Linear):
-    """One number a token, in place of the LM head: the same weight `[1, hidden]` on every tensor parallel rank."""
+    """Value head with one output per token. Its weight `[1, hidden]` is replicated on every tensor parallel rank."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
 
 def weight_of(module: GPTModel) -> Tensor:
-    """The LM head's rows on this rank, `[vocabulary / tp, hidden]`: its own, or the tied embedding's."""
+    """Rows of the LM head (or tied embedding) on this rank, `[vocabulary / tp, hidden]`."""
     if module.share_embeddings_and_output_weights:
         return module.shared_embedding_or_output_weight()
     return module.output_layer.weight
 
 
 def hidden_states(output: Tensor, module: GPTModel, groups: Groups, shared: LocalTokens | None = None) -> Tensor:
-    """`[tokens, hidden]` of this cp rank's tokens, on every tp rank, from the model's output.
+    """Gathers the hidden states `[tokens, hidden]` of this cp rank's tokens, on every tp rank.
 
-    Every user of it gives each rank the whole gradient, so that backward only cuts out the rank's own tokens.
+    Every consumer gives each tp rank the full gradient. So backward only slices out the rank's own tokens, without a
+    sum over tp.
     """
     if module.config.sequence_parallel:
         output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=groups.tp)
@@ -60,7 +61,7 @@ def hidden_states(output: Tensor, module: GPTModel, groups: Groups, shared: Loca
 
 
 def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) -> Tensor:
-    """`[tokens, vocabulary]`: gathered over tp, padding of the vocabulary cut off."""
+    """Computes logits `[tokens, vocabulary]`: gathered over tp, without padding of the vocabulary."""
     local = _local_logits(hidden, weight_of(module), groups)
     if groups.tp_size > 1:
         local = gather_from_tensor_model_parallel_region(local, group=groups.tp)
@@ -77,11 +78,11 @@ def logprobs(
     with_entropy: bool,
     kept_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
+    """Computes log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
 
-    Only rows with a label are computed. Logits are kept for backward if they fit into `kept_bytes`: 6 * rows * V * H
-    operations in all. Otherwise backward computes them again, a chunk at a time (8 * rows * V * H), and adds the
-    weight's gradient straight to the main gradient.
+    Only rows with a label are computed. Logits are kept for backward if they fit into `kept_bytes`. This costs
+    6 * rows * V * H operations in total. Otherwise backward recomputes them, one chunk at a time, for 8 * rows * V * H
+    operations. It then adds the weight's gradient directly to the main gradient.
     """
     weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
     rows = (labels != -1).nonzero().squeeze(1)
@@ -99,7 +100,7 @@ def logprobs(
             rows=rows,
             main_grad=getattr(weight, "main_grad", None),
         )
-    of_rows = vocab_parallel_logprobs(
+    row_results = vocab_parallel_logprobs(
         _local_logits(hidden.index_select(0, rows), weight, groups),
         labels[rows],
         vocab_valid=vocab_size,
@@ -109,7 +110,7 @@ def logprobs(
         with_entropy=with_entropy,
         inplace_backward=True,
     )
-    return _spread(of_rows, rows, labels)
+    return _spread(row_results, rows, labels)
 
 
 def row_invariant_logprobs(
@@ -122,27 +123,27 @@ def row_invariant_logprobs(
     with_entropy: bool,
     kept_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies by the functions of the rollout server; all logits are held. See `logprobs`."""
+    """`logprobs` by the rollout server's functions. Keeps all logits."""
     rows = (labels != -1).nonzero().squeeze(1)
     logits = row_invariant.linear(hidden.index_select(0, rows), weight_of(module))
     return _spread(row_invariant.logprobs(logits, labels[rows], temperature, vocab_size, with_entropy), rows, labels)
 
 
-def _spread(of_rows: tuple[Tensor, Tensor | None], rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies of `rows`, placed among all tokens; 0 elsewhere."""
-    zeros = of_rows[0].new_zeros(labels.shape)
-    logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in of_rows)
+def _spread(row_results: tuple[Tensor, Tensor | None], rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scatters log-probs and entropies of `rows` to all tokens; 0 elsewhere."""
+    zeros = row_results[0].new_zeros(labels.shape)
+    logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in row_results)
     assert logprob is not None
     return logprob, entropy
 
 
 def _local_logits(hidden: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """`[tokens, vocabulary / tp]`."""
+    """Computes this rank's logits `[tokens, vocabulary / tp]`."""
     if groups.tp_size > 1:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
     return hidden @ weight.t()
 
 
 def values(hidden: Tensor, module: GPTModel) -> Tensor:
-    """float32 `[tokens]`: what the value head makes of each position."""
+    """Computes the value head's output at each position, float32 `[tokens]`."""
     return module.output_layer(hidden).squeeze(1).float()

@@ -1,4 +1,4 @@
-"""Mixtures of experts: how the HF fields map to Megatron's."""
+"""Maps HF fields of mixtures of experts to Megatron's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.families import moe_shape
 
 
 def moe_fields(config: PretrainedConfig, *, grouped: bool) -> dict[str, Any]:
-    """The fields of Megatron's `TransformerConfig` for the model's experts; none for a dense model.
+    """Builds the fields of Megatron's `TransformerConfig` for the model's experts; empty for a dense model.
 
-    A token's weights are the softmax over all experts, of which the largest `topk` are kept: as they are, or made to
-    sum to 1, which is the softmax over these alone. Megatron calls the first pre-softmax. Routing drops no token and
-    adds no load-balancing loss, so that it does not depend on what else is in the microbatch. `grouped` multiplies
-    the experts of a rank in one kernel, which Transformer Engine has.
+    A token's weights are the softmax over all experts, cut to the largest `topk`. Megatron calls this pre-softmax. In
+    models with normalised weights these `topk` sum to 1, which equals the softmax over them alone. Routing drops no
+    token and adds no load-balancing loss, so it does not depend on the other tokens of a microbatch. `grouped` runs a
+    rank's experts in one kernel of Transformer Engine.
     """
     moe = moe_shape(config)
     if moe is None:
@@ -35,10 +35,10 @@ def moe_fields(config: PretrainedConfig, *, grouped: bool) -> dict[str, Any]:
 
 
 def mark_experts(module: torch.nn.Module) -> None:
-    """Marks the parameters of experts, whose gradients are summed over the replicas of the experts.
+    """Marks the parameters of experts, so that their gradients are summed over the replicas of experts.
 
-    Megatron marks them under expert parallelism only (tensor_parallel/layers.py:886), and takes them for dense ones,
-    with the replicas of these, where etp alone lays experts out in another way.
+    Megatron sets the mark only under expert parallelism (tensor_parallel/layers.py:886). With ep 1 and an etp different
+    from tp, it would sum them over the replicas of dense parameters.
     """
     for name, param in module.named_parameters():
         if ".mlp.experts." in name:

@@ -1,1 +1,1 @@
-"""HF tensors in Megatron's native parameters: which shard lies where, loading, exporting."""
+"""HF tensors in Megatron's native parameters: shard table, loading, exporting."""

@@ -1,4 +1,4 @@
-"""The files of a HF checkpoint: read box by box, written as sharded safetensors with config and tokenizer."""
+"""Files of a HF checkpoint: read box by box, written as sharded safetensors with config and tokenizer."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "chat_templ
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies: in `file` as `name`, or as the rows from `row` on of entry `entry` of that."""
+class StoredTensor:
+    """Location of a tensor: tensor `name` of `file`, or rows from `row` on in its slice `entry`."""
 
     file: Any
     name: str
-    entry: int | None = None
+    entry: int | None = None  # None: the tensor is not a slice of a fused one
     row: int = 0
 
 
 class Checkpoint:
-    """The safetensors files of a HF checkpoint, read box by box."""
+    """Reads the safetensors files of a HF checkpoint, box by box."""
 
     def __init__(self, path: str, config: PretrainedConfig) -> None:
-        """`path` is a local folder or a hub name, which is fetched.
+        """Opens the files. `path` is a local folder or a hub name, which is downloaded.
 
         Raises:
-            UserError: see `local_folder`; or the folder holds no safetensors.
+            UserError: see `local_folder`. Also raised if the folder has no or incomplete safetensors files.
         """
         self.folder = local_folder(path)
         index = self.folder / "model.safetensors.index.json"
@@ -49,79 +49,83 @@ class Checkpoint:
             files = sorted(p.name for p in self.folder.glob("*.safetensors"))
         missing = [f for f in files if not (self.folder / f).is_file()]
         if missing or not files:
-            what = f"lacks {missing[0]}" if missing else "holds no *.safetensors"
-            raise UserError(f"actor.path={path} {what}; give a HF checkpoint saved with save_pretrained")
-        self._where: dict[str, Stored] = {}
+            problem = f"lacks {missing[0]}" if missing else "holds no *.safetensors"
+            raise UserError(f"actor.path={path} {problem}; give a HF checkpoint saved with save_pretrained")
+        self._tensors: dict[str, StoredTensor] = {}
         for file in files:
             opened = safe_open(self.folder / file, framework="pt")
-            self._where.update({name: Stored(opened, name) for name in opened.keys()})  # noqa: SIM118 (not a dict)
+            self._tensors.update({name: StoredTensor(opened, name) for name in opened.keys()})  # noqa: SIM118 (not a dict)
         self._split_fused_experts(config)
 
     def _split_fused_experts(self, config: PretrainedConfig) -> None:
-        """Names the experts one by one where transformers stored a layer's in one tensor.
+        """Adds an entry per expert if the checkpoint has all experts of a layer in one tensor.
 
-        So does `save_pretrained(save_original_format=False)`: `mlp.experts.gate_up_proj [experts, 2 * width, hidden]`,
-        gate rows first, and `mlp.experts.down_proj [experts, hidden, width]`.
+        `save_pretrained(save_original_format=False)` of transformers writes this format. It has
+        `mlp.experts.gate_up_proj [experts, 2 * width, hidden]`, gate rows first, and
+        `mlp.experts.down_proj [experts, hidden, width]`.
         """
-        called, moe = FAMILIES[config.model_type].experts, moe_shape(config)
-        if called is None or moe is None:
+        names, moe = FAMILIES[config.model_type].experts, moe_shape(config)
+        if names is None or moe is None:
             return
         for layer in (i for i, sparse in enumerate(moe.layers) if sparse):
-            fused, plain = f"model.layers.{layer}.mlp", f"model.layers.{layer}.{called.block}"
-            if (router := self._where.pop(f"{fused}.gate.weight", None)) is not None:
-                self._where[f"{plain}.gate.weight"] = router
-            for stored, parts in (("gate_up_proj", (called.gate, called.up)), ("down_proj", (called.down,))):
-                whole = self._where.pop(f"{fused}.experts.{stored}", None)
-                if whole is None:
+            fused, plain = f"model.layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
+            if (router := self._tensors.pop(f"{fused}.gate.weight", None)) is not None:
+                self._tensors[f"{plain}.gate.weight"] = router
+            for stored, parts in (("gate_up_proj", (names.gate, names.up)), ("down_proj", (names.down,))):
+                tensor = self._tensors.pop(f"{fused}.experts.{stored}", None)
+                if tensor is None:
                     continue
                 for expert in range(moe.experts):
                     for i, part in enumerate(parts):
-                        self._where[f"{plain}.experts.{expert}.{part}.weight"] = Stored(
-                            whole.file, whole.name, expert, i * moe.width
+                        self._tensors[f"{plain}.experts.{expert}.{part}.weight"] = StoredTensor(
+                            tensor.file, tensor.name, expert, i * moe.width
                         )
 
     def names(self) -> set[str]:
-        return set(self._where)
+        return set(self._tensors)
 
     def read(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
-        """The elements of a box of the tensor, which must have `shape`.
+        """Reads a box of the tensor, which must have `shape`.
 
         Raises:
-            UserError: it has another shape.
+            UserError: the tensor has another shape.
         """
-        stored = self._where[name]
+        stored = self._tensors[name]
         part = stored.file.get_slice(stored.name)
-        found = tuple(part.get_shape())
-        if stored.entry is None and found != shape:
-            raise UserError(f"{self.folder}: {name} has shape {found}, the config asks for {shape}")
+        stored_shape = tuple(part.get_shape())
+        if stored.entry is None and stored_shape != shape:
+            raise UserError(f"{self.folder}: {name} has shape {stored_shape}, the config asks for {shape}")
         if stored.entry is None:
             return part[box]
         rows = slice(stored.row + box[0].start, stored.row + box[0].stop)
-        if len(found) != 3 or stored.entry >= found[0] or rows.stop > found[1] or found[2] != shape[1]:
-            raise UserError(f"{self.folder}: {stored.name} has shape {found}, the config asks for {shape} an expert")
+        fits = len(stored_shape) == 3 and stored.entry < stored_shape[0]
+        if not fits or rows.stop > stored_shape[1] or stored_shape[2] != shape[1]:
+            raise UserError(
+                f"{self.folder}: {stored.name} has shape {stored_shape}, the config asks for {shape} per expert"
+            )
         return part[(slice(stored.entry, stored.entry + 1), rows, *box[1:])][0]
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path) -> None:
-    """Writes a HF checkpoint to `folder`, holding at most one file's tensors; the tokenizer is that of `source`."""
+    """Writes a HF checkpoint to `folder`, with the tokenizer of `source`. Holds at most one file's tensors."""
     index: dict[str, str] = {}
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}  # tensors of the next file
     files: list[str] = []
     total = 0
 
     def flush() -> None:
-        if held:
+        if pending:
             files.append(f"part-{len(files):05d}.safetensors")
-            save_file(held, folder / files[-1], metadata={"format": "pt"})
-            (folder / files[-1]).chmod(0o644)  # written for its owner alone
-            index.update(dict.fromkeys(held, files[-1]))
-            held.clear()
+            save_file(pending, folder / files[-1], metadata={"format": "pt"})
+            (folder / files[-1]).chmod(0o644)  # save_file makes it readable by its owner only
+            index.update(dict.fromkeys(pending, files[-1]))
+            pending.clear()
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in tensors:
-        if sum(t.nbytes for t in held.values()) + tensor.nbytes > MAX_FILE_BYTES:
+        if sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_FILE_BYTES:
             flush()
-        held[name] = tensor
+        pending[name] = tensor
         total += tensor.nbytes
     flush()
     _name_files(folder, files, index, total)
@@ -129,7 +133,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Pretraine
 
 
 def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> None:
-    """Writes what is no tensor: the config, and the tokenizer files of `source`."""
+    """Writes the config, and copies the tokenizer files of `source`."""
     config.save_pretrained(folder)
     for file in source.iterdir():
         if file.name.startswith(TOKENIZER_FILES):
@@ -137,7 +141,7 @@ def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> N
 
 
 def _name_files(folder: Path, files: list[str], index: dict[str, str], total: int) -> None:
-    """Gives the written parts the names of the HF convention, with an index where there are several."""
+    """Renames the written parts by the HF convention. Writes an index if there are several."""
     if len(files) == 1:
         (folder / files[0]).rename(folder / "model.safetensors")
         return

@@ -1,7 +1,7 @@
-"""HF weights in and out of Megatron's native parameters.
+"""Loads HF weights into Megatron's native parameters, and exports them.
 
-`shards.py` says which box of which HF tensor lies where in which native parameter; `shards` here binds that to live
-parameters, as strided views and never as copies. Loading, exporting, checkpoints and resharding all read it.
+`shards.py` maps boxes of HF tensors to native parameters. `shards` here binds this table to live parameters, as strided
+views and never as copies. Loading, exporting, checkpoints and resharding all use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from megarl.parallel import platform
 from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
-# Transformer Engine's layer spec fuses a norm into the projection behind it, and the experts of a layer into one module
+# Parameter names of Megatron's local spec (regex) -> names in Transformer Engine's modules, which fuse a norm into the
+# following projection, and the experts of a layer into one module.
 TE_SPELLINGS = (
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
@@ -37,7 +38,7 @@ TE_SPELLINGS = (
 
 @dataclass(frozen=True)
 class Shard:
-    """The box `[start, stop)` of HF tensor `name` (of full `shape`) that `view` of a native parameter holds."""
+    """The box `[start, stop)` of HF tensor `name` (full shape `shape`), and its view of a native parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,69 +48,75 @@ class Shard:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Where the box lies in the whole tensor."""
+        """Slices of the box in the full HF tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
 
 def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups) -> list[Shard]:
-    """Every box of a HF tensor that this rank's native parameters hold, in the order of `shards.pieces`.
+    """Lists every box of a HF tensor in this rank's native parameters, in the order of `shard_specs`.
 
     `modules` are this rank's virtual stages.
+
+    Raises:
+        RuntimeError: the table and the parameters do not match.
     """
     named = [dict(module.named_parameters()) for module in modules]
     result, bound = [], set()
-    for piece in shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)):
-        name, param = _native(named[piece.stage], piece)
-        view = param[piece.index]
-        if any(n != b - a for n, a, b in zip(view.shape, piece.start, piece.stop, strict=True)):
-            raise RuntimeError(f"{name} has shape {tuple(param.shape)}, too small for {piece}")
-        bound.add((piece.stage, name))
-        result.append(Shard(piece.name, piece.shape, piece.start, piece.stop, view))
-    loose = [name for stage, params in enumerate(named) for name in params if (stage, name) not in bound]
-    if loose:
+    for spec in shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)):
+        name, param = _native(named[spec.stage], spec)
+        view = param[spec.index]
+        if any(n != b - a for n, a, b in zip(view.shape, spec.start, spec.stop, strict=True)):
+            raise RuntimeError(f"{name} has shape {tuple(param.shape)}, too small for {spec}")
+        bound.add((spec.stage, name))
+        result.append(Shard(spec.name, spec.shape, spec.start, spec.stop, view))
+    unbound = [name for stage, params in enumerate(named) for name in params if (stage, name) not in bound]
+    if unbound:
         raise RuntimeError(
-            f"{loose[0]} holds no HF tensor ({len(loose)} such parameters); add it to actor/weights/shards.py"
+            f"{unbound[0]} holds no HF tensor ({len(unbound)} such parameters); add it to actor/weights/shards.py"
         )
     return result
 
 
-def _native(params: dict[str, torch.nn.Parameter], piece: ShardSpec) -> tuple[str, torch.nn.Parameter]:
-    """The piece's parameter, whichever layer spec it was made by, and its name there."""
-    if piece.param in params:
-        return piece.param, params[piece.param]
+def _native(params: dict[str, torch.nn.Parameter], spec: ShardSpec) -> tuple[str, torch.nn.Parameter]:
+    """Finds the shard's parameter and its name, under the names of both layer specs."""
+    if spec.param in params:
+        return spec.param, params[spec.param]
     for local, fused in TE_SPELLINGS:
-        name = re.sub(local, fused, piece.param)
+        name = re.sub(local, fused, spec.param)
         if name in params:
             return name, params[name]
-    raise RuntimeError(f"{piece.param} of {piece.name} is in no module of this rank")
+    raise RuntimeError(f"{spec.param} of {spec.name} is in no module of this rank")
 
 
 def parameters(modules: Sequence[GPTModel]) -> Iterator[torch.nn.Parameter]:
-    """The native parameters of this rank's virtual stages."""
+    """Yields the native parameters of this rank's virtual stages."""
     return (param for module in modules for param in module.parameters())
 
 
 def load(
     modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, path: str, new_head_std: float = 0.0
 ) -> None:
-    """Fills the native parameters from the checkpoint at `path`; padding of the vocabulary is set to zero. A value head
-    that the checkpoint does not have is drawn from normal(0, `new_head_std`).
+    """Fills the native parameters from the checkpoint at `path`.
+
+    Padding of the vocabulary is set to zero. A value head that the checkpoint lacks is drawn from
+    normal(0, `new_head_std`).
 
     Raises:
-        UserError: a tensor that the model needs is missing or has another shape, or one is left over; on every rank.
+        UserError: on every rank, if a tensor of the model is missing or has another shape, or the checkpoint has an
+            unknown tensor.
     """
     checkpoint = hf_files.Checkpoint(path, config)
     needed, present = tensor_shapes(config), checkpoint.names()
     missing = sorted(set(needed) - present - {SCORE})
     if missing:
         raise UserError(
-            f"actor.path={path} lacks the tensor {missing[0]} ({len(missing)} missing); is it a whole checkpoint?"
+            f"actor.path={path} lacks the tensor {missing[0]} ({len(missing)} missing); is the checkpoint complete?"
         )
     extra = sorted(n for n in present - set(needed) - {"lm_head.weight"} if not n.endswith("rotary_emb.inv_freq"))
     if extra:
         raise UserError(
-            f"actor.path={path} has the tensor {extra[0]}, unknown to {config.model_type} ({len(extra)} such); "
-            "is it a fine-tuned variant? export it as a plain model"
+            f"actor.path={path} has the tensor {extra[0]}, unknown to {config.model_type} ({len(extra)} in total); "
+            "if it is a fine-tuned variant, export it as a plain model"
         )
     with torch.no_grad():
         for param in parameters(modules):
@@ -124,9 +131,9 @@ def load(
 def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, seed: int) -> None:
     """Fills the native parameters from `seed`: normal(0, initializer_range) matrices, norms one, biases zero.
 
-    Each HF tensor has a generator seeded by its name, so that every layout starts from the same model.
+    Each HF tensor has its own generator, seeded by its name. So every layout starts from the same model.
     """
-    name, full = "", torch.empty(0)  # the boxes of one tensor follow each other
+    name, full = "", torch.empty(0)  # drawn once per tensor: its boxes are adjacent in the list
     with torch.no_grad():
         for param in parameters(modules):
             param.zero_()
@@ -140,26 +147,26 @@ def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, g
 
 
 def _drawn(shard: Shard, seed: int) -> Tensor:
-    """The whole HF tensor that the shard is of, from normal(0, 1)."""
+    """Draws the shard's full HF tensor from normal(0, 1)."""
     digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     return torch.randn(shard.shape, generator=generator)
 
 
 def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups) -> Iterator[tuple[str, Tensor]]:
-    """Yields every HF tensor whole, by name in the order of `tensor_shapes`; a collective of the whole world.
+    """Yields every complete HF tensor with its name, in the order of `tensor_shapes`. A collective of the world.
 
-    Rank 0 gets the tensors (on the host); the other ranks get empty ones. One tensor is held at a time. Where
-    several ranks hold the same box, the lowest sends it.
+    Rank 0 gets the tensors, on the host; the other ranks get empty ones. Only one tensor is in memory at a time. If
+    several ranks hold the same box, the lowest rank sends it.
     """
-    mine = {(s.name, s.start): s.view for s in shards(modules, config, groups)}
+    local_views = {(s.name, s.start): s.view for s in shards(modules, config, groups)}
     dtype = next(parameters(modules)).dtype
     senders = _senders(config, groups)
     for name, shape in tensor_shapes(config).items():
         full = torch.empty(shape if groups.rank == 0 else 0, dtype=dtype)
         for rank, boxes in senders[name].items():
             if rank == groups.rank:
-                parts = [mine[name, start].detach() for start, _ in boxes]
+                parts = [local_views[name, start].detach() for start, _ in boxes]
                 if rank != 0:
                     dist.send(torch.cat([part.flatten() for part in parts]), 0)
             elif groups.rank == 0:
@@ -178,17 +185,17 @@ Corner = tuple[int, ...]
 
 
 def _senders(config: PretrainedConfig, groups: Groups) -> dict[str, dict[int, list[tuple[Corner, Corner]]]]:
-    """By HF tensor: which rank sends which boxes of it, in a common order."""
+    """Boxes by HF tensor and sending rank. Every rank computes the same order."""
     table = world_table(config, groups.layout)
     first = np.array([min(ranks) for ranks in table.holders])[table.holder]
     dims = {name: len(shape) for name, shape in tensor_shapes(config).items()}
     result: dict[str, dict[int, list[tuple[Corner, Corner]]]] = {name: {} for name in dims}
-    taken: set[tuple[str, Corner]] = set()
+    assigned: set[tuple[str, Corner]] = set()
     for row in np.argsort(first, kind="stable"):
         name = table.names[table.tensor[row]]
         start, stop = (tuple(corner[row, : dims[name]].tolist()) for corner in (table.start, table.stop))
-        if (name, start) not in taken:
-            taken.add((name, start))
+        if (name, start) not in assigned:
+            assigned.add((name, start))
             result[name].setdefault(int(first[row]), []).append((start, stop))
     return result
 
@@ -196,7 +203,7 @@ def _senders(config: PretrainedConfig, groups: Groups) -> dict[str, dict[int, li
 def save(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, folder: Path, source: str) -> None:
     """Writes a HF checkpoint (sharded safetensors, config, and the tokenizer files of `source`) to `folder`.
 
-    A collective of the whole world; rank 0 writes, holding at most one file's tensors.
+    A collective of the world. Rank 0 writes, holding at most one file's tensors.
     """
     tensors = gather(modules, config, groups)
     if groups.rank == 0:

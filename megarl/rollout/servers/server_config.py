@@ -104,22 +104,31 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
             )
         if key in MUST_BE_ONE and value != 1:
             raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
-    for name in ("n_servers", "tp_size", "cpu_threads"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)} must be at least 1")
+    check_server_counts(config)
     if config.heartbeat_s <= 0 or config.max_restarts < 0:
         raise UserError(
             f"server.heartbeat_s={config.heartbeat_s} must be above 0, server.max_restarts={config.max_restarts} "
             "at least 0"
         )
     if config.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device={config.device!r} is not one of auto, cpu, cuda")
+        raise UserError(f"server.device={config.device!r} is not one of auto, cpu, cuda")
     if not (Path(model_path) / "config.json").is_file():
         raise UserError(f"{model_path} is not a model folder: it has no config.json; give a local HF checkpoint folder")
     if config.port:
         for port in range(config.port, config.port + config.n_servers):
             if not port_is_free(config.host, port):
-                raise UserError(f"port {port} on {config.host} is in use; free it, or set port=0 for a free one")
+                raise UserError(f"port {port} on {config.host} is in use; free it, or set server.port=0 for a free one")
+
+
+def check_server_counts(config: SGLangServerConfig) -> None:
+    """Refuses counts below 1.
+
+    Raises:
+        UserError: naming the knob.
+    """
+    for name in ("n_servers", "tp_size", "cpu_threads"):
+        if getattr(config, name) < 1:
+            raise UserError(f"server.{name}={getattr(config, name)} must be at least 1")
 
 
 def port_is_free(host: str, port: int) -> bool:
@@ -141,7 +150,9 @@ def free_ports(host: str, count: int) -> list[int]:
         if port_is_free(host, port):
             ports.append(port)
     if len(ports) < count:
-        raise UserError(f"{host} has no {count} free ports in {FREE_PORTS.start}-{FREE_PORTS.stop - 1}; set port")
+        raise UserError(
+            f"{host} has no {count} free ports in {FREE_PORTS.start}-{FREE_PORTS.stop - 1}; set server.port"
+        )
     return ports
 
 

@@ -1,4 +1,4 @@
-"""What tests of the actor's engines share."""
+"""Fixtures for tests of the actor's engines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from megarl.parallel import groups
 
 @pytest.fixture(scope="module")
 def world_of_one() -> Iterator[None]:
-    """Engines of a module share a world of one rank, which ends with it."""
+    """Destroys the one-rank process group that the engines of a module share, after the module."""
     yield
     groups.destroy()

@@ -1,4 +1,4 @@
-"""Runs on every rank: takes real training steps and writes by how much this process has grown at their peak."""
+"""Worker of every rank: takes real training steps and writes the peak growth of this process in bytes."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 
 SEQUENCES, LENGTH, PER_MICROBATCH = 6, 128, 3
-STEPS = 2  # Adam's moments exist from the second on
-# glibc keeps what was freed; with these every tensor goes back to the system, so that what is resident is in use.
+STEPS = 2  # Adam's moments exist from the second step on
+# glibc keeps freed memory. With these settings every freed tensor returns to the system, so resident memory is in use.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 class Peak:
-    """The largest resident size of this process while open, looked at every millisecond."""
+    """Measures the largest resident size of this process while open, every millisecond."""
+
+    def __init__(self) -> None:
+        self.before = self.peak = 0  # bytes
+        self._process, self._open = psutil.Process(), True
+        self._thread = threading.Thread(target=self._sample)
 
     def __enter__(self) -> Peak:
-        self._process, self._open = psutil.Process(), True
         gc.collect()
-        self.before = self.most = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._look)
+        self.before = self.peak = self._process.memory_info().rss
         self._thread.start()
         return self
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while self._open:
-            self.most = max(self.most, self._process.memory_info().rss)
+            self.peak = max(self.peak, self._process.memory_info().rss)
             time.sleep(0.001)
 
     def __exit__(self, *_: object) -> None:
@@ -48,7 +51,7 @@ class Peak:
 
     @property
     def growth(self) -> int:
-        return self.most - self.before
+        return self.peak - self.before
 
 
 def batch(vocab_size: int, sequences: int, length: int) -> PackedBatch:
@@ -59,7 +62,7 @@ def batch(vocab_size: int, sequences: int, length: int) -> PackedBatch:
 
 
 def growth(config: EngineConfig, parallel: ParallelConfig, sequences: int, length: int) -> tuple[int, int]:
-    """Bytes at the peak of loading and training over what this process held before, and its parameters."""
+    """Peak growth in bytes of this process while it loads and trains, and its number of parameters."""
     with Peak() as peak:
         engine = MegatronLMEngine(config, parallel)
         engine.initialize()
@@ -69,10 +72,10 @@ def growth(config: EngineConfig, parallel: ParallelConfig, sequences: int, lengt
 
 
 def measure(big: str, tiny: str, parallel: ParallelConfig, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By case, the growth of this process and its parameters."""
+    """Measures `growth` of every case."""
     groups.initialize(parallel)
-    growth(EngineConfig(path=tiny, init="random"), parallel, 2, 8)  # code that is loaded at its first use
-    found = {}
+    growth(EngineConfig(path=tiny, init="random"), parallel, 2, 8)  # loads code that is loaded at first use
+    measured = {}
     for name, fields in cases.items():
         config = EngineConfig(
             path=big,
@@ -81,15 +84,15 @@ def measure(big: str, tiny: str, parallel: ParallelConfig, cases: dict[str, dict
             optimizer=OptimizerConfig(lr=1e-4),
             **fields,
         )
-        found[name] = growth(config, parallel, SEQUENCES, LENGTH)
+        measured[name] = growth(config, parallel, SEQUENCES, LENGTH)
     groups.leave_layout()
-    return found
+    return measured
 
 
 def main(big: str, tiny: str, out: Path, layouts: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    found = {name: measure(big, tiny, ParallelConfig(**sizes), cases) for name, (sizes, cases) in layouts.items()}
-    (out / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))
+    measured = {name: measure(big, tiny, ParallelConfig(**sizes), cases) for name, (sizes, cases) in layouts.items()}
+    (out / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(measured))
 
 
 if __name__ == "__main__":

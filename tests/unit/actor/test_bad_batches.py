@@ -1,4 +1,4 @@
-"""A batch that cannot be trained on is refused in one line, alike on every rank, and the next one goes on."""
+"""Invalid batches are refused in one line, equally on every rank, and the engine trains on the next batch."""
 
 from __future__ import annotations
 
@@ -29,45 +29,44 @@ def engine(checkpoints: Callable[..., Path]) -> Iterator[MegatronLMEngine]:
 
 
 def with_tokens(*ids: int) -> PackedBatch:
-    made = batch(VOCAB, 2, 4)
-    made["input_ids"][: len(ids)] = torch.tensor(ids)
-    return made
+    data = batch(VOCAB, 2, 4)
+    data["input_ids"][: len(ids)] = torch.tensor(ids)
+    return data
 
 
 def with_bounds(*bounds: int) -> PackedBatch:
-    made = batch(VOCAB, 2, 4)
-    return PackedBatch(torch.tensor(bounds, dtype=torch.int32), made.tokens)
+    return PackedBatch(torch.tensor(bounds, dtype=torch.int32), batch(VOCAB, 2, 4).tokens)
 
 
 def with_mask(*marked: int) -> PackedBatch:
-    made = batch(VOCAB, 2, 4)
+    data = batch(VOCAB, 2, 4)
     mask = torch.zeros(8, dtype=torch.bool)
     mask[list(marked)] = True
-    made["loss_mask"] = mask
-    return made
+    data["loss_mask"] = mask
+    return data
 
 
 def padded(**fields: Any) -> dict[str, torch.Tensor]:
-    whole = {"input_ids": torch.ones(2, 4, dtype=torch.long), "loss_mask": torch.ones(2, 4, dtype=torch.bool)}
-    return {name: value for name, value in {**whole, **fields}.items() if value is not None}
+    valid = {"input_ids": torch.ones(2, 4, dtype=torch.long), "loss_mask": torch.ones(2, 4, dtype=torch.bool)}
+    return {name: value for name, value in {**valid, **fields}.items() if value is not None}
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: batch(VOCAB, 0, 4), "the batch holds 0 sequences and no token; leave empty batches out"),
+        (lambda: batch(VOCAB, 0, 4), "the batch holds 0 sequences and no token; skip empty batches"),
         (lambda: batch(VOCAB, 2, 0), "the batch holds 2 sequences and no token"),
         (lambda: batch(VOCAB, 1, 33), "a sequence of 33 tokens does not fit into actor.max_tokens_per_mb=32"),
-        (lambda: with_tokens(5, VOCAB), "input_ids holds token 343, the model knows 0 to 342; use the model's own"),
-        (lambda: with_tokens(-100), "input_ids holds token -100, the model knows 0 to 342"),
+        (lambda: with_tokens(5, VOCAB), "input_ids holds token 343, outside the model's vocabulary 0 to 342; use"),
+        (lambda: with_tokens(-100), "input_ids holds token -100, outside the model's vocabulary 0 to 342"),
         (lambda: with_bounds(1, 4, 8), "cu_seqlens is [1, 4, 8]...; it must rise from 0 to the number of tokens"),
         (lambda: with_bounds(0, 9, 8), "cu_seqlens is [0, 9, 8]...; it must rise from 0"),
         (lambda: with_mask(), "at least one token must be trained on"),
-        (lambda: with_mask(0, 4), "at least one token must be trained on"),  # first tokens, which nothing predicts
+        (lambda: with_mask(0, 4), "at least one token must be trained on"),  # first tokens have no prediction
         (lambda: padded(input_ids=None), "a batch needs 'input_ids' [batch, length], got the keys ['loss_mask']"),
         (lambda: padded(input_ids=torch.ones(8, dtype=torch.long)), "input_ids has shape (8,)"),
         (lambda: padded(attention_mask=torch.ones(2, 5)), "attention_mask has shape (2, 5), input_ids has (2, 4)"),
-        (lambda: padded(attention_mask=torch.zeros(2, 4)), "and no token; leave empty batches out"),
+        (lambda: padded(attention_mask=torch.zeros(2, 4)), "and no token; skip empty batches"),
         (lambda: padded(loss_mask=torch.ones(3, 4)), "loss_mask"),
     ],
 )

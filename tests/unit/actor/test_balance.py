@@ -1,4 +1,4 @@
-"""Work shared out evenly: differencing, the FLOPs it goes by, and what that gives on long-tailed lengths."""
+"""Balanced work over ranks: largest differencing, the FLOP model, and the balance on long-tailed lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_every_index_is_in_one_part_and_sums_differ_by_at_most_the_largest_cost(
 
 
 def test_differencing_beats_largest_first() -> None:
-    """The textbook's case: 8, 7, 6, 5, 4 in two parts, largest first onto the lighter part."""
+    """Textbook case: 8, 7, 6, 5, 4 in two parts. Largest first adds each number to the lighter part."""
     costs = [8.0, 7.0, 6.0, 5.0, 4.0]
     largest_first = [0.0, 0.0]
     for cost in costs:
@@ -36,7 +36,7 @@ def test_differencing_beats_largest_first() -> None:
 
 
 def test_the_cost_of_a_sequence_is_what_a_flop_counter_counts() -> None:
-    """Of attention the counter sees all pairs of tokens, the causal half is needed."""
+    """The counter counts all pairs of tokens in attention, but causal attention needs only half of them."""
     model = random_model("qwen3", tied=False, vocab_size=352)
     model.set_attn_implementation("eager")
     cost = SequenceCost.of(model.config)
@@ -44,7 +44,7 @@ def test_the_cost_of_a_sequence_is_what_a_flop_counter_counts() -> None:
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, tokens, dtype=torch.long))
         counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
-        attention = counts.pop("aten.bmm")  # and the rotary angles
+        attention = counts.pop("aten.bmm")  # includes the rotary angles
         assert sum(counts.values()) == cost.linear * tokens
         assert attention == pytest.approx(2 * cost.quadratic * tokens**2, rel=0.01)
 
@@ -52,7 +52,7 @@ def test_the_cost_of_a_sequence_is_what_a_flop_counter_counts() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_most_loaded_rank_has_at_most_five_percent_more_work_on_long_tailed_lengths(ranks: int, seed: int) -> None:
-    """512 completions whose lengths a log-normal draws, cut at 8k tokens, on a model in which attention counts."""
+    """512 completions with log-normal lengths up to 8k tokens, on a model whose attention cost matters."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (600 * torch.randn(512, generator=generator).exp()).clamp(32, 8192).long().tolist()
     cost = SequenceCost.of(Qwen3Config(hidden_size=1024, num_hidden_layers=28, intermediate_size=3072))

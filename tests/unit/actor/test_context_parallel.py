@@ -1,4 +1,4 @@
-"""How microbatches are cut: every token on one rank, in zigzag order, and attention over the cut equals the whole."""
+"""Cuts of microbatches: each token on one rank, zigzag order, and attention equal to that of full sequences."""
 
 from __future__ import annotations
 
@@ -61,24 +61,24 @@ def test_a_rank_s_attention_is_its_part_of_the_whole(lengths: list[int], cp: int
     )
     cuts = [Cut(rank, cp) for rank in range(cp)]
     padded = cuts[0].padded_cu_seqlens(cu_seqlens)
-    cut = [local_tokens(cu_seqlens, padded, c) for c in cuts]
+    tokens = [local_tokens(cu_seqlens, padded, cut) for cut in cuts]
 
     def part(x: torch.Tensor, rank: int) -> torch.Tensor:
-        return x[cut[rank].source.clamp(min=0)] * (cut[rank].source >= 0)[:, None, None]
+        return x[tokens[rank].source.clamp(min=0)] * (tokens[rank].source >= 0)[:, None, None]
 
     keys, values = (torch.cat([part(x, rank) for rank in range(cp)]) for x in (key, value))
     outputs = []
     for rank in range(cp):
-        plan, mine = pack_in_blocks(padded, CPU, cuts[rank]), part(query, rank)
-        found = []
+        plan, local_query = pack_in_blocks(padded, CPU, cuts[rank]), part(query, rank)
+        block_outputs = []
         for block in plan.blocks:
             shape = (block.num_seqs, -1, 2, 8)
-            q = mine[block.queries].view(shape).transpose(1, 2)
+            q = local_query[block.queries].view(shape).transpose(1, 2)
             k, v = (x[block.keys].view(shape).transpose(1, 2) for x in (keys, values))
             out = scaled_dot_product_attention(q, k, v, attn_mask=block.mask).transpose(1, 2)
-            found.append(out.reshape(-1, 2, 8)[block.valid])
-        outputs.append(torch.cat(found)[plan.restore])
-    torch.testing.assert_close(torch.cat(outputs)[cut[0].rows], expected)
+            block_outputs.append(out.reshape(-1, 2, 8)[block.valid])
+        outputs.append(torch.cat(block_outputs)[plan.restore])
+    torch.testing.assert_close(torch.cat(outputs)[tokens[0].rows], expected)
 
 
 def test_every_rank_s_attention_costs_the_same() -> None:

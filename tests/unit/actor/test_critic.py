@@ -1,4 +1,4 @@
-"""The value head and the frozen reference: values, steps, scores and weights against transformers."""
+"""Value head and frozen reference: values, steps, scores and weights equal transformers'."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def critic_of(folder: Path, **fields: Any) -> MegatronPPOCritic:
 
 
 def reference_values(model: Any, batch: PackedBatch) -> Tensor:
-    """The value before each token by transformers, 0 at first tokens."""
+    """Values before each token, computed by transformers; 0 at first tokens."""
     parts = []
     for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
         hidden = model.model(batch["input_ids"][None, start:stop]).last_hidden_state[0]

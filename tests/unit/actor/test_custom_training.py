@@ -1,4 +1,4 @@
-"""User code on the engine: the guide's program, and REINFORCE in the two classes of AReaL's page on algorithms."""
+"""User code on the engine: the guide's program, and REINFORCE in the two classes of AReaL's algorithm page."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_the_guides_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reinforce_loss_fn(logits: Tensor, data: PackedBatch) -> Tensor:
-    ids, kept, rewards = data["input_ids"], data["loss_mask"].bool(), data["rewards"]
+    ids, mask, rewards = data["input_ids"], data["loss_mask"].bool(), data["rewards"]
     logprobs = gather_logprobs(logits, torch.roll(ids, shifts=-1, dims=-1))
-    return torch.where(kept, -logprobs * rewards, 0.0).sum() / kept.count_nonzero()
+    return torch.where(mask, -logprobs * rewards, 0.0).sum() / mask.count_nonzero()
 
 
 class ReinforceActor:
-    """The algorithm: knows the engine's interface alone."""
+    """The algorithm. It uses only the engine's interface."""
 
     def __init__(self, engine: TrainEngine):
         self.engine = engine
@@ -59,7 +59,7 @@ class ReinforceActor:
 
 
 class MegatronReinforceActor(MegatronEngine):
-    """The backend, with the algorithm in it."""
+    """The engine, with the algorithm as a member."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -70,7 +70,7 @@ class MegatronReinforceActor(MegatronEngine):
 
 
 def episode(generator: torch.Generator, prompt: int, completion: int) -> dict[str, Tensor]:
-    """What the page's workflow returns for one prompt; its `rewards` has no batch dimension."""
+    """Builds the result of the page's workflow for one prompt. Its `rewards` has no batch dimension."""
     length = prompt + completion
     return {
         "input_ids": torch.randint(0, 343, (length,), generator=generator).unsqueeze(0),
@@ -107,7 +107,7 @@ def test_reinforce_in_two_classes_trains_as_plain_torch_does(checkpoints: Callab
 
 
 class Session:
-    """Records what it is given to bring to the servers."""
+    """Records uploads instead of sending them to servers."""
 
     def __init__(self) -> None:
         self.uploads: list[tuple[Any, WeightUpdateMeta]] = []

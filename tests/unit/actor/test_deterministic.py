@@ -1,4 +1,4 @@
-"""The engine of a deterministic run: bits that do not depend on the packing, and what it refuses."""
+"""Engine of a deterministic run: its bits do not depend on packing, and inexact models and layouts are refused."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_update_is_that_of_the_usual_layers(checkpoints: Callable[..., Path])
     rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
     batch.set_sequences("rewards", rewards)
     batch.set_sequences("group_ids", torch.arange(8) // 4)
-    figures = []
+    metrics = []
     for deterministic in (True, False):
         config = EngineConfig(path=str(checkpoints("qwen3", tied=True)))
         actor = MegatronPPOActor(config, GRPO(GRPOConfig()), deterministic=deterministic)
@@ -98,14 +98,14 @@ def test_an_update_is_that_of_the_usual_layers(checkpoints: Callable[..., Path])
         batch.set_tokens("prox_logp", actor.compute_logp(batch))
         batch.set_tokens("rollout_logprobs", batch["prox_logp"].clone())
         actor.compute_advantages(batch)
-        figures.append(actor.ppo_update(batch))
+        metrics.append(actor.ppo_update(batch))
         actor.destroy()
-    assert figures[0] == pytest.approx(figures[1], rel=1e-3, abs=1e-5)
-    assert figures[0]["grad_norm"] > 1e-3
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-3, abs=1e-5)
+    assert metrics[0]["grad_norm"] > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("family", "knobs", "layout", "says"),
+    ("family", "knobs", "layout", "message"),
     [
         ("qwen3_moe", {}, {}, "does not cover the experts of a 'qwen3_moe' model"),
         ("qwen3", {"dtype": "bfloat16"}, {}, "actor.dtype=bfloat16 must be float32 with deterministic=true"),
@@ -114,10 +114,10 @@ def test_an_update_is_that_of_the_usual_layers(checkpoints: Callable[..., Path])
     ],
 )
 def test_what_would_not_be_exact_is_refused(
-    checkpoints: Callable[..., Path], family: str, knobs: dict[str, str], layout: dict[str, int], says: str
+    checkpoints: Callable[..., Path], family: str, knobs: dict[str, str], layout: dict[str, int], message: str
 ) -> None:
     config = EngineConfig(path=str(checkpoints(family, tied=False)), **knobs)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(**layout), deterministic=True)  # type: ignore[arg-type]
 
 

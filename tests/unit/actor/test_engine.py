@@ -1,4 +1,4 @@
-"""The engine in one process: GRPO against plain torch, user losses, exact state, refusals."""
+"""The engine in one process: GRPO equals plain torch, user losses, exact resume, refusals."""
 
 from __future__ import annotations
 
@@ -80,15 +80,15 @@ def grpo_reference(model: Any, batch: PackedBatch, prox: Tensor, eps_clip: float
 
 
 def gradients(engine: MegatronEngine) -> dict[str, Tensor]:
-    """The gradients of the last step under the checkpoint's names: put in the parameters' place and gathered."""
-    kept = [p.detach().clone() for p in hf_weights.parameters(engine.modules)]
+    """Collects the last step's gradients under HF names, by gathering them in place of the parameters."""
+    weights = [p.detach().clone() for p in hf_weights.parameters(engine.modules)]
     with torch.no_grad():
         for parameter in hf_weights.parameters(engine.modules):
             parameter.copy_(parameter.main_grad)
-        found = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        for parameter, value in zip(hf_weights.parameters(engine.modules), kept, strict=True):
+        by_name = {name: tensor.clone() for name, tensor in engine.named_weights()}
+        for parameter, value in zip(hf_weights.parameters(engine.modules), weights, strict=True):
             parameter.copy_(value)
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("budget", [1000, 40, 21])
@@ -107,26 +107,25 @@ def test_the_gradient_of_grpo_equals_plain_torch(folder: Path, budget: int) -> N
     loss.backward()
     assert stats["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert 0.05 < stats["clip_fraction"] < 0.95
-    found = gradients(actor)
     expected = dict(model.named_parameters())
-    for name, gradient in found.items():
+    for name, gradient in gradients(actor).items():
         torch.testing.assert_close(gradient, expected[name].grad, atol=2e-6, rtol=1e-4, msg=name)
 
 
 def test_the_loss_does_not_depend_on_how_the_batch_is_cut(folder: Path) -> None:
-    seen = []
+    steps = []
     for budget in (1000, 40, 21):
         engine = MegatronLMEngine(config_of(folder, max_tokens_per_mb=budget))
         engine.initialize()
-        seen.append(engine.train_lm(rollout()))
-        again = engine.evaluate_lm(rollout())
-        assert again["loss"] < seen[-1]["loss"]
+        steps.append(engine.train_lm(rollout()))
+        evaluation = engine.evaluate_lm(rollout())
+        assert evaluation["loss"] < steps[-1]["loss"]
     for key in ("loss", "grad_norm", "entropy"):
-        assert [s[key] for s in seen] == pytest.approx([seen[0][key]] * 3, rel=1e-5)
+        assert [step[key] for step in steps] == pytest.approx([steps[0][key]] * 3, rel=1e-5)
 
 
 def test_a_user_loss_sees_packed_logits(folder: Path) -> None:
-    """A REINFORCE loss in the style of AReaL's documents, on a padded batch that is packed at the door."""
+    """A REINFORCE loss in the style of AReaL's documents, on a padded batch that the engine packs."""
 
     def reinforce_loss(logits: Tensor, data: PackedBatch) -> Tensor:
         assert logits.shape == (data["input_ids"].numel(), 343)
@@ -150,11 +149,11 @@ def test_a_user_loss_sees_packed_logits(folder: Path) -> None:
 
 
 def test_gradients_do_not_depend_on_how_often_they_are_accumulated(folder: Path) -> None:
-    """A user's loss and weights, over 1, 2 and 7 microbatches."""
+    """A user's loss and weights give the same step over 1, 2 and 7 microbatches."""
 
     def loss_fn(logits: Tensor, data: PackedBatch) -> Tensor:
         logprobs = gather_logprobs(logits, torch.roll(data["input_ids"], -1))
-        inside = data["loss_mask"].index_fill(0, data.cu_seqlens[1:].long() - 1, False)  # a last token predicts none
+        inside = data["loss_mask"].index_fill(0, data.cu_seqlens[1:].long() - 1, False)  # last tokens predict nothing
         return -(logprobs * data["advantages"])[inside].mean()
 
     def weigh(data: PackedBatch) -> Tensor:
@@ -171,7 +170,7 @@ def test_gradients_do_not_depend_on_how_often_they_are_accumulated(folder: Path)
             "advantages": torch.randn(total, generator=generator),
         },
     )
-    seen: dict[int, tuple[dict[str, float], dict[str, Tensor]]] = {}
+    results: dict[int, tuple[dict[str, float], dict[str, Tensor]]] = {}  # by number of microbatches
     for budget in (1000, 60, 21):
         engine = MegatronEngine(config_of(folder, max_tokens_per_mb=budget))
         engine.initialize()
@@ -182,35 +181,37 @@ def test_gradients_do_not_depend_on_how_often_they_are_accumulated(folder: Path)
             return loss_fn(logits, data)
 
         stats = engine.train_batch(batch, counted, weigh)
-        seen[len(calls)] = stats, gradients(engine)
-    assert sorted(seen) == [1, 2, 7]
-    for stats, found in seen.values():
-        assert stats == pytest.approx(seen[1][0], rel=1e-5)
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, seen[1][1][name], atol=1e-7, rtol=1e-5, msg=name)
+        results[len(calls)] = stats, gradients(engine)
+    assert sorted(results) == [1, 2, 7]
+    for stats, step_gradients in results.values():
+        assert stats == pytest.approx(results[1][0], rel=1e-5)
+        for name, gradient in step_gradients.items():
+            torch.testing.assert_close(gradient, results[1][1][name], atol=1e-7, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_kept_or_computed_twice_give_the_same_step(checkpoints: Callable[..., Path], tied: bool) -> None:
     path = checkpoints("qwen3", tied=tied, vocab_size=343)
-    seen = []
+    results = []
     for megabytes in (0, 256):
         engine = MegatronLMEngine(config_of(path, kept_logits_mb=megabytes))
         engine.initialize()
         batch = rollout()
-        everything = engine.logprobs(batch)
+        all_tokens = engine.logprobs(batch)
         trained = engine.logprobs(batch, trained_only=True)
-        torch.testing.assert_close(trained, everything.masked_fill(~batch["loss_mask"], 0.0), atol=1e-6, rtol=0)
-        seen.append((engine.train_lm(batch), gradients(engine)))
-    (chunks, chunk_gradients), (kept, kept_gradients) = seen
+        torch.testing.assert_close(trained, all_tokens.masked_fill(~batch["loss_mask"], 0.0), atol=1e-6, rtol=0)
+        results.append((engine.train_lm(batch), gradients(engine)))
+    (chunks, chunk_gradients), (kept, kept_gradients) = results
     assert chunks == pytest.approx(kept, rel=1e-5)
     for name, gradient in chunk_gradients.items():
         torch.testing.assert_close(gradient, kept_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
 def shared_rollout() -> PackedBatch:
-    """Two groups of four that share their prompts, of 9 and 20 tokens; completions of one group in turns with the
-    other's, one of them empty and two alike."""
+    """Two groups of four with shared prompts of 9 and 20 tokens. Their sequences alternate.
+
+    Each group has an empty completion, and one of 3 tokens that both groups have.
+    """
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 343, (n,), generator=generator) for n in (9, 20)]
     parts, masks, groups_ = [], [], []
@@ -234,22 +235,22 @@ def shared_rollout() -> PackedBatch:
 
 @pytest.mark.parametrize("budget", [1000, 60, 32])
 def test_a_shared_prompt_computed_once_gives_equal_log_probs_and_gradients(folder: Path, budget: int) -> None:
-    seen = []
+    results = []
     for shared in (False, True):
         config = config_of(folder, max_tokens_per_mb=budget, shared_prefix=shared)
         actor = MegatronPPOActor(config, GRPO(GRPOConfig(eps_clip=0.2)))
         actor.initialize()
         batch = shared_rollout()
-        whole = actor.eval().logprobs(batch)
+        logp = actor.eval().logprobs(batch)
         batch["prox_logp"] = actor.compute_logp(batch) + 0.1
         actor.compute_advantages(batch)
-        given = sum(mb.input_ids.numel() for mb in actor._microbatches(batch))
-        seen.append((whole, actor.ppo_update(batch), gradients(actor), given))
-    (plain, stats, found, tokens), (shared_logp, shared_stats, shared_found, shared_tokens) = seen
-    torch.testing.assert_close(shared_logp, plain, atol=1e-6, rtol=1e-6)
+        tokens = sum(mb.input_ids.numel() for mb in actor._microbatches(batch))
+        results.append((logp, actor.ppo_update(batch), gradients(actor), tokens))
+    (plain_logp, stats, plain_gradients, tokens), (shared_logp, shared_stats, shared_gradients, shared_tokens) = results
+    torch.testing.assert_close(shared_logp, plain_logp, atol=1e-6, rtol=1e-6)
     assert shared_stats == pytest.approx(stats, rel=1e-5)
-    for name, gradient in shared_found.items():
-        torch.testing.assert_close(gradient, found[name], atol=1e-6, rtol=1e-5, msg=name)
+    for name, gradient in shared_gradients.items():
+        torch.testing.assert_close(gradient, plain_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
     assert tokens == batch.total_tokens == 4 * 29 + 44
     if budget == 1000:
         assert shared_tokens == 29 + 44
@@ -310,20 +311,20 @@ def test_every_step_of_a_schedule_moves_and_a_longer_run_goes_on_along_its_own(
         return engine
 
     def rates(engine: MegatronLMEngine, count: int) -> list[float]:
-        found = []
+        result = []
         for _ in range(count):
-            found.append(engine.optimizer.param_groups[0]["lr"])
+            result.append(engine.optimizer.param_groups[0]["lr"])
             engine.step_lr_scheduler()
-        return found
+        return result
 
-    short, whole = engine_of(4), rates(engine_of(8), 8)
+    short, long_rates = engine_of(4), rates(engine_of(8), 8)
     assert min(rates(short, 4)) > 0
-    assert min(whole) > 0
-    assert whole[:2] == pytest.approx([5e-4, 1e-3])
+    assert min(long_rates) > 0
+    assert long_rates[:2] == pytest.approx([5e-4, 1e-3])
     short.save_state(tmp_path)
     longer = engine_of(8)
     longer.load_state(tmp_path)
-    assert rates(longer, 4) == pytest.approx(whole[4:])
+    assert rates(longer, 4) == pytest.approx(long_rates[4:])
 
 
 def test_bfloat16_parameters_are_trained_on_float32_masters(folder: Path, tmp_path: Path) -> None:
@@ -429,9 +430,9 @@ def test_a_wrong_knob_is_refused(folder: Path, fields: dict[str, Any], message: 
 def test_mismatch_is_measured_on_trained_tokens_only() -> None:
     batch = rollout()
     batch["prox_logp"] = torch.where(batch["loss_mask"], batch["rollout_logprobs"] + 0.25, 1e6)
-    found = rollout_mismatch(batch, 3)  # without versions all tokens count as the trainer's own
-    assert found["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
-    assert found["logprob_diff_mean"] == pytest.approx(0.25, rel=1e-5)
+    metrics = rollout_mismatch(batch, 3)  # without `versions`, all tokens count as sampled from version 3
+    assert metrics["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
+    assert metrics["logprob_diff_mean"] == pytest.approx(0.25, rel=1e-5)
 
 
 def test_mismatch_is_of_the_tokens_that_the_trainers_own_version_sampled() -> None:
@@ -439,7 +440,7 @@ def test_mismatch_is_of_the_tokens_that_the_trainers_own_version_sampled() -> No
     old = torch.arange(batch.total_tokens) % 2 == 0
     batch["versions"] = torch.where(old, 2, 3).to(torch.int32)
     batch["prox_logp"] = batch["rollout_logprobs"] + torch.where(old, 4.0, 0.25)
-    found = rollout_mismatch(batch, 3)
-    assert found["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
-    assert found["rollout_kl"] > 1.0
+    metrics = rollout_mismatch(batch, 3)
+    assert metrics["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
+    assert metrics["rollout_kl"] > 1.0
     assert "logprob_diff_max" not in rollout_mismatch(batch, 4)

@@ -1,4 +1,4 @@
-"""HF files in and out: how experts are stored, what is refused at any stage, and parameters of other layer specs."""
+"""HF checkpoints: formats of experts, refused files, and the binding of parameters to the shard table."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_experts_stored_in_one_tensor_are_read_one_by_one(name: str, tmp_path: P
     assert checkpoint.names() == set(plain) == set(tensor_shapes(config))
     for parallel in (ParallelConfig(), ParallelConfig(dp_size=4, ep_size=2, etp_size=2)):
         for place in places(parallel):
-            for piece in shard_specs(config, parallel, place):
-                box = tuple(map(slice, piece.start, piece.stop))
-                assert torch.equal(checkpoint.read(piece.name, piece.shape, box), plain[piece.name][box]), piece
+            for spec in shard_specs(config, parallel, place):
+                box = tuple(map(slice, spec.start, spec.stop))
+                assert torch.equal(checkpoint.read(spec.name, spec.shape, box), plain[spec.name][box]), spec
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_missing_or_left_over_tensor_is_seen_from_every_stage(
     save_file({k: v for k, v in tensors.items() if v is not None}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
     engine = MegatronEngine(EngineConfig(path=str(tmp_path)), ParallelConfig(pp_size=pp_size))
-    with pytest.raises(UserError, match=message) as refusal:  # before any module or group is looked at
+    with pytest.raises(UserError, match=message) as refusal:  # raised before any module or group is used
         hf_weights.load([], engine.hf_config, None, str(tmp_path))
     assert "\n" not in str(refusal.value)
 
@@ -82,7 +82,7 @@ def test_live_parameters_are_those_of_the_table(name: str, checkpoints: Callable
         for shard in live:
             assert torch.equal(shard.view, stored[shard.name][shard.index]), shard.name
         padding = sum(p.numel() for p in hf_weights.parameters(engine.modules)) - sum(s.view.numel() for s in live)
-        assert 0 <= padding <= 2 * 7 * engine.hf_config.hidden_size  # less than 8 rows of each embedding
+        assert 0 <= padding <= 2 * 7 * engine.hf_config.hidden_size  # at most 7 rows of each of two embeddings
         engine.modules[0].register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
         with pytest.raises(RuntimeError, match="stray holds no HF tensor"):
             hf_weights.shards(engine.modules, engine.hf_config, engine.groups)

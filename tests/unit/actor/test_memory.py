@@ -1,4 +1,4 @@
-"""The memory estimate: exact where it counts, within 15% of what real training steps take where it estimates."""
+"""Memory estimate: exact for weights, and within 15% of real training steps in total."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BIG = {
 }  # fmt: skip
 TOLERANCE = 0.15
 Measured = dict[str, tuple[int, int]]
-# By layout: its sizes, and the engine's knobs of each case that its ranks run.
+# By layout: its sizes, and the engine's knobs of each case.
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
     "tp1": ({}, {"none": {}, "full": {"recompute": "full"}}),
     "tp2": ({"tp_size": 2}, {"none": {}, "bfloat16": {"dtype": "bfloat16"}}),
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A config of 26 million parameters, without weights, and a tiny one."""
+    """Folders of two configs without weights: one of 26 million parameters, and a tiny one."""
     big, tiny = tmp_path_factory.mktemp("big"), tmp_path_factory.mktemp("tiny")
     Qwen3Config(**BIG, architectures=["Qwen3ForCausalLM"]).save_pretrained(big)
     random_model("qwen3", tied=True).config.save_pretrained(tiny)
@@ -51,9 +51,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def measured(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
-    """By layout, rank and case: the growth of the process and the number of its parameters. A world of one and a world
-    of two run theirs one after the other."""
-    found: dict[str, list[Measured]] = {name: [] for name in LAYOUTS}
+    """Measures by layout, rank and case: growth of the process in bytes, and its number of parameters.
+
+    A world of one and a world of two each run all their layouts.
+    """
+    result: dict[str, list[Measured]] = {name: [] for name in LAYOUTS}
     for world in (1, 2):
         out = tmp_path_factory.mktemp(f"world{world}")
         layouts = {name: layout for name, layout in LAYOUTS.items() if math.prod(layout[0].values()) == world}
@@ -65,12 +67,12 @@ def measured(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
         assert code == 0, "\n".join(p.read_text()[-2000:] for p in out.glob("*.log"))
         for rank in range(world):
             for layout, cases in json.loads((out / f"rank_{rank}.json").read_text()).items():
-                found[layout].append(cases)
-    return found
+                result[layout].append(cases)
+    return result
 
 
 def estimate(layout: str, case: str, rank: int) -> TrainerMemory:
-    """As preflight works it out for a run of these sequences."""
+    """Estimates the memory of a rank as preflight does, for a run with these sequences."""
     sizes, cases = LAYOUTS[layout]
     config = Config(
         method="sft",
@@ -86,10 +88,10 @@ def test_the_estimate_is_within_15_percent_of_what_training_takes(
     layout: str, measured: dict[str, list[Measured]]
 ) -> None:
     for rank, cases in enumerate(measured[layout]):
-        for case, (grown, parameters) in cases.items():
+        for case, (growth, parameters) in cases.items():
             expected = estimate(layout, case, rank)
-            print(f"{layout} {case} rank {rank}: {grown / 2**20:.0f} MiB, estimated {expected.total / 2**20:.0f}")
-            assert abs(expected.total / grown - 1) < TOLERANCE, (layout, case, rank, grown, expected)
+            print(f"{layout} {case} rank {rank}: {growth / 2**20:.0f} MiB, estimated {expected.total / 2**20:.0f}")
+            assert abs(expected.total / growth - 1) < TOLERANCE, (layout, case, rank, growth, expected)
             item = 2 if case == "bfloat16" else 4
             assert expected.weights == item * parameters
 
@@ -104,26 +106,26 @@ SHAPE = {
 }
 
 
-def kept_in_forward(folder: Path, config: EngineConfig) -> int:
-    """Bytes of the distinct tensors that autograd holds when the loss is computed, weights aside."""
+def kept_in_forward(config: EngineConfig) -> int:
+    """Bytes of the distinct tensors that autograd holds when the loss is computed, without weights."""
     engine = MegatronLMEngine(config)
     engine.initialize()
     weights = {p.untyped_storage().data_ptr() for module in engine.modules for p in module.parameters()}
-    held: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not done and tensor.untyped_storage().data_ptr() not in weights:
-            held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        if not in_backward and tensor.untyped_storage().data_ptr() not in weights:
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, data: PackedBatch) -> torch.Tensor:
-        done.append(True)  # what is saved from here on is saved again, in backward
+        in_backward.append(True)  # later calls of `pack` save recomputed tensors
         return logprobs.sum()
 
-    done: list[bool] = []
+    in_backward: list[bool] = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine.train_batch(batch(343, 1, TOKENS), loss_fn, trained_tokens, loss_input="logprobs")
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -133,12 +135,12 @@ def kept_in_forward(folder: Path, config: EngineConfig) -> int:
 def test_what_a_layer_keeps_for_backward_is_what_autograd_holds(
     family: str, recompute: str, dtype: str, checkpoints: Callable[..., Path]
 ) -> None:
-    held = []
+    kept = []
     for layers in (1, 3):
         folder = checkpoints(family, tied=True, **SHAPE, num_hidden_layers=layers)
         config = EngineConfig(path=str(folder), dtype=dtype, recompute=recompute)
-        held.append(kept_in_forward(folder, config))
-    of_a_layer = (held[1] - held[0]) / 2 / TOKENS
+        kept.append(kept_in_forward(config))
+    per_layer = (kept[1] - kept[0]) / 2 / TOKENS
     assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
-        of_a_layer, rel=0.03
+        per_layer, rel=0.03
     )

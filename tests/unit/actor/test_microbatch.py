@@ -1,4 +1,4 @@
-"""Microbatches: every sequence once, under the budget, the same number on every rank; shifts and attention blocks."""
+"""Microbatches: each sequence once, within the token limit, as many on every rank; shifts and attention blocks."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_microbatches_of_a_rank_are_even() -> None:
 
 
 def grouped(sizes: list[tuple[int, list[int]]], key: str = "group_ids", vocab: int = 50) -> PackedBatch:
-    """Groups of a prompt's length and its completions' lengths, the groups' sequences in turns."""
+    """Builds groups from (prompt length, completion lengths). Sequences of the groups alternate."""
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for group, (prompt, completions) in enumerate(sizes):
-        start = torch.randint(0, vocab, (prompt,), generator=generator)
-        for place, length in enumerate(completions):
+    sequences = []
+    for group, (prompt_length, completions) in enumerate(sizes):
+        prompt = torch.randint(0, vocab, (prompt_length,), generator=generator)
+        for i, length in enumerate(completions):
             completion = torch.randint(0, vocab, (length,), generator=generator)
-            completion[:1] = place  # completions differ from their first token on
-            found.append((place, group, torch.cat([start, completion])))
-    found.sort(key=lambda entry: entry[:2])
-    lengths = torch.tensor([len(ids) for *_, ids in found])
-    groups = torch.tensor([group for _, group, _ in found])
-    return PackedBatch(cu_seqlens_of(lengths), {"input_ids": torch.cat([ids for *_, ids in found])}, {key: groups})
+            completion[:1] = i  # completions differ from their first token on
+            sequences.append((i, group, torch.cat([prompt, completion])))
+    sequences.sort(key=lambda entry: entry[:2])
+    lengths = torch.tensor([len(ids) for *_, ids in sequences])
+    groups = torch.tensor([group for _, group, _ in sequences])
+    return PackedBatch(cu_seqlens_of(lengths), {"input_ids": torch.cat([ids for *_, ids in sequences])}, {key: groups})
 
 
 COST = SequenceCost(linear=100.0, quadratic=1.0)
@@ -65,12 +65,12 @@ COST = SequenceCost(linear=100.0, quadratic=1.0)
 
 def test_groups_stay_together_and_their_prompt_counts_once() -> None:
     batch = grouped([(20, [5, 5, 5]), (10, [9, 9, 9]), (4, [2, 2])])
-    plan_ = plan_microbatches(batch, COST, 1, 40, shared=True)
-    groups = [batch["group_ids"][mb].tolist() for rank in plan_ for mb in rank if mb]
+    plan = plan_microbatches(batch, COST, 1, 40, shared=True)
+    groups = [batch["group_ids"][mb].tolist() for rank in plan for mb in rank if mb]
     assert sorted(g for mb in groups for g in set(mb)) == [0, 1, 2], "a group is in several microbatches"
-    for mb in plan_[0]:
-        given = share(batch.select(mb)).source.numel() if mb else 0
-        assert given <= 40
+    for mb in plan[0]:
+        tokens = share(batch.select(mb)).source.numel() if mb else 0
+        assert tokens <= 40
 
 
 def test_a_group_that_does_not_fit_is_cut_with_the_prompt_in_each_part() -> None:
@@ -140,9 +140,9 @@ def test_an_empty_microbatch_has_a_sequence_and_no_weight() -> None:
 @given(lengths_lists)
 def test_blocks_hold_every_token_once_and_half_of_them_at_least_are_tokens(lengths: list[int]) -> None:
     packed = pack_in_blocks(cu_seqlens_of(torch.tensor(lengths)), torch.device("cpu"))
-    held = torch.cat([block.queries[block.valid] for block in packed.blocks])
-    assert sorted(held.tolist()) == list(range(sum(lengths)))
-    assert torch.equal(held[packed.restore], torch.arange(sum(lengths)))
+    tokens = torch.cat([block.queries[block.valid] for block in packed.blocks])
+    assert sorted(tokens.tolist()) == list(range(sum(lengths)))
+    assert torch.equal(tokens[packed.restore], torch.arange(sum(lengths)))
     slots = sum(block.num_seqs * block.length for block in packed.blocks)
     assert slots < 2 * sum(lengths) or slots == sum(lengths)
     assert packed.positions is not None
@@ -155,7 +155,7 @@ class HeadsOfEight:
 
 
 def attention_alone(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-    """Causal attention of each sequence by itself: `[tokens, heads * dim]`."""
+    """Computes causal attention of each sequence separately, `[tokens, heads * dim]`."""
     expected = []
     for q, k, v in zip(*(x.split(lengths.tolist()) for x in (query, key, value)), strict=True):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
@@ -177,24 +177,26 @@ def test_packed_attention_is_attention_of_each_sequence_alone() -> None:
 
 @pytest.mark.parametrize("prompts", [(40, 3), (5, 70), (2100, 1)])
 def test_attention_after_a_shared_prompt_is_attention_of_each_sequence_alone(prompts: tuple[int, int]) -> None:
-    """Long completions after a short prompt, and short ones after a long one: then only one sequence of the group has
-    queries in the prompt, unless the mask of the others were too large."""
+    """Cases: long completions after a short prompt, and short completions after a long prompt.
+
+    In the second case only one sequence of the group has queries in the prompt, unless masks would be too large.
+    """
     batch = grouped([(prompts[0], [60, 3, 9, 3]), (prompts[1], [8, 200, 8]), (1, [1])])
     shared = share(batch)
     packed = pack_in_blocks(batch.cu_seqlens, torch.device("cpu"), shared=shared)
     torch.manual_seed(0)
-    given = shared.source.numel()
-    query, key, value = (torch.randn(given, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    tokens = shared.source.numel()
+    query, key, value = (torch.randn(tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     out = PackedAttention(HeadsOfEight())(query, key, value, None, packed_seq_params=packed)
-    whole = [x[shared.rows] for x in (query, key, value)]
-    expected = attention_alone(*whole, batch.lengths)[shared.source]  # type: ignore[arg-type]
+    full = [x[shared.rows] for x in (query, key, value)]
+    expected = attention_alone(*full, batch.lengths)[shared.source]  # type: ignore[arg-type]
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
     gradient = torch.randn_like(out)
-    gradients, wanted = (torch.autograd.grad(x, (query, key, value), gradient) for x in (out, expected))
-    torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-4)
+    gradients, expected_gradients = (torch.autograd.grad(x, (query, key, value), gradient) for x in (out, expected))
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-4)
     masked = [block for block in packed.blocks if block.mask is not None]
     assert masked
-    assert all(block.length < block.key_length <= 2048 for block in masked)
+    assert all(block.length < block.mask.shape[-1] <= 2048 for block in masked)
 
 
 def test_a_sequence_that_is_another_ones_has_no_queries() -> None:

@@ -1,4 +1,4 @@
-"""The optimizer against closed forms: schedules, decay of weights, clipping, bfloat16, recomputed activations."""
+"""The optimizer follows closed forms: schedules, weight decay, clipping, bfloat16, recomputed activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PEAK, FLOOR, WARMUP, STEPS = 1e-3, 0.1, 4, 20
 
 
 class Groups:
-    """What a schedule asks of an optimizer: groups of parameters, here of weights and of norms."""
+    """Optimizer stub for schedules: parameter groups of weights and of norms."""
 
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
@@ -43,7 +43,7 @@ def engine_of(folder: Path, steps: int = STEPS, **fields: Any) -> MegatronLMEngi
     return engine
 
 
-# The learning rate of step n, counted from 1, as its paper or Megatron's documentation defines it.
+# Learning rate of step n, counted from 1, by the paper or Megatron's documentation.
 def decayed(ratio: float) -> float:
     return PEAK * (FLOOR + (1 - FLOOR) * ratio)
 
@@ -52,8 +52,8 @@ def progress(n: int) -> float:
     return (n - WARMUP) / (STEPS + 1 - WARMUP)
 
 
-def left_of_wsd(n: int) -> float:
-    """How far into the last 6 steps, 0 before them."""
+def wsd_progress(n: int) -> float:
+    """Fraction of the last 6 steps that has passed; 0 before them."""
     return max(0.0, (n - (STEPS + 1 - 6)) / 6)
 
 
@@ -62,10 +62,10 @@ FORMULAS: dict[str, Callable[[int], float]] = {
     "linear": lambda n: decayed(1 - progress(n)),
     "cosine": lambda n: decayed(0.5 * (1 + math.cos(math.pi * progress(n)))),
     "inverse-square-root": lambda n: max(PEAK * FLOOR, PEAK * math.sqrt(WARMUP / n)),
-    "WSD linear": lambda n: decayed(1 - left_of_wsd(n)),
-    "WSD cosine": lambda n: decayed(0.5 * (1 + math.cos(math.pi * left_of_wsd(n)))),
-    "WSD exponential": lambda n: decayed(2 * 0.5 ** left_of_wsd(n) - 1),
-    "WSD minus_sqrt": lambda n: decayed(1 - math.sqrt(left_of_wsd(n))),
+    "WSD linear": lambda n: decayed(1 - wsd_progress(n)),
+    "WSD cosine": lambda n: decayed(0.5 * (1 + math.cos(math.pi * wsd_progress(n)))),
+    "WSD exponential": lambda n: decayed(2 * 0.5 ** wsd_progress(n) - 1),
+    "WSD minus_sqrt": lambda n: decayed(1 - math.sqrt(wsd_progress(n))),
 }
 
 
@@ -89,15 +89,15 @@ def test_a_decay_longer_than_the_run_is_refused() -> None:
 
 
 def test_norms_and_biases_are_not_decayed(checkpoints: Callable[..., Path]) -> None:
-    """With no gradient Adam moves nothing, so that a step shows the decay alone: p * (1 - lr * decay)."""
+    """Without gradients Adam changes nothing, so a step shows only the decay: p * (1 - lr * decay)."""
     engine = engine_of(checkpoints("qwen2", tied=False, vocab_size=343), optimizer={"lr": 0.1, "weight_decay": 0.5})
     before = {name: tensor.clone() for name, tensor in engine.named_weights()}
     engine.train_batch(batch(343, 2, 8), lambda lp, ent, data: lp.sum() * 0.0, trained_tokens, loss_input="logprobs")
     kinds = set()
     for name, tensor in engine.named_weights():
-        spared = name.endswith("bias") or "norm" in name
-        kinds.add(spared)
-        torch.testing.assert_close(tensor, before[name] * (1.0 if spared else 1 - 0.1 * 0.5), msg=name)
+        undecayed = name.endswith("bias") or "norm" in name
+        kinds.add(undecayed)
+        torch.testing.assert_close(tensor, before[name] * (1.0 if undecayed else 1 - 0.1 * 0.5), msg=name)
     assert kinds == {True, False}
 
 
@@ -121,15 +121,17 @@ def test_recomputing_activations_changes_no_bit(folder: Path, dtype: str) -> Non
 
     expected, weights = run("none")
     for recompute in ("selective", "full"):
-        stats, found = run(recompute)
+        stats, trained = run(recompute)
         assert stats == expected
-        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        assert all(torch.equal(trained[name], weights[name]) for name in weights)
 
 
 def test_bfloat16_parameters_learn_like_float32_ones(folder: Path) -> None:
-    """Updates far below bfloat16's resolution (2^-8) must add up in the float32 main parameters."""
-    steps = {dtype: engine_of(folder, dtype=dtype, optimizer={"lr": 1e-4}) for dtype in ("float32", "bfloat16")}
-    losses = {dtype: [engine.train_lm(batch(343, 4, 20))["loss"] for _ in range(30)] for dtype, engine in steps.items()}
+    """Updates far below bfloat16's resolution (2^-8) must accumulate in the float32 main parameters."""
+    engines = {dtype: engine_of(folder, dtype=dtype, optimizer={"lr": 1e-4}) for dtype in ("float32", "bfloat16")}
+    losses = {
+        dtype: [engine.train_lm(batch(343, 4, 20))["loss"] for _ in range(30)] for dtype, engine in engines.items()
+    }
     exact, coarse = losses["float32"], losses["bfloat16"]
     assert exact[-1] < exact[0] - 0.3
     assert coarse[0] - coarse[-1] == pytest.approx(exact[0] - exact[-1], rel=0.1)

@@ -1,4 +1,4 @@
-"""The update's own first forward pass gives the proximal policy's log-probs, where the batch comes without them."""
+"""An update without `prox_logp` takes the proximal log-probs from its own forward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(checkpoints: Callable[..., Path]) -> Path:
 
 
 def batch_of() -> PackedBatch:
-    """Two groups of four completions; one sequence is not trained on."""
+    """Two groups of four completions with shared prompts; one sequence has no trained token."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 343, (int(LENGTHS.sum()),), generator=generator)
     starts = (cu_seqlens_of(LENGTHS)[:-1]).tolist()
@@ -82,11 +82,11 @@ def test_an_update_without_them_is_the_update_with_those_that_it_finds(folder: P
     assert stats["ratio_max"] == 1.0
     assert stats["clip_fraction"] == 0.0
 
-    given = actor_of(folder, algorithm, **engine)
-    assert given.ppo_update(batch) == stats
-    for mine, theirs in zip(hf_weights.parameters(without.modules), hf_weights.parameters(given.modules), strict=True):
-        assert torch.equal(mine.main_grad, theirs.main_grad)  # type: ignore[attr-defined]
-        assert torch.equal(mine, theirs)
+    reference = actor_of(folder, algorithm, **engine)  # the batch has prox_logp now
+    assert reference.ppo_update(batch) == stats
+    for actual, expected in zip(*(hf_weights.parameters(a.modules) for a in (without, reference)), strict=True):
+        assert torch.equal(actual.main_grad, expected.main_grad)  # type: ignore[attr-defined]
+        assert torch.equal(actual, expected)
     assert stats["grad_norm"] > 1e-3
 
 

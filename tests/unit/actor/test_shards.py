@@ -1,4 +1,4 @@
-"""The table of what each rank holds: whole, without overlap, the same on replicas, for every family and layout."""
+"""Shard table: complete, without overlap, equal on replicas, for every family and layout."""
 
 from __future__ import annotations
 
@@ -55,32 +55,32 @@ def model_of(name: str) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def tensors(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`tensors(name)`: the model's config and its tensors as on disk."""
-    done: dict[str, tuple[PretrainedConfig, dict[str, torch.Tensor]]] = {}
+    """`tensors(name)` returns the model's config and its tensors on disk."""
+    cache: dict[str, tuple[PretrainedConfig, dict[str, torch.Tensor]]] = {}
 
     def get(name: str) -> tuple[PretrainedConfig, dict[str, torch.Tensor]]:
-        if name not in done:
+        if name not in cache:
             folder = tmp_path_factory.mktemp(name)
             model = model_of(name)
             model.save_pretrained(folder)
-            done[name] = (model.config, load_file(folder / "model.safetensors"))
-        return done[name]
+            cache[name] = (model.config, load_file(folder / "model.safetensors"))
+        return cache[name]
 
     return get
 
 
-def natives(found: list[ShardSpec], tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
-    """The parameters of a rank, filled from its pieces; what no piece fills is NaN."""
+def native_parameters(specs: list[ShardSpec], tensors: dict[str, torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
+    """Builds the parameters of a rank from its shards. Elements outside all shards are NaN."""
     extents: dict[tuple[int, str], list[int]] = {}
-    for piece in found:
-        ends = [p + b - a for p, a, b in zip(piece.at, piece.start, piece.stop, strict=True)]
-        old = extents.setdefault((piece.stage, piece.param), ends)
-        extents[piece.stage, piece.param] = [max(pair) for pair in zip(old, ends, strict=True)]
+    for spec in specs:
+        ends = [p + b - a for p, a, b in zip(spec.at, spec.start, spec.stop, strict=True)]
+        old = extents.setdefault((spec.stage, spec.param), ends)
+        extents[spec.stage, spec.param] = [max(pair) for pair in zip(old, ends, strict=True)]
     params = {key: torch.full(shape, math.nan) for key, shape in extents.items()}
-    for piece in found:
-        view = params[piece.stage, piece.param][piece.index]
-        assert view.isnan().all(), f"{piece} overlaps another"
-        view.copy_(tensors[piece.name][tuple(map(slice, piece.start, piece.stop))])
+    for spec in specs:
+        view = params[spec.stage, spec.param][spec.index]
+        assert view.isnan().all(), f"{spec} overlaps another"
+        view.copy_(tensors[spec.name][tuple(map(slice, spec.start, spec.stop))])
     return params
 
 
@@ -90,8 +90,8 @@ def test_every_element_lies_once_in_every_replica(name: str, layout: dict[str, A
     parallel = ParallelConfig(**layout)
     check_layout(config, parallel)
     for place in places(parallel):
-        found = shard_specs(config, parallel, place)
-        assert all(not param.isnan().any() for param in natives(found, stored).values())
+        specs = shard_specs(config, parallel, place)
+        assert all(not param.isnan().any() for param in native_parameters(specs, stored).values())
     shapes = tensor_shapes(config)
     assert {n: tuple(t.shape) for n, t in stored.items()} == shapes
     table = world_table(config, parallel)
@@ -105,7 +105,7 @@ def test_every_element_lies_once_in_every_replica(name: str, layout: dict[str, A
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_the_arrays_of_a_world_are_the_pieces_of_its_ranks(name: str, layout: dict[str, Any], tensors: Any) -> None:
+def test_the_arrays_of_a_world_are_the_shards_of_its_ranks(name: str, layout: dict[str, Any], tensors: Any) -> None:
     config, _ = tensors(name)
     parallel = ParallelConfig(**layout)
     table = world_table(config, parallel)
@@ -128,12 +128,12 @@ def test_a_query_group_that_tp_cuts_is_held_in_parts() -> None:
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=1
     )
     parallel = ParallelConfig(tp_size=4)
-    found = [[(p.name.split(".")[-2], p) for p in shard_specs(config, parallel, place)] for place in places(parallel)]
-    names = [
+    by_rank = [[(p.name.split(".")[-2], p) for p in shard_specs(config, parallel, place)] for place in places(parallel)]
+    rows = [
         [(part, p.start[0], p.stop[0], p.at[0]) for part, p in rank if part in ("q_proj", "k_proj", "v_proj")]
-        for rank in found
+        for rank in by_rank
     ]
-    assert names == [
+    assert rows == [
         [("q_proj", 0, 32, 0)],
         [("k_proj", 0, 16, 0), ("v_proj", 0, 16, 16)],
         [("q_proj", 32, 64, 0)],
@@ -172,4 +172,4 @@ def test_a_thousand_ranks_of_a_235b_mixture_are_described_from_the_config_alone(
     moe = moe_shape(QWEN3_235B)
     assert moe is not None
     experts = ["experts" in table.names[t] for t in table.tensor]
-    assert sum(experts) == moe.experts * sum(moe.layers) * 3  # each part of each expert once: etp cuts none
+    assert sum(experts) == moe.experts * sum(moe.layers) * 3  # each matrix of each expert once, because etp is 1

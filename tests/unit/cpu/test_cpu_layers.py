@@ -1,4 +1,4 @@
-"""The fused layers of the cpu backend are the plain ones: attention after shared prompts, and a whole training step."""
+"""Fused layers of the cpu backend equal the torch layers: attention after shared prompts, and a training step."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_fused_attention_and_its_gradients_are_those_of_the_blocks(
     out = fused(*inputs, None, packed_seq_params=packed)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
     upstream = torch.randn_like(out)
-    gradients, wanted = (torch.autograd.grad(x, inputs, upstream) for x in (out, expected))
-    torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-4)
+    gradients, expected_gradients = (torch.autograd.grad(x, inputs, upstream) for x in (out, expected))
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-4)
 
 
-def figures(backend: str, checkpoint: Path) -> tuple[Tensor, dict[str, float]]:
+def run_step(backend: str, checkpoint: Path) -> tuple[Tensor, dict[str, float]]:
     engine = MegatronLMEngine(EngineConfig(path=str(checkpoint), backend=backend))
     engine.initialize()
     lengths = torch.tensor([7, 30, 1, 12])
@@ -72,7 +72,7 @@ def test_a_step_on_the_fused_layers_is_one_on_the_plain_layers(
     family: str, tied: bool, checkpoints: Callable[..., Path]
 ) -> None:
     checkpoint = checkpoints(family, tied=tied)
-    (fused, fused_step), (plain, plain_step) = (figures(name, checkpoint) for name in ("cpu", "torch"))
+    (fused, fused_step), (plain, plain_step) = (run_step(name, checkpoint) for name in ("cpu", "torch"))
     torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
     assert fused_step == pytest.approx(plain_step, rel=1e-4)
-    assert not torch.equal(fused, plain)  # two implementations indeed
+    assert not torch.equal(fused, plain)  # the backends are different implementations

@@ -47,9 +47,7 @@ def package_without_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(package: Path, *arguments: str) -> str:
     here = {**os.environ, "PYTHONPATH": str(package)}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=here, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=here, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout
 
@@ -72,4 +70,5 @@ def test_a_server_without_a_gpu_is_refused_in_one_line(package_without_cpu: Path
         "try: choose_platform(SGLangServerConfig(device='cpu'), {}, False)\n"
         "except ValueError as error: print(error)"
     )
-    assert "SGLang runs on CPU by the folder megarl/cpu, which is missing" in run(package_without_cpu, "-P", "-c", script)
+    message = "SGLang runs on CPU by the folder megarl/cpu, which is missing"
+    assert message in run(package_without_cpu, "-P", "-c", script)

@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from megarl.actor.checks import check_device, check_engine, check_layout
+from megarl.actor.checks import check_device, check_layout, knob_checks
 from megarl.actor.config import EngineConfig, backend_of
+from megarl.checks import run_all
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -176,7 +177,7 @@ def test_transformer_engine_is_asked_for_only_where_it_can_run(
 )
 def test_a_backend_that_does_not_fit_is_refused(config: EngineConfig, message: str) -> None:
     with pytest.raises(UserError) as error:
-        check_engine(config, ParallelConfig(), Qwen3Config(**SHAPE))
+        run_all(knob_checks(config, ParallelConfig()))
     one_line(error, message)
 
 
