@@ -2,8 +2,8 @@
 
 python -m megarl.evaluate +experiment=gsm8k_grpo actor.path=DIR [evaluator.n_samples=8] [data=gsm8k]
 
-Starts the rollout servers on the checkpoint, samples every problem of `valid_dataset`, prints what was found, and keeps
-the samples in a run folder of its own (`python -m megarl.samples` reads them).
+Starts the rollout servers on the checkpoint, samples every problem of `valid_dataset` and prints the accuracy. The
+samples are kept in a run folder of its own, which `python -m megarl.samples` reads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from rich.table import Table
 
 from megarl.cli import run_command
 from megarl.config import Config
-from megarl.families import local_folder
-from megarl.knobs import UserError, function_of
+from megarl.hub import local_folder
+from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
-from megarl.rewards import reward_fn_of
-from megarl.rewards.answers import answer_of
-from megarl.rewards.pool import RewardPool
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
-from megarl.rollout.evaluate import Evaluation, Evaluator
+from megarl.rollout.evaluate import Evaluation
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.rollout_driver import workflow_of
+from megarl.trainer.sampler import build_evaluator, max_sequence_tokens, open_rewards
 
 
 def main(config: Config) -> int:
@@ -35,44 +32,39 @@ def main(config: Config) -> int:
     inputs = read_inputs(config, rank=0)
     folder = new_run(config.run_root, f"{config.experiment_name}_evaluate")
     OmegaConf.save(OmegaConf.structured(config), folder.config)
-    functions = [reward_fn_of(name) for name in config.rewards.functions]
-    name = config.rollout.rollout_func
-    function = function_of(name, f"rollout.rollout_func={name}") if name else None
-    with RewardPool(functions, config.rewards) as rewards:
+    with open_rewards(config) as rewards:
+        evaluator = build_evaluator(config, inputs, rewards, folder)
         servers = SGLangServers(config.server, local_folder(config.actor.path), folder.logs, sglang=config.sglang)
         servers.start()
         try:
             servers.wait_ready()
             engine = RemoteSGLangEngine(config.rollout)
+            engine.max_sequence_tokens = max_sequence_tokens(config, inputs.model)
             engine.initialize(servers.addresses, api_key=servers.api_key)
             try:
-                sampling = config.evaluator.sampling(config.gconfig)
-                workflow = workflow_of("rlvr", function, rewards, sampling, inputs.tokenizer)
-                evaluator = Evaluator(
-                    config.evaluator, workflow, inputs.valid, inputs.tokenizer, folder.path / "evaluations", answer_of
-                )
-                found = evaluator.evaluate(engine, 0)
+                evaluation = evaluator.evaluate(engine, 0)
             finally:
                 engine.destroy()
         finally:
             servers.stop()
-    Console(width=None if sys.stdout.isatty() else 120).print(table(config, found))
-    print(f"samples   {found.path}\nread them python -m megarl.samples {folder.path}")
+    Console(width=None if sys.stdout.isatty() else 120).print(evaluation_table(config, evaluation))
+    print(f"samples   {evaluation.path}\nread them python -m megarl.samples {folder.path}")
     return 0
 
 
-def table(config: Config, found: Evaluation) -> Table:
+def evaluation_table(config: Config, evaluation: Evaluation) -> Table:
     """The evaluation's figures."""
-    shown = Table(title=f"{config.actor.path} on {found.num_problems} problems x {config.evaluator.n_samples} samples")
-    for column in ("measure", "value", "meaning"):
-        shown.add_column(column)
     k = config.evaluator.n_samples
-    shown.add_row("pass@1", f"{found.accuracy:.1%} ± {found.stderr:.1%}", f"mean@{k}: part of all samples that solve")
-    shown.add_row(f"pass@{k}", f"{found.pass_at_k:.1%}", "part of problems that a sample solves")
-    shown.add_row(f"maj@{k}", f"{found.maj_at_k:.1%}", "part of problems whose most frequent answer is right")
-    shown.add_row("mean reward", f"{found.mean_reward:.4f}", "over all samples")
-    shown.add_row("left out", str(found.num_rejected), "problems without a sample that could be scored")
-    return shown
+    table = Table(title=f"{config.actor.path} on {evaluation.num_problems} problems x {k} samples")
+    for column in ("measure", "value", "meaning"):
+        table.add_column(column)
+    accuracy = f"{evaluation.accuracy:.1%} ± {evaluation.stderr:.1%}"
+    table.add_row("pass@1", accuracy, f"mean@{k}: part of all samples that solve")
+    table.add_row(f"pass@{k}", f"{evaluation.pass_at_k:.1%}", "part of problems that a sample solves")
+    table.add_row(f"maj@{k}", f"{evaluation.maj_at_k:.1%}", "part of problems whose most frequent answer is right")
+    table.add_row("mean reward", f"{evaluation.mean_reward:.4f}", "over all samples")
+    table.add_row("left out", str(evaluation.num_rejected), "problems without a sample that could be scored")
+    return table
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How a configuration knob is declared: a dataclass field that carries one line of meaning.
+"""Configuration knobs: dataclass fields that carry one line of meaning.
 
-Every knob has one owner, a frozen dataclass beside the code that reads it. `docs/configuration.md` is
-generated from these lines.
+Every knob has one owner, a frozen dataclass next to the code that reads it. `docs/configuration.md` is generated from
+the lines of meaning.
 """
 
 import importlib
@@ -10,15 +10,17 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """A mistake the user can mend. One line: the value, the rule, the remedy. The commands exit with 2."""
+    """A mistake that the user can fix, in one line: the value, the rule, the remedy. The commands exit with 2."""
 
 
 def knob(default: Any = MISSING, meaning: str = "", *, factory: Any = MISSING) -> Any:
-    """A dataclass field with a default (or a `factory` of one) and one line of meaning."""
+    """Declares a dataclass field with a default (or a default `factory`) and one line of meaning."""
     metadata = {"meaning": meaning}
     if factory is not MISSING:
         return field(default_factory=factory, metadata=metadata)
@@ -28,27 +30,53 @@ def knob(default: Any = MISSING, meaning: str = "", *, factory: Any = MISSING) -
 
 
 def function_of(name: str, what: str) -> Callable[..., Any]:
-    """The function `MODULE.FUNCTION` in a module that Python finds from the working folder; `what` names it in errors.
+    """Imports the user's function `MODULE.FUNCTION`. The module may lie in the working folder.
+
+    Args:
+        name: `MODULE.FUNCTION`.
+        what: Names the setting in error messages.
 
     Raises:
-        UserError: there is no such function.
+        UserError: `name` has no module part, the import fails, or the attribute is not callable.
     """
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        raise UserError(f"{what} must be MODULE.FUNCTION of your own")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{what} cannot be imported from {os.getcwd()}: {error}") from error
+    function: Callable[..., Any] = _imported(name, what, "FUNCTION")
     if not callable(function):
         raise UserError(f"{what} is a {type(function).__name__}, not a function")
     return function
 
 
+def class_of(name: str, what: str, base: type[T]) -> type[T]:
+    """Imports the user's class `MODULE.CLASS`. The module may lie in the working folder.
+
+    Args:
+        name: `MODULE.CLASS`.
+        what: Names the setting in error messages.
+        base: Class that the user's class must be derived from.
+
+    Raises:
+        UserError: `name` has no module part, the import fails, or the attribute is not a class derived from `base`.
+    """
+    imported = _imported(name, what, "CLASS")
+    if not (isinstance(imported, type) and issubclass(imported, base)):
+        raise UserError(f"{what} is not a class derived from {base.__module__}.{base.__name__}; derive it from that")
+    return imported
+
+
+def _imported(name: str, what: str, kind: str) -> Any:
+    """Imports an attribute of a module. The working folder is added to `sys.path`."""
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise UserError(f"{what} must be MODULE.{kind} of your own")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{what} cannot be imported from {os.getcwd()}: {error}") from error
+
+
 def override(path: str, value: Any) -> str:
-    """`path=value` in the grammar of the command line's overrides."""
+    """Formats `path=value` as a command-line override, in Hydra's grammar."""
     return f"{path}={_quoted(value)}"
 
 

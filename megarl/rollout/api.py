@@ -11,7 +11,7 @@ from megarl.types import ModelRequest, ModelResponse, PackedBatch
 
 
 class GenerationError(RuntimeError):
-    """No completion could be had. Names the server and what it said. `fatal`: there is no server left to ask."""
+    """No completion was generated. Names the server and its answer. `fatal`: no server is left."""
 
     def __init__(self, message: str, fatal: bool = False) -> None:
         super().__init__(message)
@@ -19,25 +19,26 @@ class GenerationError(RuntimeError):
 
 
 class RequestRefused(GenerationError):
-    """A server answered 4xx: the request itself is at fault, and asking again would not help."""
+    """A server answered 4xx: the request itself is at fault, and a retry would not help."""
 
 
 class InferenceEngine(abc.ABC):
-    """Something that generates completions and knows which version of the policy weights it serves."""
+    """Generates completions and knows which version of the policy weights it serves."""
 
     vocab_size: int | None = None  # of the policy; a sample with a token outside is left out
+    max_sequence_tokens: int | None = None  # prompt and answers; servers and trainer take no longer sequence
 
     @abc.abstractmethod
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """One completion of `req.input_ids`. `req.gconfig.n_samples` is for `agenerate_group` and is ignored."""
 
     async def agenerate_group(self, req: ModelRequest) -> list[ModelResponse]:
-        """`req.gconfig.n_samples` completions of `req.input_ids`, once all are there."""
+        """`req.gconfig.n_samples` completions of `req.input_ids`, returned together."""
         return list(await asyncio.gather(*(self.agenerate(req) for _ in range(req.gconfig.n_samples))))
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:
-        """Says that the servers now hold the trainer's weights of step `version`."""
+        """Tells the engine that the servers now hold the trainer's weights of step `version`."""
 
     @abc.abstractmethod
     def get_version(self) -> int:
@@ -49,7 +50,7 @@ class InferenceEngine(abc.ABC):
 
 
 class RolloutWorkflow(abc.ABC):
-    """How one prompt becomes training data: the class that users write."""
+    """Turns one prompt into training data: the class that users write."""
 
     @abc.abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
@@ -58,3 +59,6 @@ class RolloutWorkflow(abc.ABC):
         Returns a padded dict or TensorDict `[n_samples, length]` with `input_ids`, `attention_mask`, `loss_mask` and
         `rewards`, best also `rollout_logprobs` and `versions`; or None to reject the prompt.
         """
+
+    async def aclose(self) -> None:  # noqa: B027 - most workflows hold nothing
+        """Releases what the workflow holds, such as an HTTP endpoint. The engine calls it when it is destroyed."""

@@ -1,4 +1,4 @@
-"""Measures how often the policy solves held-out problems, and keeps every sample that it measured by."""
+"""Measures how often the policy solves held-out problems, and keeps every sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.types import GenerationHyperparameters, PackedBatch
 
 @dataclass(frozen=True)
 class EvaluatorConfig:
-    """When and how held-out problems are sampled."""
+    """Schedule and sampling of held-out evaluations."""
 
     every_steps: int = knob(20, "training steps between evaluations; 0 is none in between")
     at_start: bool = knob(True, "evaluate before the first step")
@@ -34,12 +34,12 @@ class EvaluatorConfig:
                 raise UserError(f"evaluator.{name}={getattr(self, name)} must be at least {least}")
 
     def sampling(self, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
-        """The training's `gconfig` with the sample count and temperature of evaluation, for the workflow."""
+        """The training's `gconfig` with the evaluation's sample count and temperature, for the workflow."""
         greedy = self.temperature == 0
         return gconfig.new(n_samples=self.n_samples, greedy=greedy, temperature=1.0 if greedy else self.temperature)
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether to evaluate after `step` training steps of `last_step`."""
+        """True if an evaluation is due after `step` training steps of `last_step`."""
         if step == 0:
             return self.at_start
         if step == last_step:
@@ -49,9 +49,12 @@ class EvaluatorConfig:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found. `accuracy` is the part of all samples that solve their problem (pass@1, mean@k) and
-    `stderr` its standard error over problems; `pass_at_k` is the part of problems that one of its k samples solves,
-    `maj_at_k` that whose most frequent answer is right (ties go to the answer given first)."""
+    """Results of one evaluation.
+
+    `accuracy` is the fraction of samples that solve their problem (pass@1, mean@k); `stderr` is its standard error over
+    problems. `pass_at_k` is the fraction of problems that one of their k samples solves. `maj_at_k` is the fraction of
+    problems whose most frequent answer is right; ties go to the answer given first.
+    """
 
     step: int
     accuracy: float
@@ -66,9 +69,9 @@ class Evaluation:
 
 
 class Evaluator:
-    """Samples `problems` through `workflow` on its schedule; one JSONL file an evaluation in `folder`.
+    """Samples `problems` through `workflow` on its schedule; writes one JSONL file per evaluation to `folder`.
 
-    The workflow is usually the training's class with `config.sampling(gconfig)`. It must give one reward a sample.
+    The workflow is usually the training's class with `config.sampling(gconfig)`. It must return one reward per sample.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Evaluator:
         self.problems = problems
         self.tokenizer = tokenizer
         self.folder = folder
-        self.answer_of = answer_of  # the answer in a completion, for the majority
+        self.answer_of = answer_of  # extracts a completion's answer, for the majority vote
 
     def is_due(self, step: int, last_step: int) -> bool:
         """See `EvaluatorConfig.is_due`."""
@@ -124,7 +127,7 @@ class Evaluator:
         return evaluation
 
     def _majority(self, batch: PackedBatch, solved: torch.Tensor) -> torch.Tensor:
-        """bool `[problems]`: whether the most frequent answer of a problem's samples is right."""
+        """bool `[problems]`: true where the most frequent answer of a problem's samples is right."""
         lengths = batch.lengths.tolist()
         sampled = zip(batch["input_ids"].split(lengths), batch["loss_mask"].split(lengths), strict=True)
         texts = self.tokenizer.batch_decode([i[m].tolist() for i, m in sampled], skip_special_tokens=True)
@@ -137,7 +140,7 @@ class Evaluator:
         return torch.tensor([right[problem, counts.most_common(1)[0][0]] for problem, counts in votes.items()])
 
     def _write(self, batch: PackedBatch, solved: list[bool], step: int) -> Path:
-        """One line a sample: problem, prompt, completion, reward, whether solved, versions of its tokens in order."""
+        """Writes one line per sample: problem, prompt, completion, reward, solved, and its weight versions in order."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{step:06d}.jsonl"
         lengths = batch.lengths.tolist()

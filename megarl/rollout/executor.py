@@ -18,7 +18,7 @@ from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.types import Episode, PackedBatch
 
 T = TypeVar("T")
-Attend = Callable[[Coroutine[Any, Any, T]], Coroutine[Any, Any, T]]  # watches over a wait
+Attend = Callable[[Coroutine[Any, Any, T]], Coroutine[Any, Any, T]]  # supervises a wait
 
 REQUIRED_KEYS = ("input_ids", "attention_mask", "loss_mask", "rewards")
 TOKEN_KEYS = ("input_ids", "attention_mask", "loss_mask", "versions", "rollout_logprobs")
@@ -37,7 +37,7 @@ class WorkflowError(RuntimeError):
 
 
 class LoopThread:
-    """An asyncio loop in a daemon thread, so that the trainer's main thread stays synchronous and hears Ctrl-C."""
+    """An asyncio loop in a daemon thread: the trainer's main thread stays synchronous and receives Ctrl-C."""
 
     def __init__(self, name: str):
         self.loop = asyncio.new_event_loop()
@@ -45,7 +45,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts `coroutine` on the loop, in a copy of the caller's context (so with its `stats_tracker` scopes)."""
+        """Starts `coroutine` on the loop, in a copy of the caller's context with its `stats_tracker` scopes."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
@@ -60,17 +60,21 @@ class LoopThread:
         finally:
             future.cancel()
 
-    def stop(self) -> None:
-        """Cancels what still runs, waits for it and ends the thread."""
+    def cancel_all(self) -> None:
+        """Cancels everything that runs on the loop and waits for its end, at most STOP_GRACE_S."""
 
-        async def cancel_all() -> None:
+        async def cancel() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
+        self.run(cancel(), STOP_GRACE_S, "cancelling the rollouts")
+
+    def stop(self) -> None:
+        """Cancels everything that runs, waits for it and ends the thread."""
         try:
-            self.run(cancel_all(), STOP_GRACE_S, "cancelling the rollouts")
+            self.cancel_all()
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(STOP_GRACE_S)
@@ -84,10 +88,10 @@ class LoopThread:
 async def run_episodes(
     engine: InferenceEngine, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow
 ) -> list[Episode]:
-    """One episode per item of `data`, all at once; the result has their order.
+    """Runs one episode per item of `data`, all at once; returns them in the order of `data`.
 
-    The first that fails raises, a `UserError` as such and everything else as `WorkflowError`; the others are then
-    cancelled and awaited.
+    The first failure is raised, a `UserError` unchanged and everything else as `WorkflowError`. The other episodes are
+    then cancelled and awaited.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -101,8 +105,11 @@ async def run_episodes(
 async def run_episode(
     engine: InferenceEngine, index: int, item: Mapping[str, Any], workflow: RolloutWorkflow, group_size: int = 1
 ) -> Episode:
-    """The episode of one prompt, `group_size` runs of the workflow joined. Its `group_ids` are all `index`; a prompt's
-    id is its `prompt_id` field, else the index. Samples that cannot be trained on are left out and counted."""
+    """Runs one prompt through the workflow `group_size` times and joins the results into one episode.
+
+    Its `group_ids` are all `index`. The prompt's id is its `prompt_id` field, else the index. Samples that cannot be
+    trained on are left out and counted.
+    """
     prompt_id = str(item.get("prompt_id", index))
     name = type(workflow).__name__
     try:
@@ -111,8 +118,8 @@ async def run_episode(
         if not results:
             return Episode(prompt_id, None, f"rejected by {name}")
         groups = [pack(result, name) for result in results]
-        whole = PackedBatch.concat(groups) if len(groups) > 1 else groups[0]
-        group, dropped = quarantine(whole, engine.vocab_size)
+        joined = PackedBatch.concat(groups) if len(groups) > 1 else groups[0]
+        group, dropped = quarantine(joined, engine.vocab_size, engine.max_sequence_tokens)
     except Exception as error:
         kind = UserError if isinstance(error, UserError) else WorkflowError
         cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -125,7 +132,7 @@ async def run_episode(
 
 
 def pack(result: Any, workflow: str) -> PackedBatch:
-    """Checks what a workflow returned, a dict or TensorDict, and packs it. Raises UserError naming workflow and key."""
+    """Checks and packs the dict or TensorDict of a workflow. Raises UserError naming workflow and key."""
     try:
         padded: dict[str, Tensor] = dict(result.items())
     except AttributeError:
@@ -150,19 +157,24 @@ def pack(result: Any, workflow: str) -> PackedBatch:
     return batch
 
 
-def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch | None, dict[str, int]]:
-    """The samples of a group that can be trained on (None without any), and how many were left out, by reason."""
+def quarantine(
+    group: PackedBatch, vocab_size: int | None, max_sequence_tokens: int | None = None
+) -> tuple[PackedBatch | None, dict[str, int]]:
+    """Leaves out the samples of a group that cannot be trained on.
+
+    Returns the others (None without any), and how many were left out, by reason.
+    """
     bad = torch.zeros(group.num_seqs, dtype=torch.bool)
-    owner = torch.repeat_interleave(torch.arange(group.num_seqs), group.lengths)  # of each token
+    owner = torch.repeat_interleave(torch.arange(group.num_seqs), group.lengths)  # sequence of each token
     dropped: dict[str, int] = {}
 
-    def leave_out(reason: str, found: Tensor) -> None:
+    def leave_out(reason: str, affected: Tensor) -> None:
         nonlocal bad
-        if not found.any():
+        if not affected.any():
             return
-        if count := int((found & ~bad).sum()):
+        if count := int((affected & ~bad).sum()):
             dropped[reason] = count
-        bad = bad | found
+        bad = bad | affected
 
     def any_token(flags: Tensor) -> Tensor:
         return torch.zeros_like(bad).index_fill_(0, owner[flags], True)
@@ -170,6 +182,8 @@ def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch 
     if "reward_failed" in group:
         leave_out("reward failed", group["reward_failed"].bool())
     leave_out("no token to train on", ~any_token(group["loss_mask"].bool()))
+    if max_sequence_tokens is not None:
+        leave_out(f"more than {max_sequence_tokens} tokens", group.lengths > max_sequence_tokens)
     for key, value in {**group.tokens, **group.sequences}.items():
         if value.is_floating_point() and not value.isfinite().all():
             wrong = ~value.isfinite()
@@ -182,12 +196,12 @@ def quarantine(group: PackedBatch, vocab_size: int | None) -> tuple[PackedBatch 
         leave_out("token outside the vocabulary", any_token((ids < 0) | (ids >= vocab_size)))
     if not bad.any():
         return group, dropped
-    kept = (~bad).nonzero().squeeze(1).tolist()
-    return (group.select(kept) if kept else None), dropped
+    good = (~bad).nonzero().squeeze(1).tolist()
+    return (group.select(good) if good else None), dropped
 
 
 def assemble(episodes: Sequence[Episode]) -> PackedBatch:
-    """The groups of the episodes in their order. `group_ids` are positions in the batch of prompts."""
+    """Joins the groups of the episodes in their order. `group_ids` are positions in the batch of prompts."""
     groups = [episode.group for episode in episodes if episode.group is not None]
     if not groups:
         raise WorkflowError(f"all {len(episodes)} episodes were rejected, the first because: {episodes[0].reason}")
@@ -195,11 +209,13 @@ def assemble(episodes: Sequence[Episode]) -> PackedBatch:
 
 
 def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, tokens_per_s: float | None) -> None:
-    """Records a batch's numbers with `stats_tracker`: reward, lengths in tokens, staleness in versions, and
-    `tokens_per_s`, where the rate of sampling is known."""
+    """Records a batch's numbers with `stats_tracker`.
+
+    They are reward, lengths in tokens, staleness in versions, and `tokens_per_s` if the rate of sampling is known.
+    """
     mask = batch["loss_mask"]
-    position = torch.repeat_interleave(torch.arange(batch.num_seqs), batch.lengths)
-    sampled = torch.zeros(batch.num_seqs).index_add_(0, position, mask.float())
+    owner = torch.repeat_interleave(torch.arange(batch.num_seqs), batch.lengths)
+    sampled = torch.zeros(batch.num_seqs).index_add_(0, owner, mask.float())
     stats_tracker.scalar(
         reward=float(batch["rewards"].mean()),
         completion_len=float(sampled.mean()),
@@ -224,7 +240,7 @@ def rollout_batch(
 ) -> tuple[PackedBatch, list[Episode]]:
     """Runs the episodes of `data` on `thread`, waits for them and packs their groups in the order of `data`.
 
-    `attend` may watch over the wait and end it, and the episodes, with an error of its own.
+    `attend` may supervise the wait and end it, and the episodes, with an error of its own.
     """
     if not data:
         raise UserError("rollout_batch got no prompts; give it at least one")
@@ -240,7 +256,7 @@ def rollout_batch(
 
 
 def _excerpt(item: Mapping[str, Any]) -> str:
-    """The prompt of a data item in at most about 100 characters, for messages."""
+    """The prompt of a data item in at most about 100 characters, for error messages."""
     messages = item.get("messages")
     text = messages[-1].get("content", "") if isinstance(messages, list) and messages else str(dict(item))
     return repr(text if len(text) <= 100 else text[:97] + "...")

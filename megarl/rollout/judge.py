@@ -1,4 +1,4 @@
-"""How workflows call a reward function: any kind of it, with a failure that costs one sample and is counted."""
+"""Calls reward functions for workflows: any kind of function, with a failure that costs one sample and is counted."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ async def judge(
     completion_ids: Sequence[list[int]],
     data: Mapping[str, Any],
 ) -> list[float | RewardError]:
-    """The reward of every completion of a prompt; what could not be scored is a `RewardError`, never a 0.
+    """Scores every completion of a prompt. A completion that fails to be scored gets a `RewardError`, never a 0.
 
     A sync function runs in a thread, one call of the thread pool for all completions: a slow one then delays neither
-    the other episodes nor their requests. A time limit, and processes that survive a crash, are `RewardPool`'s.
+    other episodes nor their requests. For a time limit, and processes that survive a crash, use `RewardPool`.
     """
     samples = list(zip(completions, completion_ids, strict=True))
     if is_async(reward_fn):
 
-        async def one(text: str, ids: list[int]) -> float | RewardError:
+        async def score(text: str, ids: list[int]) -> float | RewardError:
             try:
                 return _number(await reward_fn(prompt, text, prompt_ids, ids, **data))
-            except Exception as error:  # the sample's, not the run's: masked and counted
+            except Exception as error:  # costs the sample, not the run: masked and counted
                 return _failure(reward_fn, error)
 
-        return list(await asyncio.gather(*(one(text, ids) for text, ids in samples)))
+        return list(await asyncio.gather(*(score(text, ids) for text, ids in samples)))
 
-    def all_of_them() -> list[float | RewardError]:
+    def score_all() -> list[float | RewardError]:
         rewards: list[float | RewardError] = []
         for text, ids in samples:
             try:
                 rewards.append(_number(reward_fn(prompt, text, prompt_ids, ids, **data)))
-            except Exception as error:  # the sample's, not the run's: masked and counted
+            except Exception as error:  # costs the sample, not the run: masked and counted
                 rewards.append(_failure(reward_fn, error))
         return rewards
 
-    return await asyncio.to_thread(all_of_them)
+    return await asyncio.to_thread(score_all)
 
 
-def is_async(function: RewardFn) -> bool:
-    """Whether calling it gives an awaitable: a coroutine function, or an object whose `__call__` is one."""
+def is_async(function: Callable[..., Any]) -> bool:
+    """True if a call gives an awaitable: a coroutine function, or an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 

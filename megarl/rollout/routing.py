@@ -1,4 +1,4 @@
-"""Which server a request goes to: one that serves, the one that has read its beginning already, else the least loaded.
+"""Routes requests to servers: to the one that has already read the prompt's prefix, else to the least loaded.
 
 All state belongs to the client's asyncio loop.
 """
@@ -16,10 +16,11 @@ from megarl.rollout.api import GenerationError
 
 T = TypeVar("T")
 
-BLOCK = 16  # tokens: beginnings are remembered at multiples of it, and whole
-REMEMBERED = 1 << 16  # beginnings
-MOST_UNEVEN = 32  # completions that a server may have more than the least loaded one, to be preferred for what it read:
-# one for each block of a beginning, all of them for a whole prompt (a group stays together)
+BLOCK = 16  # tokens; prefixes are remembered at multiples of it, and whole
+MAX_PREFIXES = 1 << 16  # remembered
+# Completions that a server may have above the least loaded one and still be preferred for a prefix that it has read:
+# one for each block of the prefix, all of them for a whole prompt (a group stays together).
+MAX_IMBALANCE = 32
 POLL_S = 0.1
 
 
@@ -28,30 +29,30 @@ class ServerLost(Exception):
 
 
 class WeightsWanted(Exception):
-    """No server is in service, and one that was restarted waits for the weights: the trainer must bring them."""
+    """No server is in service, and a restarted one waits for the weights: the trainer must push them."""
 
 
 class Fleet(Protocol):
-    """Who says which servers may be asked (`rollout.supervisor.Supervisor`). Any thread may ask it."""
+    """Knows which servers may be asked; implemented by `servers.supervisor.Supervisor`. Any thread may ask it."""
 
     def serving(self) -> list[str]:
-        """Addresses of the servers that serve the current weights."""
+        """Addresses of the servers that hold the current weights."""
 
     def outlook(self) -> str:
-        """What is to be expected where none serves: `starting`, `ready` (one waits for weights) or `none`."""
+        """Prospect while no server serves: `starting`, `ready` (one waits for weights) or `none`."""
 
 
 class Router:
-    """Shares requests out over servers, at most `most` completions at once on each."""
+    """Distributes requests over servers, at most `max_per_server` completions at once on each."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_per_server: int) -> None:
+        self.max_per_server = max_per_server
         self.fleet: Fleet | None = None
         self._load: dict[str, int] = {}  # completions under way, of servers in service
         self._asked: dict[str, int] = {}  # completions ever
         self._lost: dict[str, asyncio.Future[None]] = {}  # done when the server is taken out of service
-        self._awaited: dict[asyncio.Future[None], None] = {}  # of requests that wait for room, in their order
-        self._known: OrderedDict[int, str] = OrderedDict()  # who has read a beginning, by its hash
+        self._awaited: dict[asyncio.Future[None], None] = {}  # one for each request that waits for room, in order
+        self._readers: OrderedDict[int, str] = OrderedDict()  # hash of a prefix -> server that has read it
 
     @property
     def addresses(self) -> list[str]:
@@ -59,7 +60,7 @@ class Router:
         return list(self._load)
 
     def set(self, addresses: Sequence[str]) -> None:
-        """These servers are in service, and no others: requests that the others were sent are interrupted."""
+        """Sets the servers in service. Requests under way at other servers are interrupted."""
         for address in [address for address in self._load if address not in addresses]:
             del self._load[address]
             self._lost.pop(address).set_result(None)
@@ -71,7 +72,7 @@ class Router:
         self._changed()
 
     def refresh(self) -> None:
-        """Takes over what the fleet says now."""
+        """Takes over the fleet's current list of servers."""
         if self.fleet is not None:
             self.set(self.fleet.serving())
 
@@ -81,7 +82,7 @@ class Router:
     async def place(
         self, ids: Sequence[int], count: int, tried: Collection[str], timeout_s: float
     ) -> AsyncIterator[str]:
-        """The address to send `count` completions of `ids` to, one not `tried` if there is any; waits for room.
+        """Yields the address to send `count` completions of `ids` to, untried if possible; waits for room.
 
         Raises:
             GenerationError: no server is left (`fatal`), or there was no room within `timeout_s`.
@@ -100,12 +101,12 @@ class Router:
         try:
             yield address
         finally:
-            if not lost.done():  # else it may be back in service, with a count of its own
+            if not lost.done():  # else the server may be back in service with a new count
                 self._load[address] -= count
                 self._changed()
 
     async def _change(self, timeout_s: float) -> None:
-        """Returns when there may be room, or after `timeout_s`. Who came first is woken first."""
+        """Returns when there may be room, or after `timeout_s`. The oldest waiter is woken first."""
         change = asyncio.get_running_loop().create_future()
         self._awaited[change] = None
         try:
@@ -119,13 +120,13 @@ class Router:
                 change.set_result(None)
 
     async def unless_lost(self, address: str, answer: Coroutine[Any, Any, T]) -> T:
-        """What `answer` returns. Cancels it and raises ServerLost if the server is taken out of service."""
+        """Awaits `answer`. Cancels it and raises ServerLost if the server is taken out of service."""
         lost = self._lost.get(address)
         task = asyncio.ensure_future(answer)
         try:
             if lost is not None:
-                both: set[asyncio.Future[Any]] = {task, lost}
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                futures: set[asyncio.Future[Any]] = {task, lost}
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
                     raise ServerLost(address)
             return await task
@@ -133,50 +134,53 @@ class Router:
             task.cancel()
 
     def answered(self, ids: Sequence[int], address: str) -> None:
-        """The server has read and written `ids`: a conversation that goes on from them goes there."""
+        """Records that the server has read and written `ids`: a conversation that continues them goes there."""
         self._remember(ids, address)
 
     def _choose(self, ids: Sequence[int], count: int, tried: Collection[str]) -> str | None:
-        """The server for a request, None where all are full."""
+        """The server for a request; None if all are full."""
         untried = [address for address in self._load if address not in tried]
-        able = [a for a in untried or self._load if self._load[a] + count <= self.most or self._load[a] == 0]
+        able = [a for a in untried or self._load if self._load[a] + count <= self.max_per_server or self._load[a] == 0]
         if not able:
             return None
         least = min(able, key=lambda address: (self._load[address], self._asked[address]))
-        reader, worth = self._reader(ids)
-        if reader in able and self._load[reader] <= self._load[least] + worth:
+        reader, imbalance = self._reader(ids)
+        if reader in able and self._load[reader] <= self._load[least] + imbalance:
             return reader
         return least
 
-    # -- beginnings ---------------------------------------------------------------------------------------------
+    # -- prefixes -----------------------------------------------------------------------------------------------
 
     def _reader(self, ids: Sequence[int]) -> tuple[str, int]:
-        """The server that has read the most of `ids`, at least half of them, and how uneven loads may be for it; ""
-        if none has. Prompts of one template begin alike, which must not bring all of them to one server."""
-        for length, key in reversed(_beginnings(ids)):
+        """The server that has read the longest prefix of `ids`, and the load imbalance that this is worth.
+
+        The prefix must be at least half of `ids`, else the server is "": prompts of one template begin alike, and must
+        not all go to one server.
+        """
+        for length, key in reversed(_prefixes(ids)):
             if 2 * length < len(ids):
                 break
-            if (address := self._known.get(key)) is not None:
-                return address, MOST_UNEVEN if length == len(ids) else min(MOST_UNEVEN, length // BLOCK)
+            if (address := self._readers.get(key)) is not None:
+                return address, MAX_IMBALANCE if length == len(ids) else min(MAX_IMBALANCE, length // BLOCK)
         return "", 0
 
     def _remember(self, ids: Sequence[int], address: str) -> None:
-        if len(self._load) < 2:  # there is nothing to choose
+        if len(self._load) < 2:  # no choice to make
             return
-        for _, key in _beginnings(ids):
-            self._known[key] = address
-            self._known.move_to_end(key)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        for _, key in _prefixes(ids):
+            self._readers[key] = address
+            self._readers.move_to_end(key)
+        while len(self._readers) > MAX_PREFIXES:
+            self._readers.popitem(last=False)
 
-    # -- when none is left --------------------------------------------------------------------------------------
+    # -- when no server is left ---------------------------------------------------------------------------------
 
     def _check_outlook(self) -> None:
         if self.fleet is None or self.fleet.outlook() == "none":
             raise GenerationError("no rollout server is left to ask", fatal=True)
 
     async def unless_wanted(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Cancels it and raises WeightsWanted where it waits for a server without weights."""
+        """Awaits `work`. Cancels it and raises WeightsWanted if it waits for a server without weights."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
@@ -189,11 +193,11 @@ class Router:
                 await asyncio.gather(task, return_exceptions=True)
 
 
-def _beginnings(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """`(length, hash)` of the beginnings of `ids` at whole blocks, and of all of it, the shortest first."""
-    found: list[tuple[int, int]] = []
+def _prefixes(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """`(length, hash)` of the prefixes of `ids` at whole blocks, and of all of it, the shortest first."""
+    prefixes: list[tuple[int, int]] = []
     so_far = 0
     for start in range(0, len(ids), BLOCK):
         so_far = hash((so_far, *ids[start : start + BLOCK]))
-        found.append((min(start + BLOCK, len(ids)), so_far))
-    return found
+        prefixes.append((min(start + BLOCK, len(ids)), so_far))
+    return prefixes

@@ -1,15 +1,16 @@
-"""Rollouts that go on while the trainer trains, never older than allowed, with none lost and none twice.
+"""Rollouts that continue while the trainer trains, never older than allowed, with none lost and none repeated.
 
     loader --prompts--> under way --episodes--> finished --the oldest first--> a batch
                |            |                       |
-           as capacity   requeued where        rejected, with the reason:
+           as capacity   requeued if           rejected, with the reason:
              allows      servers failed        no signal, failed, timed out, ...
 
-The trainer's version rises by one a step, and a batch is taken at each. With `max_head_offpolicyness` h and batches of
-B prompts, at most (h + 1) B prompts are between loader and trainer, less those already handed out at this version. A
-batch takes the oldest finished prompts, and waits where one that must not grow older is still under way: after a batch
-is taken at version t, at most (u + h - t) B prompts that were started at version u or before are left, and at t = u + h
-none. So no token that is trained on is more than h versions old.
+The trainer's version rises by one a step, and a batch is taken at each. Let h be `max_head_offpolicyness`, and B the
+prompts in a batch. At most (h + 1) B prompts are between loader and trainer, less those already handed out at this
+version. A batch takes the oldest finished prompts. It waits while a prompt that must not grow older is still under way.
+
+Consider the prompts that were started at version u or before. After a batch is taken at version t, at most
+(u + h - t) B of them are left, and none at t = u + h. So no trained token is more than h versions old.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from megarl.rollout.executor import Attend, LoopThread, WorkflowError, run_episo
 from megarl.types import Episode, PackedBatch
 
 ShouldAccept = Callable[[PackedBatch], bool]
-CALL_DEADLINE_S = 60.0  # for what the loop does at once
+CALL_DEADLINE_S = 60.0  # for calls that the loop answers at once
 
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """What bounds a stream; see `RolloutConfig` for the knobs behind it."""
+    """Bounds of a stream; the knobs are in `RolloutConfig`."""
 
     max_head_offpolicyness: int
     episode_timeout_s: float
@@ -46,15 +47,15 @@ class Ticket:
 
     number: int  # in the order of the loader, over the whole run
     item: dict[str, Any]
-    version: int = 0  # of the trainer when it was started
+    version: int = 0  # the trainer's, when the episode was started
     requeued: int = 0
 
 
 class RolloutStream:
     """Episodes of the prompts of `loader`, `group_size` for each, under `workflow`.
 
-    All state belongs to the loop of `thread`. `should_accept` sees a prompt's packed group; refused ones are listed as
-    rejected and, unless `dynamic_bs`, others sampled in their place.
+    All state belongs to the loop of `thread`. `should_accept` sees a prompt's packed group. A refused prompt is listed
+    as rejected and, unless `dynamic_bs`, replaced by another one.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RolloutStream:
         self.dynamic_bs = dynamic_bs
         self._thread = thread
         self._source: Iterator[Any] | None = None
-        self._queue: collections.deque[Ticket] = collections.deque()  # read from the loader, or to be done again
+        self._queue: collections.deque[Ticket] = collections.deque()  # read from the loader, or requeued
         self._under_way: dict[int, tuple[Ticket, asyncio.Task[None]]] = {}
         self._finished: dict[int, tuple[Ticket, Episode]] = {}
         self._rejected: list[Episode] = []  # since the last batch
@@ -91,16 +92,16 @@ class RolloutStream:
         self._error: BaseException | None = None
         self._changed = asyncio.Condition()
         self._sampled = 0  # trained tokens of the episodes that ended since the last batch
-        self._busy_s = 0.0  # seconds since then in which episodes were under way, counted until `_counted`
+        self._busy_s = 0.0  # seconds with episodes under way since the last batch, counted until `_counted`
         self._counted = time.perf_counter()
-        self.tokens_per_s: float | None = None  # sampled between the last two batches, while episodes were under way
+        self.tokens_per_s: float | None = None  # between the last two batches, while episodes were under way
 
     # -- the trainer's side -------------------------------------------------------------------------------------
 
     def next_batch(self, timeout_s: float, attend: Attend[list[Episode]] | None = None) -> list[Episode]:
-        """The next batch's episodes in the order of their prompts, those rejected since the last one at the end.
+        """Returns the next batch's episodes in the order of their prompts, then the rejected ones since the last batch.
 
-        `attend` may watch over the wait and end it with an error of its own; what is under way goes on.
+        `attend` may supervise the wait and end it with an error of its own; episodes under way continue.
 
         Raises:
             WorkflowError: many episodes in a row failed, each with its cause.
@@ -112,7 +113,7 @@ class RolloutStream:
         return self._thread.run(attend(work) if attend is not None else work, timeout_s, what)
 
     def set_version(self, version: int) -> None:
-        """The trainer took a step: as many prompts more may be under way as a batch has."""
+        """Advances the trainer's version, which makes room for one more batch of prompts under way."""
 
         async def advance() -> None:
             self._version, self._handed = version, 0
@@ -121,7 +122,7 @@ class RolloutStream:
         self._thread.run(advance(), CALL_DEADLINE_S, "starting episodes")
 
     def state_dict(self) -> dict[str, Any]:
-        """Every prompt between loader and trainer, and where the loader stands. What is under way is begun again."""
+        """Saves every prompt between loader and trainer, and the loader's position. Prompts under way are run again."""
 
         async def collect() -> dict[str, Any]:
             open_tickets = [t for t, _ in self._under_way.values()] + list(self._queue)
@@ -138,7 +139,7 @@ class RolloutStream:
         return self._thread.run(collect(), CALL_DEADLINE_S, "saving the state of the rollouts")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken; to be called before the first batch."""
+        """Continues from `state`; call it before the first batch."""
 
         async def restore() -> None:
             if hasattr(self.loader, "load_state_dict"):
@@ -148,17 +149,6 @@ class RolloutStream:
             self._rejected += [Episode(entry["prompt_id"], None, entry["reason"]) for entry in state["rejected"]]
 
         self._thread.run(restore(), CALL_DEADLINE_S, "restoring the state of the rollouts")
-
-    def close(self) -> None:
-        """Cancels what is under way."""
-
-        async def cancel() -> None:
-            tasks = [task for _, task in self._under_way.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self._thread.run(cancel(), CALL_DEADLINE_S, "cancelling the rollouts")
 
     # -- on the loop --------------------------------------------------------------------------------------------
 
@@ -181,24 +171,26 @@ class RolloutStream:
         return [episode for _, episode in taken] + rejected
 
     def _count_busy(self) -> None:
-        """Adds the time since the last call, if episodes were under way; to be called before the first starts and the
-        last ends."""
+        """Adds the time since the last call, if episodes were under way.
+
+        Call it before the first episode starts and before the last one ends.
+        """
         now = time.perf_counter()
         if self._under_way:
             self._busy_s += now - self._counted
         self._counted = now
 
     def _complete(self) -> bool:
-        """Whether enough has finished, and all of what must not grow older."""
+        """True if enough prompts have finished, and every prompt that must not grow older."""
         if len(self._finished) < self.batch_size:
             return False
-        waiting = [ticket.version for ticket, _ in self._under_way.values()]
+        under_way = [ticket.version for ticket, _ in self._under_way.values()]
         done = [ticket.version for ticket, _ in self._finished.values()]
-        for version in {*waiting, *done} if waiting else ():
-            left = (version + self.limits.max_head_offpolicyness - self._version) * self.batch_size
+        for version in {*under_way, *done} if under_way else ():
+            may_stay = (version + self.limits.max_head_offpolicyness - self._version) * self.batch_size
             finished = sum(v <= version for v in done)
-            awaited = sum(v <= version for v in waiting)
-            if awaited and finished + awaited - max(left, 0) > min(finished, self.batch_size):
+            awaited = sum(v <= version for v in under_way)
+            if awaited and finished + awaited - max(may_stay, 0) > min(finished, self.batch_size):
                 return False
         return True
 
@@ -213,7 +205,7 @@ class RolloutStream:
             self._under_way[ticket.number] = (ticket, task)
 
     def _read_one(self) -> Ticket:
-        """The next prompt of the loader; behind the last comes the first again."""
+        """The next prompt of the loader, which starts over at its end."""
         for _ in range(2):
             if self._source is None:
                 self._source = iter(self.loader)
@@ -226,7 +218,7 @@ class RolloutStream:
         raise UserError("the loader has no prompts; give it at least one")
 
     async def _run(self, ticket: Ticket) -> None:
-        """One prompt to its end. Whatever happens to it is accounted for here, once."""
+        """Runs one prompt to its end and accounts for its outcome, once."""
         limit = self.limits.episode_timeout_s
         item = {"prompt_id": str(ticket.number), **ticket.item}
         started = time.monotonic()
@@ -243,7 +235,7 @@ class RolloutStream:
         except Exception as error:
             self._failed(ticket, item["prompt_id"], error)
         else:
-            unusable = episode.group is None and bool(episode.dropped)  # every sample of it
+            unusable = episode.group is None and bool(episode.dropped)  # all its samples were left out
             self._sampled += int(episode.group["loss_mask"].sum()) if episode.group is not None else 0
             if episode.group is not None and self.should_accept is not None and not self.should_accept(episode.group):
                 episode = Episode(episode.prompt_id, None, "refused by should_accept_fn", episode.dropped)
@@ -257,7 +249,7 @@ class RolloutStream:
             if cause.fatal:
                 self._stop(cause)
                 return
-            if ticket.requeued < self.limits.max_requeues:  # the servers' fault: the prompt is as good as before
+            if ticket.requeued < self.limits.max_requeues:  # the servers' fault, not the prompt's
                 ticket.requeued += 1
                 self._count_busy()
                 del self._under_way[ticket.number]
@@ -279,5 +271,5 @@ class RolloutStream:
             self._finished[ticket.number] = (ticket, episode)
 
     def _stop(self, error: BaseException) -> None:
-        """The run cannot go on: the trainer gets `error` at its next batch, or now if it waits."""
+        """Ends the run: the trainer gets `error` at its next batch, or now if it waits."""
         self._error = self._error or error

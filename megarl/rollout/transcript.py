@@ -1,4 +1,4 @@
-"""Conversations as the tokens that were really exchanged: what the model sampled is never tokenised again."""
+"""Conversations as exchanged token ids: sampled text is never tokenised again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from megarl.knobs import UserError
-from megarl.types import ModelResponse, Reward, RewardError
+from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse, Reward, RewardError
+
+MIN_ANSWER = 8  # tokens; SGLang refuses prompts within 6 tokens of its context (srt/managers/tp_worker.py)
 
 
 @dataclass
 class Transcript:
-    """One conversation, token by token: its ids, which of them were sampled (and are trained on), their behaviour
-    log-probs (0 on given ones) and weight versions (-1 on given ones)."""
+    """One conversation, token by token.
+
+    `sampled` marks the tokens that the model wrote, which are trained on. Tokens that it only read have the behaviour
+    log-prob 0 and the weight version -1.
+    """
 
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
@@ -40,19 +45,55 @@ class Transcript:
         self.versions += [-1] * len(ids)
 
     def sample(self, response: ModelResponse) -> None:
-        """Appends what the model answered to all tokens so far."""
+        """Appends the model's answer to the tokens so far."""
         self.tokens += response.output_tokens
         self.sampled += [True] * response.output_len
         self.logprobs += response.output_logprobs
         self.versions += response.output_versions
 
+    def ask(
+        self, turn: Sequence[int], gconfig: GenerationHyperparameters, max_sequence_tokens: int | None
+    ) -> ModelRequest | None:
+        """Appends `turn`, which the model reads, and returns the request for its next answer.
+
+        The answer may have `gconfig.max_new_tokens`, or as many as `max_sequence_tokens` leaves. Returns None, and
+        appends nothing, if that is less than MIN_ANSWER.
+        """
+        max_new_tokens = gconfig.max_new_tokens
+        if max_sequence_tokens is not None:
+            free = max_sequence_tokens - len(self.tokens) - len(turn)
+            if free < MIN_ANSWER:
+                return None
+            max_new_tokens = min(max_new_tokens, free)
+        self.give(turn)
+        limits = {"max_new_tokens": max_new_tokens, "min_new_tokens": min(gconfig.min_new_tokens, max_new_tokens)}
+        return ModelRequest(input_ids=list(self.tokens), gconfig=gconfig.new(n_samples=1, **limits))
+
     def copy(self) -> Transcript:
-        """The same conversation, to go on from apart."""
+        """A copy that can be continued independently."""
         return Transcript(list(self.tokens), list(self.sampled), list(self.logprobs), list(self.versions))
 
 
+def begin(
+    prompt: Sequence[int], gconfig: GenerationHyperparameters, max_sequence_tokens: int | None
+) -> tuple[Transcript, ModelRequest]:
+    """Begins a conversation with `prompt`; also returns the request for its first answer.
+
+    Raises:
+        UserError: the prompt leaves no room for an answer.
+    """
+    transcript = Transcript()
+    request = transcript.ask(prompt, gconfig, max_sequence_tokens)
+    if request is None:
+        raise UserError(
+            f"a prompt has {len(prompt)} tokens of at most {max_sequence_tokens} in a sequence, which leaves no room "
+            "for an answer; lower train_dataset.max_length, or raise actor.max_tokens_per_mb up to the model's context"
+        )
+    return transcript, request
+
+
 def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float | RewardError]) -> dict[str, Tensor]:
-    """Conversations and their rewards `[n]` as the padded dict that a workflow returns.
+    """Packs conversations and their rewards `[n]` into the padded dict that a workflow returns.
 
     `[n, length]`, padded on the right: `input_ids` int64; `attention_mask` bool; `loss_mask` bool, true on sampled
     tokens; `rollout_logprobs` float32, 0 on given tokens; `versions` int32, -1 on given tokens. `[n]`: `rewards`
@@ -64,7 +105,7 @@ def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float |
 
     longest = max(len(t.tokens) for t in transcripts)
 
-    def padded(rows: list[list[Any]], dtype: Any, fill: float) -> Tensor:  # by numpy, which reads lists 4 times as fast
+    def padded(rows: list[list[Any]], dtype: Any, fill: float) -> Tensor:  # numpy reads lists 4 times as fast as torch
         return torch.from_numpy(np.array([row + [fill] * (longest - len(row)) for row in rows], dtype))
 
     lengths = torch.tensor([len(t.tokens) for t in transcripts])
@@ -81,8 +122,8 @@ def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float |
     }
     parts = [reward.parts for reward in rewards if isinstance(reward, Reward)]
     if parts:
-        none = (0.0,) * len(parts[0])
-        result["reward_columns"] = torch.tensor([getattr(reward, "parts", none) for reward in rewards])
+        zeros = (0.0,) * len(parts[0])
+        result["reward_columns"] = torch.tensor([getattr(reward, "parts", zeros) for reward in rewards])
     return result
 
 
@@ -92,8 +133,11 @@ def pad_responses(responses: Sequence[ModelResponse], rewards: Sequence[float | 
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-    """The chat template's token ids up to where the model answers, or the text's own where the tokenizer (a base
-    model's) has no template. `options` go to the template, such as `tools` or `enable_thinking`."""
+    """Token ids of the chat template up to the model's answer.
+
+    A base model's tokenizer has no template: then the ids of the plain text. `options` go to the template, such as
+    `tools` or `enable_thinking`.
+    """
     if not tokenizer.chat_template:
         return list(tokenizer.encode("".join(str(message["content"]) for message in messages)))
     return list(
@@ -104,13 +148,13 @@ def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: An
 
 
 def turn_ids(tokenizer: Any, answered: Sequence[int], turns: Sequence[dict[str, Any]], **options: Any) -> list[int]:
-    """The tokens that bring a conversation whose last answer was `answered` through `turns` to the next answer.
+    """Token ids that bring a conversation from the answer `answered` through `turns` to the next answer.
 
-    They are what the template writes behind an assistant's text. The end-of-turn token, which the answer may have
-    ended with itself, is not repeated.
+    They are the template's text after an assistant's message. The end-of-turn token is not repeated if the answer
+    itself ended with it.
 
     Raises:
-        UserError: the template rewrites what came before, so that a conversation cannot go on token by token.
+        UserError: the template rewrites earlier messages, so a conversation cannot be continued token by token.
     """
     if not tokenizer.chat_template:
         return list(tokenizer.encode("".join(str(turn["content"]) for turn in turns)))
@@ -118,12 +162,12 @@ def turn_ids(tokenizer: Any, answered: Sequence[int], turns: Sequence[dict[str, 
     text = tokenizer.apply_chat_template(
         [*before, *turns], tokenize=False, add_generation_prompt=True, return_dict=False, **options
     )
-    _, mark, behind = text.rpartition("\x01")
+    _, mark, continuation = text.rpartition("\x01")
     if not mark:
         raise UserError(
             "the tokenizer's chat template leaves out earlier answers; several turns need one that keeps them"
         )
-    ids = list(tokenizer.encode(behind, add_special_tokens=False))
+    ids = list(tokenizer.encode(continuation, add_special_tokens=False))
     if answered and ids and answered[-1] == ids[0]:
         del ids[0]
     return ids

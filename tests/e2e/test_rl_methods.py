@@ -6,6 +6,7 @@ The server is started once. Each method begins by pushing the start weights, and
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,10 @@ from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
 from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.reshard.transfer.digests import LogprobMismatchError
 from megarl.rollout.servers.sglang_server import SGLangServers
-from megarl.trainer import rl, rollout_driver
+from megarl.trainer import rl, rollout_driver, sampler
 from megarl.trainer.inputs import read_inputs
+from megarl.trainer.logprob_check import LogprobMismatchError
 from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 
@@ -50,13 +51,15 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServe
 
 @pytest.fixture
 def lent(one_server: SGLangServers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Rollouts` finds the server started, and leaves it so."""
-    monkeypatch.setattr(rollout_driver, "SGLangServers", lambda *_: one_server)
+    """`RolloutDriver` finds the server started, and leaves it so."""
+    monkeypatch.setattr(sampler, "SGLangServers", lambda *_: one_server)
     monkeypatch.setattr(one_server, "start", lambda: None)
     monkeypatch.setattr(one_server, "stop", lambda: None)
 
 
-def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def steps_of(
+    name: str, steps: int, root: Path, *overrides: str, evaluate: bool = False
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """The figures of every step, and the change of the weights."""
     experiment = EXPERIMENTS.get(name, "gsm8k_grpo")
     config = cli.load([f"+experiment={experiment}", f"algorithm={name}", f"run_root={root}", *overrides])
@@ -76,10 +79,19 @@ def steps_of(name: str, steps: int, root: Path, *overrides: str) -> tuple[list[d
             sampled.check_logprobs(batch)
             mismatch = rollout_mismatch(batch, sampled.version)
             sampled.push(version=step)
-            found.append({**stats, **mismatch, **gain(models, batch), "reward": float(batch["rewards"].mean())})
+            reward = float(batch["rewards"].mean())
+            found.append({**stats, **mismatch, **gain(models, batch), "reward": reward, "answers": answers(batch)})
+        held_out = sampled.evaluate(config.total_train_steps) if evaluate else {}
+        assert evaluate == bool(held_out.get("samples"))
         moved = {key: float((value - before[key]).abs().max()) for key, value in models.actor.named_weights()}
         models.destroy()
     return found, moved
+
+
+def answers(batch: PackedBatch) -> float:
+    """Mean number of answers in a sequence, by the runs of trained tokens."""
+    mask = batch["loss_mask"].int()
+    return float((mask.diff(prepend=mask.new_zeros(1)) == 1).sum()) / batch.num_seqs
 
 
 def gain(models: rl.Models, batch: PackedBatch) -> dict[str, float]:
@@ -153,6 +165,45 @@ def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_o
         assert sampled.version == served
         models.destroy()
     assert not list(folder.checkpoints.glob("*"))
+
+
+ASKS_TWICE = """
+import json
+import urllib.request
+
+
+def solve(base_url, api_key, data):
+    messages = list(data["messages"])
+    for turn in ("Are you sure?", None):
+        body = json.dumps({"messages": messages}).encode()
+        request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
+        with urllib.request.urlopen(request, timeout=100) as reply:
+            answer = json.load(reply)["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": answer})
+        if turn:
+            messages.append({"role": "user", "content": turn})
+    return float(data["answer"].rpartition("####")[2].strip() in answer)
+"""
+
+
+@pytest.mark.parametrize("workflow", ["multi_turn", "tool_use", "agent"])
+@pytest.mark.usefixtures("lent")
+def test_a_workflow_chosen_by_its_knob_trains_on_a_real_server(
+    workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_agent.py").write_text(ASKS_TWICE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found, moved = steps_of(
+        "grpo", 2, tmp_path, "train_dataset.batch_size=8", "algorithm.n_minibatches=1", "evaluator.n_samples=1",
+        f"rollout.workflow={workflow}", "rollout.agent.function=own_agent.solve", evaluate=True,
+    )  # fmt: skip
+    for figures in found:
+        assert figures["logprob_diff_max"] < 1e-3
+        assert figures["answers"] == {"tool_use": 1.0, "agent": 2.0}.get(workflow, figures["answers"])
+    if workflow == "multi_turn":
+        assert all(1.0 < figures["answers"] < 3.0 for figures in found)
+    assert max(moved.values()) > 1e-5
+    assert not [thread for thread in threading.enumerate() if thread.name in ("agent", "rollout")]
 
 
 SHORT_ANSWERS = """

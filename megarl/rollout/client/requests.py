@@ -1,4 +1,4 @@
-"""What SGLang's `/generate` is asked, and its answers as tokens with log-probs and weight versions, put together."""
+"""Requests to SGLang's `/generate`, and its answers as tokens with log-probs and weight versions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.rollout.api import GenerationError
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 log = logging.getLogger(__name__)
-EXCERPT = 500
+EXCERPT = 500  # bytes of an answer in error messages
 
 
 @dataclass(frozen=True)
 class CompletionPart:
-    """What one answer adds to a completion: per token its id, log-prob and weight version, and why it ended."""
+    """Tokens that one answer adds to a completion, each with log-prob and weight version, and why it ended."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -29,45 +29,46 @@ class CompletionPart:
 
 @dataclass
 class Draft:
-    """A completion that is being written, piece by piece."""
+    """A completion under way, assembled part by part."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     reason: str = "abort"
-    fruitless: int = 0  # pieces without a token, in a row
+    empty_parts: int = 0  # in a row
 
-    def add(self, piece: CompletionPart, most: int) -> None:
-        """Goes on by a piece; a completion of `most` tokens is complete even if it was aborted there.
+    def add(self, part: CompletionPart, max_tokens: int) -> None:
+        """Appends a part; a completion of `max_tokens` tokens is complete even if it was aborted there.
 
-        Of an aborted one SGLang has not looked whether the last token ends it, so that token is sampled again.
+        SGLang has not checked whether the last token of an aborted part ends the completion, so it is sampled again.
         """
-        self.tokens += piece.tokens
-        self.logprobs += piece.logprobs
-        self.versions += piece.versions
-        self.reason = "length" if piece.stop_reason == "abort" and len(self.tokens) >= most else piece.stop_reason
-        self.fruitless = 0 if piece.tokens else self.fruitless + 1
+        self.tokens += part.tokens
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        complete = part.stop_reason == "abort" and len(self.tokens) >= max_tokens
+        self.reason = "length" if complete else part.stop_reason
+        self.empty_parts = 0 if part.tokens else self.empty_parts + 1
         if self.reason == "abort":
             for values in (self.tokens, self.logprobs, self.versions):
                 del values[-1:]
 
     def response(self, req: ModelRequest) -> ModelResponse:
-        """What it is once it is complete."""
+        """The response to `req`, once the completion is complete."""
         reason: Literal["length", "stop"] = "length" if self.reason == "length" else "stop"
         return ModelResponse(list(req.input_ids), self.tokens, self.logprobs, self.versions, reason)
 
 
 @dataclass
-class Asked:
-    """Completions of one prompt that somebody waits for: the tokens that each goes on from, and how it is sampled."""
+class QueuedRequest:
+    """Completions of one prompt that a caller awaits: their token ids so far, and how each is sampled."""
 
     inputs: list[list[int]]
     params: list[dict[str, Any]]
-    pieces: asyncio.Future[list[CompletionPart]]
+    parts: asyncio.Future[list[CompletionPart]]
 
 
 def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[str, Any]:
-    """SGLang's `sampling_params` of a completion that has `done` tokens already."""
+    """SGLang's `sampling_params` for a completion that already has `done` tokens."""
     params: dict[str, Any] = {
         "max_new_tokens": gconfig.max_new_tokens - done,
         "min_new_tokens": max(gconfig.min_new_tokens - done, 0),
@@ -83,21 +84,21 @@ def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[s
 
 
 def parse_answer(body: bytes, count: int, address: str) -> list[CompletionPart]:
-    """The `count` pieces in the body of a 200 answer of `/generate`. Raises GenerationError on anything unexpected.
+    """Parses the body of a 200 answer of `/generate` into `count` parts. Raises GenerationError if it is malformed.
 
-    One completion whose log-probs or versions do not belong to its tokens does not spoil the others: its log-probs are
-    NaN, as SGLang's own may be, upon which `executor.quarantine` leaves it out.
+    One completion whose log-probs or versions do not match its tokens does not spoil the others. Its log-probs become
+    NaN, which SGLang's own may be too, and `executor.quarantine` leaves it out.
     """
     try:
         answers = orjson.loads(body)
         if len(answers) != count:
             raise ValueError(f"{len(answers)} completions instead of {count}")
-        return [_parse_piece(answer["output_ids"], answer["meta_info"]) for answer in answers]
+        return [_parse_part(answer["output_ids"], answer["meta_info"]) for answer in answers]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise GenerationError(f"{address} gave a malformed answer ({named(error)}): {excerpt(body)}") from error
 
 
-def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> CompletionPart:
+def _parse_part(output_ids: list[int], meta: dict[str, Any]) -> CompletionPart:
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason {reason!r}")
@@ -106,11 +107,11 @@ def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> CompletionPart:
     scored = meta["output_token_logprobs"]
     logprobs = [math.nan if entry[0] is None else float(entry[0]) for entry in scored]  # null: not finite
     versions: list[int] = []
-    whole = [entry[1] for entry in scored] == output_ids
+    consistent = [entry[1] for entry in scored] == output_ids
     for span in meta["weight_versions"]:
-        whole = whole and span["start"] == len(versions)
+        consistent = consistent and span["start"] == len(versions)
         versions += [version_of(span["version"])] * (span["end"] - span["start"])
-    if not whole or len(versions) != len(output_ids):
+    if not consistent or len(versions) != len(output_ids):
         count = len(output_ids)
         log.warning("a completion of %d tokens with %d log-probs, %d versions", count, len(scored), len(versions))
         return CompletionPart(output_ids, [math.nan] * count, [-1] * count, reason)
@@ -118,17 +119,17 @@ def _parse_piece(output_ids: list[int], meta: dict[str, Any]) -> CompletionPart:
 
 
 def version_of(label: Any) -> int:
-    """The number that a server labels its weights with. Raises ValueError where it is none."""
+    """Parses the number that a server labels its weights with. Raises ValueError if it is no number."""
     if not isinstance(label, str) or not label.isdecimal():
         raise ValueError(f"weight version {label!r} is not a number")
     return int(label)
 
 
 def named(error: BaseException) -> str:
-    """An error's kind and what it says."""
+    """An error's type and message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def excerpt(body: bytes) -> str:
-    """The beginning of an answer, for messages."""
+    """The start of an answer, for error messages."""
     return body[:EXCERPT].decode(errors="replace")

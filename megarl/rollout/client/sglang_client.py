@@ -8,25 +8,25 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import orjson
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.client.requests import (
-    Asked,
     CompletionPart,
     Draft,
+    QueuedRequest,
     excerpt,
     named,
     parse_answer,
     sampling_params,
     version_of,
 )
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
 from megarl.rollout.routing import Fleet, Router, ServerLost
 from megarl.rollout.stream import RolloutStream, ShouldAccept, StreamLimits
@@ -34,85 +34,50 @@ from megarl.types import Episode, ModelRequest, ModelResponse, PackedBatch, Weig
 
 ADDRESSES_VARIABLE = "MEGARL_LLM_SERVER_ADDRS"
 KEY_VARIABLE = "MEGARL_LLM_SERVER_API_KEY"
-KEEPALIVE_S = 2.0  # below the 5 s after which SGLang's uvicorn closes an idle connection: ours must give up first
+KEEPALIVE_S = 2.0  # below the 5 s of SGLang's uvicorn: the client must close an idle connection first
 CLOSE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """How the trainer speaks to the rollout servers."""
-
-    max_connections: int = knob(256, "HTTP requests under way at once over all servers; further ones wait")
-    max_per_server: int = knob(1024, "completions asked of a server at once; further requests wait, or go to another")
-    connect_timeout_s: float = knob(10.0, "seconds until a server must have accepted a connection")
-    request_timeout_s: float = knob(300.0, "seconds until a server must have answered a request")
-    batch_timeout_s: float = knob(1800.0, "seconds until all episodes of a batch must have ended")
-    max_retries: int = knob(3, "times a request is sent again after a lost connection or a 5xx answer")
-    retry_delay_s: float = knob(0.5, "seconds before the first retry; doubled for each further one")
-    max_head_offpolicyness: int = knob(
-        0, "versions that a trained token may be old; 0: rollouts and training alternate"
-    )
-    episode_timeout_s: float = knob(600.0, "seconds until an episode must have ended; later it is rejected")
-    max_requeues: int = knob(8, "times a prompt is begun again after its servers failed")
-    max_failures: int = knob(16, "episodes that may fail in a row, each rejected, before the run stops")
-    rollout_func: str = knob("", "MODULE.FUNCTION of your own that makes the completions, as TRL's rollout_func does")
-
-    def __post_init__(self) -> None:
-        above_zero = (
-            "max_connections",
-            "max_per_server",
-            "connect_timeout_s",
-            "request_timeout_s",
-            "batch_timeout_s",
-            "episode_timeout_s",
-        )
-        for name in above_zero:
-            if not getattr(self, name) > 0:
-                raise UserError(f"rollout.{name}={getattr(self, name)} must be more than 0")
-        for name in ("max_retries", "retry_delay_s", "max_head_offpolicyness", "max_requeues", "max_failures"):
-            if getattr(self, name) < 0:
-                raise UserError(f"rollout.{name}={getattr(self, name)} must not be negative")
 
 
 class RemoteSGLangEngine(InferenceEngine):
     """SGLang servers reached over HTTP, used from synchronous code; its asyncio loop runs in a thread of its own.
 
-    Requests for the same tokens that are made together (a group) travel as one HTTP request, which spares both sides
-    most of the HTTP and JSON work, to the server that `routing.Router` chooses.
+    Requests for the same tokens that are made together (a group) travel as one HTTP request, to the server that
+    `routing.Router` chooses. That saves both sides most of the HTTP and JSON work.
     """
 
     def __init__(self, config: RolloutConfig):
         self.config = config
         self.router = Router(config.max_per_server)
-        self.episodes: list[Episode] = []  # of the last batch, in the order of its prompts
+        self.episodes: list[Episode] = []  # the last batch's, in the order of its prompts
         self._version = 0
         self._updates: WeightUpdates | None = None
         self._stream: RolloutStream | None = None
-        self._saved: dict[str, Any] | None = None  # a stream's state, until there is one
+        self._saved: dict[str, Any] | None = None  # state for the stream, until it exists
+        self._workflows: list[RolloutWorkflow] = []  # to close
         self._thread: LoopThread | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._waiting: dict[tuple[int, ...], list[Asked]] = {}  # by prompt
+        self._waiting: dict[tuple[int, ...], list[QueuedRequest]] = {}  # by prompt
         self._sending: set[asyncio.Task[None]] = set()
 
     def initialize(
         self, addresses: Sequence[str] | None = None, ft_spec: Any = None, *, api_key: str | None = None
     ) -> None:
-        """Connects to the servers `host:port`; without `addresses`, to those of MEGARL_LLM_SERVER_ADDRS.
+        """Connects to the servers `host:port`; without `addresses`, to the servers in MEGARL_LLM_SERVER_ADDRS.
 
-        `ft_spec` is for the train engines, whose `initialize` takes the same arguments; nothing here depends on it.
-        `api_key` is the servers' key, else MEGARL_LLM_SERVER_API_KEY. Raises UserError where a server does not answer.
+        `ft_spec` is ignored: the train engines' `initialize` takes the same arguments. `api_key` is the servers' key,
+        else MEGARL_LLM_SERVER_API_KEY. Raises UserError if a server does not answer.
         """
         if self._thread is not None:
             raise UserError("the rollout engine is initialized already; call destroy() first")
-        found = addresses_in_environment() if addresses is None else [plain_address(a) for a in addresses]
-        if not found:
+        plain = addresses_in_environment() if addresses is None else [plain_address(a) for a in addresses]
+        if not plain:
             raise UserError(
                 f"no SGLang server is known: pass addresses, or set {ADDRESSES_VARIABLE}=host:port[,host:port...]"
             )
         self._thread = LoopThread("rollout")
         try:
             self._thread.run(
-                self._open(found, api_key or os.environ.get(KEY_VARIABLE)),
+                self._open(plain, api_key or os.environ.get(KEY_VARIABLE)),
                 (self.config.connect_timeout_s + self.config.request_timeout_s) * 2,
                 "connecting to the SGLang servers",
             )
@@ -121,29 +86,39 @@ class RemoteSGLangEngine(InferenceEngine):
             raise
 
     def destroy(self) -> None:
-        """Cancels requests under way, closes connections and ends the thread. May be called twice."""
-        thread, session = self._thread, self._session
+        """Cancels requests under way, closes workflows and connections and ends the thread. May be called twice."""
+        thread, session, workflows = self._thread, self._session, self._workflows
         self._thread = self._session = self._stream = None
+        self._workflows = []
         if thread is None:
             return
+
+        async def close() -> None:
+            try:
+                for workflow in workflows:
+                    await workflow.aclose()
+            finally:
+                if session is not None:
+                    await session.close()
+
         try:
-            if session is not None:
-                thread.run(session.close(), CLOSE_TIMEOUT_S, "closing the connections to the SGLang servers")
+            thread.cancel_all()  # episodes before the endpoints that they talk to: else they would start them again
+            thread.run(close(), CLOSE_TIMEOUT_S, "closing the workflows and the connections to the SGLang servers")
         finally:
             thread.stop()
 
     @property
     def addresses(self) -> list[str]:
-        """The servers that requests go to."""
+        """Addresses of the servers that requests go to."""
         return self.router.addresses
 
     def follow(self, fleet: Fleet) -> None:
-        """From now on `fleet` says which servers are asked; `refresh` tells this engine that it changed."""
+        """Lets `fleet` decide which servers are asked; call `refresh` after each change of it."""
         self.router.fleet = fleet
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes over which servers are in service; what others were sent is asked again. From any thread."""
+        """Takes over the fleet's list of servers; requests under way at other servers are resent. From any thread."""
         thread = self._thread
         if thread is not None:
             thread.loop.call_soon_threadsafe(self.router.refresh)
@@ -151,7 +126,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def set_version(self, version: int) -> None:
         self._version = version
         if self._stream is not None:
-            with stats_tracker.scope("rollout"):  # of the episodes that it starts
+            with stats_tracker.scope("rollout"):  # for the episodes that it starts
                 self._stream.set_version(version)
 
     def get_version(self) -> int:
@@ -160,12 +135,16 @@ class RemoteSGLangEngine(InferenceEngine):
     def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow) -> PackedBatch:
         """Runs one episode per item of `data` at once and returns their groups in the order of `data`.
 
-        Adds `group_ids`, the positions in `data`. Rejected prompts are left out; `episodes` says which and why. Raises
-        what the first failing episode raised (`WorkflowError`, `UserError`), TimeoutError after `batch_timeout_s`,
-        WeightsWanted where no server can answer before it has been brought the weights.
+        Adds `group_ids`, the positions in `data`. Rejected prompts are left out; `episodes` lists them with the reason.
+
+        Raises:
+            WorkflowError, UserError: the error of the first episode that failed.
+            TimeoutError: after `batch_timeout_s`.
+            WeightsWanted: no server can answer before a weight push.
         """
         if self._thread is None:
             raise UserError("the rollout engine is not initialized; call initialize() first")
+        self._close_later(workflow)
         batch, self.episodes = rollout_batch(
             self, self._thread, data, workflow, self.config.batch_timeout_s, self.router.unless_wanted
         )
@@ -180,18 +159,18 @@ class RemoteSGLangEngine(InferenceEngine):
         group_size: int = 1,
         dynamic_bs: bool = False,
     ) -> PackedBatch:
-        """The next batch of `dataloader`, sampled while the trainer trains (see `rollout/stream.py`).
+        """Returns the next batch of `dataloader`, sampled while the trainer trains (see `rollout/stream.py`).
 
         Args:
             dataloader: yields lists of prompts, has `batch_size`, and best a `state_dict`; the same at every call.
-            workflow: one, or what makes one of `workflow_kwargs`.
-            should_accept_fn: sees a prompt's packed group; where it says no, another prompt is sampled in its place.
+            workflow: a workflow, or a function that makes one of `workflow_kwargs`.
+            should_accept_fn: sees a prompt's packed group; if it returns False, another prompt is sampled instead.
             group_size: runs of the workflow for each prompt, joined to one group.
-            dynamic_bs: rejected prompts are not replaced; a batch then has fewer.
+            dynamic_bs: rejected prompts are not replaced, so a batch may have fewer.
 
-        Adds `group_ids`, the prompts' numbers in the order of the loader; `episodes` says which prompts were rejected
-        and why. Raises WorkflowError, GenerationError, TimeoutError after `batch_timeout_s`, or WeightsWanted where no
-        server can answer before it has been brought the weights; episodes under way then wait for them.
+        Adds `group_ids`, the prompts' numbers in the order of the loader. `episodes` lists rejected prompts with the
+        reason. Raises WorkflowError, GenerationError, TimeoutError after `batch_timeout_s`, or WeightsWanted if no
+        server can answer before a weight push. Episodes under way then wait for it.
         """
         stream = self._stream_of(dataloader, workflow, workflow_kwargs or {}, should_accept_fn, group_size, dynamic_bs)
         with stats_tracker.scope("rollout"):
@@ -217,7 +196,7 @@ class RemoteSGLangEngine(InferenceEngine):
                 self,
                 self._thread,
                 dataloader,
-                workflow if isinstance(workflow, RolloutWorkflow) else workflow(**workflow_kwargs),
+                self._close_later(workflow if isinstance(workflow, RolloutWorkflow) else workflow(**workflow_kwargs)),
                 StreamLimits(
                     config.max_head_offpolicyness, config.episode_timeout_s, config.max_requeues, config.max_failures
                 ),
@@ -232,56 +211,63 @@ class RemoteSGLangEngine(InferenceEngine):
             raise UserError("prepare_batch: another dataloader than at the first call; an engine streams from one")
         return self._stream
 
+    def _close_later(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
+        """Has `destroy` close the workflow."""
+        if isinstance(workflow, RolloutWorkflow) and all(workflow is not other for other in self._workflows):
+            self._workflows.append(workflow)
+        return workflow
+
     def state_dict(self) -> dict[str, Any]:
-        """The prompts between the loader and the trainer, and where the loader stands, for a checkpoint."""
+        """The prompts between the loader and the trainer, and the loader's position, for a checkpoint."""
         return self._stream.state_dict() if self._stream is not None else dict(self._saved or {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken, from the first `prepare_batch` on."""
+        """Continues from `state` at the first `prepare_batch`."""
         self._saved = dict(state) or None
 
     def connect(self, updates: WeightUpdates) -> None:
-        """Says what brings weights to the servers (a `reshard.session.WeightSession`): `update_weights` needs it."""
+        """Sets the session that pushes weights (a `reshard.session.WeightSession`), for `update_weights`."""
         self._updates = updates
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[Any]:
-        """A future that ends when the servers serve `meta.model_version`; on rank 0, before `actor.upload_weights`.
+        """Returns a future that ends when the servers serve `meta.model_version`.
 
-        Its `result()` raises what went wrong. Then `set_version` says so to this engine.
+        Call it on rank 0, before `actor.upload_weights`. `result()` raises the error of a failed push. Afterwards, call
+        `set_version`.
         """
         if self._updates is None:
-            raise UserError("update_weights: connect(session) first; a weight session brings the weights")
+            raise UserError("update_weights: connect(session) first; a weight session pushes the weights")
         return self._updates.expect(meta)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """One completion, of one piece unless a weight update aborted it: then it goes on after the tokens so far.
+        """One completion, in one part unless a weight update aborted it: then it continues after the tokens so far.
 
-        `rid` is the caller's own: the servers never see it, so requests may share one. Raises `RequestRefused` on a
-        4xx answer, `GenerationError` on anything else that leaves no completion.
+        `rid` is never sent to the servers, so requests may share one. Raises `RequestRefused` on a 4xx answer,
+        `GenerationError` on anything else that leaves no completion.
         """
         (response,) = await self._complete(req, 1)
         return response
 
     async def agenerate_group(self, req: ModelRequest) -> list[ModelResponse]:
-        """`req.gconfig.n_samples` completions, each as `agenerate` has it."""
+        """`req.gconfig.n_samples` completions, each like that of `agenerate`."""
         return await self._complete(req, req.gconfig.n_samples)
 
     async def _complete(self, req: ModelRequest, count: int) -> list[ModelResponse]:
         drafts = [Draft() for _ in range(count)]
         unfinished = drafts
         while unfinished:
-            pieces = await self._ask(req, [draft.tokens for draft in unfinished])
-            for draft, piece in zip(unfinished, pieces, strict=True):
-                draft.add(piece, req.gconfig.max_new_tokens)
+            parts = await self._ask(req, [draft.tokens for draft in unfinished])
+            for draft, part in zip(unfinished, parts, strict=True):
+                draft.add(part, req.gconfig.max_new_tokens)
             unfinished = [draft for draft in unfinished if draft.reason == "abort"]
             if unfinished:
                 stats_tracker.total(interruptions=len(unfinished))
-                fruitless = max(draft.fruitless for draft in unfinished)
-                if fruitless > self.config.max_retries:
+                empty_parts = max(draft.empty_parts for draft in unfinished)
+                if empty_parts > self.config.max_retries:
                     raise GenerationError(
-                        f"request {req.rid} was aborted {fruitless} times in a row without a new token"
+                        f"request {req.rid} was aborted {empty_parts} times in a row without a new token"
                     )
-                if fruitless:
+                if empty_parts:
                     await asyncio.sleep(self.config.retry_delay_s)
         for draft in drafts:
             stats_tracker.scalar(truncated=float(draft.reason == "length"))
@@ -301,13 +287,13 @@ class RemoteSGLangEngine(InferenceEngine):
         self.router.set(addresses)
 
     async def _check(self, session: aiohttp.ClientSession, address: str) -> None:
-        """Raises UserError unless an SGLang server answers at `address` and labels its weights with a number."""
+        """Raises UserError unless an SGLang server at `address` answers and labels its weights with a number."""
         try:
             async with session.get(f"http://{address}/model_info") as response:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise UserError(
-                f"no SGLang server answers at {address} ({named(error)}); start it, or mend {ADDRESSES_VARIABLE}"
+                f"no SGLang server answers at {address} ({named(error)}); start it, or correct {ADDRESSES_VARIABLE}"
             ) from error
         if status == 401:
             raise UserError(f"the SGLang server at {address} refuses the API key; set {KEY_VARIABLE}")
@@ -321,11 +307,13 @@ class RemoteSGLangEngine(InferenceEngine):
             ) from error
 
     async def _ask(self, req: ModelRequest, written: list[list[int]]) -> list[CompletionPart]:
-        """Queues completions that go on after the prompt and what is `written`. Those of one prompt, queued in one turn
-        of the loop, are sent together: a group when it starts, and what is left of it when a weight update aborted it.
+        """Queues completions that continue the prompt and the tokens already `written`.
+
+        Completions of one prompt that are queued in one turn of the loop are sent together. That is a group when it
+        starts, and the rest of it after a weight update aborted it.
         """
         loop = asyncio.get_running_loop()
-        asked = Asked(
+        queued = QueuedRequest(
             [req.input_ids + tokens for tokens in written],
             [sampling_params(req.gconfig, len(tokens)) for tokens in written],
             loop.create_future(),
@@ -334,8 +322,8 @@ class RemoteSGLangEngine(InferenceEngine):
         if key not in self._waiting:
             self._waiting[key] = []
             loop.call_soon(self._send_group, key)
-        self._waiting[key].append(asked)
-        return await asked.pieces
+        self._waiting[key].append(queued)
+        return await queued.parts
 
     def _send_group(self, key: tuple[int, ...]) -> None:
         group = self._waiting.pop(key)
@@ -344,36 +332,36 @@ class RemoteSGLangEngine(InferenceEngine):
         task.add_done_callback(self._sending.discard)
 
         def give_up(_: asyncio.Future[list[CompletionPart]]) -> None:
-            if all(asked.pieces.cancelled() for asked in group):
-                task.cancel()  # closes the connection, upon which the server drops the requests
+            if all(queued.parts.cancelled() for queued in group):
+                task.cancel()  # closes the connection: the server then drops the requests
 
-        for asked in group:
-            asked.pieces.add_done_callback(give_up)
+        for queued in group:
+            queued.parts.add_done_callback(give_up)
 
-    async def _serve(self, group: Sequence[Asked]) -> None:
-        inputs = [ids for asked in group for ids in asked.inputs]
-        params = [each for asked in group for each in asked.params]
+    async def _serve(self, group: Sequence[QueuedRequest]) -> None:
+        inputs = [ids for queued in group for ids in queued.inputs]
+        params = [each for queued in group for each in queued.params]
         try:
-            pieces = iter(await self._post(inputs, params))
+            parts = iter(await self._post(inputs, params))
         except Exception as error:
-            for asked in group:
-                if not asked.pieces.done():
-                    asked.pieces.set_exception(error)
+            for queued in group:
+                if not queued.parts.done():
+                    queued.parts.set_exception(error)
         else:
-            for asked in group:
-                found = list(itertools.islice(pieces, len(asked.inputs)))
-                if not asked.pieces.done():
-                    asked.pieces.set_result(found)
+            for queued in group:
+                own_parts = list(itertools.islice(parts, len(queued.inputs)))
+                if not queued.parts.done():
+                    queued.parts.set_result(own_parts)
 
     async def _post(self, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> list[CompletionPart]:
-        """Sends a group, again on lost connections and 5xx, each time to a server not tried yet if there is one."""
+        """Sends a group. Retries on lost connections and 5xx, each time at an untried server if there is one."""
         body = orjson.dumps({"input_ids": inputs, "sampling_params": params, "return_logprob": True})
         tried: list[str] = []
         while True:
             async with self.router.place(inputs[0], len(params), tried, self.config.batch_timeout_s) as address:
                 try:
                     status, answer = await self.router.unless_lost(address, self._post_once(address, body))
-                except ServerLost:  # not the request's fault: whoever is left answers it
+                except ServerLost:  # not the request's fault: another server answers it
                     stats_tracker.total(retries=1)
                     continue
                 except aiohttp.SocketTimeoutError as error:
@@ -383,10 +371,10 @@ class RemoteSGLangEngine(InferenceEngine):
                     failure = f"the connection to {address} failed ({named(error)})"
                 else:
                     if status == 200:
-                        pieces = parse_answer(answer, len(params), address)
-                        for ids, piece in zip(inputs, pieces, strict=True):
-                            self.router.answered(ids + piece.tokens, address)
-                        return pieces
+                        parts = parse_answer(answer, len(params), address)
+                        for ids, part in zip(inputs, parts, strict=True):
+                            self.router.answered(ids + part.tokens, address)
+                        return parts
                     failure = f"{address} answered {status}: {excerpt(answer)}"
                     if status < 500:
                         raise RequestRefused(failure)
@@ -396,7 +384,7 @@ class RemoteSGLangEngine(InferenceEngine):
             stats_tracker.total(retries=1)
             await asyncio.sleep(self.config.retry_delay_s * 2 ** (len(tried) - 1))
             if address not in self.router.addresses:
-                tried.pop()  # the server had died: that says nothing about the request
+                tried.pop()  # the server had died: no attempt of the request
 
     async def _post_once(self, address: str, body: bytes) -> tuple[int, bytes]:
         if self._session is None:
@@ -407,10 +395,10 @@ class RemoteSGLangEngine(InferenceEngine):
 
 
 def plain_address(address: str) -> str:
-    """`host:port` of an address that may be given as a URL."""
+    """`host:port` of an address or URL."""
     return address.strip().removeprefix("http://").rstrip("/")
 
 
 def addresses_in_environment() -> list[str]:
-    """The servers that MEGARL_LLM_SERVER_ADDRS names; [] where it is not set."""
+    """The servers in MEGARL_LLM_SERVER_ADDRS; [] if it is not set."""
     return [plain_address(a) for a in os.environ.get(ADDRESSES_VARIABLE, "").split(",") if a.strip()]

@@ -1,6 +1,6 @@
-"""SGLang servers that somebody else started: used and watched, never started.
+"""SGLang servers that this process did not start: used and watched, never started.
 
-Either named by MEGARL_LLM_SERVER_ADDRS, or started by a launcher on machines of this job.
+They are named by MEGARL_LLM_SERVER_ADDRS, or a launcher started them on machines of this job.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ExternalServer:
         self.api_key = api_key
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether it answers to the key within `timeout_s`."""
+        """True if it answers to the key within `timeout_s`."""
         return answers_at(self.address, self.api_key, timeout_s)
 
     def fault(self) -> None:
-        """Its processes are not ours to look at."""
+        """None: its processes are not this run's."""
 
     def error(self, what: str) -> ServerError:
         """An error that names the server."""
@@ -56,10 +56,10 @@ class ExternalServers:
         self.servers: list[ExternalServer] = [ExternalServer(address, api_key) for address in addresses]
 
     def start(self) -> None:
-        """They run already."""
+        """No-op: they run already."""
 
     def wait_ready(self) -> None:
-        """Raises UserError where a server does not answer, or was started without what a run needs."""
+        """Raises UserError if a server does not answer, or was started without the weight loader."""
         for address in self.addresses:
             loaders = self._ask(address).get("custom_weight_loader") or []
             if self.custom_weight_loader not in loaders:
@@ -83,28 +83,30 @@ class ExternalServers:
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"no SGLang server answers at {address} ({error}); mend MEGARL_LLM_SERVER_ADDRS") from error
+            raise UserError(
+                f"no SGLang server answers at {address} ({error}); correct MEGARL_LLM_SERVER_ADDRS"
+            ) from error
         finally:
             connection.close()
 
     def stop(self) -> None:
-        """They go on without the run."""
+        """No-op: they outlive the run."""
 
 
 class JobServer(ExternalServer):
-    """One server of this job on another machine, where `megarl.launcher.server_task` starts it again when it dies."""
+    """One server of this job on another machine, where `megarl.launcher.server_task` restarts it when it dies."""
 
-    owned = True  # it comes back: waited for, not given up
+    owned = True  # it is restarted: waited for, not given up
 
     def __init__(self, index: int, address: str, api_key: str, ready_timeout_s: float) -> None:
         super().__init__(address, api_key)
         self.index = index
         self._ready_timeout_s = ready_timeout_s
-        self._back_by: float | None = None  # down since before this
+        self._back_by: float | None = None  # deadline of a restart under way
 
     @property
     def late(self) -> bool:  # type: ignore[override]
-        """Whether it must answer by now: at once, unless it is being started again."""
+        """True if it must answer by now: at once, unless it is being restarted."""
         return self._back_by is None or time.monotonic() > self._back_by
 
     def answers(self, timeout_s: float) -> bool:
@@ -114,7 +116,7 @@ class JobServer(ExternalServer):
         return answered
 
     def fault(self) -> ServerError | None:  # type: ignore[override]
-        """Tells within a tick that its process has ended, before another could answer in its place."""
+        """Notices within a tick that its process has ended, before a restarted one could answer in its place."""
         if self._back_by is not None:
             return None
         host, port = self.address.rsplit(":", 1)
@@ -122,7 +124,7 @@ class JobServer(ExternalServer):
             socket.create_connection((host, int(port)), PROBE_S).close()
         except ConnectionRefusedError:
             return self.error("has ended")
-        except OSError:  # silence is for `answers` to judge
+        except OSError:  # `answers` judges silence
             pass
         return None
 
@@ -130,7 +132,7 @@ class JobServer(ExternalServer):
         return ServerError(f"SGLang server {self.index} of this job at {self.address} {what}; see its log")
 
     def restart(self) -> None:
-        """Its own supervisor does so, on the same port."""
+        """Waits for its own supervisor, which restarts it on the same port."""
         self._back_by = time.monotonic() + self._ready_timeout_s
 
 
@@ -142,7 +144,7 @@ class JobServers(ExternalServers):
         self._folder, self._count, self._ready_timeout_s = folder, count, ready_timeout_s
 
     def wait_ready(self) -> None:
-        """Raises ServerError where a server did not come in time, and UserError as of other servers."""
+        """Raises ServerError if a server is not ready in time, and UserError as `ExternalServers.wait_ready` does."""
         deadline = time.monotonic() + self._ready_timeout_s
         for index in range(self._count):
             try:

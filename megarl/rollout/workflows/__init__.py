@@ -1,1 +1,1 @@
-"""Workflows: how a prompt becomes training data. One file each, small enough to copy."""
+"""Workflows: they turn a prompt into training data. One file each, small enough to copy; `choose.py` picks one."""

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from megarl.knobs import UserError, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.judge import RewardFn, judge
-from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
-from megarl.types import GenerationHyperparameters, ModelRequest, RewardError
+from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
+from megarl.types import GenerationHyperparameters, Reward, RewardError
 
-FEEDBACK = "That is not right. Try again."
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    """Several tries at one problem, with feedback between them."""
+
+    max_turns: int = knob(3, "most answers of a conversation")
+    turn_discount: float = knob(0.9, "the reward is multiplied by this for every answer before the last")
+    good_enough: float = knob(1.0, "an answer of at least this reward ends the conversation")
+    feedback: str = knob("That is not right. Try again.", "the user's turn after an answer of a smaller reward")
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise UserError(f"rollout.multi_turn.max_turns={self.max_turns} must be at least 1")
+        if not 0 <= self.turn_discount <= 1:
+            raise UserError(f"rollout.multi_turn.turn_discount={self.turn_discount} must lie between 0 and 1")
+        if not self.feedback.strip():
+            raise UserError("rollout.multi_turn.feedback is empty; say what the model reads after a wrong answer")
 
 
 class MultiTurnWorkflow(RolloutWorkflow):
-    """`gconfig.n_samples` conversations, each of at most `max_turns` answers.
+    """Holds `gconfig.n_samples` conversations, each of at most `config.max_turns` answers.
 
-    An answer whose reward is at least `good_enough` ends the conversation; otherwise `feedback` is its next user turn.
-    The conversation's reward is that of its last answer times `turn_discount` for every turn before it. All answers are
-    trained on, as one sequence.
+    An answer whose reward is at least `config.good_enough` ends the conversation; otherwise `config.feedback` is its
+    next user turn. A conversation also ends where the sequence has no room for another answer. Its reward is the last
+    answer's, times `config.turn_discount` for every answer before. All answers are trained on, as one sequence.
     """
 
     def __init__(
@@ -28,41 +46,42 @@ class MultiTurnWorkflow(RolloutWorkflow):
         reward_fn: RewardFn,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
-        max_turns: int = 3,
-        turn_discount: float = 0.9,
-        good_enough: float = 1.0,
-        feedback: str = FEEDBACK,
+        config: MultiTurnConfig | None = None,
     ):
         self.reward_fn = reward_fn
         self.gconfig = gconfig
         self.tokenizer = tokenizer
-        self.max_turns = max_turns
-        self.turn_discount = turn_discount
-        self.good_enough = good_enough
-        self.feedback = feedback
+        self.config = config or MultiTurnConfig()
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        done = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
-        return pad_transcripts([transcript for transcript, _ in done], [reward for _, reward in done])
+        conversations = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
+        return pad_transcripts([transcript for transcript, _ in conversations], [reward for _, reward in conversations])
 
     async def _converse(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Transcript, float | RewardError]:
-        transcript = Transcript()
-        transcript.give(prompt_ids(self.tokenizer, data["messages"]))
-        discount, reward = 1.0, 0.0
-        for turn in range(self.max_turns):
-            asked = list(transcript.tokens)
-            response = await engine.agenerate(ModelRequest(input_ids=asked, gconfig=self.gconfig))
+        limit, discount = engine.max_sequence_tokens, 1.0
+        transcript, request = begin(prompt_ids(self.tokenizer, data["messages"]), self.gconfig, limit)
+        reward: float | RewardError = 0.0
+        for turn in range(1, self.config.max_turns + 1):
+            response = await engine.agenerate(request)
             transcript.sample(response)
             text = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            prompt = self.tokenizer.decode(asked)
-            (found,) = await judge(self.reward_fn, prompt, asked, [text], [response.output_tokens], data)
-            if isinstance(found, RewardError):
-                return transcript, found
-            reward = found
-            if reward >= self.good_enough or turn == self.max_turns - 1:
+            prompt, ids = self.tokenizer.decode(request.input_ids), [response.output_tokens]
+            (reward,) = await judge(self.reward_fn, prompt, request.input_ids, [text], ids, data)
+            if isinstance(reward, RewardError) or reward >= self.config.good_enough or turn == self.config.max_turns:
                 break
-            transcript.give(
-                turn_ids(self.tokenizer, response.output_tokens, [{"role": "user", "content": self.feedback}])
-            )
-            discount *= self.turn_discount
-        return transcript, reward * discount
+            feedback = [{"role": "user", "content": self.config.feedback}]
+            turn_tokens = turn_ids(self.tokenizer, response.output_tokens, feedback)
+            following = transcript.ask(turn_tokens, self.gconfig, limit)
+            if following is None:
+                break
+            request, discount = following, discount * self.config.turn_discount
+        return transcript, _scaled(reward, discount)
+
+
+def _scaled(reward: float | RewardError, factor: float) -> float | RewardError:
+    """A reward times `factor`; the parts of a weighted sum are scaled with it."""
+    if isinstance(reward, RewardError):
+        return reward
+    if isinstance(reward, Reward):
+        return Reward(reward * factor, [part * factor for part in reward.parts])
+    return reward * factor

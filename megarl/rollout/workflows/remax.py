@@ -1,4 +1,4 @@
-"""ReMax: a group of sampled completions, whose rewards are taken against that of the greedy one (arXiv 2310.10505)."""
+"""ReMax: rewards of a sampled group minus the reward of the greedy completion (arXiv 2310.10505)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megarl.types import ModelRequest, RewardError
 class ReMaxRLVRWorkflow(RLVRWorkflow):
     """`RLVRWorkflow` with `reward - reward of the greedy completion`; the greedy one is not trained on.
 
-    Where the greedy completion cannot be scored, the whole group is masked: there is nothing to compare with.
+    If the greedy completion cannot be scored, the whole group is masked: it has no baseline.
     """
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         input_ids = prompt_ids(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
         sampled = ModelRequest(input_ids=input_ids, gconfig=self.gconfig)
         greedy = ModelRequest(input_ids=input_ids, gconfig=self.gconfig.new(greedy=True, n_samples=1))
-        responses, base = await asyncio.gather(engine.agenerate_group(sampled), engine.agenerate(greedy))
+        responses, greedy_response = await asyncio.gather(engine.agenerate_group(sampled), engine.agenerate(greedy))
         prompt = self.tokenizer.decode(input_ids)
-        everyone = [*responses, base]
-        completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in everyone]
-        ids = [r.output_tokens for r in everyone]
+        all_responses = [*responses, greedy_response]
+        completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in all_responses]
+        ids = [r.output_tokens for r in all_responses]
         *rewards, baseline = await judge(self.reward_fn, prompt, input_ids, completions, ids, data)
         if isinstance(baseline, RewardError):
             return pad_responses(responses, [baseline] * len(responses))

@@ -1,8 +1,8 @@
 """`rollout_func(model, processing_class, prompts, generation_config) -> list[str]`, as TRL and axolotl have it.
 
 The function drives a model by `model.generate(input_ids=..., max_new_tokens=...)` and returns the completions' texts.
-What it returns may be pieced together from many calls, so each text is tokenised as one completion; its behaviour
-log-probs are not known, and the trainer takes its own before the update in their place.
+A text may be assembled from many calls, so it is tokenised again as one completion. Its behaviour log-probs are
+unknown; the trainer uses its own log-probs from before the update in their place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RolloutFunc = Callable[..., list[str]]
 
 
 class GeneratingModel:
-    """What the function takes for the model: `generate` by the rollout servers, `device`."""
+    """Stands in for the model in the function: `generate` on the rollout servers, and `device`."""
 
     def __init__(self, engine: InferenceEngine, gconfig: GenerationHyperparameters, loop: asyncio.AbstractEventLoop):
         self.device = torch.device("cpu")
@@ -78,16 +78,16 @@ class RolloutFuncWorkflow(RolloutWorkflow):
         texts = await asyncio.to_thread(self.rollout_func, model, self.tokenizer, prompts, None)
         if len(texts) != len(prompts) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"rollout_func must return {len(prompts)} strings, one a prompt; it returned {len(texts)}")
-        asked = prompt_ids(self.tokenizer, data["messages"])
+        prompt = prompt_ids(self.tokenizer, data["messages"])
         ids = [[*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id] for text in texts]
-        rewards = await judge(self.reward_fn, self.tokenizer.decode(asked), asked, texts, ids, data)
+        rewards = await judge(self.reward_fn, self.tokenizer.decode(prompt), prompt, texts, ids, data)
         version = engine.get_version()
         transcripts = []
         for tokens in ids:
             transcript = Transcript()
-            transcript.give(asked)
-            transcript.sample(ModelResponse(asked, tokens, [0.0] * len(tokens), [version] * len(tokens)))
+            transcript.give(prompt)
+            transcript.sample(ModelResponse(prompt, tokens, [0.0] * len(tokens), [version] * len(tokens)))
             transcripts.append(transcript)
         padded = pad_transcripts(transcripts, rewards)
-        del padded["rollout_logprobs"]  # nobody knows them
+        del padded["rollout_logprobs"]  # unknown
         return padded

@@ -1,34 +1,139 @@
-"""Tool use: the model calls tools in its answer, reads what they return, and goes on until it answers without a call.
+"""Tool use: the model calls tools in its answer, reads their results, and goes on until it answers without a call.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen's and Hermes' templates have it; results
-come back in a turn of the role `tool`, or of `user` where the template has no such role.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Qwen's and Hermes' templates.
+Results come back in a turn of the role `tool`, or of `user` where the template has no such role.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
+import logging
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from torch import Tensor
 
+from megarl.knobs import UserError, function_of, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.judge import RewardFn, judge
-from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
-from megarl.rollout.workflows.tools import Tool
-from megarl.types import GenerationHyperparameters, ModelRequest, RewardError
+from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
+from megarl.rollout.workflows.tools import Tool, calculator_tool, python_tool, search_tool
+from megarl.sandbox import SandboxError, run_python
+from megarl.types import GenerationHyperparameters, RewardError
 
+logger = logging.getLogger(__name__)
+
+BUILT_IN = ("calculator", "python", "search")
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-MAX_RESULT = 4096  # characters of a tool's result that the model reads
+
+
+@dataclass(frozen=True)
+class ToolUseConfig:
+    """Tools that the model may call in its answers, and their limits."""
+
+    tools: list[str] = knob(
+        factory=lambda: ["calculator"],
+        meaning="calculator, python, search, or MODULE.FUNCTION of your own that returns a Tool",
+    )
+    max_turns: int = knob(4, "most answers of a conversation; a call in the last one is not made")
+    max_result_chars: int = knob(4096, "characters of a tool's result that the model reads")
+    python_time_limit_s: float = knob(5.0, "python: seconds that a program may run")
+    python_memory_limit_mb: int = knob(512, "python: address space of a program, in MiB")
+    corpus: str = knob("", "search: text file with one passage a line")
+    search_results: int = knob(3, "search: passages in a result")
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_result_chars", "search_results"):
+            if getattr(self, name) < 1:
+                raise UserError(f"rollout.tool_use.{name}={getattr(self, name)} must be at least 1")
+        if not self.python_time_limit_s > 0:
+            raise UserError(f"rollout.tool_use.python_time_limit_s={self.python_time_limit_s} must be above 0")
+        if self.python_memory_limit_mb < 64:
+            raise UserError(
+                f"rollout.tool_use.python_memory_limit_mb={self.python_memory_limit_mb} must be at least 64"
+            )
+        if not self.tools:
+            raise UserError("rollout.tool_use.tools is empty; name one at least, such as calculator")
+        for name in self.tools:
+            if name not in BUILT_IN and "." not in name:
+                near = difflib.get_close_matches(name, BUILT_IN, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise UserError(
+                    f"rollout.tool_use.tools: {name} does not exist; {hint}there are: {', '.join(BUILT_IN)}, and "
+                    "MODULE.FUNCTION of your own"
+                )
+
+    def check(self) -> None:
+        """Refuses a search tool without a corpus.
+
+        Raises:
+            UserError: no file is named, or it cannot be read.
+        """
+        if "search" in self.tools:
+            self.passages()
+
+    def passages(self) -> list[str]:
+        """The lines of the corpus that are not empty.
+
+        Raises:
+            UserError: no file is named, it cannot be read, or holds no passage.
+        """
+        if not self.corpus:
+            raise UserError("rollout.tool_use.tools: search needs rollout.tool_use.corpus=FILE, one passage a line")
+        try:
+            lines = Path(self.corpus).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"rollout.tool_use.corpus={self.corpus} cannot be read ({type(error).__name__}); give a text file with "
+                "one passage a line"
+            ) from error
+        passages = [line for line in lines if line.strip()]
+        if not passages:
+            raise UserError(f"rollout.tool_use.corpus={self.corpus} holds no passage; write one a line")
+        return passages
+
+
+def tools_of(config: ToolUseConfig) -> list[Tool]:
+    """The tools that the configuration names.
+
+    Raises:
+        UserError: a tool of the user's own cannot be imported or is no `Tool`, or this machine has no sandbox.
+    """
+    return [_tool_of(name, config) for name in config.tools]
+
+
+def _tool_of(name: str, config: ToolUseConfig) -> Tool:
+    if name == "calculator":
+        return calculator_tool()
+    if name == "search":
+        return search_tool(config.passages(), config.search_results)
+    if name == "python":
+        try:
+            run_python("")
+        except SandboxError as error:
+            raise UserError(f"rollout.tool_use.tools: python cannot run here ({error}); leave it out") from error
+        return python_tool(config.python_time_limit_s, config.python_memory_limit_mb)
+    tool = function_of(name, f"rollout.tool_use.tools: {name}")()
+    if not isinstance(tool, Tool):
+        raise UserError(
+            f"rollout.tool_use.tools: {name}() returned a {type(tool).__name__}; return a "
+            "megarl.rollout.workflows.tools.Tool"
+        )
+    return tool
 
 
 class ToolWorkflow(RolloutWorkflow):
-    """`gconfig.n_samples` conversations, each with at most `max_turns` answers, of which all but the last call tools.
+    """Holds `gconfig.n_samples` conversations, each with at most `config.max_turns` answers.
 
-    The reward function sees the last answer, with `transcript` (the whole conversation's text) among the data.
+    All answers but the last call tools. A conversation also ends where the sequence has no room for another answer.
+    The reward function sees the last answer; its data holds `transcript`, the text of the whole conversation. `tools`
+    replaces the tools that `config` names.
     """
 
     def __init__(
@@ -36,62 +141,75 @@ class ToolWorkflow(RolloutWorkflow):
         reward_fn: RewardFn,
         gconfig: GenerationHyperparameters,
         tokenizer: Any,
-        tools: Sequence[Tool],
-        max_turns: int = 4,
+        config: ToolUseConfig | None = None,
+        tools: Sequence[Tool] | None = None,
     ):
         self.reward_fn = reward_fn
         self.gconfig = gconfig
         self.tokenizer = tokenizer
-        self.tools = {tool.name: tool for tool in tools}
-        self.max_turns = max_turns
+        self.config = config or ToolUseConfig()
+        self.tools = {tool.name: tool for tool in (tools_of(self.config) if tools is None else tools)}
         self.role = _tool_role(tokenizer)
+        self._schemas = [tool.schema for tool in self.tools.values()]
+        question = [{"role": "user", "content": "?"}]
+        if prompt_ids(tokenizer, question, tools=self._schemas) == prompt_ids(tokenizer, question):
+            logger.warning("the chat template does not describe tools to the model: describe them in the prompts")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        done = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
-        return pad_transcripts([transcript for transcript, _ in done], [reward for _, reward in done])
+        conversations = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
+        return pad_transcripts([transcript for transcript, _ in conversations], [reward for _, reward in conversations])
 
     async def _converse(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Transcript, float | RewardError]:
-        transcript, schemas = Transcript(), [tool.schema for tool in self.tools.values()]
-        transcript.give(prompt_ids(self.tokenizer, data["messages"], tools=schemas))
-        for turn in range(self.max_turns):
-            asked = list(transcript.tokens)
-            response = await engine.agenerate(ModelRequest(input_ids=asked, gconfig=self.gconfig))
+        limit = engine.max_sequence_tokens
+        prompt = prompt_ids(self.tokenizer, data["messages"], tools=self._schemas)
+        transcript, request = begin(prompt, self.gconfig, limit)
+        for turn in range(1, self.config.max_turns + 1):
+            response = await engine.agenerate(request)
             transcript.sample(response)
             text = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             calls = _CALL.findall(text)
-            if not calls or turn == self.max_turns - 1:
+            if not calls or turn == self.config.max_turns:
                 break
             results = await asyncio.gather(*(asyncio.to_thread(self.call, call) for call in calls))
             turns = [{"role": self.role, "content": result} for result in results]
-            transcript.give(turn_ids(self.tokenizer, response.output_tokens, turns))
-        whole = self.tokenizer.decode(transcript.tokens)
+            following = transcript.ask(turn_ids(self.tokenizer, response.output_tokens, turns), self.gconfig, limit)
+            if following is None:
+                break
+            request = following
+        conversation = self.tokenizer.decode(transcript.tokens)
         (reward,) = await judge(
             self.reward_fn,
-            self.tokenizer.decode(asked),
-            asked,
+            self.tokenizer.decode(request.input_ids),
+            request.input_ids,
             [text],
             [response.output_tokens],
-            {**data, "transcript": whole},
+            {**data, "transcript": conversation},
         )
         return transcript, reward
 
     def call(self, text: str) -> str:
-        """What the tool of one call answers; a call that cannot be made is answered with why."""
+        """The tool's answer to one call, or the reason why the call cannot be made."""
         try:
-            asked = json.loads(text)
-            name, arguments = asked["name"], asked.get("arguments", {})
+            request = json.loads(text)
+            name, arguments = request["name"], request.get("arguments", {})
         except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError):
             return 'error: a call is {"name": ..., "arguments": {...}}'
-        if name not in self.tools:
+        if not isinstance(name, str) or name not in self.tools:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
         tool = self.tools[name]
         if not isinstance(arguments, dict) or set(arguments) != set(tool.parameters):
             return f"error: {name} takes {', '.join(tool.parameters)}"
-        return tool.run(**{key: str(value) for key, value in arguments.items()})[:MAX_RESULT]
+        try:
+            result = str(tool.run(**{key: str(value) for key, value in arguments.items()}))
+        except SandboxError:  # this machine's fault, not the model's
+            raise
+        except Exception as error:
+            result = f"error: {type(error).__name__}: {error}"
+        return result[: self.config.max_result_chars]
 
 
 def _tool_role(tokenizer: Any) -> str:
-    """The role in which results come back: `tool` where the template knows it."""
+    """The role in which results come back: `tool` if the template knows it, else `user`."""
     if not tokenizer.chat_template:
         return "user"
     try:

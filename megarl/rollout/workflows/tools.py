@@ -27,7 +27,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call, and how the template describes it."""
+    """A function that the model may call, and its description for the chat template."""
 
     name: str
     meaning: str
@@ -44,14 +44,14 @@ class Tool:
 
 
 def python_tool(time_limit_s: float = 5.0, memory_limit_mb: int = 512) -> Tool:
-    """Runs a program in a sandbox and answers what it printed."""
+    """Runs a program in a sandbox and answers with its output."""
 
     def run(code: str) -> str:
-        done = run_python(code, time_limit_s=time_limit_s, memory_limit_mb=memory_limit_mb, output_limit=4096)
-        if done.ok:
-            return done.stdout
-        last = done.stderr.strip().splitlines()[-1:] or [f"stopped: {done.status} limit"]
-        return f"{done.stdout}{last[0]}"
+        result = run_python(code, time_limit_s=time_limit_s, memory_limit_mb=memory_limit_mb, output_limit=4096)
+        if result.ok:
+            return result.stdout
+        last_line = result.stderr.strip().splitlines()[-1:] or [f"stopped: {result.status} limit"]
+        return f"{result.stdout}{last_line[0]}"
 
     return Tool("python", "Runs a Python program and returns what it prints.", {"code": "the program"}, run)
 
@@ -91,12 +91,12 @@ def search_tool(corpus: Sequence[str], results: int = 3) -> Tool:
     passages = [Counter(text.lower().split()) for text in corpus]
     lengths = [sum(words.values()) for words in passages]
     average = sum(lengths) / max(len(lengths), 1)
-    found_in = Counter(word for words in passages for word in words)
+    passages_with = Counter(word for words in passages for word in words)
 
     def run(query: str) -> str:
         scores = [0.0] * len(passages)
         for word in set(query.lower().split()):
-            rarity = math.log(1 + (len(passages) - found_in[word] + 0.5) / (found_in[word] + 0.5))
+            rarity = math.log(1 + (len(passages) - passages_with[word] + 0.5) / (passages_with[word] + 0.5))
             for i, words in enumerate(passages):
                 if count := words[word]:
                     scores[i] += rarity * count * (k1 + 1) / (count + k1 * (1 - b + b * lengths[i] / average))

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fault_server import Reply, Server, tokens_of
+from fault_server import Reply, Server, answer, tokens_of
 
-from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.data.tokenizer import train_tokenizer
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.executor import LoopThread
 
 
@@ -46,3 +48,25 @@ def connect() -> Iterator[Callable[..., RemoteSGLangEngine]]:
     yield make
     for engine in engines:
         engine.destroy()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return train_tokenizer()
+
+
+@pytest.fixture
+def say(start_server: Callable[..., Server], connect: Callable[..., RemoteSGLangEngine], tokenizer: Any) -> Any:
+    """`say(script)`: an engine whose server answers `script(prompt_text, sampling_params)`, ended with eos."""
+
+    def make(script: Callable[[str, dict[str, Any]], str]) -> RemoteSGLangEngine:
+        async def reply(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+            prompts = zip(body["input_ids"], body["sampling_params"], strict=True)
+            texts = [script(tokenizer.decode(ids), params) for ids, params in prompts]
+            return web.json_response(
+                [answer([*tokenizer.encode(text), tokenizer.eos_token_id], reason="stop") for text in texts]
+            )
+
+        return connect(start_server(reply))
+
+    return make

@@ -6,7 +6,6 @@ import torch
 from aiohttp import web
 from fault_server import answer
 
-from megarl.data.tokenizer import train_tokenizer
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import RolloutWorkflow
@@ -17,23 +16,18 @@ from megarl.types import GenerationHyperparameters
 PROBLEMS = [{"messages": [{"role": "user", "content": f"say {i}"}], "i": i} for i in range(4)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer()
-
-
 @pytest.fixture
 def engine(start_server, connect, tokenizer):
     """The completions of a group say 0, 1, ... and carry versions 2 and 3."""
 
     async def reply(body, request):
-        pieces = [answer([*tokenizer.encode(str(i)), 0], reason="stop") for i in range(len(body["input_ids"]))]
-        for piece in pieces:
-            piece["meta_info"]["weight_versions"] = [
+        answers = [answer([*tokenizer.encode(str(i)), 0], reason="stop") for i in range(len(body["input_ids"]))]
+        for each in answers:
+            each["meta_info"]["weight_versions"] = [
                 {"version": "2", "start": 0, "end": 1},
                 {"version": "3", "start": 1, "end": 2},
             ]
-        return web.json_response(pieces)
+        return web.json_response(answers)
 
     return connect(start_server(reply))
 
@@ -49,19 +43,19 @@ def evaluator(config, tokenizer, folder):
 
 def test_accuracy_is_over_all_samples_and_its_error_over_problems(engine, tokenizer, tmp_path):
     stats_tracker.export()
-    found = evaluator(EvaluatorConfig(n_samples=3), tokenizer, tmp_path).evaluate(engine, 20)
-    assert (found.num_problems, found.num_samples, found.num_rejected) == (4, 12, 0)
-    assert found.accuracy == pytest.approx((0 + 1 + 2 + 3) / 12)
-    assert found.stderr == pytest.approx(torch.tensor([0, 1 / 3, 2 / 3, 1.0]).std().item() / 2)
+    evaluation = evaluator(EvaluatorConfig(n_samples=3), tokenizer, tmp_path).evaluate(engine, 20)
+    assert (evaluation.num_problems, evaluation.num_samples, evaluation.num_rejected) == (4, 12, 0)
+    assert evaluation.accuracy == pytest.approx((0 + 1 + 2 + 3) / 12)
+    assert evaluation.stderr == pytest.approx(torch.tensor([0, 1 / 3, 2 / 3, 1.0]).std().item() / 2)
     stats = stats_tracker.export()
-    assert stats["eval/accuracy"] == found.accuracy
+    assert stats["eval/accuracy"] == evaluation.accuracy
     assert not [name for name in stats if name.startswith("rollout/")]
 
 
 def test_every_sample_is_kept(engine, tokenizer, tmp_path):
-    found = evaluator(EvaluatorConfig(n_samples=2), tokenizer, tmp_path / "eval").evaluate(engine, 20)
-    assert found.path == tmp_path / "eval" / "step-000020.jsonl"
-    lines = [json.loads(line) for line in found.path.read_text().splitlines()]
+    evaluation = evaluator(EvaluatorConfig(n_samples=2), tokenizer, tmp_path / "eval").evaluate(engine, 20)
+    assert evaluation.path == tmp_path / "eval" / "step-000020.jsonl"
+    lines = [json.loads(line) for line in evaluation.path.read_text().splitlines()]
     assert len(lines) == 8
     assert lines[3] == {
         "step": 20,
@@ -72,7 +66,7 @@ def test_every_sample_is_kept(engine, tokenizer, tmp_path):
         "solved": False,
         "versions": [2, 3],
     }
-    assert sum(line["solved"] for line in lines) / 8 == found.accuracy
+    assert sum(line["solved"] for line in lines) / 8 == evaluation.accuracy
 
 
 def test_rejected_problems_are_counted_apart(engine, tokenizer, tmp_path):
@@ -82,8 +76,8 @@ def test_rejected_problems_are_counted_apart(engine, tokenizer, tmp_path):
 
     config = EvaluatorConfig(n_samples=1)
     workflow = RejectsOdd(solved_up_to, config.sampling(GenerationHyperparameters()), tokenizer)
-    found = Evaluator(config, workflow, PROBLEMS, tokenizer, tmp_path).evaluate(engine, 0)
-    assert (found.num_problems, found.num_rejected, found.accuracy) == (2, 2, 0.5)
+    evaluation = Evaluator(config, workflow, PROBLEMS, tokenizer, tmp_path).evaluate(engine, 0)
+    assert (evaluation.num_problems, evaluation.num_rejected, evaluation.accuracy) == (2, 2, 0.5)
 
 
 def test_one_problem_has_no_error_of_the_mean(engine, tokenizer, tmp_path):
@@ -144,7 +138,7 @@ def test_pass_at_k_and_the_majority_are_over_problems(start_server, connect, tok
             [answer([*tokenizer.encode(text), 0], reason="stop") for text in ("0", "1", "1")[: len(body["input_ids"])]]
         )
 
-    found = evaluator(EvaluatorConfig(n_samples=3), tokenizer, tmp_path).evaluate(connect(start_server(reply)), 0)
-    assert found.accuracy == pytest.approx((0 + 1 + 3 + 3) / 12)
-    assert found.pass_at_k == pytest.approx(3 / 4)  # problem 1 is solved by its 0
-    assert found.maj_at_k == pytest.approx(2 / 4)  # which the 1s outvote
+    evaluation = evaluator(EvaluatorConfig(n_samples=3), tokenizer, tmp_path).evaluate(connect(start_server(reply)), 0)
+    assert evaluation.accuracy == pytest.approx((0 + 1 + 3 + 3) / 12)
+    assert evaluation.pass_at_k == pytest.approx(3 / 4)  # problem 1 is solved by its 0
+    assert evaluation.maj_at_k == pytest.approx(2 / 4)  # which the 1s outvote

@@ -17,7 +17,7 @@ from megarl.rollout.executor import WorkflowError
 
 def group(value: int, n: int = 2, **changes: Any) -> dict[str, Any]:
     """A group of `n` completions of 2 tokens each, all of them `value`, after a prompt of one."""
-    made = {
+    tensors = {
         "input_ids": torch.full((n, 3), value),
         "attention_mask": torch.ones(n, 3),
         "loss_mask": torch.tensor([[0, 1, 1]] * n),
@@ -25,7 +25,7 @@ def group(value: int, n: int = 2, **changes: Any) -> dict[str, Any]:
         "versions": torch.tensor([[-1, 0, 0]] * n),
         "rewards": torch.full((n,), float(value)),
     } | changes
-    return {key: tensor for key, tensor in made.items() if tensor is not None}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
 
 class Returns(RolloutWorkflow):
@@ -106,7 +106,7 @@ def test_a_batch_of_rejected_prompts_is_an_error(engine):
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("returned", "message"),
     [
         (group(1, rewards=None), r"without \['rewards'\]"),
         (group(1, attention_mask=None), r"without \['attention_mask'\]"),
@@ -117,9 +117,9 @@ def test_a_batch_of_rejected_prompts_is_an_error(engine):
         ([1, 2], "returned a list; return a dict of tensors, or None"),
     ],
 )
-def test_what_a_workflow_returns_wrong_is_named_with_workflow_key_and_prompt(engine, made, message):
+def test_what_a_workflow_returns_wrong_is_named_with_workflow_key_and_prompt(engine, returned, message):
     with pytest.raises(UserError, match=message) as caught:
-        engine.rollout_batch(prompts(1), Returns(lambda d: made))
+        engine.rollout_batch(prompts(1), Returns(lambda d: returned))
     assert "Returns failed on prompt 0 'question 0'" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -144,14 +144,16 @@ def test_a_poisoned_sample_is_left_out_and_counted(engine, reason):
 
 
 def test_an_empty_completion_is_left_out(engine):
-    made = group(1, attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), loss_mask=torch.tensor([[0, 1, 1], [0, 0, 0]]))
-    batch = engine.rollout_batch(prompts(1), Returns(lambda d: made))
+    with_an_empty_one = group(
+        1, attention_mask=torch.tensor([[1, 1, 1], [0, 0, 0]]), loss_mask=torch.tensor([[0, 1, 1], [0, 0, 0]])
+    )
+    batch = engine.rollout_batch(prompts(1), Returns(lambda d: with_an_empty_one))
     assert batch.lengths.tolist() == [3]
 
 
 def test_a_group_of_poisoned_samples_is_rejected_with_the_reason(engine):
-    made = group(1, rewards=torch.full((2,), float("nan")))
-    batch = engine.rollout_batch(prompts(2), Returns(lambda d: made if d["i"] else group(1)))
+    poisoned = group(1, rewards=torch.full((2,), float("nan")))
+    batch = engine.rollout_batch(prompts(2), Returns(lambda d: poisoned if d["i"] else group(1)))
     assert batch["group_ids"].tolist() == [0, 0]
     assert engine.episodes[1].reason == "no sample can be trained on: rewards not finite (2)"
 

@@ -29,9 +29,9 @@ SOUND = [[answer([7, 40, 3]), answer([8, 9]), answer([61, 5, 77, 12])], [answer(
 
 
 def poisoned(ids: list[int], **meta: Any) -> dict[str, Any]:
-    piece = answer(ids)
-    piece["meta_info"] |= meta
-    return piece
+    part = answer(ids)
+    part["meta_info"] |= meta
+    return part
 
 
 POISONS = {
@@ -56,7 +56,7 @@ class Group(RolloutWorkflow):
 
 
 def sampled(start_server: Callable[..., Server], connect: Callable[..., Any], groups: list[list[Any]]) -> PackedBatch:
-    """What the client makes of a server that answers the i-th prompt with `groups[i]`."""
+    """The batch of a client whose server answers the i-th prompt with `groups[i]`."""
 
     async def reply(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         return respond(groups[body["input_ids"][0][0] - 20])
@@ -74,9 +74,10 @@ def step(folder: Path, batch: PackedBatch) -> tuple[list[Tensor], list[Tensor]]:
     actor.compute_advantages(batch)
     actor.ppo_update(batch)
     parameters = list(hf_weights.parameters(actor.modules))
-    found = [p.main_grad.clone() for p in parameters], [p.detach().clone() for p in parameters]  # type: ignore[attr-defined]
+    gradients = [p.main_grad.clone() for p in parameters]  # type: ignore[attr-defined]
+    weights = [p.detach().clone() for p in parameters]
     actor.destroy()
-    return found
+    return gradients, weights
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def folder(checkpoints: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("kind", [*POISONS, "all of them"])
 def test_the_others_are_sampled_as_if_it_had_not_been_there(start_server, connect, kind: str) -> None:
-    bad = [piece for piece, _ in POISONS.values()] if kind == "all of them" else [POISONS[kind][0]]
+    bad = [part for part, _ in POISONS.values()] if kind == "all of them" else [POISONS[kind][0]]
     clean = sampled(start_server, connect, SOUND)
     stats_tracker.export()
     mixed = sampled(start_server, connect, [[SOUND[0][0], *bad, *SOUND[0][1:]], [*bad, *SOUND[1]]])
@@ -112,9 +113,9 @@ def test_it_is_counted_under_its_reason(start_server, connect, kind: str) -> Non
 
 
 def test_the_gradients_and_the_weights_after_a_step_are_those_without_them(start_server, connect, folder) -> None:
-    bad = [piece for piece, _ in POISONS.values()]
+    bad = [part for part, _ in POISONS.values()]
     clean = step(folder, sampled(start_server, connect, SOUND))
     mixed = step(folder, sampled(start_server, connect, [[*bad, *SOUND[0]], [SOUND[1][0], *bad, SOUND[1][1]]]))
     assert any(gradient.any() for gradient in clean[0])
-    for mine, theirs in zip(clean[0] + clean[1], mixed[0] + mixed[1], strict=True):
-        assert torch.equal(mine, theirs)
+    for expected, actual in zip(clean[0] + clean[1], mixed[0] + mixed[1], strict=True):
+        assert torch.equal(expected, actual)

@@ -15,11 +15,6 @@ GCONFIG = GenerationHyperparameters(n_samples=3, max_new_tokens=4)
 DATA = {"messages": [{"role": "user", "content": "Leo has 7 pens."}], "answer": "#### 7"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer()
-
-
 @pytest.fixture
 def engine(start_server, connect, tokenizer):
     """Each completion says its number in the group, then ends with eos."""

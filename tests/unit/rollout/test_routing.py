@@ -1,4 +1,4 @@
-"""Which server a request goes to, and what becomes of it when that server is taken out of service."""
+"""Routing of requests to servers, and their fate when the server is taken out of service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_supervisor import Scripted
 
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
-from megarl.rollout.routing import MOST_UNEVEN, Router, WeightsWanted
+from megarl.rollout.routing import MAX_IMBALANCE, Router, WeightsWanted
 from megarl.rollout.servers.supervisor import Supervisor
 
 PROMPT = list(range(100, 140))
@@ -36,8 +36,8 @@ class Fleet:
         return self.outlook_
 
 
-def routed(most: int = 1024) -> Router:
-    router = Router(most)
+def routed(max_per_server: int = 1024) -> Router:
+    router = Router(max_per_server)
     router.set(["a", "b"])
     return router
 
@@ -52,7 +52,7 @@ def test_a_group_and_later_turns_go_to_the_server_that_has_read_their_beginning(
         async with router.place(PROMPT, 1, (), 1) as first:
             pass
         router.answered([*PROMPT, 7, 8, 9], first)
-        for _ in range(6):  # whoever is least asked by now
+        for _ in range(6):  # the one asked least by now
             async with router.place([5], 1, (first,), 1) as other:
                 assert other != first
         async with router.place(PROMPT, 4, (), 1) as again:
@@ -62,7 +62,7 @@ def test_a_group_and_later_turns_go_to_the_server_that_has_read_their_beginning(
         other = "b" if first == "a" else "a"
         async with router.place([*PROMPT, *range(500, 800)], 1, (), 1):  # a beginning of less than half: no reason
             pass
-        async with router.place(PROMPT, MOST_UNEVEN + 1, (), 1) as loaded, router.place(PROMPT, 1, (), 1) as spared:
+        async with router.place(PROMPT, MAX_IMBALANCE + 1, (), 1) as loaded, router.place(PROMPT, 1, (), 1) as spared:
             assert (loaded, spared) == (first, other)
 
     on_a_loop(check())
@@ -73,18 +73,18 @@ def test_prompts_that_only_begin_alike_are_spread_over_the_servers() -> None:
 
     async def check() -> None:
         router = routed()
-        asked: list[str] = []
+        addresses: list[str] = []
         async with contextlib.AsyncExitStack() as groups:
             for i in range(8):
-                asked.append(await groups.enter_async_context(router.place([*template, 50 + i], 8, (), 1)))
-        assert sorted(asked) == ["a"] * 4 + ["b"] * 4
+                addresses.append(await groups.enter_async_context(router.place([*template, 50 + i], 8, (), 1)))
+        assert sorted(addresses) == ["a"] * 4 + ["b"] * 4
 
     on_a_loop(check())
 
 
 def test_requests_wait_while_every_server_has_as_many_as_it_may() -> None:
     async def check() -> None:
-        router = routed(most=2)
+        router = routed(max_per_server=2)
         async with router.place([1], 2, (), 1), router.place([2], 2, (), 1):
             with pytest.raises(GenerationError, match=r"no server had room for a request within 0\.2 s"):
                 async with router.place([3], 1, (), 0.2):
@@ -216,15 +216,15 @@ def test_where_only_a_server_without_weights_is_left_the_trainer_is_told_and_epi
 
 def test_back_pressure_holds_for_each_server_of_an_engine(start_server, connect) -> None:
     under_way: list[int] = [0]
-    most: list[int] = [0]
+    peak: list[int] = [0]
 
     async def slow(body: Any, request: web.Request) -> web.StreamResponse:
         under_way[0] += 1
-        most[0] = max(most[0], under_way[0])
+        peak[0] = max(peak[0], under_way[0])
         await asyncio.sleep(0.05)
         under_way[0] -= 1
         return web.json_response(tokens_of(body))
 
     engine = connect(start_server(slow), max_per_server=2)
     assert len(ask(engine, *(request(i) for i in range(7)))) == 7
-    assert most[0] == 2
+    assert peak[0] == 2

@@ -14,7 +14,8 @@ from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import GenerationError, RolloutWorkflow
 from megarl.rollout.client.requests import parse_answer, sampling_params
-from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
+from megarl.rollout.config import RolloutConfig
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.transcript import pad_responses
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
@@ -55,10 +56,10 @@ def ask(engine: RemoteSGLangEngine, *requests: ModelRequest) -> list[ModelRespon
 
 def in_turn(*replies):
     """A reply that acts as the first of `replies`, then the second, ...; the last one stays."""
-    left = list(replies)
+    remaining = list(replies)
 
     async def reply(body, request):
-        return await (left.pop(0) if len(left) > 1 else left[0])(body, request)
+        return await (remaining.pop(0) if len(remaining) > 1 else remaining[0])(body, request)
 
     return reply
 
@@ -220,14 +221,14 @@ def test_an_aborted_completion_goes_on_after_all_its_tokens_but_the_last_with_th
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "workflow",
     [
         Asks(*[request(4, max_new_tokens=6)] * 3),
         AsksGroups(request(4, max_new_tokens=6, n_samples=3)),
         AsksGroups(request(4, max_new_tokens=6, n_samples=2), request(4, max_new_tokens=6)),
     ],
 )
-def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, connect, asked):
+def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, connect, workflow):
     async def aborts(body, request):
         ended = [answer([7, 0], reason="stop")]
         return web.json_response([answer([7, 3], reason="abort"), *ended, answer([8, 9, 3], reason="abort")])
@@ -236,8 +237,8 @@ def test_what_an_abort_leaves_of_a_group_goes_on_in_one_request(start_server, co
         return web.json_response([answer([5, 0], reason="stop"), answer([0], reason="stop")])
 
     server = start_server(in_turn(aborts, ends))
-    connect(server).rollout_batch([{}], asked)
-    assert [response.output_tokens for response in asked.responses] == [[7, 5, 0], [7, 0], [8, 9, 0]]
+    connect(server).rollout_batch([{}], workflow)
+    assert [response.output_tokens for response in workflow.responses] == [[7, 5, 0], [7, 0], [8, 9, 0]]
     assert [body["input_ids"] for body in server.bodies] == [[[4]] * 3, [[4, 7], [4, 8, 9]]]
     assert [params["max_new_tokens"] for params in server.bodies[1]["sampling_params"]] == [5, 4]
 
@@ -262,9 +263,9 @@ def test_aborts_that_bring_no_token_are_bounded(start_server, connect):
 
 
 def broken(**meta: Any) -> bytes:
-    piece = answer([4, 5])
-    piece["meta_info"] |= meta
-    return json.dumps([piece]).encode()
+    part = answer([4, 5])
+    part["meta_info"] |= meta
+    return json.dumps([part]).encode()
 
 
 @pytest.mark.parametrize(
@@ -304,8 +305,8 @@ def test_a_completion_of_the_wrong_length_has_no_log_prob_and_leaves_the_others_
 
 def test_a_completion_over_two_versions_has_both():
     spans = [{"version": "6", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 2}]
-    (piece,) = parse_answer(broken(weight_versions=spans), 1, "server:1")
-    assert piece.versions == [6, 7]
+    (part,) = parse_answer(broken(weight_versions=spans), 1, "server:1")
+    assert part.versions == [6, 7]
 
 
 def test_sampling_parameters_are_sglangs():

@@ -92,9 +92,9 @@ LIMITS = StreamLimits(max_head_offpolicyness=1, episode_timeout_s=60.0, max_requ
 
 @pytest.fixture
 def thread() -> Iterator[LoopThread]:
-    made = LoopThread("test-stream")
-    yield made
-    made.stop()
+    thread = LoopThread("test-stream")
+    yield thread
+    thread.stop()
 
 
 def begin(
@@ -162,13 +162,13 @@ def test_every_prompt_is_trained_on_or_rejected_once_and_none_is_too_old(
         assert len(workflow.open) <= (staleness + 1) * batch_size
         if version in restarts_at:  # the run is killed; what it saved goes on elsewhere
             state = stream.state_dict()
-            stream.close()
+            thread.cancel_all()
             stream, workflow = begin(thread, engine, staleness, batch_size, state)
     state = stream.state_dict()
     waiting = [entry["number"] for entry in state["waiting"]]
     since = [int(e.prompt_id) for e in stream._rejected]
     assert sorted([*trained, *rejected, *waiting, *since]) == list(range(state["read"]))
-    stream.close()
+    thread.cancel_all()
 
 
 def test_the_rate_of_sampling_counts_the_time_in_which_episodes_are_under_way(
@@ -195,7 +195,7 @@ def test_the_rate_of_sampling_counts_the_time_in_which_episodes_are_under_way(
         now += 100.0  # training, while nothing may be sampled
         engine.version += 1
         stream.set_version(engine.version)
-    stream.close()
+    thread.cancel_all()
 
 
 def test_without_staleness_a_batch_is_the_next_prompts_in_order(thread: LoopThread) -> None:
@@ -207,7 +207,7 @@ def test_without_staleness_a_batch_is_the_next_prompts_in_order(thread: LoopThre
         engine.version = version
         stream.set_version(version)
     assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]  # behind the last row comes the first again
-    stream.close()
+    thread.cancel_all()
 
 
 def test_episodes_go_on_while_the_trainer_trains(thread: LoopThread) -> None:
@@ -216,7 +216,7 @@ def test_episodes_go_on_while_the_trainer_trains(thread: LoopThread) -> None:
     first = step(thread, stream, workflow, random.Random(0), (1, 0, 0, 0))
     assert len(first) == 2
     assert len(workflow.begun) == 4  # two more are under way, for the next batch
-    stream.close()
+    thread.cancel_all()
 
 
 def test_refused_groups_are_replaced_or_leave_the_batch_smaller(thread: LoopThread) -> None:
@@ -230,7 +230,7 @@ def test_refused_groups_are_replaced_or_leave_the_batch_smaller(thread: LoopThre
         refused = [(int(e.prompt_id), e.reason) for e in episodes if e.group is None]
         assert accepted == ([0, 2] if dynamic else [0, 2, 4, 6])
         assert all(number % 2 and reason == "refused by should_accept_fn" for number, reason in refused)
-        stream.close()
+        thread.cancel_all()
 
 
 def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) -> None:
@@ -246,7 +246,7 @@ def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) ->
     episodes = stream.next_batch(30.0)
     ending.result(10)
     assert [(e.prompt_id, e.reason) for e in episodes if e.group is None] == [("0", "timed out after 1 s")]
-    stream.close()
+    thread.cancel_all()
 
 
 @pytest.mark.parametrize(
@@ -277,18 +277,18 @@ def test_what_cannot_go_on_stops_the_run_with_its_cause(
 
     with pytest.raises(raised, match=says):
         thread.run(drive(), 30.0, "a failing batch")
-    stream.close()
+    thread.cancel_all()
 
 
 def test_a_batch_that_does_not_come_has_a_deadline(thread: LoopThread) -> None:
     stream, _ = begin(thread, Engine(), 0, 2)
     with pytest.raises(TimeoutError, match="a batch of 2 prompts under Clocked did not end within"):
         stream.next_batch(0.2)
-    stream.close()
+    thread.cancel_all()
 
 
 def test_a_loader_without_prompts_is_refused(thread: LoopThread) -> None:
     stream, _ = begin(thread, Engine(), 0, 2, size=0)
     with pytest.raises(UserError, match="no prompts"):
         stream.next_batch(5.0)
-    stream.close()
+    thread.cancel_all()

@@ -1,4 +1,4 @@
-"""How a server's standing changes, with servers whose faults the test sets."""
+"""Changes of a server's status, with servers whose faults the test sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Scripted:
     def __init__(self, address: str, owned: bool = True) -> None:
         self.address, self.owned, self.late = address, owned, True
         self.healthy, self.dead, self.starts = True, False, 0
-        self.broken: Exception | None = None  # what a start ends in
+        self.broken: Exception | None = None  # raised by a restart
 
     def answers(self, timeout_s: float) -> bool:
         return self.healthy
@@ -46,15 +46,15 @@ def until(holds: Callable[[], bool]) -> None:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervisor]]:
     monkeypatch.setattr(module, "TICK_S", 0.01)
-    made: list[Supervisor] = []
+    supervisors: list[Supervisor] = []
 
     def start(*servers: Scripted, restarts: int = 2, heartbeat_s: float = 0.05) -> Supervisor:
-        made.append(Supervisor(servers, heartbeat_s, restarts))
-        made[-1].start()
-        return made[-1]
+        supervisors.append(Supervisor(servers, heartbeat_s, restarts))
+        supervisors[-1].start()
+        return supervisors[-1]
 
     yield start
-    for supervisor in made:
+    for supervisor in supervisors:
         supervisor.close()
 
 
@@ -92,13 +92,13 @@ def test_a_server_that_fails_a_sync_is_started_again_though_it_answers(watch) ->
 def test_a_server_of_ours_that_died_is_told_from_one_that_lives_and_from_one_of_somebody_elses(
     watch, monkeypatch
 ) -> None:
-    monkeypatch.setattr(module, "TELL_S", 0.1)
-    one, other, theirs = Scripted("one"), Scripted("other"), Scripted("theirs", owned=False)
-    supervisor = watch(one, other, theirs, heartbeat_s=60)
-    one.dead = theirs.dead = True
+    monkeypatch.setattr(module, "DEATH_GRACE_S", 0.1)
+    one, other, external = Scripted("one"), Scripted("other"), Scripted("external", owned=False)
+    supervisor = watch(one, other, external, heartbeat_s=60)
+    one.dead = external.dead = True
     assert supervisor.died("one")
     assert not supervisor.died("other")
-    assert not supervisor.died("theirs")
+    assert not supervisor.died("external")
     until(lambda: supervisor.outlook() == "ready")
     supervisor.before_sync(1)
     supervisor.after_sync(["one", "other"])

@@ -16,7 +16,8 @@ from megarl import cli
 from megarl.actor.api import FinetuneSpec
 from megarl.data.tokenizer import load_hf_tokenizer
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
-from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
+from megarl.rollout.config import RolloutConfig
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 QUESTION = {"messages": [{"role": "user", "content": "Leo has 7 pens. How many?"}], "answer": "#### 7"}

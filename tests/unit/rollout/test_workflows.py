@@ -1,91 +1,47 @@
-"""Workflows of several turns, tools, agents and rollout functions, on a server that says what it is told.
-
-The server answers from a script: given the text of the prompt, a function returns the completion's text.
-"""
+"""Workflows of several turns, tools and rollout functions, on a server that answers from a script."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
-import aiohttp
-import openai
 import pytest
 import torch
-from aiohttp import web
-from fault_server import answer
+from conversations import DATA, GCONFIG, reward_of_seven, sequences
 
 from megarl.data.tokenizer import train_tokenizer
 from megarl.knobs import UserError
-from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
-from megarl.rollout.workflows.agent import AgentWorkflow
-from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
+from megarl.rollout.transcript import MIN_ANSWER, Transcript, pad_transcripts, prompt_ids, turn_ids
+from megarl.rollout.workflows.multi_turn import MultiTurnConfig, MultiTurnWorkflow
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.rollout.workflows.rollout_func import RolloutFuncWorkflow
-from megarl.rollout.workflows.tool_use import ToolWorkflow
-from megarl.rollout.workflows.tools import calculator_tool, python_tool, search_tool
-from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
-
-GCONFIG = GenerationHyperparameters(n_samples=1, max_new_tokens=64)
-DATA = {"messages": [{"role": "user", "content": "Leo has 7 pens."}], "answer": "7"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return train_tokenizer()
-
-
-@pytest.fixture
-def say(start_server: Any, connect: Any, tokenizer: Any) -> Callable[..., Any]:
-    """`say(script)`: an engine whose server answers `script(prompt_text, sampling_params)`, ended with eos."""
-
-    def make(script: Callable[[str, dict[str, Any]], str]) -> Any:
-        async def reply(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-            asked = zip(body["input_ids"], body["sampling_params"], strict=True)
-            texts = [script(tokenizer.decode(ids), params) for ids, params in asked]
-            return web.json_response(
-                [answer([*tokenizer.encode(text), tokenizer.eos_token_id], reason="stop") for text in texts]
-            )
-
-        return connect(start_server(reply))
-
-    return make
-
-
-def reward_of_seven(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-) -> float:
-    return float(completions.strip() == data["answer"])
-
-
-def sequences(batch: Any, tokenizer: Any) -> list[tuple[str, str]]:
-    """Of every sequence the whole text and the text that is trained on."""
-    parts = zip(
-        batch["input_ids"].split(batch.lengths.tolist()), batch["loss_mask"].split(batch.lengths.tolist()), strict=True
-    )
-    return [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in parts]
+from megarl.rollout.workflows.tool_use import ToolUseConfig, ToolWorkflow
+from megarl.rollout.workflows.tools import Tool, calculator_tool, python_tool, search_tool
+from megarl.types import ModelRequest, ModelResponse, Reward
 
 
 def test_remax_takes_the_greedy_completions_reward_off(say: Any, tokenizer: Any) -> None:
-    asked: list[bool] = []
+    greedy_requests: list[bool] = []
     for greedy_right in (True, False):
-        asked.clear()
+        greedy_requests.clear()
 
         def scripted(prompt: str, params: dict[str, Any], right: bool = greedy_right) -> str:
             is_greedy = params["temperature"] == 0 or params.get("top_k") == 1
-            asked.append(is_greedy)
+            greedy_requests.append(is_greedy)
             return "7" if is_greedy == right else "8"
 
         workflow = ReMaxRLVRWorkflow(reward_of_seven, GCONFIG.new(n_samples=3), tokenizer)
         batch = say(scripted).rollout_batch([DATA], workflow)
         assert batch["rewards"].tolist() == [-1.0 if greedy_right else 1.0] * 3
-        assert sorted(asked) == [False] * 3 + [True]
+        assert sorted(greedy_requests) == [False] * 3 + [True]
 
 
 def test_a_second_try_is_discounted_and_both_answers_are_trained_on(say: Any, tokenizer: Any) -> None:
     engine = say(lambda prompt, _: "7" if "again" in prompt else "3")
-    workflow = MultiTurnWorkflow(reward_of_seven, GCONFIG, tokenizer, turn_discount=0.5, feedback="again")
+    workflow = MultiTurnWorkflow(
+        reward_of_seven, GCONFIG, tokenizer, MultiTurnConfig(turn_discount=0.5, feedback="again")
+    )
     batch = engine.rollout_batch([DATA], workflow)
     assert batch["rewards"].tolist() == [0.5]
     ((whole, trained),) = sequences(batch, tokenizer)
@@ -107,12 +63,54 @@ def test_turns_end_at_their_limit_and_at_a_good_answer(say: Any, tokenizer: Any)
         prompts.append(prompt)
         return "3"
 
-    batch = say(wrong).rollout_batch([DATA], MultiTurnWorkflow(reward_of_seven, GCONFIG, tokenizer, max_turns=3))
+    batch = say(wrong).rollout_batch(
+        [DATA], MultiTurnWorkflow(reward_of_seven, GCONFIG, tokenizer, MultiTurnConfig(max_turns=3))
+    )
     assert len(prompts) == 3
     assert batch["rewards"].tolist() == [0.0]
     batch = say(lambda *_: "7").rollout_batch([DATA], MultiTurnWorkflow(reward_of_seven, GCONFIG, tokenizer))
     assert batch["rewards"].tolist() == [1.0]
     assert int(batch["loss_mask"].sum()) == 2
+
+
+def test_the_parts_of_a_weighted_reward_are_discounted_with_it(say: Any, tokenizer: Any) -> None:
+    def two_rewards(prompt: str, completions: str, *_: Any, **data: Any) -> Reward:
+        right = float(completions.strip() == "7")
+        return Reward(right + 0.5 * right, [right, right])
+
+    engine = say(lambda prompt, _: "7" if "again" in prompt else "3")
+    config = MultiTurnConfig(turn_discount=0.5, feedback="again")
+    batch = engine.rollout_batch([DATA], MultiTurnWorkflow(two_rewards, GCONFIG, tokenizer, config))
+    assert batch["rewards"].tolist() == [0.75]
+    assert batch["reward_columns"].tolist() == [[0.5, 0.5]]
+
+
+def test_a_conversation_ends_where_the_sequence_is_full(say: Any, tokenizer: Any) -> None:
+    def wrong(prompt: str, params: dict[str, Any]) -> str:
+        limits.append(params["max_new_tokens"])
+        return "3"
+
+    limits: list[int] = []
+    engine = say(wrong)
+    workflow = MultiTurnWorkflow(reward_of_seven, GCONFIG, tokenizer, MultiTurnConfig(max_turns=9))
+    question = len(prompt_ids(tokenizer, DATA["messages"]))  # type: ignore[arg-type]
+    turn = len(turn_ids(tokenizer, [0], [{"role": "user", "content": workflow.config.feedback}]))
+    engine.max_sequence_tokens = question + 2 + turn + MIN_ANSWER
+    batch = engine.rollout_batch([DATA], workflow)
+    assert limits == [2 + turn + MIN_ANSWER, MIN_ANSWER]
+    assert batch["rewards"].tolist() == [0.0]
+    assert batch.lengths.tolist() == [question + 2 + turn + 2]
+    engine.max_sequence_tokens = question
+    with pytest.raises(UserError, match=rf"a prompt has {question} tokens of at most {question} in a sequence"):
+        engine.rollout_batch([DATA], workflow)
+
+
+def test_a_longer_sequence_than_servers_and_trainer_take_is_left_out(say: Any, tokenizer: Any) -> None:
+    engine = say(lambda *_: "7")
+    engine.max_sequence_tokens = 20
+    question = {"messages": [{"role": "user", "content": "Leo has 7 pens. " * 5}], "answer": "7"}
+    engine.rollout_batch([DATA, question], RLVRWorkflow(reward_of_seven, GCONFIG, tokenizer))
+    assert [episode.dropped for episode in engine.episodes] == [{}, {"more than 20 tokens": 1}]
 
 
 def test_an_answer_cut_off_gets_its_end_of_turn_before_the_next(tokenizer: Any) -> None:
@@ -137,7 +135,7 @@ def test_tools_are_called_and_their_results_read_but_not_trained_on(say: Any, to
     def script(prompt: str, _: dict[str, Any]) -> str:
         return "7" if prompt.endswith("<|user|>7<|assistant|>") else "I ask. " + call("calculator", expression="3+4")
 
-    workflow = ToolWorkflow(reward_of_seven, GCONFIG, tokenizer, [calculator_tool()])
+    workflow = ToolWorkflow(reward_of_seven, GCONFIG, tokenizer)
     assert workflow.role == "user"  # the bundled template has no tool role
     batch = say(script).rollout_batch([DATA], workflow)
     assert batch["rewards"].tolist() == [1.0]
@@ -155,12 +153,30 @@ def test_tools_are_called_and_their_results_read_but_not_trained_on(say: Any, to
         ('{"name": "fly", "arguments": {}}', "error: there is no tool fly; there are calculator"),
         ('{"name": "calculator", "arguments": {}}', "error: calculator takes expression"),
         ('{"name": "calculator", "arguments": {"expression": "1", "x": "2"}}', "error: calculator takes expression"),
+        ('{"name": ["calculator"], "arguments": {}}', "error: there is no tool"),
         ('{"name": "calculator", "arguments": {"expression": "6*7"}}', "42"),
+        ('{"name": "broken", "arguments": {}}', "error: KeyError: 'x'"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_answered_with_why(tokenizer: Any, text: str, says: str) -> None:
-    workflow = ToolWorkflow(reward_of_seven, GCONFIG, tokenizer, [calculator_tool()])
+    broken = Tool("broken", "Fails.", {}, lambda: {}["x"])
+    workflow = ToolWorkflow(reward_of_seven, GCONFIG, tokenizer, tools=[calculator_tool(), broken])
     assert workflow.call(text).startswith(says)
+
+
+def test_a_result_is_cut_to_its_limit(tokenizer: Any) -> None:
+    workflow = ToolWorkflow(reward_of_seven, GCONFIG, tokenizer, ToolUseConfig(max_result_chars=3))
+    assert workflow.call('{"name": "calculator", "arguments": {"expression": "123456"}}') == "123"
+
+
+def test_a_template_that_does_not_describe_tools_is_warned_about(tokenizer: Any, caplog: Any) -> None:
+    ToolWorkflow(reward_of_seven, GCONFIG, tokenizer)
+    assert "the chat template does not describe tools to the model" in caplog.text
+    caplog.clear()
+    other = train_tokenizer()
+    other.chat_template = "{{ tools | tojson }}" + str(other.chat_template)
+    ToolWorkflow(reward_of_seven, GCONFIG, other)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -199,94 +215,6 @@ def test_the_search_tool_finds_the_passage_with_the_rare_words() -> None:
     tool = search_tool(["the cat sat on the mat", "the dog ran", "a whale in the sea"], results=1)
     assert tool.run(query="the whale") == "a whale in the sea"
     assert tool.run(query="zebra") == "nothing found"
-
-
-def test_an_agent_by_openais_client_is_recorded_token_by_token(say: Any, tokenizer: Any) -> None:
-    def agent(base_url: str, api_key: str, data: dict[str, Any]) -> float:
-        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-        messages: list[Any] = list(data["messages"])
-        for turn in ("again", None):
-            reply = client.chat.completions.create(model="policy", messages=messages)
-            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
-            if turn:
-                messages.append({"role": "user", "content": turn})
-        other = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "And you?"}])
-        assert other.usage is not None
-        return float(messages[-1]["content"] == "7")
-
-    engine = say(lambda prompt, _: "7" if "again" in prompt else " 3 3")
-    workflow = AgentWorkflow(agent, GCONFIG, tokenizer)
-    batch = engine.rollout_batch([DATA], workflow)
-    assert batch["rewards"].tolist() == [1.0, 1.0]
-    eos = tokenizer.eos_token
-    (whole, trained), (second, _) = sequences(batch, tokenizer)
-    assert whole == f"<|user|>Leo has 7 pens.<|assistant|> 3 3{eos}<|user|>again<|assistant|>7{eos}"
-    assert trained == f" 3 3{eos}7{eos}"
-    assert second.startswith("<|user|>And you?")
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "says"),
-    [
-        ({"stream": True}, 400, "stream=true"),
-        ({"n": 2}, 400, "n must be 1"),
-        ({"temperature": 0.3}, 400, "temperature must be"),
-        ({"messages": None}, 400, "no chat completion request"),
-        ({"key": "stolen"}, 401, "belongs to no episode"),
-    ],
-)
-def test_the_agents_endpoint_refuses_what_would_not_be_the_policys(
-    say: Any, tokenizer: Any, change: dict[str, Any], status: int, says: str
-) -> None:
-    seen = []
-
-    async def agent(base_url: str, api_key: str, data: dict[str, Any]) -> float:
-        body = {"messages": data["messages"], **change}
-        headers = {"Authorization": f"Bearer {body.pop('key', api_key)}"}
-        async with (
-            aiohttp.ClientSession() as client,
-            client.post(f"{base_url}/chat/completions", json=body, headers=headers) as reply,
-        ):
-            seen.append((reply.status, (await reply.json())["error"]["message"]))
-        async with client_of(base_url, api_key, data) as good:
-            assert good.status == 200
-        return 1.0
-
-    def client_of(base_url: str, api_key: str, data: dict[str, Any]) -> Any:
-        return _Post(f"{base_url}/chat/completions", {"messages": data["messages"]}, api_key)
-
-    say(lambda *_: "7").rollout_batch([DATA], AgentWorkflow(agent, GCONFIG, tokenizer))
-    assert seen[0][0] == status
-    assert says in seen[0][1]
-
-
-class _Post:
-    """One POST with its client around it."""
-
-    def __init__(self, url: str, body: dict[str, Any], key: str) -> None:
-        self.url, self.body, self.key = url, body, key
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        self.client = aiohttp.ClientSession()
-        return await self.client.post(self.url, json=self.body, headers={"Authorization": f"Bearer {self.key}"})
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.client.close()
-
-
-def test_what_an_agent_that_fails_had_is_left_out(say: Any, tokenizer: Any) -> None:
-    async def agent(base_url: str, api_key: str, data: dict[str, Any]) -> float:
-        async with _Post(f"{base_url}/chat/completions", {"messages": data["messages"]}, api_key):
-            pass
-        if not seen:
-            seen.append(1)
-            raise RuntimeError("lost")
-        return 1.0
-
-    seen: list[int] = []
-    batch = say(lambda *_: "7").rollout_batch([DATA], AgentWorkflow(agent, GCONFIG.new(n_samples=2), tokenizer))
-    assert batch["rewards"].tolist() == [1.0]
-    assert batch.num_seqs == 1
 
 
 def test_a_rollout_function_drives_the_model_and_returns_texts(say: Any, tokenizer: Any) -> None:
