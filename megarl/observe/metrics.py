@@ -36,13 +36,13 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
-        self._means: dict[str, tuple[float, int]] = {}  # total, count
+        self._means: dict[str, tuple[float, float]] = {}  # total, count; of a rate: numerator, denominator
 
     def add_to_sum(self, key: str, value: float) -> None:
         _refuse_two_meanings(key, self._means)
         self._sums[key] = self._sums.get(key, 0.0) + value
 
-    def add_to_mean(self, key: str, total: float, count: int) -> None:
+    def add_to_mean(self, key: str, total: float, count: float) -> None:
         """Adds `count` values with the sum `total`; for a name that ends in `_max`, one value that counts once."""
         _refuse_two_meanings(key, self._sums)
         before, number = self._means.get(key, (0.0, 0))
@@ -99,6 +99,13 @@ class StatsTracker:
             key, value = _key(name), float(value)
             with self._lock:
                 self._step.add_to_mean(key, value, 1)
+
+    def rate(self, **values: tuple[float, float]) -> None:
+        """Records (amount, seconds) pairs; `export` returns the sum of amounts over the sum of seconds."""
+        for name, (amount, seconds) in values.items():
+            key = _key(name)
+            with self._lock:
+                self._step.add_to_mean(key, float(amount), float(seconds))
 
     def total(self, **values: float) -> None:
         """Records values whose sum `export` returns, such as token counts."""

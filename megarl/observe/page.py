@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import json
 import math
 from collections import Counter
@@ -166,16 +167,19 @@ def _draw(title: str, unit: str, series: Mapping[str, list[tuple[float, float]]]
 
 
 def _timings(rows: Sequence[Mapping[str, float]]) -> str:
-    """Time per stage of a step: a stacked chart and a table."""
+    """Time per stage of a step: a stacked chart and a table. A line's seconds are divided over the steps it covers."""
+    ends = [0.0, *(row["step"] for row in rows)]
+    covered = {end: end - before for before, end in itertools.pairwise(ends)}
     steps = [row for row in rows if f"{metrics.TIME}update" in row]
     names = sorted({k for row in steps for k in row if k.startswith(metrics.TIME) and k.count("/") == 1})
     if not steps or not names:
         return ""
-    series = {name.removeprefix(metrics.TIME): [(row["step"], row.get(name, 0.0)) for row in steps] for name in names}
-    lines = []
-    for name, points in series.items():
-        values = sorted(value for _, value in points)
-        cells = (name, f"{values[len(values) // 2]:.3f}", f"{values[-1]:.3f}", f"{sum(values):.1f}")
+    series, lines = {}, []
+    for key in names:
+        name = key.removeprefix(metrics.TIME)
+        series[name] = [(row["step"], row.get(key, 0.0) / covered[row["step"]]) for row in steps]
+        values, total = sorted(value for _, value in series[name]), sum(row.get(key, 0.0) for row in steps)
+        cells = (name, f"{values[len(values) // 2]:.3f}", f"{values[-1]:.3f}", f"{total:.1f}")
         lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     table = f"<table><tr><th>stage</th><th>median s</th><th>longest s</th><th>all s</th></tr>{''.join(lines)}</table>"
     chart = _draw("A step's seconds", "seconds", series, stacked=True)

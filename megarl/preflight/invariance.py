@@ -2,6 +2,7 @@
 
 `python -m megarl.preflight check=invariance` runs one batch on tiny random models, in worlds of one, two and four local
 ranks. Each world runs all its layouts in turn. A table shows each layout's difference from the single process.
+`keep=FOLDER` keeps the figures, to be compared with another version.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import io
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -198,8 +200,11 @@ def _ends_world(name: str) -> bool:
     return (CASES[name].model, CASES[name].ranks) != (CASES[following].model, CASES[following].ranks)
 
 
-def run_invariance() -> int:
-    """Runs all cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed."""
+def run_invariance(keep: Path | None = None) -> int:
+    """Runs all cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed.
+
+    Writes each case's figures to the folder `keep`. They are equal bit for bit from run to run on one machine.
+    """
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for ranks without Apex and Transformer Engine
     with tempfile.TemporaryDirectory(prefix="megarl-invariance-") as folder:
@@ -214,6 +219,10 @@ def run_invariance() -> int:
                 print(f"megarl: the world of {world} ranks ended with code {code}", file=sys.stderr)
                 return 1
         results = differences(work)
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            for name in CASES:
+                shutil.copyfile(work / f"{name}.safetensors", keep / f"{name}.safetensors")
     console.print(table(results))
     return 0 if all(map(holds, results.values())) else 1
 

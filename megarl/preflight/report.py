@@ -1,7 +1,7 @@
 """Predicts a run, and the problems that would stop it, before anything is started.
 
 python -m megarl.preflight +experiment=grpo_70b [group=name ...] [knob=value ...] [show=batch|layout|memory|...]
-python -m megarl.preflight check=invariance
+python -m megarl.preflight check=invariance [keep=FOLDER]
 
 Needs no GPU, no process group and no network, and takes seconds. Exit code 1 if something would stop the run.
 """
@@ -318,18 +318,20 @@ def tables(
 
 
 def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Splits the command line into overrides and this command's `show=` and `check=`.
+    """Splits the command line into overrides and this command's `show=`, `check=` and `keep=`.
 
     Raises:
-        UserError: an unknown value of either.
+        UserError: an unknown value, or `keep=` without `check=`.
     """
     options = {}
-    for name, allowed in (("show", SHOW), ("check", CHECK)):
+    for name, allowed in (("show", SHOW), ("check", CHECK), ("keep", None)):
         for argument in [a for a in arguments if a.startswith(f"{name}=")]:
             arguments = [a for a in arguments if a != argument]
             options[name] = argument.partition("=")[2]
-            if options[name] not in allowed:
+            if allowed and options[name] not in allowed:
                 raise UserError(f"{argument} is not one of {', '.join(f'{name}={value}' for value in allowed)}")
+    if "keep" in options and "check" not in options:
+        raise UserError(f"keep={options['keep']} keeps the figures of check=invariance; add it, or leave keep out")
     return arguments, options
 
 
@@ -339,5 +341,5 @@ def command(arguments: list[str]) -> int:
     if "check" in options:
         from megarl.preflight.invariance import run_invariance  # loads Megatron
 
-        return run_invariance()
+        return run_invariance(Path(options["keep"]) if "keep" in options else None)
     return main(cli.composed(overrides), overrides, options.get("show"))

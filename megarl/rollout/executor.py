@@ -208,23 +208,24 @@ def assemble(episodes: Sequence[Episode]) -> PackedBatch:
     return PackedBatch.concat(groups)
 
 
-def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, tokens_per_s: float | None) -> None:
+def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, sampled: tuple[float, float]) -> None:
     """Records a batch's numbers with `stats_tracker`.
 
-    They are reward, lengths in tokens, staleness in versions, and `tokens_per_s` if the rate of sampling is known.
+    They are reward, lengths in tokens, staleness in versions, and `tokens_per_s`. `sampled` is the tokens and seconds
+    of sampling; no rate is recorded with 0 seconds.
     """
     mask = batch["loss_mask"]
     owner = torch.repeat_interleave(torch.arange(batch.num_seqs), batch.lengths)
-    sampled = torch.zeros(batch.num_seqs).index_add_(0, owner, mask.float())
+    completion_lens = torch.zeros(batch.num_seqs).index_add_(0, owner, mask.float())
     stats_tracker.scalar(
         reward=float(batch["rewards"].mean()),
-        completion_len=float(sampled.mean()),
-        completion_len_max=float(sampled.max()),
+        completion_len=float(completion_lens.mean()),
+        completion_len_max=float(completion_lens.max()),
         rejected=sum(episode.group is None for episode in episodes),
         dropped_samples=sum(sum(episode.dropped.values()) for episode in episodes),
     )
-    if tokens_per_s is not None:
-        stats_tracker.scalar(tokens_per_s=tokens_per_s)
+    if sampled[1]:
+        stats_tracker.rate(tokens_per_s=sampled)
     if "versions" in batch and bool(mask.any()):
         staleness = version - batch["versions"][mask].float()
         stats_tracker.scalar(staleness=float(staleness.mean()), staleness_max=float(staleness.max()))
@@ -250,8 +251,8 @@ def rollout_batch(
         work = run_episodes(engine, data, workflow)
         episodes = thread.run(attend(work) if attend is not None else work, timeout_s, what)
         batch = assemble(episodes)
-        tokens_per_s = float(batch["loss_mask"].sum()) / (time.perf_counter() - start)
-        record_stats(episodes, batch, engine.get_version(), tokens_per_s)
+        sampled = float(batch["loss_mask"].sum()), time.perf_counter() - start
+        record_stats(episodes, batch, engine.get_version(), sampled)
     return batch, episodes
 
 

@@ -94,7 +94,7 @@ class RolloutStream:
         self._sampled = 0  # trained tokens of the episodes that ended since the last batch
         self._busy_s = 0.0  # seconds with episodes under way since the last batch, counted until `_counted`
         self._counted = time.perf_counter()
-        self.tokens_per_s: float | None = None  # between the last two batches, while episodes were under way
+        self.sampled = 0.0, 0.0  # tokens, and seconds with episodes under way, between the last two batches
 
     # -- the trainer's side -------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class RolloutStream:
             del self._finished[ticket.number]
         self._handed += self.batch_size
         self._count_busy()
-        self.tokens_per_s = self._sampled / self._busy_s if self._busy_s else None
+        self.sampled = float(self._sampled), self._busy_s
         self._sampled, self._busy_s = 0, 0.0
         rejected, self._rejected = self._rejected, []
         return [episode for _, episode in taken] + rejected

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megarl.preflight import invariance
 
 
-def test_every_layout_gives_the_numbers_of_the_single_process(capsys: pytest.CaptureFixture[str]) -> None:
-    code = invariance.run_invariance()
+def test_every_layout_gives_the_numbers_of_the_single_process(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = invariance.run_invariance(keep=tmp_path / "kept")
     table = capsys.readouterr().out
     assert code == 0, table
     for name in invariance.CASES:
         verdict = "reference" if name in invariance.REFERENCES.values() else "ok"
         assert re.search(rf"│ {re.escape(name)} +│.*{verdict} │", table), table
+        assert set(load_file(tmp_path / "kept" / f"{name}.safetensors")) == set(invariance.FIGURES)
 
 
 @pytest.mark.parametrize(

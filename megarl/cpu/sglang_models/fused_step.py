@@ -1,6 +1,6 @@
 """A generation step of a dense model on CPU in eight calls a layer, in place of SGLang's many small modules.
 
-SGLang spends 1.5 ms of Python a layer and step, whatever the size of the model. Unsupported steps take SGLang's own
+SGLang spends 1.5 ms of Python a layer and step, at every model size. Unsupported steps take SGLang's own
 code: another dtype, tensor parallelism, a sliding window, scaled rotary embeddings, long prompts.
 """
 

@@ -176,7 +176,7 @@ class RemoteSGLangEngine(InferenceEngine):
         with stats_tracker.scope("rollout"):
             self.episodes = stream.next_batch(self.config.batch_timeout_s, self.router.unless_wanted)
             batch = assemble(self.episodes)
-            record_stats(self.episodes, batch, self._version, stream.tokens_per_s)
+            record_stats(self.episodes, batch, self._version, stream.sampled)
         return batch
 
     def _stream_of(

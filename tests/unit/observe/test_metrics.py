@@ -20,6 +20,15 @@ def test_scalars_are_averaged_and_totals_summed_since_the_last_export():
     assert tracker.export() == {"loss": 7.0}
 
 
+def test_a_rate_is_the_sum_of_amounts_over_the_sum_of_seconds():
+    tracker = StatsTracker()
+    tracker.rate(tokens_per_s=(100, 1.0))
+    assert tracker.step() == {"tokens_per_s": 100.0}
+    tracker.rate(tokens_per_s=(100, 3.0))
+    assert tracker.step() == {"tokens_per_s": pytest.approx(100 / 3)}
+    assert tracker.export() == {"tokens_per_s": 50.0}
+
+
 def test_a_step_is_read_without_leaving_the_export():
     tracker = StatsTracker()
     for loss, tokens in ((1.0, 10), (3.0, 32)):

@@ -94,6 +94,13 @@ def test_the_page_shows_the_run_and_loads_nothing(run: Path) -> None:
     assert page.read_text(encoding="utf-8").count("<svg") == 3  # reward, loss, timings
 
 
+def test_seconds_of_a_line_of_several_steps_are_shown_for_one(run: Path) -> None:
+    lines = [{"step": step, "time_s/update": 3.0} for step in (2, 8)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = "<tr><td>update</td><td>1.500</td><td>1.500</td><td>6.0</td></tr>"
+    assert row in write_page(run).read_text(encoding="utf-8")
+
+
 def test_text_of_a_model_is_escaped(run: Path) -> None:
     text = write_page(run).read_text(encoding="utf-8")
     assert EVIL not in text

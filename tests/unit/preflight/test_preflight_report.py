@@ -199,6 +199,7 @@ def test_a_note_does_not_stop_the_run(run: Callable[..., tuple[int, str]]) -> No
     [
         (["show=everything"], "show=everything is not one of show=batch, show=layout, show=memory, show=reshard"),
         (["check=all"], "check=all is not one of check=invariance"),
+        (["keep=here"], "keep=here keeps the figures of check=invariance"),
         ([BIG, "actor.pth=x"], "unknown config key actor.pth; did you mean actor.path?"),
         (["+experiment=gsm8k_sft", "show=reshard"], "method=sft has no servers that weights are sent to"),
         ([BIG, "cluster.gpus_per_node=-1"], "cluster.gpus_per_node=-1 must be at least 0"),

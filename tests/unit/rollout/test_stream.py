@@ -191,7 +191,7 @@ def test_the_rate_of_sampling_counts_the_time_in_which_episodes_are_under_way(
 
     for seconds in (4.0, 0.5):
         thread.run(one_batch(seconds), 60.0, "a batch")
-        assert stream.tokens_per_s == 2 / seconds  # an episode has one trained token
+        assert stream.sampled == (2, seconds)  # an episode has one trained token
         now += 100.0  # training, while nothing may be sampled
         engine.version += 1
         stream.set_version(engine.version)
