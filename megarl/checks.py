@@ -82,8 +82,8 @@ def server_checks(config: Config, folder: Path) -> Sequence[Check]:
 
 def machine_checks(config: Config) -> Sequence[Check]:
     """Checks of this machine's devices."""
-    found = platform.has_gpu(), platform.has_transformer_engine()
-    return [partial(actor_checks.check_device, config.actor, *found, config.deterministic)]
+    devices = platform.has_gpu(), platform.has_transformer_engine()
+    return [partial(actor_checks.check_device, config.actor, *devices, config.deterministic)]
 
 
 def _engine_checks(config: Config) -> Sequence[Check]:

@@ -26,17 +26,17 @@ WIDTH = 120  # characters, where the output is no terminal
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of software or hardware, with its benefit."""
+    """A package or device, with its benefit."""
 
     name: str
-    found: str | None
+    detected: str | None  # its version, or "found"
     kind: str  # needed, faster (runs without it, more slowly) or optional
     brings: str
     remedy: str = ""
 
     @property
     def verdict(self) -> str:
-        if self.found is not None:
+        if self.detected is not None:
             return "ok"
         return {NEEDED: "MISSING", FASTER: "missing", OPTIONAL: "-"}[self.kind]
 
@@ -54,17 +54,17 @@ def machine(gpu: GPUs) -> str:
 
 def everywhere() -> list[Part]:
     """Software that megarl needs on any machine."""
-    found = versions()
+    installed = versions()
     python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
     setup = "make setup, or docs/install_gpu.md"
     return [
         Part("Python", python if supported else None, NEEDED, "3.11 or 3.12", "make setup PYTHON=python3.11"),
-        Part("torch", found["torch"], NEEDED, "tensors, collectives", setup),
-        Part("Megatron-core", found["Megatron-core"], NEEDED, "the actor", setup),
-        Part("transformers", found["transformers"], NEEDED, "configs and tokenizers of checkpoints", setup),
+        Part("torch", installed["torch"], NEEDED, "tensors, collectives", setup),
+        Part("Megatron-core", installed["Megatron-core"], NEEDED, "the actor", setup),
+        Part("transformers", installed["transformers"], NEEDED, "configs and tokenizers of checkpoints", setup),
         Part("kernels (megarl._C)", kernels(), NEEDED, "log-probs, advantages, losses", "make setup"),
-        Part("SGLang", found["SGLang"], NEEDED, "rollouts; SFT and preferences do without", setup),
+        Part("SGLang", installed["SGLang"], NEEDED, "rollouts; SFT and preferences do without", setup),
     ]
 
 
@@ -79,17 +79,17 @@ def kernels() -> str | None:
 
 def on_gpus() -> list[Part]:
     """Software for a machine with GPUs."""
-    found, requirements = versions(), "pip install -r requirements/gpu_built.txt"
+    installed, requirements = versions(), "pip install -r requirements/gpu_built.txt"
     cuda = kernels() == "CPU and CUDA"
     build = "MEGARL_CUDA=1 pip install --no-build-isolation --no-deps -e ."
-    te = found["Transformer Engine"]
+    te = installed["Transformer Engine"]
     apex = "fused Adam and clipping, which Transformer Engine has too: nothing beside it"
     return [
         Part(
             "torch on CUDA", _cuda_of_torch(), NEEDED, "without it nothing here runs on the GPU", "docs/install_gpu.md"
         ),
         Part("CUDA kernels", "built" if cuda else None, NEEDED, "megarl._C on the GPU", build),
-        Part("NCCL", found["NCCL"], NEEDED, "collectives between GPUs", "it comes with torch's CUDA build"),
+        Part("NCCL", installed["NCCL"], NEEDED, "collectives between GPUs", "it comes with torch's CUDA build"),
         Part("sglang-kernel", version_of("sglang-kernel"), NEEDED, "SGLang's own CUDA kernels", "docs/install_gpu.md"),
         Part(
             "flashinfer",
@@ -101,8 +101,10 @@ def on_gpus() -> list[Part]:
         Part(
             "Transformer Engine", te, FASTER, "fused layers, attention that is never stored, fused Adam", requirements
         ),
-        Part("flash-attn", found["flash-attn"], FASTER, "attention that Transformer Engine may choose", requirements),
-        Part("apex", found["apex"], OPTIONAL if te else FASTER, apex, "docs/install_gpu.md"),
+        Part(
+            "flash-attn", installed["flash-attn"], FASTER, "attention that Transformer Engine may choose", requirements
+        ),
+        Part("apex", installed["apex"], OPTIONAL if te else FASTER, apex, "docs/install_gpu.md"),
         Part("nvcc", _program("nvcc"), OPTIONAL, "builds the CUDA kernels", "the CUDA 13 toolkit"),
     ]
 
@@ -152,7 +154,7 @@ def command() -> int:
     for parts in groups.values():
         table.add_section()
         for part in parts:
-            table.add_row(part.verdict, part.name, part.found or "-", part.brings)
+            table.add_row(part.verdict, part.name, part.detected or "-", part.brings)
     console.print(table)
     everything = [part for parts in groups.values() for part in parts]
     missing = [part for part in everything if part.verdict == "MISSING"]

@@ -38,15 +38,15 @@ from megarl.versions import GPUs
 def environment_findings(config: Config, model: PretrainedConfig, folder: Path, gpus: GPUs) -> list[Finding]:
     """Findings about this machine; `folder` holds the model's config.json, `gpus` are this machine's."""
     here = not config.cluster.gpus_per_node or bool(gpus.names) or "SLURM_JOB_ID" in os.environ
-    found = [*_of_weights(config, folder), *_of_data(config), *_of_run_root(config, model, here)]
+    problems = [*_of_weights(config, folder), *_of_data(config), *_of_run_root(config, model, here)]
     if config.method == "rl":
         imports = [partial(reward_fn_of, name) for name in config.rewards.functions]
-        found += refusals([*imports, partial(check_imports, config.rollout)])
+        problems += refusals([*imports, partial(check_imports, config.rollout)])
     if config.resume:
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
-        found += refusals([lambda: check_resumable(open_run(config.resume or "").path, trained, config.actor.dtype)])
-    return [*found, *_of_allocation(config, model), *_of_gpus(config, gpus)]
+        problems += refusals([lambda: check_resumable(open_run(config.resume or "").path, trained, config.actor.dtype)])
+    return [*problems, *_of_allocation(config, model), *_of_gpus(config, gpus)]
 
 
 def _of_weights(config: Config, folder: Path) -> list[Finding]:
@@ -57,43 +57,45 @@ def _of_weights(config: Config, folder: Path) -> list[Finding]:
         return [
             Finding(text + "starts; where nodes have no network, fetch them first and give the folder", stops=False)
         ]
-    found = []
+    problems = []
     if not any(folder.glob("tokenizer*")):
-        found.append(Finding(f"actor.path={path} holds no tokenizer; save the model's own there with save_pretrained"))
+        problems.append(
+            Finding(f"actor.path={path} holds no tokenizer; save the model's own there with save_pretrained")
+        )
     if config.actor.init == "random":
-        return found
+        return problems
     index, files = folder / "model.safetensors.index.json", []
     if index.is_file():
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         text = f"actor.path={path} lacks {len(missing)} of its {len(files)} weight files, the first is {missing[0]}; "
-        found.append(Finding(text + "fetch them again"))
+        problems.append(Finding(text + "fetch them again"))
     elif not any(folder.glob("*.safetensors")):
         remedy = "fetch them, or set actor.init=random where it is trained from scratch (method=sft)"
-        found.append(Finding(f"actor.path={path} holds no weights (*.safetensors); {remedy}"))
-    return found
+        problems.append(Finding(f"actor.path={path} holds no weights (*.safetensors); {remedy}"))
+    return problems
 
 
 def _of_data(config: Config) -> list[Finding]:
     """Data sets and row functions that cannot be found from here."""
-    found = []
+    problems = []
     for name in ("train_dataset", "valid_dataset"):
         try:
             parts = getattr(config, name).parts()
         except UserError as error:
-            found.append(Finding(f"{name}: {error}"))
+            problems.append(Finding(f"{name}: {error}"))
             continue
         for part in parts:
             bundled = part.path in (BUNDLED, BUNDLED_PAIRS, BUNDLED_JUDGED)
             if not bundled and not Path(part.path).expanduser().exists() and not HUB_NAME.fullmatch(part.path):
                 text = f"{name}: {part.path!r} is no file or folder here and no hub name (owner/name); "
-                found.append(Finding(text + "give one that is, or the full path"))
+                problems.append(Finding(text + "give one that is, or the full path"))
             module, _, function = part.type.rpartition(".")
             if config.method == "rl" and module and not _importable(module):
                 text = f"{name}: type={part.type} names {function} of {module}.py, which is not in {Path.cwd()}; "
-                found.append(Finding(text + "start the run where it is"))
-    return list(dict.fromkeys(found))
+                problems.append(Finding(text + "start the run where it is"))
+    return list(dict.fromkeys(problems))
 
 
 def _importable(module: str) -> bool:
@@ -128,26 +130,28 @@ def _of_allocation(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Differences between the run and the Slurm allocation around this process."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES")
     per_node = config.cluster.gpus_per_node
-    found: list[Finding] = []
+    problems: list[Finding] = []
     if nodes is None or not per_node:
-        return found
+        return problems
     machines = machines_of(config)
     if addresses_in_environment():  # external servers
         machines = replace(machines, servers=0)
     needed = machines.nodes
     if needed > int(nodes):
         text = f"the run needs {needed} nodes of cluster.gpus_per_node={per_node}, and this allocation has {nodes}; "
-        found.append(Finding(text + f"ask for more (sbatch --nodes={needed}), or lower server.n_servers or the layout"))
+        problems.append(
+            Finding(text + f"ask for more (sbatch --nodes={needed}), or lower server.n_servers or the layout")
+        )
     elif needed < int(nodes):
         text = f"the run takes {needed} of this allocation's {nodes} nodes; ask for fewer, or raise server.n_servers"
-        found.append(Finding(text, stops=False))
+        problems.append(Finding(text, stops=False))
     allocated = os.environ.get("SLURM_GPUS_ON_NODE", "")
     if allocated.isdecimal() and int(allocated) < per_node:
         text = f"cluster.gpus_per_node={per_node}, and Slurm gives {allocated} GPUs of a node; "
-        found.append(Finding(text + "ask for all of them (--gpus-per-node), or set the knob"))
+        problems.append(Finding(text + "ask for all of them (--gpus-per-node), or set the knob"))
     if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal() and longest_sequence(config):
-        found += _of_time_limit(config, model, int(end) - time.time())
-    return found
+        problems += _of_time_limit(config, model, int(end) - time.time())
+    return problems
 
 
 def _of_time_limit(config: Config, model: PretrainedConfig, left_s: float) -> list[Finding]:

@@ -55,43 +55,43 @@ def has_sizes(config: Config, model: PretrainedConfig) -> bool:
 
 def findings(config: Config, model: PretrainedConfig, folder: Path) -> list[Finding]:
     """Findings from the configuration and the model; `folder` holds the model's config.json."""
-    found = refusals([*config_checks(config), *model_checks(config, model), *length_checks(config, model)])
-    found += _of_dtypes(config, model)
+    problems = refusals([*config_checks(config), *model_checks(config, model), *length_checks(config, model)])
+    problems += _of_dtypes(config, model)
     if config.method == "rl" and importlib.util.find_spec("sglang") is None:
-        found.append(Finding("SGLang is not installed here, so server arguments were not checked", stops=False))
+        problems.append(Finding("SGLang is not installed here, so server arguments were not checked", stops=False))
     else:
-        found += refusals(server_checks(config, folder))
+        problems += refusals(server_checks(config, folder))
     if has_sizes(config, model):
-        found += _of_cache(config, model) + _of_layout(config) + _of_memory(config, model) + _of_times(config, model)
-    return list(dict.fromkeys(found))
+        problems += _of_cache(config, model) + _of_layout(config) + _of_memory(config, model) + _of_times(config, model)
+    return list(dict.fromkeys(problems))
 
 
 def _of_cache(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Sequences that no server's cache can hold."""
     if config.method != "rl":
         return []
-    longest, cache, found = longest_sequence(config) or 0, cache_of(config, model), []
+    longest, cache, problems = longest_sequence(config) or 0, cache_of(config, model), []
     if (limit := config.sglang.get("context_length")) and int(limit) < longest:
-        found.append(
+        problems.append(
             Finding(f"sglang.context_length={limit} is below sequences of {longest} tokens; raise it to at least that")
         )
     if cache.tokens >= longest or not (cache.share or config.server.max_total_tokens):
-        return found
+        return problems
     if not cache.share:
         remedy = f"raise server.max_total_tokens={config.server.max_total_tokens} to at least that"
     else:
         remedy = "raise server.tp_size or sglang.mem_fraction_static, or shorten the sequences"
     return [
-        *found,
+        *problems,
         Finding(f"the cache of a server holds {cache.tokens} tokens, a sequence has up to {longest}; {remedy}"),
     ]
 
 
 def _of_dtypes(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Conversions that round weights between checkpoint, trainer and servers."""
-    stored, found = str(model.dtype).removeprefix("torch."), []
+    stored, problems = str(model.dtype).removeprefix("torch."), []
     if model.dtype is not None and stored != config.actor.dtype and config.actor.init == "checkpoint":
-        found.append(
+        problems.append(
             Finding(
                 f"actor.path holds {stored} weights and actor.dtype={config.actor.dtype} trains others", stops=False
             )
@@ -99,8 +99,8 @@ def _of_dtypes(config: Config, model: PretrainedConfig) -> list[Finding]:
     if config.method == "rl" and (served := server_dtype(config, model)) != config.actor.dtype:
         text = f"server.dtype={config.server.dtype} serves {served} weights of actor.dtype={config.actor.dtype}: "
         remedy = "log-probs of servers and trainer differ by the rounding; make them equal"
-        found.append(Finding(text + remedy, stops=False))
-    return found
+        problems.append(Finding(text + remedy, stops=False))
+    return problems
 
 
 def _of_layout(config: Config) -> list[Finding]:
@@ -128,35 +128,35 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         return [Finding(f"{text}, or plan for GPUs (cluster.gpus_per_node)")]
     max_bytes = FULL * config.cluster.gpu_memory_gib * GIB
     limit = f"{FULL:.0%} of cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}"
-    found = []
+    problems = []
     for rank, stage in enumerate(stages):
         beside = beside_actor(config, stage)
         needed = stage.total + sum(beside.values())
         if needed > max_bytes:
             others = f" with its {' and '.join(beside)}" if beside else ""
-            found.append(Finding(f"pipeline rank {rank}{others} needs {size(needed)} a GPU, over {limit}; {REMEDY}"))
+            problems.append(Finding(f"pipeline rank {rank}{others} needs {size(needed)} a GPU, over {limit}; {REMEDY}"))
     if server > max_bytes:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
-        found.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
-    return found
+        problems.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
+    return problems
 
 
 def _of_times(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Deadlines and limits that the expected times exceed."""
     if not config.cluster.gpus_per_node or config.method != "rl" or not longest_sequence(config):
         return []
-    found = []
+    problems = []
     if limit := limits_rollout(config, model):
-        found.append(Finding(limit, stops=False))
+        problems.append(Finding(limit, stops=False))
     step, rollout = estimate_step(config, model), config.rollout
     for name, needs in (("request_timeout_s", step.longest_s), ("episode_timeout_s", step.longest_s)):
         if needs > getattr(rollout, name):
             text = f"rollout.{name}={getattr(rollout, name):g} cuts off completions of {config.gconfig.max_new_tokens} "
             remedy = f"tokens, which are expected to take {needs:.0f} s; raise it to {math.ceil(2 * needs)}"
-            found.append(Finding(text + remedy, stops=False))
+            problems.append(Finding(text + remedy, stops=False))
     if step.rollout_s > rollout.batch_timeout_s:
         text = (
             f"rollout.batch_timeout_s={rollout.batch_timeout_s:g} is below the {step.rollout_s:.0f} s that a batch is "
         )
-        found.append(Finding(f"{text}expected to take; raise it to {math.ceil(2 * step.rollout_s)}", stops=False))
-    return found
+        problems.append(Finding(f"{text}expected to take; raise it to {math.ceil(2 * step.rollout_s)}", stops=False))
+    return problems

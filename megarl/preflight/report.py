@@ -205,14 +205,14 @@ def time_table(config: Config, step: StepEstimate | None) -> Table:
     return table
 
 
-def versions_table(found: GPUs) -> Table:
+def versions_table(gpus: GPUs) -> Table:
     """Versions and GPUs of this machine."""
     table = _table("Found here", "", "", show_header=False)
     for name, version in versions().items():
         table.add_row(name, version or "not found")
-    table.add_row("GPU driver", found.driver or "not found")
-    if found.names:
-        table.add_row("GPUs", f"{len(found.names)} x {found.names[0]}, {min(found.memory_mib) / 1024:.0f} GiB")
+    table.add_row("GPU driver", gpus.driver or "not found")
+    if gpus.names:
+        table.add_row("GPUs", f"{len(gpus.names)} x {gpus.names[0]}, {min(gpus.memory_mib) / 1024:.0f} GiB")
     else:
         table.add_row("GPUs", "not found")
     return table
@@ -269,23 +269,23 @@ def main(config: Config, arguments: list[str], show: str | None) -> int:
         folder = folder_of(config.actor.path)
         model = read_config(str(folder))
     except UserError as error:
-        found = [Finding(str(error))]
+        problems = [Finding(str(error))]
     else:
-        found = findings(config, model, folder)
+        problems = findings(config, model, folder)
         if has_sizes(config, model):
-            found += refusals([lambda: plan_of(config)] if config.cluster.gpus_per_node else [])
+            problems += refusals([lambda: plan_of(config)] if config.cluster.gpus_per_node else [])
             try:
                 for table in tables(config, model, arguments, show, seen):
                     console.print(table)
             except UserError as error:  # no plan of the weight sync
                 if show is not None:
                     raise
-                found.append(Finding(str(error)))
-            found += environment_findings(config, model, folder, seen)
-    found = list(dict.fromkeys(found))
-    for finding in sorted(found, key=lambda finding: finding.stops, reverse=True):
+                problems.append(Finding(str(error)))
+            problems += environment_findings(config, model, folder, seen)
+    problems = list(dict.fromkeys(problems))
+    for finding in sorted(problems, key=lambda finding: finding.stops, reverse=True):
         print(f"{'STOPS' if finding.stops else 'note '}  {finding.text}")
-    stops = sum(finding.stops for finding in found)
+    stops = sum(finding.stops for finding in problems)
     print(f"{stops} problem{'s' * (stops != 1)} that would stop the run")
     return 1 if stops else 0
 

@@ -184,7 +184,7 @@ class RolloutDriver:
         with stats_tracker.scope("sync"):
             stats_tracker.scalar(
                 verified=float(report.verified > 0),
-                pieces=report.verified,
+                verified_parts=report.verified,
                 mbytes=report.bytes / 1e6,
                 delta_saving=1 - report.bytes / report.dense_bytes,
                 servers=len(report.servers),

@@ -133,8 +133,8 @@ def test_a_server_killed_every_5_seconds_costs_no_prompt_and_repeats_none(
     assert max(row.get("train/logprob_diff_max", 0.0) for row in rows) <= 1e-3
     # A server that was started again holds the checkpoint, as version 0: the bound on staleness says that no token of
     # it was trained on. In the sync that brought it back every piece of it was proven by digests, as of the other.
-    of_one = rows[0]["sync/pieces"] / 2
-    assert [row["sync/pieces"] / row["sync/servers"] for row in rows] == pytest.approx([of_one] * len(rows))
+    of_one = rows[0]["sync/verified_parts"] / 2
+    assert [row["sync/verified_parts"] / row["sync/servers"] for row in rows] == pytest.approx([of_one] * len(rows))
 
 
 def test_a_resumed_run_keeps_the_bound_on_staleness_and_ends_when_all_servers_die(

@@ -31,13 +31,13 @@ def changed(new: Tensor, old: Tensor) -> Tensor:
     return (new.reshape(-1).view(bits) != old.reshape(-1).view(bits)).nonzero().flatten()
 
 
-def encode(pieces: Sequence[Tensor], old: Sequence[Tensor], out: Tensor) -> None:
+def encode(parts: Sequence[Tensor], old: Sequence[Tensor], out: Tensor) -> None:
     """Writes the changed elements into `out`, uint8.
 
-    `out` may be the memory of `pieces`: all of them are read before anything is written.
+    `out` may be the memory of `parts`: all of them are read before anything is written.
     """
     arrays = []
-    for new, before in zip(pieces, old, strict=True):
+    for new, before in zip(parts, old, strict=True):
         index = changed(new, before)
         arrays += [index.to(INDEX), new.reshape(-1)[index]]
     at = 0

@@ -63,23 +63,23 @@ class MessageViews:
         self.dtypes: list[torch.dtype] = [dtype_of(name) for name in message.dtype]
         self.itemsizes = [dtype.itemsize for dtype in self.dtypes]
 
-    def pieces(self, payload: Tensor) -> Iterator[Tensor]:
+    def parts(self, payload: Tensor) -> Iterator[Tensor]:
         """Yields each op's place in the message, with its dtype and shape."""
         for view, offset, dtype in zip(self.views, self.offsets, self.dtypes, strict=True):
             size = view.numel() * dtype.itemsize
             yield payload[offset : offset + size].view(dtype).view(view.shape)
 
     def pack(self, payload: Tensor) -> list[Tensor]:
-        """Copies the views into the message, cast to its dtypes. Returns the pieces."""
-        pieces = list(self.pieces(payload))
-        for piece, view in zip(pieces, self.views, strict=True):
-            piece.copy_(view)
-        return pieces
+        """Copies the views into the message, cast to its dtypes. Returns the parts of the message."""
+        parts = list(self.parts(payload))
+        for part, view in zip(parts, self.views, strict=True):
+            part.copy_(view)
+        return parts
 
     def unpack(self, payload: Tensor) -> None:
         """Copies the message into the views."""
-        for piece, view in zip(self.pieces(payload), self.views, strict=True):
-            view.copy_(piece)
+        for part, view in zip(self.parts(payload), self.views, strict=True):
+            view.copy_(part)
 
     def listing(self) -> str:
         """Up to three tensor names, for errors."""
@@ -136,7 +136,7 @@ class ShardSender:
         counts_of_bucket: Counts = {}
         for bucket, last_sent in self._last_sent.items():
             views = self.views[bucket]
-            pairs = zip(views.pack(self.staging.slots[0][: last_sent.numel()]), views.pieces(last_sent), strict=True)
+            pairs = zip(views.pack(self.staging.slots[0][: last_sent.numel()]), views.parts(last_sent), strict=True)
             counts = [delta.changed(new, old).numel() for new, old in pairs]
             if delta.encoded_bytes(counts, views.itemsizes) < last_sent.numel():
                 counts_of_bucket[bucket] = counts
@@ -157,11 +157,11 @@ class ShardSender:
             if bucket != packed:
                 slot, packed = (slot + 1) % len(slots), bucket
                 _await_sent(in_flight[slot], deadline)
-                pieces = views.pack(slots[slot])
+                parts = views.pack(slots[slot])
                 if sample.takes(bucket) and bucket not in sent.digests:
-                    sent.digests[bucket] = [digest(piece) for piece in pieces]
+                    sent.digests[bucket] = [digest(part) for part in parts]
                 last = all(b == bucket for b in self.buckets[number : self.last[bucket] + 1])
-                nbytes = self._encode(bucket, message.nbytes, slots[slot], pieces, counts.get(bucket), last)
+                nbytes = self._encode(bucket, message.nbytes, slots[slot], parts, counts.get(bucket), last)
             sent.dense_nbytes += message.nbytes
             sent.nbytes += nbytes
             if nbytes:
@@ -173,7 +173,7 @@ class ShardSender:
         return sent
 
     def _encode(
-        self, bucket: int, nbytes: int, slot: Tensor, pieces: list[Tensor], counts: list[int] | None, last: bool
+        self, bucket: int, nbytes: int, slot: Tensor, parts: list[Tensor], counts: list[int] | None, last: bool
     ) -> int:
         """Makes a delta of the packed bucket if it has `counts`. Returns the bytes to send.
 
@@ -187,7 +187,7 @@ class ShardSender:
             return nbytes
         assert before is not None, "counts() has only buckets that were sent before"
         views = self.views[bucket]
-        delta.encode(pieces, list(views.pieces(before)), slot)
+        delta.encode(parts, list(views.parts(before)), slot)
         return delta.encoded_bytes(counts, views.itemsizes)
 
 
@@ -260,5 +260,5 @@ class ShardReceiver:
         digests: Digests = {}
         for message, bucket, views in zip(self.messages, self.buckets, self.views, strict=True):
             if sample.takes(bucket):
-                digests[message.index] = [digest(piece) for piece in views.pack(self.staging.slots[0])]
+                digests[message.index] = [digest(part) for part in views.pack(self.staging.slots[0])]
         return digests
