@@ -23,7 +23,7 @@ from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluation
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.sampler import build_evaluator, max_sequence_tokens, open_rewards
+from megarl.trainer.rank0_rollouts import build_evaluator, max_sequence_tokens, open_rewards
 
 
 def main(config: Config) -> int:

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../common/loss_math.h"
+#include "policy_loss_math.h"
 
 namespace megarl {
 

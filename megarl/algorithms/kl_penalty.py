@@ -5,7 +5,7 @@ With r = log pi_ref - log pi, at a token sampled from pi (Schulman, http://josch
     k1 = -r    k2 = r^2 / 2    k3 = exp(r) - 1 - r
 
 `algorithm.kl_in=loss` adds the penalty to the loss of each token: the fused kernel computes it, with its gradient
-(`csrc/common/loss_math.h`). `kl_in=reward` subtracts it from the rewards: `kl_to_reference`, here.
+(`csrc/loss/policy_loss_math.h`). `kl_in=reward` subtracts it from the rewards: `kl_to_reference`, here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Clipped, ratio-weighted policy gradients: the loss that PPO, GRPO and their kin share, and group-relative advantages.
 
 An algorithm sets `clip_low` and `clip_high`, the bounds of the ratio to the proximal policy, and the shape of the
-objective. The fused kernel computes loss and gradient of each token (`megarl/ops/loss.py`, `csrc/common/loss_math.h`).
+objective. The fused kernel clips the ratio and computes loss and gradient of each token, by the formulas in
+`csrc/loss/policy_loss_math.h` (called through `megarl/ops/loss.py`).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def policy_loss(
 ) -> PolicyLoss:
     """Computes the policy loss per token, differentiable in `logprobs` and `entropy`.
 
-    csrc/common/loss_math.h has the formulas. All tensors of values have the shape and dtype of `logprobs`.
+    csrc/loss/policy_loss_math.h has the formulas. All tensors of values have the shape and dtype of `logprobs`.
 
     Args:
         logprobs: float32 or float64 `[tokens]`, of the policy.

@@ -1,7 +1,7 @@
 """Rollouts of a run on every rank: batches, evaluations and weight syncs.
 
-Rank 0 alone talks to servers, by a `Sampler`. Every rank has a `RolloutDriver` and calls the same methods; rank 0's
-batches reach the others as packed tensors.
+Rank 0 alone talks to servers, through `Rank0Rollouts`. Every rank has a `RolloutDriver` and calls the same methods.
+Rank 0's batches reach the others as packed tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.rollout.executor import WorkflowError
 from megarl.rollout.routing import WeightsWanted
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.logprob_check import check_equal_logprobs, check_first_logprobs
-from megarl.trainer.sampler import Sampler
+from megarl.trainer.rank0_rollouts import Rank0Rollouts
 from megarl.types import Episode, PackedBatch
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class RolloutDriver:
         self.version = 0
         self.outdated = False
         self._actor: Any = None
-        self._sampler: Sampler | None = None  # on rank 0
+        self._rank0: Rank0Rollouts | None = None  # on rank 0
         self._session: WeightSession | None = None
         self._saved: Mapping[str, Any] = {}  # rollout state to continue from
         self._accounted = 0  # lines of episodes.jsonl
@@ -55,18 +55,18 @@ class RolloutDriver:
 
     def __enter__(self) -> RolloutDriver:
         if self.is_rank0:
-            self._sampler = Sampler(self.config, self.folder, self.inputs, self.algorithm)
-            self._open.callback(self._sampler.close)
+            self._rank0 = Rank0Rollouts(self.config, self.folder, self.inputs, self.algorithm)
+            self._open.callback(self._rank0.close)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
     @property
-    def sampler(self) -> Sampler:
+    def rank0(self) -> Rank0Rollouts:
         """Servers, client and workflows; rank 0 has them, once this is entered."""
-        assert self._sampler is not None, "rank 0's alone, after __enter__"
-        return self._sampler
+        assert self._rank0 is not None, "rank 0's alone, after __enter__"
+        return self._rank0
 
     @property
     def session(self) -> WeightSession:
@@ -82,12 +82,12 @@ class RolloutDriver:
         addresses: list[str] = []
         key = ""
         if self.is_rank0:
-            self.sampler.connect(self._saved)
-            addresses, key = self.sampler.servers.addresses, self.sampler.servers.api_key
+            self.rank0.connect(self._saved)
+            addresses, key = self.rank0.servers.addresses, self.rank0.servers.api_key
         session = self._session = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(session.close)
         if self.is_rank0:
-            session.set_death_probe(self.sampler.supervisor.died)
+            session.set_death_probe(self.rank0.supervisor.died)
         # Servers that outlived a trainer may serve a version above its checkpoint's. Versions continue above theirs.
         served = session.served_version()
         self._version_offset = max(0, served + 1 - version) if served or version else 0
@@ -97,15 +97,15 @@ class RolloutDriver:
         if not self.outdated:
             session.version = self.version  # a server restarted before the first push is brought this version
         if self.is_rank0:
-            self.sampler.engine.set_version(self.version)
+            self.rank0.engine.set_version(self.version)
 
     def next_batch(self) -> PackedBatch:
         """The packed completions of the next prompts, the same on every rank."""
 
         def sample() -> PackedBatch:
-            engine = self.sampler.engine
+            engine = self.rank0.engine
             batch = engine.prepare_batch(
-                self.inputs.train, self.sampler.workflow, should_accept_fn=self.algorithm.should_accept
+                self.inputs.train, self.rank0.workflow, should_accept_fn=self.algorithm.should_accept
             )
             self._account(engine.episodes, engine.get_version())
             return batch
@@ -129,7 +129,7 @@ class RolloutDriver:
 
     def state_dict(self) -> dict[str, Any]:
         """The prompts between loader and trainer; {} on other ranks than 0."""
-        return self.sampler.engine.state_dict() | {"accounted": self._accounted} if self.is_rank0 else {}
+        return self.rank0.engine.state_dict() | {"accounted": self._accounted} if self.is_rank0 else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`; call it before `connect`. Prompts accounted for since then are sampled again."""
@@ -142,7 +142,7 @@ class RolloutDriver:
         """Brings the actor's weights to the servers as `version`, and proves them equal. A collective."""
         report = self._sync(lambda: self.session.push(self._actor, version + self._version_offset))
         if self.is_rank0:
-            self.sampler.engine.set_version(report.version)
+            self.rank0.engine.set_version(report.version)
 
     def _sync(self, transfer: Callable[[], SyncReport]) -> SyncReport:
         """Runs `transfer` to the servers that are alive, restarted ones among them. A collective.
@@ -154,7 +154,7 @@ class RolloutDriver:
             admitted: list[str] = []
             if self.is_rank0:
                 with self._attribute_to_dead_servers():
-                    admitted, left_out = self.sampler.supervisor.before_sync(self.config.server.ready_timeout_s)
+                    admitted, left_out = self.rank0.supervisor.before_sync(self.config.server.ready_timeout_s)
                 for address in left_out:
                     self.session.remove(address)
                 for address in admitted:
@@ -167,14 +167,14 @@ class RolloutDriver:
                 with self._attribute_to_dead_servers():
                     raise
             if self.is_rank0:
-                self.sampler.supervisor.after_sync(self.session.healthy)  # no requests to a server that was dropped
+                self.rank0.supervisor.after_sync(self.session.healthy)  # no requests to a server that was dropped
                 self._record(report, brought_back=len(set(admitted) & set(report.servers)))
             self.version = self._unchecked = report.version
             return report
 
     def _should_retry(self, error: WeightSyncError) -> bool:
         """True if the last server failed the sync and a restarted one may come."""
-        supervisor, drop = self.sampler.supervisor, self.config.reshard.on_failure == "drop_server"
+        supervisor, drop = self.rank0.supervisor, self.config.reshard.on_failure == "drop_server"
         if not error.server or not (drop or supervisor.died(error.server)):
             return False
         supervisor.after_sync([])
@@ -233,11 +233,11 @@ class RolloutDriver:
         """Held-out accuracy if it is due after `step`, else {}. Rank 0 measures, the others wait for it."""
 
         def measure() -> dict[str, Any]:
-            evaluator = self.sampler.evaluator
+            evaluator = self.rank0.evaluator
             if not evaluator.is_due(step, self.config.total_train_steps):
                 return {}
             with stats_tracker.record_timing("evaluate"):
-                result = evaluator.evaluate(self.sampler.engine, step)
+                result = evaluator.evaluate(self.rank0.engine, step)
             return {"accuracy": result.accuracy, "problems": result.num_problems, "samples": result.num_samples}
 
         reply: dict[str, Any] = broadcast_json(self._on_rank0(measure))
@@ -250,5 +250,5 @@ class RolloutDriver:
             yield
         except (WorkflowError, GenerationError, WeightSyncError, TimeoutError):
             if self.is_rank0:
-                self.sampler.supervisor.raise_cause()
+                self.rank0.supervisor.raise_cause()
             raise

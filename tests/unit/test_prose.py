@@ -20,14 +20,15 @@ MAX_WORDS = 28  # of a sentence; about 20 is what to aim at
 QUESTION = re.compile(r"(What|Which|Who|Whom|Whose|Whether|How|Where|When|Why|The same|Those|That which)\b")
 RIDDLES = re.compile(
     r"\b(those of|the same for|as it is there|is such\b|are such\b|what it is made of|of what|to whom|whoever|whatever"
-    r"|is none of|whereupon|upon which|in which case|be it)",
+    r"|is none of|whereupon|upon which|in which case|be it)\b",
     re.I,
 )
 CODE = re.compile(r"`[^`]*`")
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Sentences of a docstring or a page, without code, tables and pictures of text."""
+    """Sentences of a docstring, without code, tables and pictures of text."""
     for paragraph in re.split(r"\n\s*\n", text):
         lines = [line for line in paragraph.split("\n") if not re.match(r"\s*([|+`>#-]|\S+(  +|\t)\S)", line)]
         if paragraph.startswith("    ") and not any(line.strip().endswith(".") for line in lines):
@@ -44,6 +45,21 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             doc = ast.get_docstring(node)
             if doc:
                 yield getattr(node, "lineno", 1), doc
+
+
+def page_problems(path: Path) -> list[str]:
+    """Sentences of too many words, and the dialect's turns of phrase, in a page without its code and tables."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", path.read_text(), flags=re.M | re.S)
+    text = re.sub(r"^\s*([|#!<]|\[).*$", "", text, flags=re.M)
+    found = []
+    for block in re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.) ", text, flags=re.M):
+        flat = " ".join(re.sub(r"\]\([^)]*\)", "]", CODE.sub("x", block)).split())
+        for sentence in re.split(r"(?<=[.!?:;])\s+", flat):
+            if len(sentence.split()) > MAX_WORDS:
+                found.append(f"{path}: {len(sentence.split())} words in a sentence: {sentence[:70]!r}")
+            if riddle := RIDDLES.search(sentence):
+                found.append(f"{path}: say {riddle.group(0)!r} with a noun: {sentence[:60]!r}")
+    return found
 
 
 def problems(path: Path) -> list[str]:
@@ -72,16 +88,29 @@ def test_docstrings_and_comments_are_read_once(path: Path):
     assert problems(path) == []
 
 
-def test_the_check_finds_what_a_stranger_would_read_twice():
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_are_read_once(path: Path):
+    assert page_problems(path) == []
+
+
+def test_the_check_of_pages_finds_long_sentences_and_riddles(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n- " + "word " * 29 + "end.\n\nA row, and those of\nothers.\n\n```\n" + "code " * 40 + "\n```\n"
+    )
+    assert [message.partition(": ")[2].partition(" in ")[0] for message in page_problems(page)] == [
+        "30 words",
+        "say 'those of' with a noun: 'A row, and those of others.'",
+    ]
+
+
+def test_the_check_finds_what_a_stranger_would_read_twice(tmp_path: Path):
     long = "Reads " + "one more word and " * 10 + "ends."
     bad = {'"""What a rank holds."""': "begin with", f'"""{long}"""': "words", "x = 1  # those of a row": "those of"}
     for source, message in bad.items():
-        path = Path("/dev/shm/megarl-prose-check.py")
+        path = tmp_path / "check.py"
         path.write_text(source)
-        try:
-            assert message in problems(path)[0]
-        finally:
-            path.unlink()
+        assert message in problems(path)[0]
 
 
 if __name__ == "__main__":

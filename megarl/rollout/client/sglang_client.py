@@ -16,6 +16,7 @@ import orjson
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
+from megarl.rollout.bounded_staleness import RolloutStream, ShouldAccept, StreamLimits
 from megarl.rollout.client.requests import (
     CompletionPart,
     Draft,
@@ -29,7 +30,6 @@ from megarl.rollout.client.requests import (
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
 from megarl.rollout.routing import Fleet, Router, ServerLost
-from megarl.rollout.stream import RolloutStream, ShouldAccept, StreamLimits
 from megarl.types import Episode, ModelRequest, ModelResponse, PackedBatch, WeightUpdateMeta, WeightUpdates
 
 ADDRESSES_VARIABLE = "MEGARL_LLM_SERVER_ADDRS"
@@ -159,7 +159,7 @@ class RemoteSGLangEngine(InferenceEngine):
         group_size: int = 1,
         dynamic_bs: bool = False,
     ) -> PackedBatch:
-        """Returns the next batch of `dataloader`, sampled while the trainer trains (see `rollout/stream.py`).
+        """Returns the next batch of `dataloader`, sampled while the trainer trains (`rollout/bounded_staleness.py`).
 
         Args:
             dataloader: yields lists of prompts, has `batch_size`, and best a `state_dict`; the same at every call.

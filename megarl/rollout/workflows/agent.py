@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megarl.knobs import UserError, function_of, knob
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
-from megarl.rollout.judge import is_async
+from megarl.rollout.reward_call import is_async
 from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
 from megarl.types import GenerationHyperparameters, Reward, RewardError
 

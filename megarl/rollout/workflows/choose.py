@@ -12,7 +12,7 @@ from typing import Any
 from megarl.knobs import UserError, class_of, function_of
 from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.config import RolloutConfig
-from megarl.rollout.judge import RewardFn
+from megarl.rollout.reward_call import RewardFn
 from megarl.rollout.workflows.agent import AgentWorkflow, agent_of
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.knobs import UserError, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
-from megarl.rollout.judge import RewardFn, judge
+from megarl.rollout.reward_call import RewardFn, call_reward
 from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
 from megarl.types import GenerationHyperparameters, Reward, RewardError
 
@@ -66,7 +66,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
             transcript.sample(response)
             text = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             prompt, ids = self.tokenizer.decode(request.input_ids), [response.output_tokens]
-            (reward,) = await judge(self.reward_fn, prompt, request.input_ids, [text], ids, data)
+            (reward,) = await call_reward(self.reward_fn, prompt, request.input_ids, [text], ids, data)
             if isinstance(reward, RewardError) or reward >= self.config.good_enough or turn == self.config.max_turns:
                 break
             feedback = [{"role": "user", "content": self.config.feedback}]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.rollout.api import InferenceEngine
-from megarl.rollout.judge import judge
+from megarl.rollout.reward_call import call_reward
 from megarl.rollout.transcript import pad_responses, prompt_ids
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import ModelRequest, RewardError
@@ -29,7 +29,7 @@ class ReMaxRLVRWorkflow(RLVRWorkflow):
         all_responses = [*responses, greedy_response]
         completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in all_responses]
         ids = [r.output_tokens for r in all_responses]
-        *rewards, baseline = await judge(self.reward_fn, prompt, input_ids, completions, ids, data)
+        *rewards, baseline = await call_reward(self.reward_fn, prompt, input_ids, completions, ids, data)
         if isinstance(baseline, RewardError):
             return pad_responses(responses, [baseline] * len(responses))
         return pad_responses(responses, [r if isinstance(r, RewardError) else r - baseline for r in rewards])

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
-from megarl.rollout.judge import RewardFn, judge
+from megarl.rollout.reward_call import RewardFn, call_reward
 from megarl.rollout.transcript import pad_responses, prompt_ids
 from megarl.types import GenerationHyperparameters, ModelRequest
 
@@ -17,7 +17,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     `reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float` may be sync or async. `prompt` is the
     chat as the model reads it, `completions` one completion's text without special tokens, the ids are lists of int.
-    A completion that it cannot score is masked and counted (`rollout/judge.py`).
+    A completion that it cannot score is masked and counted (`rollout/reward_call.py`).
     """
 
     def __init__(
@@ -39,5 +39,5 @@ class RLVRWorkflow(RolloutWorkflow):
         prompt = self.tokenizer.decode(input_ids)
         completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in responses]
         ids = [r.output_tokens for r in responses]
-        rewards = await judge(self.reward_fn, prompt, input_ids, completions, ids, data)
+        rewards = await call_reward(self.reward_fn, prompt, input_ids, completions, ids, data)
         return pad_responses(responses, rewards)

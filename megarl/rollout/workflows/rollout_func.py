@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.knobs import UserError
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
-from megarl.rollout.judge import RewardFn, judge
+from megarl.rollout.reward_call import RewardFn, call_reward
 from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
@@ -80,7 +80,7 @@ class RolloutFuncWorkflow(RolloutWorkflow):
             raise UserError(f"rollout_func must return {len(prompts)} strings, one a prompt; it returned {len(texts)}")
         prompt = prompt_ids(self.tokenizer, data["messages"])
         ids = [[*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id] for text in texts]
-        rewards = await judge(self.reward_fn, self.tokenizer.decode(prompt), prompt, texts, ids, data)
+        rewards = await call_reward(self.reward_fn, self.tokenizer.decode(prompt), prompt, texts, ids, data)
         version = engine.get_version()
         transcripts = []
         for tokens in ids:

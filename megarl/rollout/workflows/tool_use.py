@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megarl.knobs import UserError, function_of, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
-from megarl.rollout.judge import RewardFn, judge
+from megarl.rollout.reward_call import RewardFn, call_reward
 from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
 from megarl.rollout.workflows.tools import Tool, calculator_tool, python_tool, search_tool
 from megarl.sandbox import SandboxError, run_python
@@ -177,7 +177,7 @@ class ToolWorkflow(RolloutWorkflow):
                 break
             request = following
         conversation = self.tokenizer.decode(transcript.tokens)
-        (reward,) = await judge(
+        (reward,) = await call_reward(
             self.reward_fn,
             self.tokenizer.decode(request.input_ids),
             request.input_ids,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megarl.knobs import UserError
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
+from megarl.rollout.bounded_staleness import RolloutStream, StreamLimits
 from megarl.rollout.executor import LoopThread, WorkflowError
-from megarl.rollout.stream import RolloutStream, StreamLimits
 from megarl.types import Episode, ModelRequest, ModelResponse
 
 
@@ -175,7 +175,7 @@ def test_the_rate_of_sampling_counts_the_time_in_which_episodes_are_under_way(
     thread: LoopThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("megarl.rollout.stream.time.perf_counter", lambda: now)
+    monkeypatch.setattr("megarl.rollout.bounded_staleness.time.perf_counter", lambda: now)
     engine = Engine()
     stream, workflow = begin(thread, engine, staleness=0, batch_size=2)
 

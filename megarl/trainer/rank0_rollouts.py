@@ -29,11 +29,11 @@ from megarl.rollout.workflows.choose import DEFAULT, build_workflow
 from megarl.trainer.inputs import Inputs
 
 
-class Sampler:
+class Rank0Rollouts:
     """Samples prompts and held-out problems, on servers that it starts or finds.
 
     The constructor refuses every wrong knob, then starts the servers and returns; they load meanwhile. `connect` waits
-    for them. `close` ends everything that the sampler started.
+    for them. `close` ends everything that was started.
     """
 
     def __init__(self, config: Config, folder: RunFolder, inputs: Inputs, algorithm: Algorithm) -> None:

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "types.h"
+#include "../common/types.h"
 
 namespace megarl {
 

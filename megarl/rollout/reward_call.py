@@ -18,7 +18,7 @@ RewardFn = Callable[
 ]  # (prompt, completions, prompt_ids, completion_ids, **data) -> float, or an awaitable of one
 
 
-async def judge(
+async def call_reward(
     reward_fn: RewardFn,
     prompt: str,
     prompt_ids: list[int],
