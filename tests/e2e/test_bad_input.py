@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl import cli, train
-from megarl.rollout.servers import sglang_server
+from megarl.rollout.servers import server_config
 from megarl.trainer.announce import REAL
 
 GRPO = "+experiment=gsm8k_grpo"
@@ -146,8 +146,8 @@ def test_a_port_in_use_is_refused(refused: Callable[..., str]) -> None:
 def test_a_missing_sglang_is_refused_with_its_install_command(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sglang_server.server_arg_options.cache_clear()
-    find = sglang_server.importlib.util.find_spec
+    server_config.server_arg_options.cache_clear()
+    find = server_config.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sglang" else find(name, *a))
     assert "make setup" in refused(GRPO)
 
