@@ -97,7 +97,8 @@ def answers(batch: PackedBatch) -> float:
 def gain(models: rl.Models, batch: PackedBatch) -> dict[str, float]:
     """What the update was for: by how much it made the batch's better completions likelier than its worse ones,
     mean over tokens of advantage x change of the log-prob. Of a critic, how much nearer its values came to the batch's
-    returns: by how much the mean squared error fell. Over a few steps, neither is a matter of luck, unlike what the next prompts earn."""
+    returns: by how much the mean squared error fell. Over a few steps, neither is a matter of luck, unlike what the
+    next prompts earn."""
     mask = batch["loss_mask"].bool()
     change = models.actor.compute_logp(batch) - batch["prox_logp"]
     gains = {"gain": float((batch["advantages"] * change)[mask].mean())}
