@@ -1,6 +1,7 @@
 """Holds the layers: imports go down, libraries have few importers, nothing imports in a circle, files stay short."""
 
 import ast
+import collections
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -202,6 +203,16 @@ def test_no_file_is_longer_than_a_reader_can_hold():
     lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in files}
     assert lengths["tests/unit/test_layers.py"] > 100  # the walk found this very file
     assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_a_class_name_stands_once_in_the_package():
+    places = collections.defaultdict(list)
+    for path in (ROOT / "megarl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(ROOT))
+    assert len(places["MegatronEngine"]) == 1  # the walk found the classes
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 BAD = [
