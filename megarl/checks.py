@@ -45,6 +45,7 @@ def config_checks(config: Config) -> Sequence[Check]:
     }
     rules = (
         _check_names,
+        _check_backend,
         _check_steps,
         _check_counts,
         _check_deterministic,
@@ -121,6 +122,14 @@ def _check_names(config: Config) -> None:
         near = difflib.get_close_matches(config.launcher, LAUNCHERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"launcher={config.launcher} does not exist; {hint}there are: {', '.join(LAUNCHERS)}")
+
+
+def _check_backend(config: Config) -> None:
+    if config.actor.backend == "cpu" and config.cluster.gpus_per_node > 0:
+        raise UserError(
+            "actor.backend=cpu is for machines without a GPU, and "
+            f"cluster.gpus_per_node={config.cluster.gpus_per_node}; set actor.backend=auto"
+        )
 
 
 def _check_steps(config: Config) -> None:
@@ -225,6 +234,13 @@ def _check_preferences(config: Config) -> None:
 def _check_tokens(config: Config) -> None:
     """Refuses sequences, or pairs of them, that no microbatch can hold."""
     longest, limit, paired = longest_sequence(config), config.actor.max_tokens_per_mb, is_paired(config)
+    held_out = config.valid_dataset.max_length
+    if config.method == "rl" and held_out is not None and (total := held_out + config.gconfig.max_new_tokens) > limit:
+        raise UserError(
+            f"valid_dataset.max_length={held_out} + gconfig.max_new_tokens={config.gconfig.max_new_tokens} = {total} "
+            f"tokens do not fit into actor.max_tokens_per_mb={limit}, the limit of every sample; raise it to at least "
+            f"{total}"
+        )
     if longest is None:
         return
     needed = longest * (2 if paired else 1)
@@ -262,8 +278,10 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
 
 
 def _check_server_layout(config: Config, model: PretrainedConfig) -> None:
-    tp, heads = config.server.tp_size, model.num_attention_heads
-    if config.method == "rl" and tp >= 1 and heads % tp:
+    """Refuses servers on GPUs with uneven heads. SGLang on CPU pads them."""
+    tp, heads, device = config.server.tp_size, model.num_attention_heads, config.server.device
+    on_gpu = device == "cuda" or (device == "auto" and (config.cluster.gpus_per_node > 0 or platform.has_gpu()))
+    if config.method == "rl" and on_gpu and tp >= 1 and heads % tp:
         raise UserError(
             f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
         )

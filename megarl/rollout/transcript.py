@@ -57,12 +57,12 @@ class Transcript:
         """Appends `turn`, which the model reads, and returns the request for its next answer.
 
         The answer may have `gconfig.max_new_tokens`, or as many as `max_sequence_tokens` leaves. Returns None, and
-        appends nothing, if that is less than MIN_ANSWER.
+        appends nothing, if that is less than both `gconfig.max_new_tokens` and MIN_ANSWER.
         """
         max_new_tokens = gconfig.max_new_tokens
         if max_sequence_tokens is not None:
             free = max_sequence_tokens - len(self.tokens) - len(turn)
-            if free < MIN_ANSWER:
+            if free < min(MIN_ANSWER, max_new_tokens):
                 return None
             max_new_tokens = min(max_new_tokens, free)
         self.give(turn)

@@ -40,6 +40,8 @@ def test_every_recipe_passes(path: Path) -> None:
     ("overrides", "message"),
     [
         ([RL, "method=ppo"], "method=ppo must be rl, sft or preference"),
+        ([RL, "actor.backend=cpu", "cluster.gpus_per_node=8"], "actor.backend=cpu is for machines without a GPU"),
+        ([RL, "valid_dataset.max_length=99999"], "valid_dataset.max_length=99999 + gconfig.max_new_tokens="),
         ([SFT, "actor.dtype=fp8"], "actor.dtype=fp8 must be one of float32, bfloat16"),
         ([SFT, "parallel.vpp_size=2"], "parallel.vpp_size=2 needs parallel.pp_size above 1"),
         ([RL, "launcher=slrm"], "launcher=slrm does not exist; did you mean slurm?"),
@@ -86,7 +88,10 @@ def test_knobs_that_contradict_each_other_are_refused(overrides: list[str], mess
         ([SFT, "parallel.tp_size=3"], "parallel.tp_size=3 does not divide the model's num_attention_heads=4"),
         ([SFT, "actor.dtype=float8"], "actor.dtype=float8 must be one of"),
         ([RL, "deterministic=true", "actor.dtype=bfloat16"], "actor.dtype=bfloat16 must be float32 with deterministic"),
-        ([RL, "server.tp_size=3"], "server.tp_size=3 does not divide the model's num_attention_heads=4"),
+        (
+            [RL, "server.tp_size=3", "server.device=cuda"],
+            "server.tp_size=3 does not divide the model's num_attention_heads=4",
+        ),
         ([RL, "train_dataset.max_length=null"], "train_dataset.max_length is not set; give the longest prompt"),
         ([RL, "valid_dataset.max_length=null"], "valid_dataset.max_length is not set"),
         ([SFT, "train_dataset.max_length=null"], "train_dataset.max_length is not set; give the longest row"),
@@ -128,3 +133,7 @@ def test_every_rule_of_the_file_is_in_a_list() -> None:
     }
     assert len(rules) > 10
     assert rules <= listed
+
+
+def test_servers_on_cpu_may_pad_their_heads() -> None:
+    assert of_model(config_of(RL, "server.tp_size=3", "server.device=cpu")) == []

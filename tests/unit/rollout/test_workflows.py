@@ -105,6 +105,13 @@ def test_a_conversation_ends_where_the_sequence_is_full(say: Any, tokenizer: Any
         engine.rollout_batch([DATA], workflow)
 
 
+def test_an_answer_that_fits_is_asked_for_however_short_it_may_be() -> None:
+    request = Transcript().ask([1] * 64, GCONFIG.new(max_new_tokens=4), 68)
+    assert request is not None
+    assert request.gconfig.max_new_tokens == 4
+    assert Transcript().ask([1] * 65, GCONFIG.new(max_new_tokens=4), 68) is None
+
+
 def test_a_longer_sequence_than_servers_and_trainer_take_is_left_out(say: Any, tokenizer: Any) -> None:
     engine = say(lambda *_: "7")
     engine.max_sequence_tokens = 20
