@@ -186,7 +186,7 @@ def test_gradients_do_not_depend_on_how_often_they_are_accumulated(folder: Path)
     for stats, step_gradients in results.values():
         assert stats == pytest.approx(results[1][0], rel=1e-5)
         for name, gradient in step_gradients.items():
-            torch.testing.assert_close(gradient, results[1][1][name], atol=1e-7, rtol=1e-5, msg=name)
+            torch.testing.assert_close(gradient, results[1][1][name], atol=5e-7, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("tied", [True, False])
