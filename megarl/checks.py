@@ -13,7 +13,6 @@ hold them as callables. A run stops at the first that raises; `megarl.preflight`
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import PretrainedConfig
 from megarl.actor import checks as actor_checks
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
-from megarl.knobs import UserError
+from megarl.knobs import UserError, does_not_exist
 from megarl.parallel import platform
 from megarl.rollout.servers.server_config import check_server_config, check_server_counts
 from megarl.rollout.workflows.choose import check_workflow
@@ -91,16 +90,6 @@ def _engine_checks(config: Config) -> Sequence[Check]:
     return actor_checks.knob_checks(config.actor, config.parallel, config.deterministic)
 
 
-def run_all(checks: Iterable[Check]) -> None:
-    """Runs checks in order.
-
-    Raises:
-        UserError: from the first that fails.
-    """
-    for check in checks:
-        check()
-
-
 def failures(checks: Iterable[Check]) -> list[str]:
     """Messages of all checks that fail, each once."""
     messages = []
@@ -119,9 +108,7 @@ def _check_names(config: Config) -> None:
     if config.method not in METHODS:
         raise UserError(f"method={config.method} must be rl, sft or preference")
     if config.launcher not in LAUNCHERS:
-        near = difflib.get_close_matches(config.launcher, LAUNCHERS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"launcher={config.launcher} does not exist; {hint}there are: {', '.join(LAUNCHERS)}")
+        raise UserError(does_not_exist(f"launcher={config.launcher}", config.launcher, LAUNCHERS))
 
 
 def _check_backend(config: Config) -> None:

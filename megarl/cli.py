@@ -22,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
-from megarl.checks import config_checks, run_all
+from megarl.checks import config_checks
 from megarl.config import Config
-from megarl.knobs import UserError
+from megarl.knobs import UserError, does_not_exist, run_all
 from megarl.knobs import override as override_of
 
 PACKAGE = Path(__file__).resolve().parent
@@ -262,9 +262,7 @@ def _one_line(error: Exception) -> str:
     if missing:
         group, name = missing.groups()
         names = sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return f"{group}={name} does not exist; {hint}there are: {', '.join(names)}"
+        return does_not_exist(f"{group}={name}", name, names)
     unknown = re.search(r"Key '[^']+' not in[\s\S]*?full_key: (\S+)", f"{text}\n{cause}")
     where = re.search(r"In '([^']+)'", text)
     kind = re.search(r"object_type=(\w+)", f"{text}\n{cause}")

@@ -4,11 +4,12 @@ Every knob has one owner, a frozen dataclass next to the code that reads it. `do
 the lines of meaning.
 """
 
+import difflib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, field
 from typing import Any, TypeVar
 
@@ -17,6 +18,23 @@ T = TypeVar("T")
 
 class UserError(ValueError):
     """A mistake that the user can fix, in one line: the value, the rule, the remedy. The commands exit with 2."""
+
+
+def does_not_exist(what: str, name: str, names: Sequence[str]) -> str:
+    """Text of an error about an unknown choice: `what` with its value, the nearest of `names`, then all of them."""
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{what} does not exist; {hint}there are: {', '.join(names)}"
+
+
+def run_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Runs checks in order.
+
+    Raises:
+        UserError: from the first that fails.
+    """
+    for check in checks:
+        check()
 
 
 def knob(default: Any = MISSING, meaning: str = "", *, factory: Any = MISSING) -> Any:

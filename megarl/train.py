@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 from megarl import cli
-from megarl.checks import run_all, server_checks
+from megarl.checks import server_checks
 from megarl.config import Config
 from megarl.hub import local_folder
-from megarl.knobs import UserError
+from megarl.knobs import UserError, run_all
 from megarl.launcher import local, ray
 from megarl.launcher.job import Job
 from megarl.launcher.local import PARENT, run_ranks

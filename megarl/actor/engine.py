@@ -30,7 +30,7 @@ from megarl.actor.model.backends import choose_backend
 from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_norm
 from megarl.actor.weights import hf_weights
 from megarl.families import as_scalar, is_scalar, read_config
-from megarl.knobs import UserError
+from megarl.knobs import UserError, run_all
 from megarl.parallel import groups as process_groups
 from megarl.parallel import megatron_patches, platform
 from megarl.parallel.broadcast import gather_json
@@ -64,16 +64,14 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
-        for check in knob_checks(config, self.parallel, deterministic):
-            check()
+        run_all(knob_checks(config, self.parallel, deterministic))
         check_device(config, platform.has_gpu(), platform.has_transformer_engine(), deterministic)
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
         elif is_scalar(self.hf_config):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
-        for check in model_checks(config, self.parallel, self.hf_config, deterministic):
-            check()
+        run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
         self.backend = choose_backend(config, self.hf_config, deterministic)
         self._weight_updates: WeightUpdates | None = None
         self._skipped = SkippedSteps(config.max_skipped_steps)

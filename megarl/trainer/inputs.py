@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.algorithms import RewardModelConfig, algorithm_of
-from megarl.checks import length_checks, machine_checks, model_checks, run_all, server_checks
+from megarl.checks import length_checks, machine_checks, model_checks, server_checks
 from megarl.config import Config
 from megarl.data.collate import Batches, pad_sequences_to_tensors
 from megarl.data.examples import get_preference_dataset, pack_judged, pack_preferences, with_mismatched
@@ -20,7 +20,7 @@ from megarl.data.templates import set_chat_template
 from megarl.data.tokenizer import check_vocabulary
 from megarl.families import as_scalar, read_config
 from megarl.hub import local_folder
-from megarl.knobs import UserError
+from megarl.knobs import UserError, run_all
 from megarl.observe.run_folder import open_run
 from megarl.trainer.checkpoints.saver import check_resumable
 from megarl.types import PackedBatch

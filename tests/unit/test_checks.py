@@ -12,7 +12,7 @@ import pytest
 from megarl import checks, cli
 from megarl.config import Config
 from megarl.families import read_config
-from megarl.knobs import UserError
+from megarl.knobs import UserError, run_all
 
 RL, SFT, DPO = "+experiment=gsm8k_grpo", "+experiment=gsm8k_sft", "+experiment=dpo"
 TINY = cli.ASSETS / "tiny"
@@ -109,7 +109,7 @@ def test_all_failures_are_listed_each_once() -> None:
     failed = of_config(config)
     assert len(failed) == len(set(failed)) == 3
     with pytest.raises(UserError, match=re.escape(failed[0])):
-        checks.run_all(checks.config_checks(config))
+        run_all(checks.config_checks(config))
 
 
 def test_a_supervised_run_may_leave_the_held_out_rows_unlimited() -> None:

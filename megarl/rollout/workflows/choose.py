@@ -5,11 +5,10 @@ A workflow of your own needs no entry here: `rollout.workflow=MODULE.CLASS` find
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
-from megarl.knobs import UserError, class_of, function_of
+from megarl.knobs import UserError, class_of, does_not_exist, function_of
 from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.reward_call import RewardFn
@@ -36,12 +35,8 @@ def check_workflow(config: RolloutConfig, algorithm_workflow: str, algorithm: st
     """
     workflow, function = config.workflow, config.rollout_func
     if workflow not in WORKFLOWS and "." not in workflow:
-        near = difflib.get_close_matches(workflow, WORKFLOWS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(
-            f"rollout.workflow={workflow} does not exist; {hint}there are: {', '.join(WORKFLOWS)}, and MODULE.CLASS of "
-            "your own"
-        )
+        known = does_not_exist(f"rollout.workflow={workflow}", workflow, WORKFLOWS)
+        raise UserError(f"{known}, and MODULE.CLASS of your own")
     if function and workflow != DEFAULT:
         raise UserError(
             f"rollout.rollout_func={function} and rollout.workflow={workflow} both make the completions; leave one out"

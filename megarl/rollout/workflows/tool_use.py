@@ -7,7 +7,6 @@ Results come back in a turn of the role `tool`, or of `user` where the template 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import logging
 import re
@@ -19,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 from torch import Tensor
 
-from megarl.knobs import UserError, function_of, knob
+from megarl.knobs import UserError, does_not_exist, function_of, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.reward_call import RewardFn, call_reward
 from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
@@ -62,12 +61,8 @@ class ToolUseConfig:
             raise UserError("rollout.tool_use.tools is empty; name one at least, such as calculator")
         for name in self.tools:
             if name not in BUILT_IN and "." not in name:
-                near = difflib.get_close_matches(name, BUILT_IN, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                raise UserError(
-                    f"rollout.tool_use.tools: {name} does not exist; {hint}there are: {', '.join(BUILT_IN)}, and "
-                    "MODULE.FUNCTION of your own"
-                )
+                known = does_not_exist(f"rollout.tool_use.tools: {name}", name, BUILT_IN)
+                raise UserError(f"{known}, and MODULE.FUNCTION of your own")
 
     def check(self) -> None:
         """Refuses a search tool without a corpus.

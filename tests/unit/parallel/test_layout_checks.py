@@ -11,8 +11,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from megarl.actor.checks import check_device, check_layout, knob_checks
 from megarl.actor.config import EngineConfig, backend_of
-from megarl.checks import run_all
-from megarl.knobs import UserError
+from megarl.knobs import UserError, run_all
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 
