@@ -4,7 +4,7 @@
 # make docs    the documentation as a site, in build/site   make clean   remove the environment and what was built
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
-# Variables: PYTHON (3.11 or 3.12), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
+# Variables: PYTHON (3.11 to 3.13), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
 # ARGS="tests/unit -k batch"), WORKERS (processes that share the tests, 2; 0 runs them in one, as a debugger needs it).
 
 PYTHON ?= python3
@@ -90,7 +90,7 @@ say = printf '[setup %s/6] %s\n' $(1) '$(2)'
 
 $(STAMPS)/venv:
 	@$(call say,1,virtual environment in $(VENV))
-	@command -v $(PYTHON) >/dev/null || { echo "make: PYTHON=$(PYTHON) is not a command: make PYTHON=python3.11"; exit 2; }
+	@command -v $(PYTHON) >/dev/null || { echo "make: PYTHON=$(PYTHON) is not a command: make PYTHON=python3.12"; exit 2; }
 	@$(PYTHON) requirements/check_python.py
 	@command -v $${CXX:-g++} >/dev/null || \
 	  { echo "make: no C++ compiler ($${CXX:-g++}) found; csrc/ is built here: install g++ or set CXX"; exit 2; }
@@ -108,8 +108,12 @@ $(STAMPS)/groups: pyproject.toml requirements/lock.txt | $(STAMPS)/torch
 	@$(PIP) --group build --group dev --group sglang
 	@touch $@
 
-$(STAMPS)/dependencies: pyproject.toml requirements/lock.txt | $(STAMPS)/groups
+# Python 3.11 gets Megatron-core from source, as its wheels begin at 3.12; pip then finds its pin fulfilled.
+$(STAMPS)/dependencies: pyproject.toml $(wildcard requirements/*.txt) | $(STAMPS)/groups
 	@$(call say,4,what megarl imports)
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then \
+	  $(PIP) --no-build-isolation --no-deps --ignore-requires-python --no-binary megatron-core \
+	    --require-hashes --requirement requirements/megatron_on_python_3_11.txt; fi
 	@$(PIP) --no-build-isolation --only-deps .
 	@touch $@
 

@@ -56,10 +56,10 @@ def everywhere() -> list[Part]:
     """Software that megarl needs on any machine."""
     installed = versions()
     python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-    supported = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
     setup = "make setup, or docs/install_gpu.md"
     return [
-        Part("Python", python if supported else None, NEEDED, "3.11 or 3.12", "make setup PYTHON=python3.11"),
+        Part("Python", python if supported else None, NEEDED, "3.11 to 3.13", "make setup PYTHON=python3.12"),
         Part("torch", installed["torch"], NEEDED, "tensors, collectives", setup),
         Part("Megatron-core", installed["Megatron-core"], NEEDED, "the actor", setup),
         Part("transformers", installed["transformers"], NEEDED, "configs and tokenizers of checkpoints", setup),

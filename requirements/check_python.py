@@ -7,8 +7,8 @@ import sysconfig
 
 def complaint():
     version = "%d.%d" % sys.version_info[:2]  # noqa: UP031 (this file must also run on old Pythons)
-    if version not in ("3.11", "3.12"):
-        return "is Python " + version + ", megarl needs 3.11 or 3.12: make PYTHON=python3.11"
+    if version not in ("3.11", "3.12", "3.13"):
+        return "is Python " + version + ", megarl needs 3.11, 3.12 or 3.13: make PYTHON=python3.12"
     try:
         import ensurepip  # noqa: F401 (venv needs it; some distributions ship it apart)
         import venv  # noqa: F401

@@ -191,7 +191,7 @@ def _activations(
     """Computes activation bytes at the peak: all layers of the microbatches in flight, and one layer in backward."""
     layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank])
     in_flight = float(min(load.microbatches, parallel.pp_size - pp_rank))
-    if parallel.vpp_size > 1:  # each chunk has layers / vpp layers, schedules.py:773
+    if parallel.vpp_size > 1:  # each chunk has layers / vpp layers, schedules.py:937
         warmup = 2 * (parallel.pp_size - pp_rank - 1) + (parallel.vpp_size - 1) * parallel.pp_size + 1
         in_flight = min(load.microbatches * parallel.vpp_size, warmup) / parallel.vpp_size
     recomputed = layer.inside - layer.kept  # 0 without recompute

@@ -43,7 +43,7 @@ def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -
 def step_by_norm(optimizer: Any, norm: float) -> None:
     """Clips prepared gradients (`prepare_grads`) by their norm and takes a step.
 
-    This is the second half of Megatron's `ChainedOptimizer.step` (optimizer/optimizer.py:1307). Its first half would
+    This is the second half of Megatron's `ChainedOptimizer.step` (optimizer/optimizer.py:1855). Its first half would
     prepare the gradients and compute their norm again.
     """
     for part in optimizer.chained_optimizers:

@@ -21,10 +21,9 @@ from typing import Any
 
 from megarl.cpu.sglang_platform import DETERMINISTIC
 
-STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "triton", "IPython")
-# SGLang copes without these. It would call the first from a function. The second is installed for the trainer and
-# would cost half a second of the server's start.
-HIDDEN = ("triton.knobs", "megatron.core")
+STOOD_IN_FOR = ("torchvision", "sgl_kernel", "soundfile", "IPython")
+# SGLang copes without it. It is installed for the trainer and would cost half a second of the server's start.
+HIDDEN = ("megatron.core",)
 
 # Read at import. One OpenMP thread: more of them spin, which makes a server beside a busy process 40x slower.
 ENVIRONMENT = {

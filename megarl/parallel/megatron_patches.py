@@ -1,4 +1,4 @@
-"""Patches of Megatron-core 0.16.1. One applies on every machine; the others let Megatron run without a GPU.
+"""Patches of Megatron-core 0.19.2. One applies on every machine; the others let Megatron run without a GPU.
 
 Megatron-core calls `torch.cuda` directly. Without a GPU, `prepare()` replaces attributes of `torch.cuda` and of
 Megatron once, so that these calls work on the CPU. `scope()` redirects tensors created with `device="cuda"` while
@@ -44,21 +44,20 @@ def _does_nothing() -> Callable[..., None]:
     return lambda *_, **__: None
 
 
-# attribute of torch.cuda -> (replacement on the CPU, the Megatron-core 0.16.1 line that calls it)
+# attribute of torch.cuda -> (replacement on the CPU, the Megatron-core 0.19.2 line that calls it)
 CUDA_ATTRIBUTES: dict[str, tuple[Any, str]] = {
     "current_device": (
         lambda: torch.device("cpu"),
-        "distributed/param_and_grad_buffer.py:783 allocates the parameter and gradient buffers there",
+        "distributed/param_and_grad_buffer.py:1162 allocates the parameter and gradient buffers there",
     ),
-    "synchronize": (_does_nothing(), "pipeline_parallel/p2p_communication.py:398 after each send and receive"),
-    "current_stream": (_Inert, "pipeline_parallel/utils.py:332"),
-    "default_stream": (_Inert, "distributed/param_and_grad_buffer.py:422"),
-    "stream": (lambda *_: contextlib.nullcontext(), "distributed/param_and_grad_buffer.py:417"),
-    "Stream": (_Inert, "distributed/distributed_data_parallel.py:230"),
-    "Event": (_Inert, "pipeline_parallel/utils.py:158"),
-    "empty_cache": (_does_nothing(), "distributed/distributed_data_parallel.py:594"),
-    "manual_seed": (_does_nothing(), "tensor_parallel/random.py:422"),
-    "get_rng_state": (lambda *_, **__: torch.zeros(0, dtype=torch.uint8), "tensor_parallel/random.py:235"),
+    "synchronize": (_does_nothing(), "pipeline_parallel/p2p_communication.py:419 after each send and receive"),
+    "current_stream": (_Inert, "pipeline_parallel/utils.py:398"),
+    "stream": (lambda *_: contextlib.nullcontext(), "distributed/param_and_grad_buffer.py:686"),
+    "Stream": (_Inert, "distributed/distributed_data_parallel.py:297"),
+    "Event": (_Inert, "pipeline_parallel/utils.py:192"),
+    "empty_cache": (_does_nothing(), "distributed/distributed_data_parallel.py:655"),
+    "manual_seed": (_does_nothing(), "tensor_parallel/random.py:490"),
+    "get_rng_state": (lambda *_, **__: torch.zeros(0, dtype=torch.uint8), "tensor_parallel/random.py:303"),
 }
 
 
@@ -97,27 +96,23 @@ class _TorchOfSchedules:
         return torch.zeros(*size, device=torch.device("cpu") if _is_cuda(device) else device, **options)
 
 
-# (module of megatron.core, attribute) -> (replacement on the CPU, the Megatron-core 0.16.1 line that needs it)
+# (module of megatron.core, attribute) -> (replacement on the CPU, the Megatron-core 0.19.2 line that needs it)
 MEGATRON_ATTRIBUTES: dict[tuple[str, str], tuple[Any, str]] = {
     ("pipeline_parallel.schedules", "torch"): (
         _TorchOfSchedules(),
-        "pipeline_parallel/schedules.py:596 counts tokens in a tensor on the GPU",
-    ),
-    ("transformer.moe.moe_utils", "te_general_gemm"): (
-        None,
-        "transformer/moe/moe_utils.py:1192 compares it with None, and without Transformer Engine it is undefined",
+        "pipeline_parallel/schedules.py:749 counts tokens in a tensor on the GPU",
     ),
     ("transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"): (
         _on_host,
-        "transformer/moe/token_dispatcher.py:879 converts tensors to split sizes, but only tensors on a GPU",
+        "transformer/moe/token_dispatcher.py:927 converts tensors to split sizes, but only tensors on a GPU",
     ),
     ("tensor_parallel.mappings", "_gather_along_first_dim"): (
         _gather_along_first_dim,
-        "tensor_parallel/mappings.py:114 gathers parts of different lengths: tokens of experts over etp",
+        "tensor_parallel/mappings.py:118 gathers parts of different lengths: tokens of experts over etp",
     ),
 }
 
-# distrib_optimizer.py:361, optimizer.py:671 and clip_grads.py:167 sort parameters by the name of their type
+# distrib_optimizer.py:466, optimizer.py:1028 and clip_grads.py:174 sort parameters by the name of their type
 _TYPE_SPELLINGS = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
     "torch.HalfTensor": "torch.cuda.HalfTensor",
@@ -131,7 +126,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     `device="cuda"` creates CPU tensors, `Tensor.cuda()` returns the tensor itself, and `Tensor.type()` names the
     `torch.cuda` type.
 
-    Needed by schedules.py:596 (`torch.zeros([], device="cuda")`), clip_grads.py:90, optimizer.py:473 and others.
+    Needed by schedules.py:749 (`torch.zeros([], device="cuda")`), clip_grads.py:108, optimizer.py:690 and others.
     """
 
     def __torch_function__(
@@ -192,9 +187,11 @@ def prepare() -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # p2p_communication.py:165 both sends to and receives from the previous stage first. With two stages, each is the
-    # other's previous and next, and the shapes of the two directions get swapped.
-    P2PCommunicator._communicate_shapes = _exchange_shapes
+    # Shapes go as the tensors do: NCCL may wait for ever where a batched operation and one of a pair cross.
+    batched = P2PCommunicator._communicate_shapes
+    P2PCommunicator._communicate_shapes = lambda self, *shapes: (
+        batched(self, *shapes) if self.config.batch_p2p_comm else _exchange_shapes(self, *shapes)
+    )
     if platform.has_gpu():
         torch.cuda.set_device(platform.device())
         return
@@ -205,6 +202,6 @@ def prepare() -> None:
     # tensor_parallel/random.py: CudaRNGStatesTracker.fork swaps CUDA generator states. The inference tracker does not;
     # it is correct because dropout is 0.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
-    # tensor_parallel/random.py:447 and :457: recomputed regions save and restore the CUDA generator's state
+    # tensor_parallel/random.py:528 and :538: recomputed regions save and restore the CUDA generator's state
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.zeros(0, dtype=torch.uint8)
     megatron_random._set_cuda_rng_state = _does_nothing()

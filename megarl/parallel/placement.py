@@ -1,6 +1,6 @@
 """Place of each rank in a layout, computed from the sizes alone, without Megatron or process groups.
 
-Ranks are numbered in Megatron's default order "tp-cp-ep-dp-pp" (parallel_state.py:562): tensor parallel neighbours
+Ranks are numbered in Megatron's default order "tp-cp-ep-dp-pp" (parallel_state.py:617): tensor parallel neighbours
 first, pipeline stages last. Experts have their own layout over the ranks of a pipeline stage: etp, then ep, then
 replicas.
 """

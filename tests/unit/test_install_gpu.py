@@ -34,7 +34,7 @@ def exact(requirement: Requirement) -> str:
 
 
 GPU, BUILT = pins("gpu.txt"), pins("gpu_built.txt")
-DIFFER = {"torch", "numpy"}  # what SGLang's requirements want otherwise; docs/install_gpu.md says why
+DIFFER = {"torch", "triton", "numpy"}  # what SGLang's requirements want otherwise; docs/install_gpu.md says why
 
 
 def test_what_megarl_imports_has_the_same_version_with_and_without_gpus() -> None:

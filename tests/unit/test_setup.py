@@ -91,4 +91,4 @@ def test_a_python_that_cannot_run_megarl_is_told_in_one_line(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "ensurepip", None)
     assert "has no venv" in check_python.complaint()
     monkeypatch.setattr(check_python.sys, "version_info", (3, 14, 0))
-    assert check_python.complaint() == "is Python 3.14, megarl needs 3.11 or 3.12: make PYTHON=python3.11"
+    assert check_python.complaint() == "is Python 3.14, megarl needs 3.11, 3.12 or 3.13: make PYTHON=python3.12"

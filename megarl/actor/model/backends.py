@@ -14,12 +14,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -56,8 +66,8 @@ class LayerBackend:
     """Modules and functions of a model that depend on the layer implementation.
 
     `pack` builds the attention's parameters from padded `cu_seqlens` (int32 `[num_seqs + 1]`, on the host), the cut
-    over ranks, and the tokens read under shared prompts. `rotary` takes the frequencies `[rotary dim / 2]`. Module
-    classes that are None keep Megatron's own. `logprobs` has the signature of `heads.logprobs`.
+    over ranks, and the tokens read under shared prompts. `rotary` takes the frequencies `[rotary dim / 2]`.
+    `gated_activation` None uses Megatron's `activation_func`. `logprobs` has the signature of `heads.logprobs`.
     """
 
     name: str
@@ -66,33 +76,42 @@ class LayerBackend:
     norm: Any = RMSNorm
     qk_norm: Any = RMSNorm
     attention: Any = PackedAttention
-    column_linear: Any = None
-    row_linear: Any = None
+    column_linear: Any = ColumnParallelLinear
+    row_linear: Any = RowParallelLinear
     biased_row_linear: Any = BiasedRowParallelLinear
     gated_activation: Any = None
     config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
     logprobs: Callable[..., tuple[Tensor, Tensor | None]] = heads.logprobs
     one_thread: bool = False  # True: run on one thread, because results depend on the number of threads
 
-    def place_modules(self, spec: Any, *, qk_norm: bool, sparse: bool, output_bias: bool) -> None:
-        """Puts the backend's modules into Megatron's local spec of one layer, in place.
+    def layer_spec(self, *, qk_norm: bool, sparse: bool, output_bias: bool) -> ModuleSpec:
+        """Builds Megatron's spec of one transformer layer; `sparse` layers have experts in place of an MLP."""
+        head_norm = self.qk_norm if qk_norm else IdentityOp
+        attention = SelfAttentionSubmodules(
+            linear_qkv=self.column_linear,
+            core_attention=self.attention,
+            linear_proj=self.biased_row_linear if output_bias else self.row_linear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        )
+        layer = TransformerLayerSubmodules(
+            input_layernorm=self.norm,
+            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=self.norm,
+            mlp=self._experts() if sparse else self._mlp(),
+            mlp_bda=get_bias_dropout_add,
+        )
+        return ModuleSpec(TransformerLayer, submodules=layer)
 
-        `sparse` layers have experts, whose linear layers stay Megatron's own.
-        """
-        parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-        mlp = parts.mlp.submodules.experts.submodules if sparse else parts.mlp.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = self.norm
-        if qk_norm:
-            attention.q_layernorm = attention.k_layernorm = self.qk_norm
-        attention.core_attention = self.attention
-        if self.gated_activation is not None:
-            mlp.activation_func = self.gated_activation
-        if self.column_linear is not None:
-            attention.linear_qkv, attention.linear_proj = self.column_linear, self.row_linear
-            if not sparse:
-                mlp.linear_fc1, mlp.linear_fc2 = self.column_linear, self.row_linear
-        if output_bias:
-            attention.linear_proj = self.biased_row_linear
+    def _mlp(self) -> Callable[..., torch.nn.Module]:
+        parts = MLPSubmodules(self.column_linear, self.row_linear, self.gated_activation)
+        return partial(MLP.as_mlp_submodule, submodules=parts)
+
+    def _experts(self) -> Callable[..., torch.nn.Module]:
+        """Experts one after another. Their linear layers are Megatron's own in every backend."""
+        parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear, self.gated_activation)
+        return partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=parts)))
 
 
 def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> LayerBackend:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,7 +12,7 @@ from transformers import PretrainedConfig
 
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
-from megarl.actor.model.moe import mark_experts, moe_fields
+from megarl.actor.model.moe import moe_fields
 from megarl.families import (
     FAMILIES,
     attention_biases,
@@ -43,6 +42,9 @@ def transformer_config(
     """Builds Megatron's config from the HF config, on this layout."""
     family, layout = FAMILIES[config.model_type], groups.layout
     on_gpu = platform.has_gpu()
+    # Two stages with virtual stages are each other's previous and next one. A batch matches sends to receives by order
+    # alone (p2p_communication.py:17), and would swap the two directions.
+    crosswise = groups.pp_size == 2 and groups.vpp_size > 1
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -79,7 +81,7 @@ def transformer_config(
         use_cpu_initialization=not on_gpu,
         init_method=_no_init,  # hf_weights.py writes every element
         output_layer_init_method=_no_init,
-        batch_p2p_comm=on_gpu,
+        batch_p2p_comm=on_gpu and not crosswise,
         **RECOMPUTE[recompute],
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -98,12 +100,8 @@ def _no_init(tensor: torch.Tensor) -> torch.Tensor:
 def _layer_specs(config: PretrainedConfig, layers: range, backend: LayerBackend) -> TransformerBlockSubmodules:
     """Builds the specs of the given layers, some of which may have experts."""
     qk_norm, moe, output_bias = FAMILIES[config.model_type].qk_norm, moe_shape(config), attention_biases(config)[1]
-    specs = []
-    for layer in layers:
-        experts = moe.experts if moe is not None and moe.layers[layer] else None
-        spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norm, normalization="RMSNorm")
-        backend.place_modules(spec, qk_norm=qk_norm, sparse=experts is not None, output_bias=output_bias)
-        specs.append(spec)
+    sparse_layers = moe.layers if moe is not None else [False] * config.num_hidden_layers
+    specs = [backend.layer_spec(qk_norm=qk_norm, sparse=sparse_layers[i], output_bias=output_bias) for i in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.norm)
 
 
@@ -128,7 +126,6 @@ def build_model(
                 pg_collection=groups.collection,
                 vp_stage=stage if groups.vpp_size > 1 else None,
             )
-        mark_experts(module)
         if module.post_process and is_scalar(config):
             module.output_layer = ValueHead(megatron)
         module.rotary_pos_emb = backend.rotary(rotary_inv_freq(config))

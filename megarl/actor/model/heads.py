@@ -30,7 +30,7 @@ class HeadlessGPT(GPTModel):
     The module still has `output_layer`, with its own weight or the tied embedding's. The functions below apply it.
     """
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # gpt_model.py:424
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # gpt_model.py:620
         return hidden_states
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from megarl.families import moe_shape
@@ -32,14 +31,3 @@ def moe_fields(config: PretrainedConfig, *, grouped: bool) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": grouped,
     }
-
-
-def mark_experts(module: torch.nn.Module) -> None:
-    """Marks the parameters of experts, so that their gradients are summed over the replicas of experts.
-
-    Megatron sets the mark only under expert parallelism (tensor_parallel/layers.py:886). With ep 1 and an etp different
-    from tp, it would sum them over the replicas of dense parameters.
-    """
-    for name, param in module.named_parameters():
-        if ".mlp.experts." in name:
-            param.allreduce = False  # type: ignore[attr-defined]

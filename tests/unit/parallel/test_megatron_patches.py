@@ -55,6 +55,6 @@ def test_cuda_means_cpu_inside_the_scope_only() -> None:
 def test_streams_and_events_do_nothing() -> None:
     megatron_patches.prepare()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
         torch.cuda.Event().record()
     assert torch.cuda.current_device() == torch.device("cpu")
