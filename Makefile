@@ -21,6 +21,7 @@ pinned = $(shell sed -n 's/^ *"\($(1)==[^"]*\)".*/\1/p' pyproject.toml | head -n
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
+GPU_BRANCHES := $(addprefix tests/unit/,actor parallel rollout launcher)
 NATIVE := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py)
 SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh\b' 2>/dev/null)
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE))
@@ -40,8 +41,10 @@ doctor:
 train: setup
 	@exec $(BIN)/python -m megarl.train +experiment=gsm8k_grpo $(ARGS)
 
+# Without ARGS, tests of the code that has branches for GPUs run once more on these branches.
 test: setup
-	@exec $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
+	@$(if $(ARGS),,$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --gpu-options $(GPU_BRANCHES))
 
 test-unit: setup
 	@exec $(BIN)/python -m pytest tests/unit $(ARGS)

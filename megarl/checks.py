@@ -82,7 +82,7 @@ def server_checks(config: Config, folder: Path) -> Sequence[Check]:
 
 def machine_checks(config: Config) -> Sequence[Check]:
     """Checks of this machine's devices."""
-    devices = platform.has_gpu(), platform.has_transformer_engine()
+    devices = platform.takes_gpu_options(), platform.has_transformer_engine()
     return [partial(actor_checks.check_device, config.actor, *devices, config.deterministic)]
 
 
@@ -267,7 +267,9 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
 def _check_server_layout(config: Config, model: PretrainedConfig) -> None:
     """Refuses servers on GPUs with uneven heads. SGLang on CPU pads them."""
     tp, heads, device = config.server.tp_size, model.num_attention_heads, config.server.device
-    on_gpu = device == "cuda" or (device == "auto" and (config.cluster.gpus_per_node > 0 or platform.has_gpu()))
+    on_gpu = device == "cuda" or (
+        device == "auto" and (config.cluster.gpus_per_node > 0 or platform.takes_gpu_options())
+    )
     if config.method == "rl" and on_gpu and tp >= 1 and heads % tp:
         raise UserError(
             f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"

@@ -26,6 +26,8 @@ from transformers import (
 )
 from xdist.scheduler import LoadScopeScheduling
 
+from megarl.parallel import platform
+
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,13 +52,34 @@ class ByFile(LoadScopeScheduling):
         return next((files[0] for files in SERVERS_OF if file.startswith(files)), file)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-options", action="store_true", help="set up models and servers as on GPUs, on the CPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Answers the platform's third question as a GPU does: see `megarl/parallel/platform.py`.
+
+    Covers options of models, pipelines and servers in the tests' own processes. Tensors stay on the CPU, Megatron keeps
+    its patches, and collectives go over gloo. Processes that a test starts by a command take the CPU's options.
+    """
+    config.addinivalue_line(
+        "markers", "cpu_options(reason): the test is about the CPU's options; --gpu-options skips it"
+    )
+    if config.getoption("--gpu-options"):
+        platform.takes_gpu_options = lambda: True
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(FOLDERS)}
     items.sort(key=lambda item: order.get(item.nodeid.split("/")[1], len(order)))
+    if config.getoption("--gpu-options"):
+        for item in items:
+            for marker in item.iter_markers("cpu_options"):
+                item.add_marker(pytest.mark.skip(reason=f"about the CPU's options: {marker.args[0]}"))
 
 
 FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {

@@ -21,7 +21,7 @@ from megarl.data.config import SourceConfig
 from megarl.data.preference import format_of
 from megarl.data.sources import load_rows
 from megarl.knobs import UserError, override
-from megarl.parallel.platform import has_gpu
+from megarl.parallel.platform import takes_gpu_options
 
 
 @dataclass
@@ -329,7 +329,7 @@ def _numerics(reading: Reading) -> None:
     bf16 = reading.take("bf16", reading.take("bfloat16"))
     if bf16 is not None and bf16 not in (True, False, "auto"):
         reading.refuse("bf16", bf16, "must be true, false or auto")
-    dtype = "bfloat16" if bf16 is True or (bf16 == "auto" and has_gpu()) else "float32"
+    dtype = "bfloat16" if bf16 is True or (bf16 == "auto" and takes_gpu_options()) else "float32"
     reading.set("bf16", bf16, "actor.dtype", dtype)
     if reading.unread.get("vllm.dtype", "auto") == "auto":
         reading.overrides["server.dtype"] = dtype

@@ -120,7 +120,9 @@ def initialize(config: ParallelConfig) -> Groups:
                 expert_tensor_parallel_size=layout.etp_size,
                 distributed_timeout_minutes=math.ceil((config.timeout_s + watchdog.GRACE_S) / 60),
             )
-        if platform.has_gpu():  # Megatron creates layers in a fork of it (tensor_parallel/layers.py:177); dropout is 0
+        if (
+            platform.takes_gpu_options()
+        ):  # Megatron creates layers in a fork of it (tensor_parallel/layers.py:177); dropout is 0
             model_parallel_cuda_manual_seed(0)
     collection = ProcessGroupCollection.use_mpu_process_groups()
     groups = Groups(

@@ -146,7 +146,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 @contextlib.contextmanager
 def scope() -> Iterator[None]:
     """Redirects Megatron's requests for CUDA to the CPU while open. On a GPU it changes nothing."""
-    if platform.has_gpu():
+    if not platform.needs_cpu_patches():
         yield
         return
     with _CudaMeansCpu():
@@ -192,7 +192,7 @@ def prepare() -> None:
     P2PCommunicator._communicate_shapes = lambda self, *shapes: (
         batched(self, *shapes) if self.config.batch_p2p_comm else _exchange_shapes(self, *shapes)
     )
-    if platform.has_gpu():
+    if not platform.needs_cpu_patches():
         torch.cuda.set_device(platform.device())
         return
     for name, (replacement, _) in CUDA_ATTRIBUTES.items():

@@ -1,4 +1,7 @@
-"""Devices of this machine: GPU or CPU, Transformer Engine, and the backend of collectives."""
+"""Devices of this machine, as three questions: a tensor's device, Megatron's patches, and the options of GPUs.
+
+A GPU answers all three alike. Tests answer the third alone: they run the branches that GPUs take on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,23 @@ import torch
 
 
 def has_gpu() -> bool:
+    """True if this rank's tensors lie on a GPU."""
     return torch.cuda.is_available()
 
 
+def needs_cpu_patches() -> bool:
+    """True if Megatron's calls of `torch.cuda` must be redirected to the CPU (`megatron_patches.py`)."""
+    return not has_gpu()
+
+
+def takes_gpu_options() -> bool:
+    """True if models, pipelines and servers are set up as on GPUs."""
+    return has_gpu()
+
+
 def has_transformer_engine() -> bool:
-    """True if Transformer Engine's layers can run: its package and a GPU are present."""
-    return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+    """True if Transformer Engine's layers can run: its package is present, and options of GPUs are taken."""
+    return takes_gpu_options() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def device() -> torch.device:

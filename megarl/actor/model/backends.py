@@ -116,7 +116,7 @@ class LayerBackend:
 
 def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> LayerBackend:
     """Builds an engine's backend on this machine, by `actor.backend` and the run's `deterministic`."""
-    has_gpu, has_te = platform.has_gpu(), platform.has_transformer_engine()
+    has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
         return _transformer_engine()

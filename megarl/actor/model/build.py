@@ -41,7 +41,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Builds Megatron's config from the HF config, on this layout."""
     family, layout = FAMILIES[config.model_type], groups.layout
-    on_gpu = platform.has_gpu()
+    on_gpu = platform.takes_gpu_options()
     # Two stages with virtual stages are each other's previous and next one. A batch matches sends to receives by order
     # alone (p2p_communication.py:17), and would swap the two directions.
     crosswise = groups.pp_size == 2 and groups.vpp_size > 1

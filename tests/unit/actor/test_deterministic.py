@@ -22,6 +22,9 @@ from megarl.types import PackedBatch, cu_seqlens_of
 LENGTHS = [9, 14, 7, 130, 11, 2, 70, 64]
 
 
+pytestmark = pytest.mark.cpu_options("deterministic=true holds on CPU only")
+
+
 @pytest.fixture(autouse=True)
 def own_world_and_threads() -> Iterator[None]:
     threads = torch.get_num_threads()

@@ -90,6 +90,7 @@ def test_an_update_without_them_is_the_update_with_those_that_it_finds(folder: P
     assert stats["grad_norm"] > 1e-3
 
 
+@pytest.mark.cpu_options("deterministic=true holds on CPU only")
 def test_a_deterministic_update_finds_the_same_bits(folder: Path) -> None:
     batch = batch_of()
     actor = actor_of(folder, algorithm_of(ALGORITHMS["grpo"][0]()), deterministic=True)
