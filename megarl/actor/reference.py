@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.offload import Offloaded
 from megarl.actor.weights import hf_weights
-from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
 
 
@@ -19,7 +18,7 @@ class MegatronReference(MegatronEngine):
 
     def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None) -> None:
         super().__init__(config, parallel, trainable=False)
-        self._offloaded: list[Tensor] = []
+        self._offloaded: Offloaded | None = None
 
     def compute_logp(self, data: Any) -> Tensor:
         """Computes log-probs, float32 `[total_tokens]`, token-aligned. Loads offloaded weights first.
@@ -30,20 +29,13 @@ class MegatronReference(MegatronEngine):
         self.eval()
         return self.logprobs(data, trained_only=True)
 
-    @torch.no_grad()
     def offload(self) -> None:
         """Copies the weights to the host and frees device memory. Does nothing if they are offloaded already."""
-        if self._offloaded:
-            return
-        for parameter in hf_weights.parameters(self.modules):
-            host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=platform.has_gpu())
-            self._offloaded.append(host.copy_(parameter))
-            parameter.untyped_storage().resize_(0)
+        if self._offloaded is None:
+            self._offloaded = Offloaded(hf_weights.parameters(self.modules))
 
-    @torch.no_grad()
     def onload(self) -> None:
         """Copies offloaded weights back to the device, bit for bit."""
-        for parameter, host in zip(hf_weights.parameters(self.modules), self._offloaded, strict=False):
-            parameter.untyped_storage().resize_(host.nbytes)
-            parameter.copy_(host)
-        self._offloaded = []
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None

@@ -1,0 +1,114 @@
+"""Moves a model's memory to the host and back, bit for bit, so that a server can use the GPU meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.parallel import platform
+
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+class Offloaded:
+    """Device memory of tensors, freed until `restore`. Views of the tensors are valid again afterwards.
+
+    Works on storages: each is freed once, however many tensors view it. With `keep=False` the content is dropped, and
+    `restore` fills with zeros.
+    """
+
+    @torch.no_grad()
+    def __init__(self, tensors: Iterable[Tensor], keep: bool = True) -> None:
+        here = (tensor.untyped_storage() for tensor in tensors if tensor.device == platform.device())
+        self._storages = [storage for storage in _by_pointer(here) if storage.nbytes()]
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._hosts = [_to_host(storage) for storage in self._storages] if keep else []
+        if platform.has_gpu():
+            torch.cuda.synchronize()  # copies are asynchronous, and kernels may still write
+        for storage in self._storages:
+            storage.resize_(0)
+        if platform.has_gpu():
+            torch.cuda.empty_cache()  # torch would keep the memory for itself
+
+    @property
+    def nbytes(self) -> int:
+        """Freed bytes of the device."""
+        return sum(self._sizes)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Allocates the memory again and copies the content back."""
+        for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
+            storage.resize_(size)
+            if self._hosts:
+                _bytes_of(storage).copy_(self._hosts[index], non_blocking=True)
+            else:
+                _bytes_of(storage).zero_()
+        if platform.has_gpu():
+            torch.cuda.synchronize()  # the pinned copies are freed below
+        self._storages, self._sizes, self._hosts = [], [], []
+
+
+def _by_pointer(storages: Iterable[torch.UntypedStorage]) -> Iterator[torch.UntypedStorage]:
+    """Yields each storage once: torch makes a new Python object at every call of `untyped_storage`."""
+    seen: set[int] = set()
+    for storage in storages:
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _to_host(storage: torch.UntypedStorage) -> Tensor:
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_gpu())
+    return host.copy_(_bytes_of(storage), non_blocking=True)
+
+
+class EngineMemory:
+    """Parameters, gradients and optimizer state of a trained engine, each on the device or offloaded."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._offloaded: dict[str, Offloaded] = {}
+
+    def offload(self, *parts: str) -> None:
+        """Frees the device memory of `parts`. Gradients are dropped: they are zero between two updates."""
+        for part in parts:
+            if part not in self._offloaded:
+                self._offloaded[part] = Offloaded(self._tensors(part), keep=part != "gradients")
+
+    def restore(self, *parts: str) -> None:
+        """Brings back `parts`; does nothing for a part that is on the device."""
+        for part in parts:
+            if part in self._offloaded:
+                self._offloaded.pop(part).restore()
+
+    def offloaded_bytes(self, part: str) -> int:
+        """Device memory that `part` has given up; 0 if it is on the device."""
+        return self._offloaded[part].nbytes if part in self._offloaded else 0
+
+    def _tensors(self, part: str) -> Iterator[Tensor]:
+        if part == "parameters":
+            for module in self._engine.modules:
+                yield from module.parameters()
+        elif part == "gradients":
+            for ddp in self._engine.ddps:
+                yield from (buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers))
+        else:
+            yield from self._optimizer_tensors()
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        """Yields Adam's moments and the main parameters; of float32 models the latter are the parameters themselves."""
+        parameters = {p.untyped_storage().data_ptr() for module in self._engine.modules for p in module.parameters()}
+        for part in getattr(self._engine.optimizer, "chained_optimizers", [self._engine.optimizer]):
+            if part.is_stub_optimizer:
+                continue
+            tensors = [param for group in part.optimizer.param_groups for param in group["params"]]
+            tensors += [x for state in part.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+            yield from (tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in parameters)

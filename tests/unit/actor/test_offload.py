@@ -1,0 +1,90 @@
+"""Memory that an engine gives up between two updates and gets back, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.actor.api import FinetuneSpec
+from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.offload import PARTS, EngineMemory, Offloaded
+from megarl.actor.supervised import MegatronLMEngine
+from megarl.types import PackedBatch, cu_seqlens_of
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def texts(seed: int) -> PackedBatch:
+    lengths = torch.tensor([7, 12, 5, 9])
+    tokens = int(lengths.sum())
+    ids = torch.randint(0, 300, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return PackedBatch(cu_seqlens_of(lengths), {"input_ids": ids, "loss_mask": torch.ones(tokens, dtype=torch.bool)})
+
+
+def trained(folder: Path, dtype: str, rest: tuple[str, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of three steps, with `rest` offloaded between the steps."""
+    engine = MegatronLMEngine(EngineConfig(path=str(folder), dtype=dtype, optimizer=OptimizerConfig(lr=1e-2)))
+    engine.initialize(ft_spec=FinetuneSpec(1, 3, 1))
+    memory, losses = EngineMemory(engine), []
+    for seed in range(3):
+        losses.append(engine.train_lm(texts(seed))["loss"])
+        memory.offload(*rest)
+        if "parameters" in rest:
+            assert {p.untyped_storage().nbytes() for p in engine.modules[0].parameters()} == {0}
+        if "gradients" in rest:
+            assert engine.ddps[0].buffers[0].grad_data.untyped_storage().nbytes() == 0
+        memory.restore(*rest)
+    return losses, {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rest", [PARTS, ("gradients", "optimizer")])
+def test_training_goes_on_with_the_same_bits(
+    rest: tuple[str, ...], dtype: str, checkpoints: Callable[..., Path]
+) -> None:
+    folder = checkpoints("qwen3", tied=True)
+    losses, weights = trained(folder, dtype, ())
+    losses_after_rests, weights_after_rests = trained(folder, dtype, rest)
+    assert losses_after_rests == losses
+    assert len(set(losses)) == 3
+    for name, weight in weights.items():
+        assert torch.equal(weights_after_rests[name], weight), name
+
+
+@pytest.mark.parametrize(("dtype", "per_parameter"), [("float32", 8), ("bfloat16", 12)])
+def test_the_optimizer_gives_up_moments_and_main_parameters(
+    dtype: str, per_parameter: int, checkpoints: Callable[..., Path]
+) -> None:
+    """As `actor/memory.py` counts them: the main parameters of float32 models are the parameters."""
+    engine = MegatronLMEngine(EngineConfig(path=str(checkpoints("qwen3", tied=True)), dtype=dtype))
+    engine.initialize(ft_spec=FinetuneSpec(1, 3, 1))
+    engine.train_lm(texts(0))
+    parameters = sum(p.numel() for p in engine.modules[0].parameters())
+    memory = EngineMemory(engine)
+    freed = {}
+    for part in PARTS:
+        memory.offload(part)
+        freed[part] = memory.offloaded_bytes(part)
+        memory.offload(part)  # a second call finds nothing to do
+    memory.restore(*PARTS)
+    assert freed["optimizer"] == pytest.approx(per_parameter * parameters, rel=0.01)
+    assert freed["gradients"] == pytest.approx(4 * parameters, rel=0.01)
+    assert freed["parameters"] == pytest.approx((4 if dtype == "float32" else 2) * parameters, rel=0.01)
+    assert memory.offloaded_bytes("optimizer") == 0
+
+
+def test_views_of_one_storage_are_freed_once_and_come_back() -> None:
+    base = torch.arange(12.0)
+    halves = [base[:6], base[6:]]
+    rest = Offloaded([*halves, base])
+    assert rest.nbytes == 48
+    assert base.untyped_storage().nbytes() == 0
+    rest.restore()
+    assert torch.equal(base, torch.arange(12.0))
+    assert halves[1].tolist() == [6, 7, 8, 9, 10, 11]
+    dropped = Offloaded([base], keep=False)
+    dropped.restore()
+    assert not base.any()
