@@ -9,22 +9,28 @@ hold them as callables. A run stops at the first that raises; `megarl.preflight`
     length_checks     prompt and completion lengths                    where the run's data is read
     server_checks     the servers' arguments                           where servers are started
     machine_checks    devices of this machine; preflight plans for other machines and leaves them out
+    gpu_count_checks  GPUs for the ranks and servers that a command starts here; by that command alone
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PretrainedConfig
 
 from megarl.actor import checks as actor_checks
+from megarl.actor.config import OFFLOAD_WHILE_SAMPLING
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
 from megarl.knobs import UserError, does_not_exist
 from megarl.parallel import platform
-from megarl.rollout.servers.server_config import check_server_config, check_server_counts
+from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, addresses_in_environment
+from megarl.rollout.servers.gpu_placement import check_gpu_count
+from megarl.rollout.servers.server_config import check_server_config, check_server_counts, uses_gpu
 from megarl.rollout.workflows.choose import check_workflow
 
 Check = Callable[[], object]
@@ -39,7 +45,7 @@ LAUNCHERS = ("local", "slurm", "ray")
 def config_checks(config: Config) -> Sequence[Check]:
     """Checks of knobs, alone and against each other. They need no model and no data."""
     by_method = {
-        "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines),
+        "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines, _check_colocation),
         "preference": (_check_preferences,),
     }
     rules = (
@@ -84,6 +90,16 @@ def machine_checks(config: Config) -> Sequence[Check]:
     """Checks of this machine's devices."""
     devices = platform.takes_gpu_options(), platform.has_transformer_engine()
     return [partial(actor_checks.check_device, config.actor, *devices, config.deterministic)]
+
+
+def gpu_count_checks(config: Config) -> Sequence[Check]:
+    """Checks that this machine has a GPU for each rank and server that the command starts on it."""
+    if config.launcher != "local" or not platform.has_gpu() or "RANK" in os.environ:
+        return []
+    own_servers = config.method == "rl" and uses_gpu(config.server) and not addresses_in_environment()
+    server = config.server
+    counts = config.parallel.world_size(), server.n_servers if own_servers else 0, server.tp_size
+    return [partial(check_gpu_count, torch.cuda.device_count(), *counts, server.colocate)]
 
 
 def _engine_checks(config: Config) -> Sequence[Check]:
@@ -192,6 +208,39 @@ def _check_minibatches(config: Config) -> None:
         raise UserError(
             f"a minibatch has {prompts} x {samples} / {parts} = {prompts * samples // parts} sequences, which "
             f"parallel.dp_size={replicas} does not divide; change batch_size, n_samples or dp_size"
+        )
+
+
+def _check_colocation(config: Config) -> None:
+    """Refuses co-located servers where the GPUs cannot go from one side to the other."""
+    given_up = config.actor.offload_while_sampling
+    if given_up not in OFFLOAD_WHILE_SAMPLING:
+        what = f"actor.offload_while_sampling={given_up}"
+        raise UserError(does_not_exist(what, given_up, OFFLOAD_WHILE_SAMPLING))
+    if not config.server.colocate:
+        return
+    if config.launcher != "local":
+        raise UserError(
+            f"server.colocate=true shares the GPUs of one machine, and launcher={config.launcher} places servers by "
+            "itself; use launcher=local"
+        )
+    if addresses_in_environment():
+        raise UserError(
+            f"server.colocate=true is for servers that the run starts; unset {ADDRESSES_VARIABLE}, or set it to false"
+        )
+    if (staleness := config.rollout.max_head_offpolicyness) > 0:
+        raise UserError(
+            f"rollout.max_head_offpolicyness={staleness} samples while the trainer updates, and server.colocate=true "
+            "gives the GPUs to one of them; set it to 0"
+        )
+    if config.reshard.delta:
+        raise UserError(
+            "reshard.delta=true sends what changed, and with server.colocate=true the servers keep no weights; "
+            "set it to false"
+        )
+    if config.reshard.transport == "nccl":
+        raise UserError(
+            "reshard.transport=nccl refuses two processes on one GPU, which server.colocate=true brings; use cuda_ipc"
         )
 
 

@@ -96,6 +96,7 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
         warnings.filterwarnings("ignore", module=module)  # missing Apex and TE, deprecated names
     logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # advice to Megatron's own developers
     if any(a in ("-h", "--help") for a in arguments):
         print(_help())
         sys.exit(0)

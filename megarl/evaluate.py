@@ -34,7 +34,9 @@ def main(config: Config) -> int:
     OmegaConf.save(OmegaConf.structured(config), folder.config)
     with open_rewards(config) as rewards:
         evaluator = build_evaluator(config, inputs, rewards, folder)
-        servers = SGLangServers(config.server, local_folder(config.actor.path), folder.logs, sglang=config.sglang)
+        servers = SGLangServers(
+            config.server, local_folder(config.actor.path), folder.logs, sglang=config.sglang, first_gpu=0
+        )
         servers.start()
         try:
             servers.wait_ready()

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from megarl import cli
-from megarl.checks import server_checks
+from megarl.checks import gpu_count_checks, server_checks
 from megarl.config import Config
 from megarl.hub import local_folder
 from megarl.knobs import UserError, run_all
@@ -59,6 +59,7 @@ def main(config: Config) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs the clean-up of open contexts
     started = float(os.environ.get(STARTED) or time.monotonic() - (time.time() - psutil.Process().create_time()))
     world, rank = config.parallel.world_size(), int(os.environ.get("RANK", "0"))
+    run_all(gpu_count_checks(config))
     inputs = read_inputs(config, rank)
     if "RANK" not in os.environ and (world > 1 or config.launcher != "local"):
         folder = make_folder(config)
@@ -78,6 +79,7 @@ def script_main(script: Path, config: Config) -> int:
     """Has the launcher run the script on every rank; on a rank, runs it. The script reads and checks its own data."""
     if "RANK" in os.environ:
         return run_script(script, config)
+    run_all(gpu_count_checks(config))
     if config.method == "rl":
         read_inputs(config, rank=1)  # checks all but the data, which rank 0 reads
         run_all(server_checks(config, local_folder(config.actor.path)))

@@ -9,6 +9,7 @@ from megarl.knobs import UserError, knob
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+OFFLOAD_WHILE_SAMPLING = ("all", "optimizer", "none")
 BACKENDS = ("auto", "torch", "te", "cpu")
 RECOMPUTE = ("none", "selective", "full")
 
@@ -61,6 +62,9 @@ class EngineConfig:
         "auto", "layers: torch, te (Transformer Engine), cpu (float32, no GPU); auto: te, else cpu, where they can run"
     )
     recompute: str = knob("none", "activations computed again in backward: none, selective (attention, MLP), full")
+    offload_while_sampling: str = knob(
+        "all", "with server.colocate: all, optimizer (with gradients; parameters stay on the GPU), or none"
+    )
     offload_optimizer: bool = knob(False, "run Adam on the host, where its moments are kept; needs a GPU")
     max_skipped_steps: int = knob(3, "steps in a row that may be skipped for a loss or gradient that is not finite")
     optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")

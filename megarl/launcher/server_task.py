@@ -29,6 +29,8 @@ from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.client.sglang_client import KEY_VARIABLE
+from megarl.rollout.servers.gpu_placement import visible_gpus
+from megarl.rollout.servers.server_config import uses_gpu
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
 
@@ -37,23 +39,6 @@ POLL_S = 0.5
 EXIT_GAVE_UP = 1
 
 log = logging.getLogger(__name__)
-
-
-def devices(tp_size: int, local_task: int, first: int, visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a server: its `tp_size` GPUs of the node, after the trainers' and other servers' GPUs.
-
-    `visible` is the node's own CUDA_VISIBLE_DEVICES.
-    """
-    start = first + local_task * tp_size
-    if not visible:
-        return ",".join(str(i) for i in range(start, start + tp_size))
-    offered = visible.split(",")
-    if start + tp_size > len(offered):
-        raise UserError(
-            f"server task {local_task} of this node needs GPUs {start} to {start + tp_size - 1}, of which "
-            f"CUDA_VISIBLE_DEVICES={visible} offers {len(offered)}; give the job more GPUs a node"
-        )
-    return ",".join(offered[start : start + tp_size])
 
 
 def serve(config: Config) -> int:
@@ -67,9 +52,9 @@ def serve(config: Config) -> int:
             "environment; megarl's launchers set them"
         )
     index, logs = int(number), Path(os.environ.get(LOGS, folder))
-    if config.cluster.gpus_per_node:
+    if config.cluster.gpus_per_node or uses_gpu(config.server):
         local, first = int(os.environ.get(LOCAL_TASK, "0")), int(os.environ.get(FIRST_GPU, "0"))
-        visible = devices(config.server.tp_size, local, first, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        visible = visible_gpus(config.server.tp_size, local, first, os.environ.get("CUDA_VISIBLE_DEVICES"))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     knobs = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
     model = local_folder(config.actor.path)

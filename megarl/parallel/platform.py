@@ -10,6 +10,8 @@ import os
 
 import torch
 
+from megarl.knobs import UserError
+
 
 def has_gpu() -> bool:
     """True if this rank's tensors lie on a GPU."""
@@ -32,10 +34,21 @@ def has_transformer_engine() -> bool:
 
 
 def device() -> torch.device:
-    """Device of this rank: its GPU by `LOCAL_RANK`, or the CPU."""
-    if has_gpu():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+    """Device of this rank: its GPU by `LOCAL_RANK`, or the CPU.
+
+    A rank that sees one GPU has that one: Slurm may give each task its own.
+
+    Raises:
+        UserError: the machine has no GPU of this number.
+    """
+    if not has_gpu():
+        return torch.device("cpu")
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if gpus > 1 and local_rank >= gpus:
+        raise UserError(
+            f"LOCAL_RANK={local_rank} needs GPU {local_rank}, and this machine shows {gpus}; start fewer ranks on it"
+        )
+    return torch.device("cuda", local_rank if gpus > 1 else 0)
 
 
 def collective_backend() -> str:

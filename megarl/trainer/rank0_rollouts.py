@@ -32,8 +32,8 @@ from megarl.trainer.inputs import Inputs
 class Rank0Rollouts:
     """Samples prompts and held-out problems, on servers that it starts or finds.
 
-    The constructor refuses every wrong knob, then starts the servers and returns; they load meanwhile. `connect` waits
-    for them. `close` ends everything that was started.
+    The constructor refuses every wrong knob, then starts the servers and returns; they load meanwhile. Co-located ones
+    start in `connect`, which waits for all of them. `close` ends everything that was started.
     """
 
     def __init__(self, config: Config, folder: RunFolder, inputs: Inputs, algorithm: Algorithm) -> None:
@@ -51,7 +51,8 @@ class Rank0Rollouts:
             self.evaluator = build_evaluator(config, inputs, rewards, folder)
             self.servers = choose_servers(config, folder.logs)
             opened.callback(self.servers.stop)
-            self.servers.start()
+            if not config.server.colocate:
+                self.servers.start()
             self._open = opened.pop_all()
 
     @property
@@ -61,8 +62,10 @@ class Rank0Rollouts:
 
     def connect(self, state: Mapping[str, Any]) -> None:
         """Waits for the servers, supervises them and connects the client, which continues from `state`."""
-        self.servers.wait_ready()
         server = self.config.server
+        if server.colocate:  # the trainer has given up the memory that they need
+            self.servers.start()
+        self.servers.wait_ready()
         self._supervisor = Supervisor(self.servers.servers, server.heartbeat_s, server.max_restarts)
         self.engine.initialize(self.servers.addresses, api_key=self.servers.api_key)
         self._open.callback(self.engine.destroy)
@@ -110,7 +113,9 @@ def choose_servers(config: Config, logs: Path) -> SGLangServers | ExternalServer
     if job is not None:
         return JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s)
     model = local_folder(config.actor.path)
-    return SGLangServers(server, model, logs, WEIGHT_LOADER, config.sglang, config.deterministic)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size()))  # torchrun: of this machine
+    first_gpu = 0 if server.colocate else ranks
+    return SGLangServers(server, model, logs, WEIGHT_LOADER, config.sglang, config.deterministic, first_gpu=first_gpu)
 
 
 def max_sequence_tokens(config: Config, model: PretrainedConfig) -> int:

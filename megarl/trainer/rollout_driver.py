@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megarl.algorithms import Algorithm
@@ -24,6 +24,7 @@ from megarl.rollout.routing import WeightsWanted
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.logprob_check import check_equal_logprobs, check_first_logprobs
 from megarl.trainer.rank0_rollouts import Rank0Rollouts
+from megarl.trainer.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
 from megarl.types import Episode, PackedBatch
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class RolloutDriver:
         self._accounted = 0  # lines of episodes.jsonl
         self._version_offset = 0  # of the servers' versions to the trainer's steps
         self._unchecked: int | None = None  # version whose log-probs were not compared yet
+        self.gpus: SeparateGpus | SharedGpus = SeparateGpus()
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> RolloutDriver:
@@ -73,17 +75,22 @@ class RolloutDriver:
         assert self._session is not None, "connect() makes it"
         return self._session
 
-    def connect(self, actor: Any, version: int) -> None:
+    def connect(self, actor: Any, version: int, engines: Iterable[Any]) -> None:
         """Waits for the servers and connects the client and the session that pushes the actor's weights.
 
-        A collective. The servers hold the checkpoint that the run began with, `version` 0.
+        A collective. The servers hold the checkpoint that the run began with, `version` 0. `engines` are all that are
+        trained: co-located servers take their memory in turn.
         """
         self._actor = actor
         addresses: list[str] = []
         key = ""
+        if self.config.server.colocate:
+            self.gpus = SharedGpus(engines, self.config.actor.offload_while_sampling)
+        self.gpus.for_sampling()
         if self.is_rank0:
             self.rank0.connect(self._saved)
             addresses, key = self.rank0.servers.addresses, self.rank0.servers.api_key
+            self.gpus.servers = ServersInTurn(self.rank0.supervisor, key, self.config.reshard.control_deadline_s)
         session = self._session = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(session.close)
         if self.is_rank0:
@@ -110,7 +117,9 @@ class RolloutDriver:
             self._account(engine.episodes, engine.get_version())
             return batch
 
-        return broadcast_batch(self._on_rank0(sample))
+        batch = broadcast_batch(self._on_rank0(sample))
+        self.gpus.for_training()
+        return batch
 
     def _account(self, episodes: Sequence[Episode], version: int) -> None:
         """Writes one line per prompt to episodes.jsonl: its rewards, or why it is not trained on."""
@@ -150,6 +159,7 @@ class RolloutDriver:
         A server that dies meanwhile is left out; if it was the last one, a restarted one is awaited. A server that
         lives and fails ends the run, or is left out too with reshard.on_failure=drop_server.
         """
+        self.gpus.for_sync()
         while True:
             admitted: list[str] = []
             if self.is_rank0:
@@ -170,6 +180,7 @@ class RolloutDriver:
                 self.rank0.supervisor.after_sync(self.session.healthy)  # no requests to a server that was dropped
                 self._record(report, brought_back=len(set(admitted) & set(report.servers)))
             self.version = self._unchecked = report.version
+            self.gpus.for_sampling()
             return report
 
     def _should_retry(self, error: WeightSyncError) -> bool:
@@ -196,6 +207,8 @@ class RolloutDriver:
 
         If no server holds the current weights, all ranks push them first.
         """
+        if not self.gpus.servers_hold_weights:  # a checkpoint was written since the last sync
+            self._sync(lambda: self.session.resync(self._actor))
         while True:
             result, wanted = None, False
             if self.is_rank0:

@@ -7,7 +7,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class Run:
         self.done = 0  # finished steps
         self.stopped = False
         self.facts: dict[str, Any] = {}  # kept over resumes and written to the summary
+        self.before_save: Callable[[], None] = lambda: None  # brings all engines' memory to the device
         self._logger: StatsLogger | None = None
         self._progress: Progress | None = None
         self._unwritten = 0  # calls of `log` since the last line of metrics
@@ -162,6 +163,7 @@ class Run:
         return self._before_s + time.monotonic() - self._started
 
     def _save(self) -> None:
+        self.before_save()
         state = {
             "facts": self.facts,
             "wall_s": self.wall_s,
@@ -172,6 +174,7 @@ class Run:
     def finish(self) -> None:
         """Exports the model, writes summary.json and curve.png, prints the last lines. A collective."""
         if self.config.saver.export_hf:
+            self.before_save()
             self.engines[ACTOR].save(self.folder.path / "hf")
         if self.is_rank0:
             self._summarise()

@@ -10,8 +10,9 @@ import pytest
 
 from megarl import cli
 from megarl.knobs import UserError
-from megarl.launcher import server_task, slurm
+from megarl.launcher import slurm
 from megarl.observe.run_folder import new_run
+from megarl.rollout.servers.gpu_placement import visible_gpus
 
 SCRIPTS = Path(slurm.SCRIPTS)
 TEMPLATES = sorted(path for path in SCRIPTS.glob("*.sh") if "\n#SBATCH" in path.read_text())
@@ -81,11 +82,11 @@ def test_a_server_that_would_lie_on_two_nodes_is_refused() -> None:
 
 
 def test_every_server_of_a_node_has_gpus_of_its_own() -> None:
-    assert server_task.devices(2, 0, 4, None) == "4,5"
-    assert server_task.devices(2, 1, 4, None) == "6,7"
-    assert server_task.devices(2, 1, 0, "3,5,6,7") == "6,7"
+    assert visible_gpus(2, 0, 4, None) == "4,5"
+    assert visible_gpus(2, 1, 4, None) == "6,7"
+    assert visible_gpus(2, 1, 0, "3,5,6,7") == "6,7"
     with pytest.raises(UserError, match=r"needs GPUs 4 to 5, of which CUDA_VISIBLE_DEVICES=0,1,2,3 offers 4"):
-        server_task.devices(2, 0, 4, "0,1,2,3")
+        visible_gpus(2, 0, 4, "0,1,2,3")
 
 
 @pytest.fixture

@@ -45,6 +45,9 @@ class ExternalServer:
     def restart(self) -> None:
         raise self.error("was lost")
 
+    def stop(self) -> None:
+        raise self.error("is not stopped by this run")
+
 
 class ExternalServers:
     """The servers of a run that launches none."""

@@ -56,6 +56,7 @@ class SGLangServerConfig:
     ready_timeout_s: float = knob(600.0, "seconds a server may take until it answers")
     heartbeat_s: float = knob(10.0, "seconds between looks at a server, and until it must have answered one")
     max_restarts: int = knob(3, "times each server is started again after it died, hung or failed; 0: never")
+    colocate: bool = knob(False, "share the trainer's GPUs in turn: servers give up their memory while it trains")
 
 
 @functools.cache
@@ -105,6 +106,11 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
         if key in MUST_BE_ONE and value != 1:
             raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
     check_server_counts(config)
+    if config.colocate and uses_gpu(config) and importlib.util.find_spec("torch_memory_saver") is None:
+        raise UserError(
+            "server.colocate=true needs the package torch_memory_saver, with which servers give up their memory; "
+            "pip install -r requirements/gpu.txt, or set it to false"
+        )
     if config.heartbeat_s <= 0 or config.max_restarts < 0:
         raise UserError(
             f"server.heartbeat_s={config.heartbeat_s} must be above 0, server.max_restarts={config.max_restarts} "
@@ -182,7 +188,8 @@ def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deter
         UserError: there is no GPU, and this megarl has no `megarl/cpu`.
     """
     if uses_gpu(config):
-        return ServerPlatform("cuda", "sglang.launch_server", {}, lambda scratch: {})
+        arguments = {"enable_memory_saver": True} if config.colocate else {}
+        return ServerPlatform("cuda", "sglang.launch_server", arguments, lambda scratch: {})
     if importlib.util.find_spec("megarl.cpu") is None:
         raise UserError("SGLang runs on CPU by the folder megarl/cpu, which is missing; restore it, or use a GPU")
     from megarl.cpu import sglang_platform

@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from megarl.processes import die_with_parent
+from megarl.rollout.servers.gpu_placement import visible_gpus
 from megarl.rollout.servers.server_config import (
     ServerPlatform,
     SGLangServerConfig,
@@ -60,8 +61,10 @@ class SGLangServer:
         port: int,
         args: dict[str, Any],
         logs: Path,
+        gpus: str | None = None,
     ):
         self.platform = platform
+        self.gpus = gpus  # CUDA_VISIBLE_DEVICES; None: this process's
         self.index = index
         self.config = config
         self.port = port
@@ -94,13 +97,17 @@ class SGLangServer:
         with open(self.log_path, "ab", opener=private) as log_file:
             self.process = subprocess.Popen(
                 [*launcher, str(os.getpid()), self.platform.launch_module, "--config", str(self.args_path)],
-                env=os.environ | {"TMPDIR": self.scratch} | self.platform.environment(self.scratch),
+                env=self._environment(self.scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops the server
             )
         self.started_at = time.monotonic()
+
+    def _environment(self, scratch: str) -> dict[str, str]:
+        placed = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
+        return {**os.environ, "TMPDIR": scratch, **self.platform.environment(scratch), **placed}
 
     def answers(self, timeout_s: float = 5.0) -> bool:
         """True if the server answers to our key within `timeout_s`."""
@@ -225,6 +232,7 @@ class SGLangServers:
         deterministic: the run's knob.
         api_key: key of all servers; a random one by default.
         first: number of the first server.
+        first_gpu: first of the servers' GPUs, among those that this process sees; None gives each server all of them.
 
     Raises:
         UserError: any mistake that can be known before a server starts.
@@ -240,6 +248,7 @@ class SGLangServers:
         deterministic: bool = False,
         api_key: str = "",
         first: int = 0,
+        first_gpu: int | None = None,
     ):
         check_server_config(config, model_path, sglang or {})
         platform = choose_platform(config, sglang or {}, deterministic)
@@ -267,7 +276,11 @@ class SGLangServers:
         self.servers = []
         for i, port in enumerate(ports, first):
             own = args | {"port": port, "random_seed": config.random_seed + i}
-            self.servers.append(SGLangServer(i, config, platform, port, own, Path(log_dir)))
+            gpus = None
+            if first_gpu is not None and platform.device == "cuda":
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+                gpus = visible_gpus(config.tp_size, i - first, first_gpu, visible)
+            self.servers.append(SGLangServer(i, config, platform, port, own, Path(log_dir), gpus))
 
     @property
     def addresses(self) -> list[str]:

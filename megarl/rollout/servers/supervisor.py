@@ -52,6 +52,9 @@ class Watched(Protocol):
     def restart(self) -> None:
         """Ends its remaining processes and starts it again, in this thread."""
 
+    def stop(self) -> None:
+        """Ends its processes. Called for servers of this run alone."""
+
 
 @dataclass
 class ServerStatus:
@@ -79,6 +82,9 @@ class Supervisor:
         self.on_change: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._may_restart = threading.Event()
+        self._may_restart.set()
+        self._restarting = threading.Lock()
         self._statuses = {server.address: ServerStatus(server) for server in servers}
         self._threads = [
             threading.Thread(target=self._watch, args=(status,), name=f"server-{address}", daemon=True)
@@ -103,6 +109,14 @@ class Supervisor:
         """Addresses of the servers that may be asked."""
         return self._in_state(SERVING)
 
+    def alive(self) -> list[str]:
+        """Addresses of the servers that run: those that serve, and restarted ones that wait for weights."""
+        return self._in_state(SERVING, READY, ADMITTED)
+
+    def restarts(self, address: str) -> int:
+        """Times that this run has restarted the server."""
+        return self._statuses[address].restarts
+
     def outlook(self) -> str:
         """Prospect while no server serves: `ready` if one awaits weights, `starting` if one may come, else `none`."""
         with self._lock:
@@ -125,6 +139,19 @@ class Supervisor:
             error = status.server.fault() or (status.error if status.state in (LOST, GONE) else None)
             if error is not None:
                 raise error
+
+    # -- while the trainer uses the servers' GPUs ----------------------------------------------------------------
+
+    def hold_restarts(self) -> None:
+        """Restarts no server until `allow_restarts`, and stops those that are starting: both need memory."""
+        self._may_restart.clear()
+        with self._restarting:
+            for address in self._in_state(LOST):
+                if self._statuses[address].server.owned:
+                    self._statuses[address].server.stop()
+
+    def allow_restarts(self) -> None:
+        self._may_restart.set()
 
     # -- around a sync ------------------------------------------------------------------------------------------
 
@@ -199,10 +226,14 @@ class Supervisor:
         elif status.restarts >= self.max_restarts:
             self._move(status, GONE)
         else:
+            while not self._may_restart.wait(TICK_S):
+                if self._closing.is_set():
+                    return
             status.restarts += 1
             stats_tracker.total(server_restarts=1)
             try:
-                status.server.restart()
+                with self._restarting:
+                    status.server.restart()
             except (ServerError, OSError) as failure:
                 status.error = status.server.error(f"cannot be started again: {failure}")
                 self._move(status, GONE)
