@@ -24,6 +24,7 @@ from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
 from megarl.knobs import UserError, does_not_exist
 from megarl.parallel import platform
+from megarl.rollout.servers.gpu_backends import check_backends
 from megarl.rollout.servers.server_config import check_server_config, check_server_counts
 from megarl.rollout.workflows.choose import check_workflow
 
@@ -39,7 +40,7 @@ LAUNCHERS = ("local", "slurm", "ray")
 def config_checks(config: Config) -> Sequence[Check]:
     """Checks of knobs, alone and against each other. They need no model and no data."""
     by_method = {
-        "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines),
+        "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines, _check_server_backends),
         "preference": (_check_preferences,),
     }
     rules = (
@@ -203,6 +204,18 @@ def _check_deadlines(config: Config) -> None:
         )
 
 
+def _check_server_backends(config: Config) -> None:
+    """Refuses SGLang's backends that servers on GPUs cannot use with this dtype and live weight updates."""
+    if _servers_on_gpu(config):
+        check_backends(config.server.dtype, config.sglang)
+
+
+def _servers_on_gpu(config: Config) -> bool:
+    if config.server.device != "auto":
+        return config.server.device == "cuda"
+    return config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
+
+
 def _check_preferences(config: Config) -> None:
     if isinstance(config.algorithm, RLConfig):
         raise UserError(
@@ -266,11 +279,8 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
 
 def _check_server_layout(config: Config, model: PretrainedConfig) -> None:
     """Refuses servers on GPUs with uneven heads. SGLang on CPU pads them."""
-    tp, heads, device = config.server.tp_size, model.num_attention_heads, config.server.device
-    on_gpu = device == "cuda" or (
-        device == "auto" and (config.cluster.gpus_per_node > 0 or platform.takes_gpu_options())
-    )
-    if config.method == "rl" and on_gpu and tp >= 1 and heads % tp:
+    tp, heads = config.server.tp_size, model.num_attention_heads
+    if config.method == "rl" and _servers_on_gpu(config) and tp >= 1 and heads % tp:
         raise UserError(
             f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
         )

@@ -54,6 +54,18 @@ def test_every_recipe_passes(path: Path) -> None:
             [RL, "deterministic=true", "server.dtype=bfloat16"],
             "server.dtype=bfloat16 must be float32 with deterministic",
         ),
+        (
+            [RL, "server.device=cuda", "+sglang.attention_backend=fa3"],
+            "sglang.attention_backend=fa3 takes 16-bit tensors, and server.dtype=float32; use one of torch_native",
+        ),
+        (
+            [RL, "cluster.gpus_per_node=8", "+sglang.prefill_attention_backend=flashinfer"],
+            "sglang.prefill_attention_backend=flashinfer takes 16-bit tensors",
+        ),
+        (
+            [RL, "server.device=cuda", "+sglang.moe_runner_backend=flashinfer_trtllm"],
+            "sglang.moe_runner_backend=flashinfer_trtllm may keep experts in another layout than the checkpoint's",
+        ),
         ([DPO, "method=rl"], "method=rl: algorithm=dpo learns from preferences"),
         ([DPO, "algorithm=grpo"], "method=preference: algorithm=grpo learns from rollouts"),
         ([RL, "actor.init=random"], "actor.init=random is for method=sft"),
@@ -80,6 +92,19 @@ def test_knobs_that_contradict_each_other_are_refused(overrides: list[str], mess
     assert any(message in text for text in failed), failed
     with pytest.raises(UserError):
         cli.load(overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["server.device=cuda", "+sglang.attention_backend=triton"],
+        ["server.device=cuda", "server.dtype=bfloat16", "+sglang.attention_backend=fa3"],
+        ["server.device=cpu", "+sglang.attention_backend=fa3", "+sglang.moe_runner_backend=auto"],
+        ["server.device=cuda", "+sglang.moe_runner_backend=deep_gemm"],
+    ],
+)
+def test_backends_of_the_user_that_serve_are_accepted(overrides: list[str]) -> None:
+    assert of_config(config_of(RL, *overrides)) == []
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.knobs import UserError, knob
+from megarl.rollout.servers import gpu_backends
 
 FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range: no outgoing connection takes one meanwhile
 # ServerArgs owned by a knob or by megarl, each with the way to change it.
@@ -104,6 +105,8 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
             )
         if key in MUST_BE_ONE and value != 1:
             raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
+    if uses_gpu(config):
+        gpu_backends.check_backends(config.dtype, sglang)
     check_server_counts(config)
     if config.heartbeat_s <= 0 or config.max_restarts < 0:
         raise UserError(
@@ -182,7 +185,8 @@ def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deter
         UserError: there is no GPU, and this megarl has no `megarl/cpu`.
     """
     if uses_gpu(config):
-        return ServerPlatform("cuda", "sglang.launch_server", {}, lambda scratch: {})
+        arguments, environment = gpu_backends.arguments(config.dtype), gpu_backends.environment(config.dtype)
+        return ServerPlatform("cuda", "sglang.launch_server", arguments, lambda scratch: environment)
     if importlib.util.find_spec("megarl.cpu") is None:
         raise UserError("SGLang runs on CPU by the folder megarl/cpu, which is missing; restore it, or use a GPU")
     from megarl.cpu import sglang_platform
