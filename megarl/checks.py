@@ -40,7 +40,14 @@ LAUNCHERS = ("local", "slurm", "ray")
 def config_checks(config: Config) -> Sequence[Check]:
     """Checks of knobs, alone and against each other. They need no model and no data."""
     by_method = {
-        "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines, _check_server_backends),
+        "rl": (
+            _check_algorithm,
+            _check_sampling,
+            _check_minibatches,
+            _check_deadlines,
+            _check_server_backends,
+            _check_transport,
+        ),
         "preference": (_check_preferences,),
     }
     rules = (
@@ -208,6 +215,22 @@ def _check_server_backends(config: Config) -> None:
     """Refuses SGLang's backends that servers on GPUs cannot use with this dtype and live weight updates."""
     if _servers_on_gpu(config):
         check_backends(config.server.dtype, config.sglang)
+
+
+def _check_transport(config: Config) -> None:
+    """Refuses transports that the planned machines rule out. The first sync looks at the real ones."""
+    transport, per_node = config.reshard.transport, config.cluster.gpus_per_node
+    ranks, servers = config.parallel.world_size(), config.server.n_servers * config.server.tp_size
+    if transport in ("nccl", "cuda_ipc") and not _servers_on_gpu(config):
+        raise UserError(
+            f"reshard.transport={transport} moves weights between GPUs, and the servers run on the CPU (server.device="
+            f"{config.server.device}, cluster.gpus_per_node={per_node}); use gloo or shm"
+        )
+    if transport in ("shm", "cuda_ipc") and 0 < per_node < ranks + servers:
+        raise UserError(
+            f"reshard.transport={transport} stays on one machine, and {ranks} trainer ranks with {servers} server "
+            f"ranks exceed cluster.gpus_per_node={per_node}; use nccl or gloo"
+        )
 
 
 def _servers_on_gpu(config: Config) -> bool:

@@ -66,6 +66,15 @@ def test_every_recipe_passes(path: Path) -> None:
             [RL, "server.device=cuda", "+sglang.moe_runner_backend=flashinfer_trtllm"],
             "sglang.moe_runner_backend=flashinfer_trtllm may keep experts in another layout than the checkpoint's",
         ),
+        (
+            [RL, "reshard.transport=nccl", "server.device=cpu"],
+            "reshard.transport=nccl moves weights between GPUs, and the servers run on the CPU (server.device=cpu",
+        ),
+        (
+            ["+experiment=grpo_70b", "reshard.transport=shm"],
+            "reshard.transport=shm stays on one machine, and 64 trainer ranks with 32 server ranks exceed "
+            "cluster.gpus_per_node=8; use nccl or gloo",
+        ),
         ([DPO, "method=rl"], "method=rl: algorithm=dpo learns from preferences"),
         ([DPO, "algorithm=grpo"], "method=preference: algorithm=grpo learns from rollouts"),
         ([RL, "actor.init=random"], "actor.init=random is for method=sft"),
@@ -101,9 +110,11 @@ def test_knobs_that_contradict_each_other_are_refused(overrides: list[str], mess
         ["server.device=cuda", "server.dtype=bfloat16", "+sglang.attention_backend=fa3"],
         ["server.device=cpu", "+sglang.attention_backend=fa3", "+sglang.moe_runner_backend=auto"],
         ["server.device=cuda", "+sglang.moe_runner_backend=deep_gemm"],
+        ["cluster.gpus_per_node=2", "reshard.transport=cuda_ipc"],
+        ["reshard.transport=shm"],
     ],
 )
-def test_backends_of_the_user_that_serve_are_accepted(overrides: list[str]) -> None:
+def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -> None:
     assert of_config(config_of(RL, *overrides)) == []
 
 
