@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig
 
 from megarl.actor import checks as actor_checks
@@ -29,8 +28,9 @@ from megarl.config import Config, is_paired, longest_sequence
 from megarl.knobs import UserError, does_not_exist
 from megarl.parallel import platform
 from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, addresses_in_environment
+from megarl.rollout.servers.gpu_backends import check_backends
 from megarl.rollout.servers.gpu_placement import check_gpu_count
-from megarl.rollout.servers.server_config import check_server_config, check_server_counts, uses_gpu
+from megarl.rollout.servers.server_config import check_server_config, check_server_counts, gpu_count, uses_gpu
 from megarl.rollout.workflows.choose import check_workflow
 
 Check = Callable[[], object]
@@ -45,7 +45,15 @@ LAUNCHERS = ("local", "slurm", "ray")
 def config_checks(config: Config) -> Sequence[Check]:
     """Checks of knobs, alone and against each other. They need no model and no data."""
     by_method = {
-        "rl": (_check_algorithm, _check_sampling, _check_minibatches, _check_deadlines, _check_colocation),
+        "rl": (
+            _check_algorithm,
+            _check_sampling,
+            _check_minibatches,
+            _check_deadlines,
+            _check_server_backends,
+            _check_transport,
+            _check_colocation,
+        ),
         "preference": (_check_preferences,),
     }
     rules = (
@@ -99,7 +107,7 @@ def gpu_count_checks(config: Config) -> Sequence[Check]:
     own_servers = config.method == "rl" and uses_gpu(config.server) and not addresses_in_environment()
     server = config.server
     counts = config.parallel.world_size(), server.n_servers if own_servers else 0, server.tp_size
-    return [partial(check_gpu_count, torch.cuda.device_count(), *counts, server.colocate)]
+    return [partial(check_gpu_count, gpu_count(), *counts, server.colocate)]
 
 
 def _engine_checks(config: Config) -> Sequence[Check]:
@@ -252,6 +260,35 @@ def _check_deadlines(config: Config) -> None:
         )
 
 
+def _check_server_backends(config: Config) -> None:
+    """Refuses SGLang's backends that servers on GPUs cannot use with this dtype and live weight updates."""
+    if _servers_on_gpu(config):
+        check_backends(config.server.dtype, config.sglang)
+
+
+def _check_transport(config: Config) -> None:
+    """Refuses transports that the planned machines rule out. The first sync looks at the real ones."""
+    transport, per_node = config.reshard.transport, config.cluster.gpus_per_node
+    ranks, servers = config.parallel.world_size(), config.server.n_servers * config.server.tp_size
+    if transport in ("nccl", "cuda_ipc") and not _servers_on_gpu(config):
+        raise UserError(
+            f"reshard.transport={transport} moves weights between GPUs, and the servers run on the CPU (server.device="
+            f"{config.server.device}, cluster.gpus_per_node={per_node}); use gloo or shm"
+        )
+    gpus = max(ranks, servers) if config.server.colocate else ranks + servers
+    if transport in ("shm", "cuda_ipc") and 0 < per_node < gpus:
+        raise UserError(
+            f"reshard.transport={transport} stays on one machine, and {ranks} trainer ranks with {servers} server "
+            f"ranks exceed cluster.gpus_per_node={per_node}; use nccl or gloo"
+        )
+
+
+def _servers_on_gpu(config: Config) -> bool:
+    if config.server.device != "auto":
+        return config.server.device == "cuda"
+    return config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
+
+
 def _check_preferences(config: Config) -> None:
     if isinstance(config.algorithm, RLConfig):
         raise UserError(
@@ -315,11 +352,8 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
 
 def _check_server_layout(config: Config, model: PretrainedConfig) -> None:
     """Refuses servers on GPUs with uneven heads. SGLang on CPU pads them."""
-    tp, heads, device = config.server.tp_size, model.num_attention_heads, config.server.device
-    on_gpu = device == "cuda" or (
-        device == "auto" and (config.cluster.gpus_per_node > 0 or platform.takes_gpu_options())
-    )
-    if config.method == "rl" and on_gpu and tp >= 1 and heads % tp:
+    tp, heads = config.server.tp_size, model.num_attention_heads
+    if config.method == "rl" and _servers_on_gpu(config) and tp >= 1 and heads % tp:
         raise UserError(
             f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
         )

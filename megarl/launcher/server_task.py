@@ -29,8 +29,8 @@ from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.client.sglang_client import KEY_VARIABLE
-from megarl.rollout.servers.gpu_placement import visible_gpus
-from megarl.rollout.servers.server_config import uses_gpu
+from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
+from megarl.rollout.servers.server_config import gpu_count, uses_gpu
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
 
@@ -54,8 +54,8 @@ def serve(config: Config) -> int:
     index, logs = int(number), Path(os.environ.get(LOGS, folder))
     if config.cluster.gpus_per_node or uses_gpu(config.server):
         local, first = int(os.environ.get(LOCAL_TASK, "0")), int(os.environ.get(FIRST_GPU, "0"))
-        visible = visible_gpus(config.server.tp_size, local, first, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        offered = offered_gpus(config.cluster.gpus_per_node or gpu_count())
+        os.environ[VISIBLE] = visible_gpus(config.server.tp_size, local, first, offered)
     knobs = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
     model = local_folder(config.actor.path)
     with SGLangServers(knobs, model, logs, WEIGHT_LOADER, config.sglang, api_key=key, first=index) as servers:

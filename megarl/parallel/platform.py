@@ -51,6 +51,12 @@ def device() -> torch.device:
     return torch.device("cuda", local_rank if gpus > 1 else 0)
 
 
+def gpu_uuids() -> list[str]:
+    """UUIDs of the GPUs that this process sees, by its own numbering; [] without a GPU."""
+    count = torch.cuda.device_count() if has_gpu() else 0
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+
+
 def collective_backend() -> str:
     """Name of the torch.distributed backend for the device: nccl or gloo."""
     return "nccl" if has_gpu() else "gloo"

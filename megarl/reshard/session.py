@@ -25,6 +25,7 @@ from megarl.reshard.config import ReshardConfig
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
+from megarl.reshard.sync.places import check_places
 from megarl.reshard.sync.server_link import ServerLink
 from megarl.reshard.sync.shard_path import ShardAttempt
 from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
@@ -250,7 +251,7 @@ class WeightSession:
             world = ""
             if transport_name not in ("full", "disk"):
                 # A silent server has used up the phase's time, hence a new deadline: the rest is in the store already.
-                world = self._publish_world(coordinator, Deadline(config.connect_deadline_s))
+                world = self._publish_world(coordinator, transport_name, Deadline(config.connect_deadline_s))
         self._attempts_since_anchor += 1
         delta = (
             config.delta
@@ -274,16 +275,14 @@ class WeightSession:
             servers=tuple(link.server_group for link in coordinator.active),
         )
 
-    def _publish_world(self, coordinator: Coordinator, deadline: Deadline) -> str:
-        """Writes the holdings and nodes of all ranks into the store. Returns the world's name there."""
+    def _publish_world(self, coordinator: Coordinator, transport_name: str, deadline: Deadline) -> str:
+        """Writes the holdings and places of all ranks into the store. Returns the world's name there."""
         world: dict[str, Any] = {
             "sources": [read(self._store, f"source/{rank}", deadline) for rank in range(self.world_size)],
             "servers": [link.layout for link in coordinator.active],
             "bucket_bytes": self.config.bucket_bytes,
         }
-        nodes = {rank["node"] for side in [world["sources"], *world["servers"]] for rank in side}
-        if self.config.transport in ("shm", "cuda_ipc") and len(nodes) > 1:
-            raise ValueError(f"reshard.transport={self.config.transport} stays on one machine; found {sorted(nodes)}")
+        check_places(transport_name, world)
         groups = [str(link.server_group) for link in coordinator.active]
         name = hashlib.sha256(json.dumps([world, groups]).encode()).hexdigest()
         write_bulk(self._store, f"world/{name}", world)

@@ -86,6 +86,16 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         ([GRPO, "gconfig.max_new_tokens=500"], "exceeds the model's max_position_embeddings=512"),
         ([GRPO, "train_dataset.max_length=null"], "train_dataset.max_length is not set"),
         ([GRPO, "train_dataset.max_length=5"], "over max_length 5"),
+        (
+            [GRPO, "server.device=cuda", "+sglang.attention_backend=fa3"],
+            "fa3 takes 16-bit tensors, and server.dtype=",
+        ),
+        ([GRPO, "cluster.gpus_per_node=8", "+sglang.moe_runner_backend=auto"], "use one of triton, deep_gemm"),
+        ([GRPO, "reshard.transport=cuda_ipc"], "reshard.transport=cuda_ipc moves weights between GPUs"),
+        (
+            ["+experiment=grpo_70b", "reshard.transport=shm"],
+            "transport=shm stays on one machine, and 64 trainer",
+        ),
         ([GRPO, "train_dataset.path=/nowhere/data"], "/nowhere/data"),
         ([GRPO, "train_dataset.split=dev"], "dev"),
         ([GRPO, "train_dataset.batch_size=100000"], "exceeds the"),

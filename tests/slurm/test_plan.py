@@ -82,11 +82,13 @@ def test_a_server_that_would_lie_on_two_nodes_is_refused() -> None:
 
 
 def test_every_server_of_a_node_has_gpus_of_its_own() -> None:
-    assert visible_gpus(2, 0, 4, None) == "4,5"
-    assert visible_gpus(2, 1, 4, None) == "6,7"
-    assert visible_gpus(2, 1, 0, "3,5,6,7") == "6,7"
-    with pytest.raises(UserError, match=r"needs GPUs 4 to 5, of which CUDA_VISIBLE_DEVICES=0,1,2,3 offers 4"):
-        visible_gpus(2, 0, 4, "0,1,2,3")
+    """Its own come first, then those that only cuda_ipc reads."""
+    eight = [str(i) for i in range(8)]
+    assert visible_gpus(2, 0, 4, eight) == "4,5,0,1,2,3,6,7"
+    assert visible_gpus(2, 1, 4, eight) == "6,7,0,1,2,3,4,5"
+    assert visible_gpus(2, 1, 0, ["3", "5", "6", "7"]) == "6,7,3,5"
+    with pytest.raises(UserError, match=r"needs GPUs 4 to 5, and 4 are offered"):
+        visible_gpus(2, 0, 4, eight[:4])
 
 
 @pytest.fixture

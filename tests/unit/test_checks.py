@@ -54,6 +54,27 @@ def test_every_recipe_passes(path: Path) -> None:
             [RL, "deterministic=true", "server.dtype=bfloat16"],
             "server.dtype=bfloat16 must be float32 with deterministic",
         ),
+        (
+            [RL, "server.device=cuda", "+sglang.attention_backend=fa3"],
+            "sglang.attention_backend=fa3 takes 16-bit tensors, and server.dtype=float32; use one of torch_native",
+        ),
+        (
+            [RL, "cluster.gpus_per_node=8", "+sglang.prefill_attention_backend=flashinfer"],
+            "sglang.prefill_attention_backend=flashinfer takes 16-bit tensors",
+        ),
+        (
+            [RL, "server.device=cuda", "+sglang.moe_runner_backend=flashinfer_trtllm"],
+            "sglang.moe_runner_backend=flashinfer_trtllm may keep experts in another layout than the checkpoint's",
+        ),
+        (
+            [RL, "reshard.transport=nccl", "server.device=cpu"],
+            "reshard.transport=nccl moves weights between GPUs, and the servers run on the CPU (server.device=cpu",
+        ),
+        (
+            ["+experiment=grpo_70b", "reshard.transport=shm"],
+            "reshard.transport=shm stays on one machine, and 64 trainer ranks with 32 server ranks exceed "
+            "cluster.gpus_per_node=8; use nccl or gloo",
+        ),
         ([DPO, "method=rl"], "method=rl: algorithm=dpo learns from preferences"),
         ([DPO, "algorithm=grpo"], "method=preference: algorithm=grpo learns from rollouts"),
         ([RL, "actor.init=random"], "actor.init=random is for method=sft"),
@@ -80,6 +101,21 @@ def test_knobs_that_contradict_each_other_are_refused(overrides: list[str], mess
     assert any(message in text for text in failed), failed
     with pytest.raises(UserError):
         cli.load(overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["server.device=cuda", "+sglang.attention_backend=triton"],
+        ["server.device=cuda", "server.dtype=bfloat16", "+sglang.attention_backend=fa3"],
+        ["server.device=cpu", "+sglang.attention_backend=fa3", "+sglang.moe_runner_backend=auto"],
+        ["server.device=cuda", "+sglang.moe_runner_backend=deep_gemm"],
+        ["cluster.gpus_per_node=2", "reshard.transport=cuda_ipc"],
+        ["reshard.transport=shm"],
+    ],
+)
+def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -> None:
+    assert of_config(config_of(RL, *overrides)) == []
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, read_spec
 from megarl.reshard.sync.server_order import ServerOrder
@@ -55,6 +57,8 @@ class ServerRank:
             PlanError: the two sides do not fit together.
             RuntimeError, OSError, ValueError: the attempt was called off, or a group, store or transport failed.
         """
+        if platform.has_gpu():  # an in-place pause leaves the last batch running, and it reads the weights
+            torch.cuda.synchronize()
         spec = read_spec(self.store, attempt_number, deadline)
         if spec is None:
             raise RuntimeError("the trainer gave this push up")

@@ -14,6 +14,7 @@ from torch.distributed import Store
 from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, key
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator
+from megarl.reshard.sync.places import check_visible
 from megarl.reshard.sync.server_link import EXPLAIN_S, ServerLink
 from megarl.reshard.sync.trainer_rank import TrainerRank
 from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages
@@ -90,6 +91,10 @@ def _agree_on_plan(attempt: ShardAttempt, coordinator: Coordinator) -> None:
 
     try:
         plan_hash = _prepare(attempt)
+        if attempt.spec.transport_name == "cuda_ipc":
+            assert attempt.trainer_rank.plan is not None, "prepared"
+            world = read_bulk(attempt.store, f"world/{attempt.spec.world}", deadline)
+            check_visible(attempt.trainer_rank.plan.messages, world)
         for rank in range(1, attempt.spec.senders):
             reports.append(read(attempt.store, attempt.key("hash", "trainer", rank), deadline, watch))
             _check_hash(plan_hash, reports[-1], f"trainer rank {rank}")

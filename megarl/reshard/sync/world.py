@@ -1,4 +1,4 @@
-"""The facts that all ranks of a sync must agree on: holdings and nodes of every rank, and the plan that follows.
+"""The facts that all ranks of a sync must agree on: holdings and places of every rank, and the plan that follows.
 
 Every rank publishes its boxes under their hash, so that replicas publish once. Rank 0 writes the world: the list of all
 ranks and of their holdings. Each rank then plans by itself, and the hashes of all plans are compared before a byte
@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed import Store
 
+from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology
 from megarl.reshard.plan.planner import plan
 from megarl.reshard.plan.transfer_plan import TransferPlan
@@ -27,13 +29,15 @@ def describe_fragments(fragments: Sequence[Fragment]) -> list[tuple[str, tuple[i
     return [(f.box.name, f.box.start, f.box.stop, str(f.view.dtype).removeprefix("torch.")) for f in fragments]
 
 
-def publish_fragments(store: Store, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """Writes a rank's boxes into the store. Returns their key and the rank's node."""
+def publish_fragments(store: Store, fragments: Sequence[Fragment]) -> dict[str, Any]:
+    """Writes a rank's boxes into the store. Returns their key, and the rank's node, GPU and visible GPUs."""
     described = describe_fragments(fragments)
     key = "holdings/" + hashlib.sha256(json.dumps(described).encode()).hexdigest()
     if not store.check([key]):
         write_bulk(store, key, described)
-    return {"holdings": key, "node": socket.gethostname()}
+    visible = platform.gpu_uuids()
+    gpu = visible[torch.cuda.current_device()] if visible else ""
+    return {"holdings": key, "node": socket.gethostname(), "gpu": gpu, "visible_gpus": visible}
 
 
 def local_address(host: str, port: int) -> str:

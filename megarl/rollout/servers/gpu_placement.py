@@ -1,28 +1,37 @@
-"""GPUs of this machine's servers: each server sees its own alone."""
+"""GPUs of this machine's servers: each server takes its own."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 from megarl.knobs import UserError
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-def visible_gpus(tp_size: int, index: int, first: int, visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of the machine's server number `index`: its `tp_size` GPUs, counted from `first`.
 
-    `visible` is the machine's own CUDA_VISIBLE_DEVICES: numbers or UUIDs.
+def offered_gpus(count: int) -> list[str]:
+    """The GPUs that this process may use, by number or UUID: CUDA_VISIBLE_DEVICES, else `count` of them from 0."""
+    return os.environ[VISIBLE].split(",") if os.environ.get(VISIBLE) else [str(i) for i in range(count)]
+
+
+def visible_gpus(tp_size: int, index: int, first: int, offered: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of the machine's server number `index`: its `tp_size` GPUs, then the others.
+
+    SGLang uses the first `tp_size`. The others are only read, by reshard.transport=cuda_ipc. Servers are counted from
+    GPU `first` of those `offered`.
 
     Raises:
         UserError: the machine offers too few.
     """
     start = first + index * tp_size
-    if not visible:
-        return ",".join(str(i) for i in range(start, start + tp_size))
-    offered = visible.split(",")
-    if start + tp_size > len(offered):
+    own = list(offered[start : start + tp_size])
+    if len(own) < tp_size:
         raise UserError(
-            f"server {index} of this machine needs GPUs {start} to {start + tp_size - 1}, of which "
-            f"CUDA_VISIBLE_DEVICES={visible} offers {len(offered)}; give the run more GPUs, or lower server.n_servers"
+            f"server {index} of this machine needs GPUs {start} to {start + tp_size - 1}, and {len(offered)} are offered "
+            f"({VISIBLE}={os.environ.get(VISIBLE, '')}); give the run more GPUs, or lower server.n_servers"
         )
-    return ",".join(offered[start : start + tp_size])
+    return ",".join([*own, *(gpu for gpu in offered if gpu not in own)])
 
 
 def check_gpu_count(gpus: int, ranks: int, servers: int, tp_size: int, colocate: bool) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.knobs import UserError, knob
+from megarl.rollout.servers import gpu_backends
 
 FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range: no outgoing connection takes one meanwhile
 # ServerArgs owned by a knob or by megarl, each with the way to change it.
@@ -105,6 +106,8 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
             )
         if key in MUST_BE_ONE and value != 1:
             raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
+    if uses_gpu(config):
+        gpu_backends.check_backends(config.dtype, sglang)
     check_server_counts(config)
     if config.colocate and uses_gpu(config) and importlib.util.find_spec("torch_memory_saver") is None:
         raise UserError(
@@ -166,9 +169,14 @@ def uses_gpu(config: SGLangServerConfig) -> bool:
     """True if the servers run on CUDA."""
     if config.device != "auto":
         return config.device == "cuda"
+    return gpu_count() > 0
+
+
+def gpu_count() -> int:
+    """Number of GPUs that torch sees."""
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +187,7 @@ class ServerPlatform:
     launch_module: str
     arguments: Mapping[str, Any]
     environment: Callable[[str], dict[str, str]]  # by the server's scratch folder
+    gpus: int = 0  # of this machine
 
 
 def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deterministic: bool) -> ServerPlatform:
@@ -188,8 +197,10 @@ def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deter
         UserError: there is no GPU, and this megarl has no `megarl/cpu`.
     """
     if uses_gpu(config):
-        arguments = {"enable_memory_saver": True} if config.colocate else {}
-        return ServerPlatform("cuda", "sglang.launch_server", arguments, lambda scratch: {})
+        arguments, environment = gpu_backends.arguments(config.dtype), gpu_backends.environment(config.dtype)
+        if config.colocate:
+            arguments["enable_memory_saver"] = True
+        return ServerPlatform("cuda", "sglang.launch_server", arguments, lambda scratch: environment, gpu_count())
     if importlib.util.find_spec("megarl.cpu") is None:
         raise UserError("SGLang runs on CPU by the folder megarl/cpu, which is missing; restore it, or use a GPU")
     from megarl.cpu import sglang_platform

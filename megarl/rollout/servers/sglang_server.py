@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from megarl.processes import die_with_parent
-from megarl.rollout.servers.gpu_placement import visible_gpus
+from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
 from megarl.rollout.servers.server_config import (
     ServerPlatform,
     SGLangServerConfig,
@@ -106,7 +106,7 @@ class SGLangServer:
         self.started_at = time.monotonic()
 
     def _environment(self, scratch: str) -> dict[str, str]:
-        placed = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
+        placed = {} if self.gpus is None else {VISIBLE: self.gpus}
         return {**os.environ, "TMPDIR": scratch, **self.platform.environment(scratch), **placed}
 
     def answers(self, timeout_s: float = 5.0) -> bool:
@@ -273,13 +273,13 @@ class SGLangServers:
         if custom_weight_loader:
             args["custom_weight_loader"] = [custom_weight_loader]
         args |= dict(platform.arguments) | dict(sglang or {})
+        offered = offered_gpus(platform.gpus)
         self.servers = []
         for i, port in enumerate(ports, first):
             own = args | {"port": port, "random_seed": config.random_seed + i}
             gpus = None
             if first_gpu is not None and platform.device == "cuda":
-                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-                gpus = visible_gpus(config.tp_size, i - first, first_gpu, visible)
+                gpus = visible_gpus(config.tp_size, i - first, first_gpu, offered)
             self.servers.append(SGLangServer(i, config, platform, port, own, Path(log_dir), gpus))
 
     @property

@@ -1,6 +1,7 @@
 """CUDA IPC, for a trainer rank and a server rank on one GPU or on peer GPUs of one machine (co-located).
 
-The receiver maps the sender's staging buffers by their IPC handle and copies device to device. Not measured.
+The receiver maps the sender's staging buffers by their IPC handle and copies device to device. Both sides may number
+GPUs differently: a GPU is named by its UUID. Not measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.parallel import platform
 from megarl.reshard.transfer.transports.base import PlainStaging, Staging
 from megarl.reshard.transfer.transports.mapped import MappedTransport
 
@@ -25,22 +27,32 @@ class CudaIpcTransport(MappedTransport):
         return PlainStaging(bucket_bytes, torch.device("cuda", torch.cuda.current_device()))
 
     def describe(self) -> Any:
-        """One list per slot: bytes fields of the handle as base64, other fields unchanged. No pickle is involved."""
-        return [
+        """The GPU's UUID, and one list per slot: bytes fields of the handle as base64, other fields unchanged.
+
+        No pickle is involved.
+        """
+        slots = self.staging.slots
+        handles = [
             [
                 {"bytes": b64encode(v).decode()} if isinstance(v, bytes) else v
                 for v in s.untyped_storage()._share_cuda_()
             ]
-            for s in self.staging.slots
+            for s in slots
         ]
+        return {"gpu": platform.gpu_uuids()[slots[0].device.index], "handles": handles}
 
     def map(self, described: Any) -> list[Tensor]:
-        slots = []
-        for fields in described:
+        gpu, visible, slots = described["gpu"], platform.gpu_uuids(), []
+        if gpu not in visible:
+            raise ValueError(
+                f"the sender's memory is on {gpu}, and this process sees {', '.join(visible) or 'no GPU'}: "
+                "reshard.transport=cuda_ipc needs that GPU in CUDA_VISIBLE_DEVICES; add it, or use nccl or gloo"
+            )
+        for fields in described["handles"]:
             if len(fields) != FIELDS:
                 raise ValueError(f"an IPC handle has {FIELDS} fields, not {len(fields)}: update trainer and server")
             values = [b64decode(v["bytes"]) if isinstance(v, dict) else v for v in fields]
-            # The handle holds the sender's device index; both sides of this transport see the same GPUs.
+            values[0] = visible.index(gpu)  # the handle has the sender's number of the GPU
             storage = torch.UntypedStorage._new_shared_cuda(*values)
             slots.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         return slots

@@ -1,0 +1,55 @@
+"""Attention and mixture-of-experts backends of SGLang servers on GPUs, as float32 and live weight updates need them.
+
+SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live updates. Two of its choices fail here:
+
+- Attention: fa3, flashinfer and trtllm_mha take 16-bit tensors only. float32 servers get torch_native, because Triton
+  multiplies float32 tensors in TF32. RMSNorm's CUDA kernel takes 16 bits too: an environment variable replaces it.
+- Experts: on sm100 Qwen3-MoE gets flashinfer_trtllm, which pads and blocks the weights. SGLang would restore and pack
+  them around each update, expert by expert. The receiver's digests would not be of the weights in use. Triton's kernels
+  read experts in the checkpoint's layout, on every GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.knobs import UserError
+
+FLOAT32_ATTENTION = ("torch_native", "triton")
+ATTENTION_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+PLAIN_EXPERTS = ("triton", "deep_gemm")  # keep weights in the checkpoint's layout (SGLang, UnquantizedFusedMoEMethod)
+
+
+def arguments(dtype: str) -> dict[str, Any]:
+    """ServerArgs of a server on GPUs, unless the user sets them."""
+    chosen = {"moe_runner_backend": "triton"}
+    if dtype == "float32":
+        chosen["attention_backend"] = "torch_native"
+    return chosen
+
+
+def environment(dtype: str) -> dict[str, str]:
+    """Environment variables of a server on GPUs: all layers of a float32 server run SGLang's torch code."""
+    return {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"} if dtype == "float32" else {}
+
+
+def check_backends(dtype: str, sglang: Mapping[str, Any]) -> None:
+    """Refuses the user's own backends that float32 or live weight updates rule out.
+
+    Raises:
+        UserError: naming the argument and the backends that serve.
+    """
+    for name in ATTENTION_ARGUMENTS:
+        backend = sglang.get(name)
+        if dtype == "float32" and backend is not None and backend not in FLOAT32_ATTENTION:
+            raise UserError(
+                f"sglang.{name}={backend} takes 16-bit tensors, and server.dtype=float32; use one of "
+                f"{', '.join(FLOAT32_ATTENTION)}, leave it out, or set server.dtype=bfloat16"
+            )
+    experts = sglang.get("moe_runner_backend")
+    if experts is not None and experts not in PLAIN_EXPERTS:
+        raise UserError(
+            f"sglang.moe_runner_backend={experts} may keep experts in another layout than the checkpoint's, which live "
+            f"weight updates cannot write; use one of {', '.join(PLAIN_EXPERTS)}, or leave it out"
+        )

@@ -1,0 +1,69 @@
+"""Before weights are written, a server rank waits for the batch that an in-place pause has left on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.parallel import platform
+from megarl.reshard.plan.holdings import Box, Fragment
+from megarl.reshard.sync import server_rank
+from megarl.reshard.sync.attempt import AttemptSpec, write_spec
+from megarl.reshard.sync.server_order import ServerOrder
+from megarl.reshard.sync.server_rank import ServerRank
+from megarl.reshard.transfer.store import Deadline, open_store
+
+TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "full", "disk")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Order of the synchronisation of the device and of the first write. Both are recorded, neither is made."""
+    events: list[str] = []
+
+    def written(*_: Any) -> int:
+        events.append("write")
+        return 0
+
+    receiver = SimpleNamespace(receive=written, read_back=lambda sample: {}, messages=[])
+    monkeypatch.setattr(ServerRank, "_prepare", lambda *_: receiver)
+    monkeypatch.setattr(server_rank, "receive_full", written)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
+    return events
+
+
+@pytest.fixture
+def receive() -> Callable[[str], None]:
+    """Carries out one attempt by a transport, on a store of its own."""
+
+    def by(transport: str) -> None:
+        store = open_store("127.0.0.1", 60.0)
+        order = ServerOrder.of(
+            "127.0.0.1", port=store.port, server=0, session=1, epoch=0, join=1, attempt_number=1, deadline_ms=60000
+        )
+        rank = ServerRank(order, [Fragment(0, "a", Box("a", (0,), (2,)), torch.zeros(2))], 0, 1)
+        rank.group = SimpleNamespace()  # joined in an earlier attempt
+        spec = AttemptSpec(transport, 1, 16, "", False, False, 0, 0, (rank.server_group,))
+        write_spec(store, 1, spec)
+        rank.receive_weights(1, Deadline(60.0), lambda tensors: None)
+
+    return by
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_device_is_idle_before_weights_are_written(
+    transport: str, events: list[str], receive: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(platform, "gpu_uuids", list)
+    receive(transport)
+    assert events == ["synchronize", "write"]
+
+
+def test_without_a_device_there_is_nothing_to_wait_for(events: list[str], receive: Callable[[str], None]) -> None:
+    receive("gloo")
+    assert events == ["write"]
