@@ -77,21 +77,23 @@ class EngineMemory:
         self._engine = engine
         self._offloaded: dict[str, Offloaded] = {}
 
-    def offload(self, *parts: str) -> None:
-        """Frees the device memory of `parts`. Gradients are dropped: they are zero between two updates."""
+    def offload(self, *parts: str) -> int:
+        """Frees the device memory of `parts`, and returns its bytes; 0 for parts without any.
+
+        Gradients are dropped: they are zero between two updates.
+        """
+        freed = 0
         for part in parts:
             if part not in self._offloaded:
                 self._offloaded[part] = Offloaded(self._tensors(part), keep=part != "gradients")
+                freed += self._offloaded[part].nbytes
+        return freed
 
     def restore(self, *parts: str) -> None:
         """Brings back `parts`; does nothing for a part that is on the device."""
         for part in parts:
             if part in self._offloaded:
                 self._offloaded.pop(part).restore()
-
-    def offloaded_bytes(self, part: str) -> int:
-        """Device memory that `part` has given up; 0 if it is on the device."""
-        return self._offloaded[part].nbytes if part in self._offloaded else 0
 
     def _tensors(self, part: str) -> Iterator[Tensor]:
         if part == "parameters":

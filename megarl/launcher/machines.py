@@ -17,6 +17,7 @@ class Machines:
     trainers: int
     servers: int
     server_tp: int
+    colocate: bool = False  # servers are on the trainers' GPUs
 
     @property
     def trainer_nodes(self) -> int:
@@ -25,23 +26,27 @@ class Machines:
     @property
     def shared(self) -> bool:
         """True if all servers fit beside the trainers, on the trainers' last node."""
-        return self.trainers + self.servers * self.server_tp <= self.trainer_nodes * self.gpus_per_node
+        beside = 0 if self.colocate else self.trainers
+        return beside + self.servers * self.server_tp <= self.trainer_nodes * self.gpus_per_node
 
     @property
     def first_server_gpu(self) -> int:
+        if self.colocate:
+            return 0
         return self.trainers if self.shared else self.trainer_nodes * self.gpus_per_node
 
     @property
     def nodes(self) -> int:
         last = self.first_server_gpu + self.servers * self.server_tp if self.servers else self.trainers
-        return math.ceil(last / self.gpus_per_node)
+        return math.ceil(max(last, self.trainers) / self.gpus_per_node)
 
 
 def machines_of(config: Config) -> Machines:
     """Lays ranks and servers out over nodes; without GPUs, all on one node."""
     servers = config.server.n_servers if config.method == "rl" else 0
     trainers, tp = config.parallel.world_size(), config.server.tp_size
-    return Machines(config.cluster.gpus_per_node or trainers + servers * tp, trainers, servers, tp)
+    per_node = config.cluster.gpus_per_node or trainers + servers * tp
+    return Machines(per_node, trainers, servers, tp, config.server.colocate)
 
 
 def check_servers_fit(machines: Machines) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 from transformers import PretrainedConfig
 
+from megarl.actor.memory import TrainerMemory
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
 from megarl.preflight.roofline import estimate_step, limits_rollout
@@ -23,6 +24,7 @@ from megarl.preflight.sizing import (
     beside_actor,
     cache_of,
     memory_of,
+    phases_of,
     server_dtype,
     server_memory_of,
     size,
@@ -126,6 +128,8 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
             return []
         text = f"ranks and servers need {size(needed)} of this machine's {size(available)}; {REMEDY}"
         return [Finding(f"{text}, or plan for GPUs (cluster.gpus_per_node)")]
+    if config.method == "rl" and config.server.colocate:
+        return _of_phases(config, model, stages)
     max_bytes = FULL * config.cluster.gpu_memory_gib * GIB
     limit = f"{FULL:.0%} of cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}"
     problems = []
@@ -138,6 +142,24 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
     if server > max_bytes:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
         problems.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
+    return problems
+
+
+def _of_phases(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[Finding]:
+    """Phases of a co-located run in which trainer and servers together do not fit into a GPU."""
+    gib, problems = config.cluster.gpu_memory_gib, []
+    remedies = {
+        "sampling": "lower sglang.mem_fraction_static or server.max_total_tokens, or set "
+        "actor.offload_while_sampling=all",
+        "training": REMEDY,
+        "syncing": "raise parallel.tp_size and server.tp_size, or lower reshard.bucket_bytes",
+    }
+    for rank, stage in enumerate(stages):
+        for phase in phases_of(config, model, stage):
+            if phase.total > FULL * gib * GIB:
+                text = f"{phase.name}: pipeline rank {rank} with {size(phase.trainer)} and a server rank with "
+                limit = f"{size(phase.server)} share a GPU, over {FULL:.0%} of cluster.gpu_memory_gib={gib:g}; "
+                problems.append(Finding(text + limit + remedies[phase.name]))
     return problems
 
 

@@ -125,7 +125,8 @@ def layout_table(config: Config) -> Table:
         cells[rank] = "\n".join([f"rank {rank}", " ".join(f"{name}{getattr(place, name)}" for name in named)])
     for number in range(machines.servers * machines.server_tp):
         server, tp = divmod(number, machines.server_tp)
-        cells[machines.first_server_gpu + number] = f"server {server}\ntp{tp}"
+        gpu = machines.first_server_gpu + number
+        cells[gpu] = "\n".join([*([cells[gpu]] if gpu in cells else []), f"server {server}", f"tp{tp}"])
     where = "GPU" if config.cluster.gpus_per_node else "process"
     count = f"{machines.nodes} node{'s' * (machines.nodes > 1)} of {machines.gpus_per_node}"
     table = _table(f"Layout: {count}", "node", *(f"{where} {i}" for i in range(machines.gpus_per_node)))
@@ -172,6 +173,21 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
             servers.add_row("holds", fits)
         servers.add_row("total", size(need.total))
         yield servers
+    if config.method == "rl" and config.server.colocate and config.cluster.gpus_per_node:
+        yield phases_table(config, model, stages)
+
+
+def phases_table(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> Table:
+    """Bytes on a GPU that trainer and servers share in turn, by phase and pipeline stage."""
+    phases = [sizing.phases_of(config, model, stage) for stage in stages]
+    table = _table("Memory of a shared GPU", "phase", *(f"pp {rank}" for rank in range(len(stages))))
+    for number, phase in enumerate(phases[0]):
+        rows = [stage_phases[number] for stage_phases in phases]
+        cells = (f"{size(row.trainer)} + {size(row.server)} = {size(row.total)}" for row in rows)
+        table.add_row(phase.name, *cells)
+    table.add_row("given up to the host", *(size(sizing.given_up_of(config, stage)) for stage in stages))
+    table.caption = "trainer + server"
+    return table
 
 
 def time_table(config: Config, step: StepEstimate | None) -> Table:

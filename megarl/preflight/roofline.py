@@ -92,6 +92,7 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     if config.method != "rl":
         return StepEstimate([], trained, [], False, batch.sequences * mean, 0.0, gpus, 0, 0.0)
     rollout, under_way, longest_s = _rollout(config, model, cost)
+    servers = config.server.n_servers * config.server.tp_size
     return StepEstimate(
         rollout=rollout,
         train=trained,
@@ -99,7 +100,7 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
         overlap=config.rollout.max_head_offpolicyness > 0,
         tokens=batch.sequences * mean,
         sampled=batch.sequences * share * config.gconfig.max_new_tokens,
-        gpus=gpus + config.server.n_servers * config.server.tp_size,
+        gpus=max(gpus, servers) if config.server.colocate else gpus + servers,
         under_way=under_way,
         longest_s=longest_s,
     )

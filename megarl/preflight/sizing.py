@@ -6,10 +6,12 @@ Nothing here needs a GPU, a process group or the network.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PretrainedConfig
 
 from megarl.actor.memory import (
+    GPU_RUNTIME,
     ITEM_BYTES,
     MAIN,
     MOMENTS,
@@ -84,6 +86,50 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     return other_models
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Bytes on a GPU that trainer and servers share, in one phase of `trainer/shared_gpus.py`."""
+
+    name: str
+    trainer: int
+    server: int
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.server
+
+
+def phases_of(config: Config, model: PretrainedConfig, stage: TrainerMemory) -> list[Phase]:
+    """Memory of a co-located run on a GPU with pipeline stage `stage`, phase by phase.
+
+    Every process keeps its CUDA context. A sync's staging buffers are two of reshard.bucket_bytes on each side.
+    """
+    engines = 2 if needs_critic(config) else 1
+    server, staging = server_memory_of(config, model), 2 * config.reshard.bucket_bytes
+    trained = stage.total + sum(beside_actor(config, stage).values())
+    synced = engines * stage.weights + GPU_RUNTIME + staging, server.weights + GPU_RUNTIME + staging
+    return [
+        Phase("sampling", _kept_while_sampling(config, stage), server.total + GPU_RUNTIME),
+        Phase("training", trained, GPU_RUNTIME),
+        Phase("syncing", *synced),
+    ]
+
+
+def _kept_while_sampling(config: Config, stage: TrainerMemory) -> int:
+    """Bytes of the trainer that actor.offload_while_sampling leaves on the GPU."""
+    engines = 2 if needs_critic(config) else 1
+    state = stage.gradients + stage.optimizer
+    kept = {"all": 0, "optimizer": stage.weights, "none": stage.weights + state}[config.actor.offload_while_sampling]
+    return engines * kept + GPU_RUNTIME
+
+
+def given_up_of(config: Config, stage: TrainerMemory) -> int:
+    """Bytes on the host of what a rank of a co-located run gives up. Gradients are dropped, not kept."""
+    engines = 2 if needs_critic(config) else 1
+    kept = {"all": stage.weights + stage.optimizer, "optimizer": stage.optimizer, "none": 0}
+    return engines * kept[config.actor.offload_while_sampling]
+
+
 def server_dtype(config: Config, model: PretrainedConfig) -> str:
     """Dtype of the served weights; `auto` is the checkpoint's."""
     if config.server.dtype != "auto":
@@ -114,7 +160,8 @@ def cache_of(config: Config, model: PretrainedConfig) -> Cache:
         return Cache(token, config.server.max_total_tokens)
     share = float(config.sglang.get("mem_fraction_static") or SERVER_SHARE)
     weights = server_memory(model, config.server.tp_size, dtype, 0).weights
-    free = share * config.cluster.gpu_memory_gib * GIB - weights
+    beside = max(map(partial(_kept_while_sampling, config), memory_of(config, model))) if config.server.colocate else 0
+    free = share * (config.cluster.gpu_memory_gib * GIB - beside) - weights
     return Cache(token, max(0, int(free / token)), share)
 
 

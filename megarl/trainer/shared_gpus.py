@@ -5,7 +5,7 @@
     syncing    weights of both sides; no KV cache, no CUDA graphs, no gradients and no optimizer state
 
 Each side gives up its memory before the other takes it, on all ranks. The memory of a server's weights loses its
-content, so a sync follows before the server is asked again. `SeparateGpus` is the same for a run whose servers have
+content, so a sync follows before the server is asked again. `SeparateGpus` stands for a run whose servers have
 GPUs of their own.
 """
 
@@ -133,7 +133,7 @@ class SharedGpus:
 
     def _give_up(self, *parts: str) -> None:
         for engine in self._engines:
-            engine.offload(*parts)
+            log.info("gave up %.1f MiB for the servers", engine.offload(*parts) / 2**20)
         dist.barrier()  # no server takes memory that a rank still has
 
     def _restore(self, *parts: str) -> None:

@@ -28,8 +28,8 @@ def visible_gpus(tp_size: int, index: int, first: int, offered: Sequence[str]) -
     own = list(offered[start : start + tp_size])
     if len(own) < tp_size:
         raise UserError(
-            f"server {index} of this machine needs GPUs {start} to {start + tp_size - 1}, and {len(offered)} are offered "
-            f"({VISIBLE}={os.environ.get(VISIBLE, '')}); give the run more GPUs, or lower server.n_servers"
+            f"server {index} of this machine needs GPUs {start} to {start + tp_size - 1}, and {len(offered)} are "
+            f"offered ({VISIBLE}={os.environ.get(VISIBLE, '')}); give the run more GPUs, or lower server.n_servers"
         )
     return ",".join([*own, *(gpu for gpu in offered if gpu not in own)])
 

@@ -97,7 +97,7 @@ def test_evaluation_has_the_trainings_workflow_and_its_own_sampling(
 class NotStarted:
     """Servers that are never started."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def start(self) -> None:
