@@ -126,6 +126,11 @@ def longest_sequence(config: Config) -> int | None:
     return config.train_dataset.max_length + (config.gconfig.max_new_tokens if config.method == "rl" else 0)
 
 
+def server_arguments(config: Config) -> dict[str, Any]:
+    """SGLang's ServerArgs that the servers start with beside their knobs: the user's, and one by actor.float32_head."""
+    return ({"enable_fp32_lm_head": True} if config.actor.float32_head else {}) | dict(config.sglang)
+
+
 def is_paired(config: Config) -> bool:
     """True if rows are pairs of completions, which stay in one microbatch."""
     return config.method == "preference" and getattr(algorithm_of(config.algorithm), "paired", False)

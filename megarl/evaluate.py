@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli import run_command
-from megarl.config import Config
+from megarl.config import Config, server_arguments
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
@@ -35,7 +35,7 @@ def main(config: Config) -> int:
     with open_rewards(config) as rewards:
         evaluator = build_evaluator(config, inputs, rewards, folder)
         servers = SGLangServers(
-            config.server, local_folder(config.actor.path), folder.logs, sglang=config.sglang, first_gpu=0
+            config.server, local_folder(config.actor.path), folder.logs, sglang=server_arguments(config), first_gpu=0
         )
         servers.start()
         try:

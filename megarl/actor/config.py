@@ -61,6 +61,9 @@ class EngineConfig:
     backend: str = knob(
         "auto", "layers: torch, te (Transformer Engine), cpu (float32, no GPU); auto: te, else cpu, where they can run"
     )
+    float32_head: bool = knob(
+        False, "logits of bfloat16 models in float32, here and on the servers: a log-prob rounds at 2^-24, not 2^-8"
+    )
     recompute: str = knob("none", "activations computed again in backward: none, selective (attention, MLP), full")
     offload_while_sampling: str = knob(
         "all", "with server.colocate: all, optimizer (with gradients; parameters stay on the GPU), or none"

@@ -178,8 +178,9 @@ class MegatronEngine(TrainEngine):
     def _logprobs(
         self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
+        hidden = self._hidden(output, mb)
         local = self.backend.logprobs(
-            self._hidden(output, mb),
+            hidden,
             labels,
             self.modules[-1],
             self.groups,
@@ -187,6 +188,7 @@ class MegatronEngine(TrainEngine):
             self.config.temperature,
             with_entropy,
             self.config.kept_logits_mb * 2**20,
+            torch.float32 if self.config.float32_head else hidden.dtype,
         )
         logprobs, entropy = (mb.gather(x, self.groups.cp) if x is not None else None for x in local)
         assert logprobs is not None

@@ -203,9 +203,10 @@ def _head(
 ) -> int:
     """Computes bytes of the final norm, the gradient of its output, and all logits or one chunk (`heads.logprobs`)."""
     vocab = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size
-    if tokens * vocab * item <= engine.kept_logits_mb * 2**20:
+    logit = max(item, 4) if engine.float32_head else item
+    if tokens * vocab * logit <= engine.kept_logits_mb * 2**20:
         chunk = tokens
     else:
         chunk = min(tokens, max(math.ceil(tokens / 16), 256), 1024)
-    row = vocab + 2 * model.hidden_size
-    return math.ceil(tokens * (layer.norm + model.hidden_size * item) + chunk * row * item)
+    row = vocab * logit + 2 * model.hidden_size * item + (vocab * item if logit > item else 0)  # with its narrow copy
+    return math.ceil(tokens * (layer.norm + model.hidden_size * item) + chunk * row)

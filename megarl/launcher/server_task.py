@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import cli
-from megarl.config import Config
+from megarl.config import Config, server_arguments
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.launcher.job import FIRST_GPU, INDEX, LOGS
@@ -58,7 +58,9 @@ def serve(config: Config) -> int:
         os.environ[VISIBLE] = visible_gpus(config.server.tp_size, local, first, offered)
     knobs = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
     model = local_folder(config.actor.path)
-    with SGLangServers(knobs, model, logs, WEIGHT_LOADER, config.sglang, api_key=key, first=index) as servers:
+    with SGLangServers(
+        knobs, model, logs, WEIGHT_LOADER, server_arguments(config), api_key=key, first=index
+    ) as servers:
         servers.start()
         (server,) = servers.servers
         while not server.answers():

@@ -36,6 +36,7 @@ def linear_logprobs(
     rows: Tensor | None = None,
     chunk_rows: int | None = None,
     main_grad: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs of `labels` under `hidden @ weight.T`, without a `[tokens, vocabulary]` tensor.
 
@@ -49,13 +50,15 @@ def linear_logprobs(
         rows: int64, the positions with a label, if the caller knows them. None finds them here, which on CUDA waits
             for the device.
         chunk_rows: rows of logits in memory at a time; None is a sixteenth of the rows, between 256 and 1024.
+        logits_dtype: dtype of the logits, at least hidden's; None is hidden's. Sums are float32 in any case.
         main_grad: float32 `[local vocabulary, hidden]`. Backward adds the weight's gradient to it, in float32
             throughout, and leaves `weight.grad` unchanged. None returns the gradient through autograd.
 
     Returns:
         float32 `[tokens]` log-probs and entropy (or None), 0 for rows without a label. Both are differentiable.
     """
-    head = _Head.make(hidden, weight, labels, vocab_valid, vocab_start, temperature, group, rows, chunk_rows, main_grad)
+    vocab, dtype = (vocab_valid, vocab_start), logits_dtype or hidden.dtype
+    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, main_grad, dtype)
     logprob, entropy = _LinearLogprobs.apply(hidden, weight, head, with_entropy)
     return logprob, entropy if with_entropy else None
 
@@ -74,6 +77,7 @@ def linear_token_loss(
     rows: Tensor | None = None,
     chunk_rows: int | None = None,
     main_grad: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes a token-level loss directly from the hidden states, and each chunk's gradient with it.
 
@@ -84,7 +88,8 @@ def linear_token_loss(
         The summed loss, differentiable in `hidden` and `weight`; backward can run only once. Log-probs and entropy
         `[tokens]`, detached.
     """
-    head = _Head.make(hidden, weight, labels, vocab_valid, vocab_start, temperature, group, rows, chunk_rows, main_grad)
+    vocab, dtype = (vocab_valid, vocab_start), logits_dtype or hidden.dtype
+    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, main_grad, dtype)
     loss, logprob, entropy = _LinearTokenLoss.apply(hidden, weight, head, with_entropy, loss_fn)
     return loss, logprob, entropy if with_entropy else None
 
@@ -100,25 +105,26 @@ class _Head:
     vocab: tuple[int, int]  # vocab_valid, vocab_start
     group: dist.ProcessGroup | None
     main_grad: Tensor | None
+    logits_dtype: torch.dtype
 
     @staticmethod
     def make(
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        vocab_valid: int,
-        vocab_start: int,
+        vocab: tuple[int, int],
         temperature: float | Tensor,
         group: dist.ProcessGroup | None,
         rows: Tensor | None,
         chunk_rows: int | None,
         main_grad: Tensor | None,
+        logits_dtype: torch.dtype,
     ) -> _Head:
         kernels.check_rows("hidden", hidden)
         check("weight", weight, dtype=hidden.dtype, shape=(weight.shape[0], hidden.shape[1]), device=hidden.device)
         if main_grad is not None:
             check("main_grad", main_grad, dtype=torch.float32, shape=tuple(weight.shape), device=hidden.device)
-        labels = as_labels(labels, hidden, vocab_valid)
+        labels = as_labels(labels, hidden, vocab[0])
         if rows is None:
             rows = (labels != -1).nonzero().squeeze(1)
         check("rows", rows, dtype=torch.int64, shape=(rows.numel(),), device=hidden.device)
@@ -126,7 +132,7 @@ class _Head:
             raise ValueError(f"chunk_rows is {chunk_rows}, it must be at least 1; None chooses")
         chunk = chunk_rows or min(max(-(-rows.numel() // 16), 256), 1024)
         inv_temp = inverse_temperature(temperature, hidden)
-        return _Head(labels, inv_temp, rows, chunk, (vocab_valid, vocab_start), group, main_grad)
+        return _Head(labels, inv_temp, rows, chunk, vocab, group, main_grad, logits_dtype)
 
     def chunks(self) -> list[tuple[slice, Tensor]]:
         """Splits the labelled rows into chunks: the slice of `rows`, and the token positions in it."""
@@ -135,7 +141,7 @@ class _Head:
         return [(span, self.rows[span]) for span in spans]
 
     def buffer(self, weight: Tensor) -> Tensor:
-        return weight.new_empty(min(self.chunk, self.rows.numel()), weight.shape[0])
+        return weight.new_empty(min(self.chunk, self.rows.numel()), weight.shape[0], dtype=self.logits_dtype)
 
     def row_inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         inv_temp = self.inv_temp if self.inv_temp.numel() == 1 else self.inv_temp[rows]
@@ -153,6 +159,7 @@ class _Head:
         labels, inv_temp = self.row_inputs(rows)
         h = h.contiguous() if h is not None else None
         kernels.logprob_backward_(logits, labels, inv_temp, context, g.contiguous(), h, *self.vocab)
+        logits = logits.to(x.dtype)  # the products below take one dtype
         if grads.hidden is not None:
             grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight))
         if grads.weight is not None:
@@ -180,6 +187,32 @@ class _HeadGrads:
         return _HeadGrads(weight, for_hidden, for_weight)
 
 
+def product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Computes `x @ weight.T` into `out`, whose dtype may be wider: it is rounded once, from the float32 sums."""
+    if out.dtype == x.dtype:
+        return torch.mm(x, weight.t(), out=out)
+    if x.device.type == "cuda":
+        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+    return torch.mm(x.to(out.dtype), weight.t().to(out.dtype), out=out)
+
+
+class WideProduct(torch.autograd.Function):
+    """`x @ weight.T` in a wider dtype than its factors', whose gradients are products in the factors' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        for_x, for_weight = ctx.needs_input_grad[:2]
+        return grad @ weight if for_x else None, grad.t() @ x if for_weight else None, None
+
+
 def add_weight_grad(grad: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     """Computes `grad += d_logits.T @ hidden`, summed in `grad`'s dtype even if the factors are 16-bit."""
     if d_logits.dtype == grad.dtype:
@@ -201,7 +234,7 @@ class _LinearLogprobs(torch.autograd.Function):
         context = logprob.new_empty(head.rows.numel(), 3)
         buffer = head.buffer(weight)
         for span, rows in head.chunks():
-            logits = torch.mm(hidden.index_select(0, rows), weight.t(), out=buffer[: rows.numel()])
+            logits = product(hidden.index_select(0, rows), weight, buffer[: rows.numel()])
             logprob[rows], entropy[rows], context[span] = head.forward_chunk(logits, rows, with_entropy)
         ctx.save_for_backward(hidden, weight, context)
         ctx.head, ctx.with_entropy = head, with_entropy
@@ -218,7 +251,7 @@ class _LinearLogprobs(torch.autograd.Function):
         buffer = head.buffer(weight)
         for span, rows in head.chunks():
             x = hidden.index_select(0, rows)
-            logits = torch.mm(x, weight.t(), out=buffer[: rows.numel()])
+            logits = product(x, weight, buffer[: rows.numel()])
             h = grad_entropy[rows] if ctx.with_entropy else None
             head.backward_chunk(logits, rows, context[span], grad_logprob[rows], h, x, grads)
         head.finish(grads)
@@ -237,7 +270,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         buffer = head.buffer(weight)
         for _, rows in head.chunks():
             x = hidden.index_select(0, rows)
-            logits = torch.mm(x, weight.t(), out=buffer[: rows.numel()])
+            logits = product(x, weight, buffer[: rows.numel()])
             chunk_logprob, chunk_entropy, context = head.forward_chunk(logits, rows, with_entropy)
             logprob[rows], entropy[rows] = chunk_logprob, chunk_entropy
             leaves = [chunk_logprob.requires_grad_()]

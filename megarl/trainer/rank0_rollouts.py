@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from megarl.algorithms import Algorithm
-from megarl.config import Config
+from megarl.config import Config, server_arguments
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder
@@ -115,7 +115,8 @@ def choose_servers(config: Config, logs: Path) -> SGLangServers | ExternalServer
     model = local_folder(config.actor.path)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size()))  # torchrun: of this machine
     first_gpu = 0 if server.colocate else ranks
-    return SGLangServers(server, model, logs, WEIGHT_LOADER, config.sglang, config.deterministic, first_gpu=first_gpu)
+    arguments = server_arguments(config)
+    return SGLangServers(server, model, logs, WEIGHT_LOADER, arguments, config.deterministic, first_gpu=first_gpu)
 
 
 def max_sequence_tokens(config: Config, model: PretrainedConfig) -> int:

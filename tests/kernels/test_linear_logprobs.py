@@ -112,3 +112,31 @@ def test_the_same_call_gives_the_same_bits():
     first, second = (gradients(linear_logprobs, x, w, labels, chunk_rows=64) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 1000])
+def test_logits_in_float32_lose_only_the_factors_rounding(chunk_rows):
+    """Factors in bfloat16, as their weights are: logits rounded to bfloat16 are 1e-2 off, float32 ones 1e-5."""
+    x, w, labels = problem(hidden=64, dtype=torch.bfloat16)
+    exact, exact_entropy, *exact_gradients = gradients(
+        torch_twins.linear_logprobs, *(t.detach().double().requires_grad_() for t in (x, w)), labels
+    )
+    wide = gradients(linear_logprobs, x, w, labels, chunk_rows=chunk_rows, logits_dtype=torch.float32)
+    narrow = gradients(linear_logprobs, x, w, labels, chunk_rows=chunk_rows)
+    torch.testing.assert_close(wide[0].double(), exact.detach(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(wide[1].double(), exact_entropy.detach(), rtol=1e-5, atol=2e-5)
+    assert (narrow[0].double() - exact).abs().max() > 5e-3
+    for gradient, rounded, expected in zip(wide[2:], narrow[2:], exact_gradients, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - expected).norm() < 0.5 * (rounded.double() - expected).norm()
+
+
+def test_a_token_loss_takes_float32_logits_too():
+    x, w, labels = problem(dtype=torch.bfloat16)
+    keys = {"vocab_valid": 301, "temperature": 0.8, "with_entropy": True, "logits_dtype": torch.float32}
+    loss, logprob, _ = linear_token_loss(x, w, labels, loss_of, chunk_rows=9, **keys)
+    expected, *_ = linear_logprobs(x, w, labels, chunk_rows=1000, **keys)
+    torch.testing.assert_close(logprob, expected)
+    loss.backward()
+    assert x.grad.isfinite().all()
+    assert w.grad.abs().sum() > 0

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.actor.batch.context_parallel import LocalTokens
 from megarl.ops import row_invariant
+from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
 from megarl.parallel.groups import Groups
 
@@ -62,7 +63,7 @@ def hidden_states(output: Tensor, module: GPTModel, groups: Groups, shared: Loca
 
 def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) -> Tensor:
     """Computes logits `[tokens, vocabulary]`: gathered over tp, without padding of the vocabulary."""
-    local = _local_logits(hidden, weight_of(module), groups)
+    local = _local_logits(hidden, weight_of(module), groups, hidden.dtype)
     if groups.tp_size > 1:
         local = gather_from_tensor_model_parallel_region(local, group=groups.tp)
     return local[:, :vocab_size]
@@ -77,6 +78,7 @@ def logprobs(
     temperature: float,
     with_entropy: bool,
     kept_bytes: int,
+    logits_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
 
@@ -86,7 +88,7 @@ def logprobs(
     """
     weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
     rows = (labels != -1).nonzero().squeeze(1)
-    fits = rows.numel() * weight.shape[0] * weight.element_size() <= kept_bytes
+    fits = rows.numel() * weight.shape[0] * logits_dtype.itemsize <= kept_bytes
     if not (torch.is_grad_enabled() and fits):
         return linear_logprobs(
             hidden,
@@ -99,9 +101,10 @@ def logprobs(
             with_entropy=with_entropy,
             rows=rows,
             main_grad=getattr(weight, "main_grad", None),
+            logits_dtype=logits_dtype,
         )
     row_results = vocab_parallel_logprobs(
-        _local_logits(hidden.index_select(0, rows), weight, groups),
+        _local_logits(hidden.index_select(0, rows), weight, groups, logits_dtype),
         labels[rows],
         vocab_valid=vocab_size,
         vocab_start=groups.tp_rank * weight.shape[0],
@@ -122,8 +125,9 @@ def row_invariant_logprobs(
     temperature: float,
     with_entropy: bool,
     kept_bytes: int,
+    logits_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """`logprobs` by the rollout server's functions. Keeps all logits."""
+    """`logprobs` by the rollout server's functions, of float32 models. Keeps all logits."""
     rows = (labels != -1).nonzero().squeeze(1)
     logits = row_invariant.linear(hidden.index_select(0, rows), weight_of(module))
     return _spread(row_invariant.logprobs(logits, labels[rows], temperature, vocab_size, with_entropy), rows, labels)
@@ -137,11 +141,14 @@ def _spread(row_results: tuple[Tensor, Tensor | None], rows: Tensor, labels: Ten
     return logprob, entropy
 
 
-def _local_logits(hidden: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Computes this rank's logits `[tokens, vocabulary / tp]`."""
+def _local_logits(hidden: Tensor, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """Computes this rank's logits `[tokens, vocabulary / tp]` in `dtype`."""
     if groups.tp_size > 1:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
-    return hidden @ weight.t()
+    if dtype == hidden.dtype:
+        return hidden @ weight.t()
+    logits: Tensor = WideProduct.apply(hidden, weight, dtype)
+    return logits
 
 
 def values(hidden: Tensor, module: GPTModel) -> Tensor:

@@ -1,7 +1,7 @@
 """Order of memory calls of co-located servers and trainer, and what happens when a server fails in one.
 
-Servers are recorded over real HTTP, and the engines' memory is recorded too. `tests/unit/actor/test_offload.py` has real
-memory, `tests/e2e/test_colocation.py` real servers.
+Servers are recorded over real HTTP, and the engines' memory is recorded too. `tests/unit/actor/test_offload.py` has
+real memory, `tests/e2e/test_colocation.py` real servers.
 """
 
 from __future__ import annotations
