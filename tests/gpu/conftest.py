@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("kernels"
 from devices import CudaDevice, Device, EmulatedDevice  # noqa: E402
 from simt_build import built, loaded  # noqa: E402
 
+SANITIZE = "MEGARL_SIMT_SANITIZE" in os.environ  # with AddressSanitizer, whose runtime must be loaded already
+
 
 @pytest.fixture(scope="session")
 def cuda() -> CudaDevice:
@@ -28,7 +31,7 @@ def cuda() -> CudaDevice:
 
 @pytest.fixture(scope="session")
 def emulated() -> EmulatedDevice:
-    return EmulatedDevice(loaded(built()))
+    return EmulatedDevice(loaded(built(sanitize=SANITIZE)))
 
 
 @pytest.fixture(params=["cuda", "emulated"])

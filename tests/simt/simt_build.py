@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -73,14 +73,10 @@ class Kernels:
         self.emulator = {path.name: path.read_text() for path in sorted(EMULATOR.iterdir())}
         self.texts |= changes or {}
 
-    def compiled(self) -> list[Path]:
-        """Compiles each source that has no object yet."""
-        sources = [n for n in self.texts if n.endswith((".cu", ".cpp"))]
-        return [*map(self.object_of, sources), self.object_of("simt.cpp"), self.object_of("module.cpp")]
-
-    def recompiled(self, name: str, objects: list[Path], of: Kernels) -> list[Path]:
-        """Replaces the object of source `name` among the objects of other kernels."""
-        return [self.object_of(name) if o == of.object_of(name) else o for o in objects]
+    def compiled(self) -> dict[str, Path]:
+        """Returns the objects by source; compiles those that are not there yet."""
+        names = [*(n for n in self.texts if n.endswith((".cu", ".cpp"))), "simt.cpp", "module.cpp"]
+        return {name: self.object_of(name) for name in names}
 
     def object_of(self, name: str) -> Path:
         cuda = name.endswith(".cu")
@@ -126,8 +122,9 @@ def compiler(*arguments: str) -> None:
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stderr[:4000]}"
 
 
-def linked(objects: list[Path], sanitize: bool = False) -> Path:
+def linked(objects: Iterable[Path], sanitize: bool = False) -> Path:
     """Links objects to a library, unless there is one."""
+    objects = list(objects)
     out = CACHE / f"{digest(*(o.name for o in objects))}.so"
     if not out.exists():
         partial = out.with_suffix(f".{os.getpid()}")
@@ -149,7 +146,7 @@ def loaded(library: Path) -> ModuleType:
 def built(csrc: Path = ROOT / "csrc", sanitize: bool = False) -> Path:
     """Returns the library of the unchanged kernels."""
     with lock():
-        return linked(Kernels(csrc, sanitize=sanitize).compiled(), sanitize)
+        return linked(Kernels(csrc, sanitize=sanitize).compiled().values(), sanitize)
 
 
 def digest(*parts: str) -> str:

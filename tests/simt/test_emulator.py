@@ -93,12 +93,7 @@ def test_a_lane_outside_of_the_mask_gives_no_value(probe):
     [
         (
             "ended_before_barrier",
-            [
-                ", block (",
-                "__syncthreads at csrc/probe/cuda.cu:",
-                " has threads 0-39, 50; missing, because they ended: ",
-            ]
-            + ["40-49, 51-63"],
+            [", block (", "__syncthreads at csrc/probe/cuda.cu:", " has threads 0-39, 50; missing, ", ": 40-49, 51-63"],
         ),
         ("two_barriers", [" has threads 0-31; missing, because they wait for __syncthreads at ", ": 32-63"]),
         ("absent_lane", ["__shfl_down_sync at ", " has threads 0-4, 6-31; missing, because they ended: 5"]),

@@ -68,15 +68,16 @@ void fiber_main() {
 
 }  // namespace
 
-// Gives the fiber a stack with an inaccessible page below it, and runs it for the first time.
-void Machine::start(Fiber& fiber) {
+// Gives the fiber a stack with an inaccessible page below it.
+void Machine::give_stack(Fiber& fiber) {
   constexpr size_t kPage = 4096;
-  if (!fiber.stack) {
-    void* memory = mmap(nullptr, kStackBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    mprotect(memory, kPage, PROT_NONE);
-    fiber.stack = static_cast<char*>(memory) + kPage;
-  }
+  void* memory = mmap(nullptr, kStackBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  mprotect(memory, kPage, PROT_NONE);
+  fiber.stack = static_cast<char*>(memory) + kPage;
+}
+
+void Machine::start(Fiber& fiber) {
   fiber.started = true;
   static ucontext_t context;
   getcontext(&context);
@@ -89,6 +90,7 @@ void Machine::start(Fiber& fiber) {
 void Machine::resume(Fiber& fiber) {
   current = &fiber;
   threadIdx = fiber.index;
+  if (!fiber.stack) give_stack(fiber);
   void* fake = nullptr;
   if (!_setjmp(scheduler)) {
     leave_for(fiber.stack, kStackBytes, &fake);

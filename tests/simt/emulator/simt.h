@@ -33,7 +33,7 @@
 namespace simt {
 
 constexpr int kWarpSize = 32, kMaxThreads = 1024, kDevices = 8;
-constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 48 << 10, kGuardBytes = 64;
+constexpr size_t kStackBytes = 256 << 10, kSharedBytes = 48 << 10, kGuardBytes = 512;
 
 enum class Order : int { kAscending, kDescending, kRandom };
 enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kEnded };
@@ -104,6 +104,7 @@ struct Machine {
   bool release_block();
   void resume(Fiber& fiber);
   void yield();
+  void give_stack(Fiber& fiber);
   void start(Fiber& fiber);
   void end_of_block();
   std::vector<int> ordered(int begin, int end);
