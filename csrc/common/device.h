@@ -1,4 +1,5 @@
-// The current CUDA device during a kernel's launch. C++ files may include it; only cuda.cu needs CUDA's headers.
+// The current CUDA device during a kernel's launch. C++ files may include it; only cuda.cu needs CUDA's
+// headers.
 #pragma once
 
 namespace megarl {

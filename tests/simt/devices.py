@@ -115,6 +115,6 @@ def close(
     **keys: Any,
 ) -> None:  # fmt: skip
     """Compares the device's results with those of the CPU kernels."""
-    on_cpu = as_tuple(function(*arguments, **keys))
+    on_cpu = as_tuple(function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments), **keys))
     for want, got in zip(on_cpu, device.run(function, *arguments, **keys), strict=True):
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)

@@ -114,16 +114,19 @@ __global__ void convert(const float* x, float* out, int n) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x[i]));
   out[4 * i] = y;
   out[4 * i + 1] = __half2float(__float2half_rn(x[i]));
-  out[4 * i + 2] = __uint_as_float(static_cast<unsigned>(__bfloat16_as_ushort(__float2bfloat16_rn(x[i]))) << 16);
+  out[4 * i + 2] =
+      __uint_as_float(static_cast<unsigned>(__bfloat16_as_ushort(__float2bfloat16_rn(x[i]))) << 16);
   out[4 * i + 3] = __half2float(__ushort_as_half(static_cast<unsigned short>(i)));
 }
 
 // maps [n, 2, 5] = (p, q, c, sets_value, value) and states [n, 2] to both orders of application, out [n, 4].
 void compose_and_apply(const double* in, double* out, int n) {
   for (int i = 0; i < n; ++i, in += 12, out += 4) {
-    const megarl::GaeMap earlier{in[0], in[1], in[2], in[3] != 0, in[4]}, later{in[5], in[6], in[7], in[8] != 0, in[9]};
+    const megarl::GaeMap earlier{in[0], in[1], in[2], in[3] != 0, in[4]},
+        later{in[5], in[6], in[7], in[8] != 0, in[9]};
     const megarl::GaeState state{in[10], in[11]};
-    const megarl::GaeState once = apply(compose(earlier, later), state), twice = apply(earlier, apply(later, state));
+    const megarl::GaeState once = apply(compose(earlier, later), state),
+                           twice = apply(earlier, apply(later, state));
     out[0] = once.advantage;
     out[1] = once.value;
     out[2] = twice.advantage;
@@ -155,8 +158,8 @@ const std::map<std::string, std::function<void(int*)>> kProbes{
 }  // namespace
 
 // Runs a kernel under a schedule. Returns the error, or an empty text.
-extern "C" __attribute__((visibility("default"))) const char* probe(const char* name, int order, unsigned seed,
-                                                                    int poison, int* out) {
+extern "C" __attribute__((visibility("default"))) const char* probe(const char* name, int order,
+                                                                    unsigned seed, int poison, int* out) {
   static std::string error;
   simt::machine.order = static_cast<simt::Order>(order);
   simt::machine.random.seed(seed);

@@ -20,7 +20,8 @@ PYBIND11_MODULE(_C, m) {
     simt::machine.random.seed(seed);
     simt::machine.poison = poison;
   });
-  m.def("simt_stream", [](int device) { return reinterpret_cast<uintptr_t>(&simt::machine.streams[device]); });
+  m.def("simt_stream",
+        [](int device) { return reinterpret_cast<uintptr_t>(&simt::machine.streams[device]); });
   m.def("simt_current_device", [] { return simt::machine.device; });
   m.def("simt_take_launches", [] {
     std::vector<std::pair<std::string, int>> launches;

@@ -71,7 +71,8 @@ void fiber_main() {
 // Gives the fiber a stack with an inaccessible page below it.
 void Machine::give_stack(Fiber& fiber) {
   constexpr size_t kPage = 4096;
-  void* memory = mmap(nullptr, kStackBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* memory =
+      mmap(nullptr, kStackBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   mprotect(memory, kPage, PROT_NONE);
   fiber.stack = static_cast<char*>(memory) + kPage;

@@ -1,8 +1,9 @@
 // Runs CUDA kernels on the CPU: the threads of a block are fibers, and barriers and warp collectives switch
-// between them. simt_build.py rewrites launches, __shared__ variables and inline PTX; all else stays as it is.
+// between them. simt_build.py rewrites launches, __shared__ variables and inline PTX; all else stays as it
+// is.
 //
-// Stricter than a GPU: a thread that has ended is missing at every later barrier. Not emulated: dynamic shared
-// memory, atomics, races between two barriers within one instruction, memory of several devices.
+// Stricter than a GPU: a thread that has ended is missing at every later barrier. Not emulated: dynamic
+// shared memory, atomics, races between two barriers within one instruction, memory of several devices.
 #pragma once
 
 #include <math.h>  // its float overloads are global, as in CUDA
@@ -153,7 +154,8 @@ struct Launch {
 };
 
 template <class... P>
-Launch<P...> launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = nullptr) {
+Launch<P...> launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared = 0,
+                    cudaStream_t stream = nullptr) {
   if (shared) throw std::runtime_error("dynamic shared memory is not emulated");
   return {kernel, grid, block, stream};
 }
@@ -176,7 +178,8 @@ inline int lane() {
   return machine.current->rank % kWarpSize;
 }
 
-// Lanes that the shuffles read, in a warp of segments of `width` lanes. Past a segment's end a lane reads itself.
+// Lanes that the shuffles read, in a warp of segments of `width` lanes. Past a segment's end a lane reads
+// itself.
 inline int lane_of(int source, int width = kWarpSize) {
   return lane() / width * width + source % width;
 }
@@ -207,8 +210,10 @@ inline void ex2_approx_ftz_f32(float& y, float x) {
 }  // namespace ptx
 }  // namespace simt
 
-#define SIMT_BARRIER(name) \
-  simt::Barrier { name, __FILE__, __LINE__ }
+#define SIMT_BARRIER(name)   \
+  simt::Barrier {            \
+    name, __FILE__, __LINE__ \
+  }
 #define __syncthreads() simt::machine.meet_block(SIMT_BARRIER("__syncthreads"))
 #define __syncwarp(...) simt::sync_warp(SIMT_BARRIER("__syncwarp"), ##__VA_ARGS__)
 #define __ballot_sync(mask, predicate) \

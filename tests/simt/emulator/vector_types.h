@@ -1,4 +1,5 @@
-// Keywords, vector types and built-in variables of CUDA C++, and the part of the runtime that kernels' hosts use.
+// Keywords, vector types and built-in variables of CUDA C++, and the part of the runtime that kernels' hosts
+// use.
 #pragma once
 
 #include <cstdint>
