@@ -18,7 +18,7 @@ FENCE = re.compile(r"^```(cpp|python append|python|diff) (\S+)\n(.*?)^```$", re.
 
 
 def run(command: list[str], **options: object) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, **options)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
 
 

@@ -47,8 +47,8 @@ SCHEDULES = (Schedule(0, 0, NAN), Schedule(1, 0, FINITE), Schedule(2, 7, NAN))
 class EmulatedDevice:
     """The CUDA kernels on the CPU: tensors stay there, and megarl.ops calls the emulated entry points.
 
-    Each call runs under several schedules, whose results must be equal bit for bit: a result that depends on the order
-    of threads or on unwritten shared memory differs. Inputs lie between NaN guards, and unwritten outputs are NaN.
+    Each call runs under several schedules, and their results must be equal bit for bit. A result that depends on the
+    order of threads or on unwritten shared memory differs. Inputs lie between NaN guards; unwritten outputs are NaN.
 
     It does not cover timing, memory that only the GPU can reach, and races within one stretch between two barriers.
     """
@@ -114,7 +114,7 @@ def close(
     device: Device, function: Callable[..., Tensor | Results], *arguments: Any, rtol: float = 1e-5, atol: float = 1e-6,
     **keys: Any,
 ) -> None:  # fmt: skip
-    """Compares the device's results with those of the CPU kernels."""
+    """Compares the results of the device and the CPU kernels."""
     on_cpu = as_tuple(function(*(a.clone() if isinstance(a, Tensor) else a for a in arguments), **keys))
     for want, got in zip(on_cpu, device.run(function, *arguments, **keys), strict=True):
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
