@@ -14,8 +14,7 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("has_cuda") = false;
 #endif
-  py::class_<Where>(m, "Where")
-      .def(py::init<bool, uintptr_t, int>(), py::arg("cuda"), py::arg("stream"), py::arg("threads"));
+  register_where(m);
   register_logprob(m);
   register_advantage(m);
   register_loss(m);

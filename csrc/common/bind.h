@@ -8,6 +8,8 @@
 #include <type_traits>
 
 #ifdef MEGARL_WITH_CUDA
+#include "device.h"
+
 #define MEGARL_CUDA_KERNEL(fn) fn
 #else
 #define MEGARL_CUDA_KERNEL(fn) nullptr
@@ -17,12 +19,20 @@ namespace megarl {
 
 namespace py = pybind11;
 
-// Place where a kernel runs: a CUDA stream, or a number of CPU threads.
+// Place where a kernel runs: a stream of a CUDA device, or a number of CPU threads.
 struct Where {
   bool cuda;
   uintptr_t stream;
   int threads;
+  int device;
 };
+
+// Classes are local to their module: tests load other builds of the kernels beside this one.
+inline void register_where(py::module_& m) {
+  py::class_<Where>(m, "Where", py::module_local())
+      .def(py::init<bool, uintptr_t, int, int>(), py::arg("cuda"), py::arg("stream"), py::arg("threads"),
+           py::arg("device") = 0);
+}
 
 template <class T = void>
 T* pointer(uintptr_t address) {
@@ -37,6 +47,9 @@ void launch(const Where& where, const Args& args, void (*cpu)(const Args&, int),
   if (!where.cuda) return cpu(args, where.threads);
   if (!cuda)
     throw std::runtime_error("this build of megarl has no CUDA kernels; build it with MEGARL_CUDA=1");
+#ifdef MEGARL_WITH_CUDA
+  const DeviceGuard guard(where.device);
+#endif
   cuda(args, pointer(where.stream));
 }
 

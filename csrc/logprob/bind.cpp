@@ -5,7 +5,7 @@
 namespace megarl {
 
 void register_logprob(py::module_& m) {
-  py::class_<LogitRows>(m, "LogitRows")
+  py::class_<LogitRows>(m, "LogitRows", py::module_local())
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int>(), py::arg("rows"), py::arg("columns"),
            py::arg("valid"), py::arg("row_stride"), py::arg("vocab_start"), py::arg("dtype"));
 

@@ -15,8 +15,7 @@ constexpr int kUnroll = 4;
 constexpr int kStep = kUnroll * kLanes;
 
 #ifdef __AVX512F__
-// Compares pairs of bfloat16 as floats, without unpacking the upper one: it decides the order of the whole
-// word. If the lower one's bits turn an upper -infinity into a NaN, the maximum ignores that NaN.
+// Takes pairs of bfloat16 as two floats each: the lower one shifted up, the upper one with zeros below it.
 MEGARL_HD float tile_max(const BFloat16* x, int64_t n) {
   FloatLanes upper[2], lower[2];
   for (int u = 0; u < 2; ++u) upper[u] = lower[u] = FloatLanes{} - INFINITY;
@@ -24,12 +23,10 @@ MEGARL_HD float tile_max(const BFloat16* x, int64_t n) {
   for (; i + kStep <= n; i += kStep)
     for (int u = 0; u < 2; ++u) {
       const UIntLanes pairs = load_raw<UIntLanes>(x + i + u * 2 * kLanes);
-      upper[u] = max_lanes(bit_cast<FloatLanes>(pairs), upper[u]);
+      upper[u] = max_lanes(bit_cast<FloatLanes>(pairs & 0xffff0000u), upper[u]);
       lower[u] = max_lanes(bit_cast<FloatLanes>(pairs << 16), lower[u]);
     }
-  upper[0] = max_lanes(upper[1], upper[0]);
-  FloatLanes best = bit_cast<FloatLanes>(bit_cast<UIntLanes>(upper[0]) & 0xffff0000u);
-  best = max_lanes(max_lanes(lower[1], lower[0]), best);
+  FloatLanes best = max_lanes(max_lanes(lower[1], lower[0]), max_lanes(upper[1], upper[0]));
   for (; i < n; i += kLanes)
     best = max_lanes(n - i >= kLanes ? load_lanes(x + i) : load_tail(x + i, static_cast<int>(n - i)), best);
   return horizontal_max<float>(best);

@@ -5,7 +5,7 @@
 namespace megarl {
 
 void register_loss(py::module_& m) {
-  py::class_<PolicyLossSettings>(m, "PolicyLossSettings")
+  py::class_<PolicyLossSettings>(m, "PolicyLossSettings", py::module_local())
       .def(py::init<int, bool, double, double, double, int, double, int, double, double, double>(),
            py::kw_only(), py::arg("objective"), py::arg("sequence_ratio"), py::arg("clip_low"),
            py::arg("clip_high"), py::arg("dual_clip"), py::arg("kl_estimator"), py::arg("kl_coef"),

@@ -65,7 +65,8 @@ def where(tensor: Tensor) -> _C.Where:
     if tensor.device.type == "cuda":
         if not HAS_CUDA:
             raise ValueError(f"tensors are on {tensor.device}, but megarl was built with MEGARL_CUDA=0; rebuild it")
-        return _C.Where(True, torch.cuda.current_stream(tensor.device).cuda_stream, 0)
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+        return _C.Where(True, stream, 0, tensor.device.index)
     if tensor.device.type != "cpu":
         raise ValueError(f"tensors are on {tensor.device}; megarl's kernels run on cpu and cuda")
     return _C.Where(False, 0, torch.get_num_threads())

@@ -1,7 +1,8 @@
-"""Skips these tests, with the reason, without a CUDA device or a build with the CUDA kernels."""
+"""Runs every case on the emulator, and on a CUDA device where there is one."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,16 +11,31 @@ import torch
 
 from megarl.ops.native import HAS_CUDA
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))  # the oracle and the guarded buffers
+# The oracle and the guarded buffers; the emulator.
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("kernels", "simt")]
+
+from devices import CudaDevice, Device, EmulatedDevice  # noqa: E402
+from simt_build import built, loaded  # noqa: E402
+
+SANITIZE = "MEGARL_SIMT_SANITIZE" in os.environ  # with AddressSanitizer, whose runtime must be loaded already
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = None
+@pytest.fixture(scope="session")
+def cuda() -> CudaDevice:
     if not torch.cuda.is_available():
-        reason = "no CUDA device is visible to torch"
-    elif not HAS_CUDA:
-        reason = "megarl was built without CUDA: build with MEGARL_CUDA=1"
-    if reason:
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        pytest.skip("no CUDA device is visible to torch")
+    if not HAS_CUDA:
+        pytest.skip("megarl was built without CUDA: build with MEGARL_CUDA=1")
+    return CudaDevice()
+
+
+@pytest.fixture(scope="session")
+def emulated() -> EmulatedDevice:
+    return EmulatedDevice(loaded(built(sanitize=SANITIZE)))
+
+
+@pytest.fixture(params=["cuda", "emulated"])
+def device(request: pytest.FixtureRequest) -> Device:
+    """Each place where CUDA kernels run. A case gives the same results on all of them."""
+    torch.manual_seed(0)
+    return request.getfixturevalue(request.param)

@@ -15,18 +15,24 @@ VOCABS = (1, 7, 31, 33, 1000, 4097, 32000, 50257, 151936)
 
 
 class Guarded:
-    """A tensor prefilled with NaN (0xFF bytes) between guard bytes; `check` detects writes outside of it."""
+    """A tensor prefilled with NaN (0xFF bytes) between guard bytes; `check` detects writes outside of it.
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu"):
+    With guard=0xFF a read outside gives NaN.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device = "cpu", guard: int = 0xA5
+    ):
         size = math.prod(shape) * dtype.itemsize
-        self.raw = torch.full((size + 128,), 0xA5, dtype=torch.uint8, device=device)
+        self.guard = guard
+        self.raw = torch.full((size + 128,), guard, dtype=torch.uint8, device=device)
         self.raw[64 : 64 + size] = 0xFF  # NaN in every float type
         self.size = size
         self.tensor = self.raw[64 : 64 + size].view(dtype).view(shape)
 
     def check(self) -> Tensor:
-        assert bool((self.raw[:64] == 0xA5).all()), "written before the buffer"
-        assert bool((self.raw[64 + self.size :] == 0xA5).all()), "written past the buffer"
+        assert bool((self.raw[:64] == self.guard).all()), "written before the buffer"
+        assert bool((self.raw[64 + self.size :] == self.guard).all()), "written past the buffer"
         return self.tensor
 
 

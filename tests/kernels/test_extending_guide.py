@@ -18,7 +18,7 @@ FENCE = re.compile(r"^```(cpp|python append|python|diff) (\S+)\n(.*?)^```$", re.
 
 
 def run(command: list[str], **options: object) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, **options)
     assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
 
 
@@ -42,7 +42,7 @@ def apply(kind: str, target: Path, body: str) -> None:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copies the kernels and adds the guide's files."""
     copy = tmp_path_factory.mktemp("guide")
-    for folder in ("csrc", "megarl/ops", "benchmarks"):
+    for folder in ("csrc", "megarl/ops", "benchmarks", "tests/simt"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (
         "CMakeLists.txt",
@@ -50,6 +50,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "megarl/types.py",
         "megarl/knobs.py",
         "tests/kernels/oracle.py",
+        "tests/gpu/conftest.py",
     ):
         (copy / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
@@ -72,8 +73,10 @@ def test_the_guide_builds_and_its_test_and_benchmark_run(copy: Path) -> None:
     run([sys.executable, "-m", "cmake", "--build", str(build)])
     module = next(build.glob("_C.*.so"))
     shutil.copy(module, copy / "megarl" / module.name)
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "MEGARL_SIMT_CACHE": str(ROOT / "build/simt")}
     run([sys.executable, "-m", "pytest", "-q", "tests/kernels/test_overlong.py"], cwd=copy, env=environment)
+    on_emulator = ["tests/gpu/test_overlong_on_device.py", "-k", "emulated"]
+    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *on_emulator], cwd=copy, env=environment)
     run([sys.executable, "benchmarks/overlong.py"], cwd=copy, env=environment)
 
 

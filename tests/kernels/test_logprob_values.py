@@ -148,6 +148,16 @@ def test_minus_infinity_columns_have_probability_and_gradient_zero(dtype):
     assert leaf.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("column", [0, 1, 2, 63, 64, 129])
+def test_a_column_of_plus_infinity_makes_its_row_nan(dtype, column):
+    logits = torch.randn(3, 130).to(dtype)
+    logits[1, column] = torch.inf
+    logprob, entropy = gather_logprobs_entropy(logits, torch.tensor([5, 5, 5]))
+    for values in (logprob, entropy):
+        assert values.isnan().tolist() == [False, True, False]
+
+
 def test_a_minus_infinity_label_has_log_prob_minus_infinity():
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
     assert gather_logprobs(logits, torch.tensor([1]))[0] == -torch.inf

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from megarl import doctor
@@ -45,6 +48,30 @@ def test_what_megarl_imports_has_the_same_version_with_and_without_gpus() -> Non
         if name not in DIFFER:
             assert GPU[name] == exact(requirement), name
     assert "sglang==0.5.23" in PYPROJECT["dependency-groups"]["sglang-no-deps"]
+
+
+def test_what_the_device_tests_import_has_the_same_version_with_and_without_gpus() -> None:
+    lines = {canonical(Requirement(line).name): line for line in PYPROJECT["dependency-groups"]["dev"]}
+    for name in ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"):
+        assert f"{name}=={GPU.get(name)}" == lines[name]
+
+
+def test_the_device_tests_run_in_the_active_environment_and_not_in_the_one_without_gpus() -> None:
+    dry_run = ["make", "--dry-run", "--always-make", "test-gpu", "PYTHON=/active/python"]
+    lines = subprocess.run(dry_run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "/active/python -m pytest tests/gpu" in lines
+    assert re.search(r"compute-sanitizer .* /active/python -m pytest tests/gpu", lines)
+    assert ".venv" not in lines
+    assert "pip" not in lines
+
+
+def test_without_a_gpu_the_device_tests_say_which_environment_they_want() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    command = ["make", "test-gpu", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"make: {sys.executable} has no pytest, or no torch that sees a GPU: activate" in done.stdout
 
 
 def test_torch_is_the_one_that_sglangs_kernels_are_compiled_for() -> None:
