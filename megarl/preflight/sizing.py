@@ -124,7 +124,7 @@ def _kept_while_sampling(config: Config, stage: TrainerMemory) -> int:
 
 
 def given_up_of(config: Config, stage: TrainerMemory) -> int:
-    """Bytes on the host of what a rank of a co-located run gives up. Gradients are dropped, not kept."""
+    """Bytes on the host of the memory that a rank of a co-located run gives up. Gradients are dropped, not kept."""
     engines = 2 if needs_critic(config) else 1
     kept = {"all": stage.weights + stage.optimizer, "optimizer": stage.optimizer, "none": 0}
     return engines * kept[config.actor.offload_while_sampling]

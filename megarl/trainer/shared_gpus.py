@@ -26,7 +26,7 @@ from megarl.rollout.servers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-# SGLang's names of what it gives up (srt/constants.py)
+# SGLang's tags of memory (srt/constants.py)
 WEIGHTS, CACHE = "weights", ("kv_cache", "cuda_graph")
 # actor.offload_while_sampling -> parts that leave the GPU
 GIVEN_UP: dict[str, tuple[str, ...]] = {"all": PARTS, "optimizer": ("gradients", "optimizer"), "none": ()}

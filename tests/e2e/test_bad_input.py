@@ -54,6 +54,20 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         ([GRPO, "actor.pth=x"], "unknown config key actor.pth; did you mean actor.path?"),
         ([GRPO, "+actor.optimizer.learning_rate=1"], "unknown config key actor.optimizer.learning_rate"),
         ([GRPO, "totl_train_steps=3"], "did you mean total_train_steps?"),
+        (
+            [GRPO, "server.colocate=true", "rollout.max_head_offpolicyness=1"],
+            "gives the GPUs to one of them; set it to 0",
+        ),
+        ([GRPO, "server.colocate=true", "launcher=ray"], "launcher=ray places servers by itself; use launcher=local"),
+        ([GRPO, "server.colocate=true", "reshard.delta=true"], "the servers keep no weights; set it to false"),
+        (
+            [GRPO, "server.colocate=true", "server.device=cuda", "reshard.transport=nccl"],
+            "reshard.transport=nccl refuses two processes on one GPU",
+        ),
+        (
+            [GRPO, "actor.offload_while_sampling=al"],
+            "actor.offload_while_sampling=al does not exist; did you mean all? there are: all, optimizer, none",
+        ),
         (["+experiment=gsm8k_grp"], "experiment=gsm8k_grp does not exist; did you mean gsm8k_grpo?"),
         ([GRPO, "model=huge"], "model=huge does not exist; there are: "),
         ([GRPO, "total_train_steps=many"], "could not be converted to Integer"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model import heads
 from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.actor.weights import hf_files, hf_weights
@@ -446,29 +444,3 @@ def test_mismatch_is_of_the_tokens_that_the_trainers_own_version_sampled() -> No
     assert metrics["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
     assert metrics["rollout_kl"] > 1.0
     assert "logprob_diff_max" not in rollout_mismatch(batch, 4)
-
-
-@pytest.mark.parametrize("kept_logits_mb", [0, 256])
-def test_a_float32_head_rounds_the_loss_less(folder: Path, kept_logits_mb: int) -> None:
-    """Against logits in float64 of the engine's own hidden states; with logits kept, and computed again."""
-    batch, errors = rollout(), {}
-    for wide in (True, False):
-        config = config_of(folder, dtype="bfloat16", float32_head=wide, kept_logits_mb=kept_logits_mb)
-        engine = MegatronLMEngine(config)
-        engine.initialize()
-        project, exact = engine.backend.logprobs, []
-
-        def recorded(
-            hidden: Tensor, labels: Tensor, module: Any, *more: Any, project: Any = project, exact: Any = exact
-        ) -> Any:
-            table = (hidden.double() @ heads.weight_of(module).double().t())[:, :343].log_softmax(-1)
-            exact.append((table.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * (labels != -1)).detach())
-            return project(hidden, labels, module, *more)
-
-        engine.backend = dataclasses.replace(engine.backend, logprobs=recorded)
-        stats = engine.train_lm(batch)
-        trained = int((torch.cat(exact) != 0).sum())
-        errors[wide] = abs(stats["loss"] + float(torch.cat(exact).sum()) / trained)
-        assert stats["grad_norm"] > 0
-    assert errors[True] < 1e-5
-    assert errors[True] * 10 < errors[False]

@@ -33,6 +33,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-32B-Instruct": 32.5,
     "Qwen/Qwen2.5-72B-Instruct": 72.7,
     "Qwen/Qwen3-0.6B": 0.6,
+    "Qwen/Qwen3-1.7B": 1.72,
     "Qwen/Qwen3-8B": 8.2,
     "Qwen/Qwen3-30B-A3B": 30.5,
     "Qwen/Qwen3-235B-A22B": 235,

@@ -18,7 +18,18 @@ from megarl.preflight.roofline import estimate_step
 from megarl.preflight.sizing import beside_actor, cache_of, disk_of, memory_of, size
 
 EXPERIMENTS = sorted(path.stem for path in (cli.CONFIGS / "experiment").glob("*.yaml"))
-CLUSTER = ("grpo_0_5b", "grpo_1_5b", "grpo_7b", "grpo_70b", "grpo_moe_235b", "dapo_32b", "sft_8b", "dpo_8b")
+CLUSTER = (
+    "grpo_0_5b",
+    "grpo_1_5b",
+    "grpo_1_7b",
+    "grpo_7b",
+    "grpo_7b_colocated",
+    "grpo_70b",
+    "grpo_moe_235b",
+    "dapo_32b",
+    "sft_8b",
+    "dpo_8b",
+)
 PAGE = (cli.CONFIGS.parent / "docs" / "recipes.md").read_text()
 
 
@@ -127,3 +138,18 @@ def row_of(name: str, config: Config) -> str:
 @pytest.mark.parametrize("name", CLUSTER)
 def test_the_page_has_the_figures_of_preflight(name: str) -> None:
     assert row_of(name, cli.load([f"+experiment={name}"])) in PAGE
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (["+sglang.mem_fraction_static=0.95"], "sampling: pipeline rank 0 with 3.0 GiB and a server rank with "),
+        (["actor.max_tokens_per_mb=65536"], "training: pipeline rank 0 with "),
+        (["cluster.gpu_memory_gib=12", "+sglang.mem_fraction_static=0.5"], "syncing: pipeline rank 0 with "),
+    ],
+)
+def test_each_phase_of_a_shared_gpu_is_held_to_its_memory(
+    knobs: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report.command(["+experiment=grpo_1_7b", "show=memory", *knobs]) == 1
+    assert message in capsys.readouterr().out

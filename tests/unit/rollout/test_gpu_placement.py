@@ -1,0 +1,92 @@
+"""GPUs of ranks and servers on one machine, whose number is planted: no GPU is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl import checks, cli
+from megarl.knobs import UserError
+from megarl.parallel import platform
+from megarl.rollout.servers import server_config
+from megarl.rollout.servers.gpu_placement import check_gpu_count
+from megarl.rollout.servers.sglang_server import SGLangServers
+from megarl.trainer.rank0_rollouts import choose_servers
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(server_config.importlib.util, "find_spec", _find_spec(server_config.importlib.util.find_spec))
+
+
+def _find_spec(find: object) -> object:
+    """Finds the memory saver too, which only machines with GPUs have."""
+    return lambda name, *more: object() if name == "torch_memory_saver" else find(name, *more)  # type: ignore[operator]
+
+
+def own_gpus(servers: SGLangServers) -> list[str]:
+    """The GPUs that each server uses: the first of those that it sees."""
+    tp = servers.config.tp_size
+    return [",".join((server.gpus or "").split(",")[:tp]) for server in servers.servers]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("knobs", "gpus"),
+    [
+        (("parallel.dp_size=4", "server.n_servers=4"), ["4", "5", "6", "7"]),
+        (("parallel.dp_size=2", "server.n_servers=2", "server.tp_size=2"), ["2,3", "4,5"]),
+        (("parallel.dp_size=8", "server.n_servers=8", "server.colocate=true"), list("01234567")),
+    ],
+)
+def test_servers_take_the_gpus_after_the_ranks_or_share_them(
+    knobs: tuple[str, ...], gpus: list[str], tmp_path: Path
+) -> None:
+    config = cli.load(["+experiment=gsm8k_grpo", "server.device=cuda", *knobs])
+    servers = choose_servers(config, tmp_path)
+    assert isinstance(servers, SGLangServers)
+    assert own_gpus(servers) == gpus
+    for server in servers.servers:
+        environment = server._environment("scratch")
+        assert sorted(environment["CUDA_VISIBLE_DEVICES"].split(",")) == list("01234567")  # cuda_ipc reads the others
+        assert server.args.get("enable_memory_saver", False) == config.server.colocate
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_machine_with_too_few_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cli.load(["+experiment=gsm8k_grpo", "parallel.dp_size=8", "server.n_servers=2"])
+    (check,) = checks.gpu_count_checks(config)
+    message = r"8 trainer ranks beside 2 servers x server.tp_size=1 need 10 GPUs, .* has 8; .*colocate=true"
+    with pytest.raises(UserError, match=message):
+        check()
+    monkeypatch.setenv("RANK", "0")  # a rank leaves the count to the command that started it
+    assert checks.gpu_count_checks(config) == []
+
+
+def test_colocated_servers_need_the_larger_side_alone() -> None:
+    check_gpu_count(gpus=8, ranks=8, servers=8, tp_size=1, colocate=True)
+    with pytest.raises(UserError, match=r"8 trainer ranks in turn with 3 servers x server.tp_size=4 need 12 GPUs"):
+        check_gpu_count(gpus=8, ranks=8, servers=3, tp_size=4, colocate=True)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_rank_without_a_gpu_is_refused_and_takes_no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    assert platform.device() == torch.device("cuda", 7)
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(UserError, match=r"LOCAL_RANK=8 needs GPU 8, and this machine shows 8"):
+        platform.device()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm may bind one to each task
+    assert platform.device() == torch.device("cuda", 0)
+
+
+def test_colocation_without_the_memory_saver_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = server_config.SGLangServerConfig(device="cuda", dtype="bfloat16", colocate=True)
+    with pytest.raises(UserError, match=r"server.colocate=true needs the package torch_memory_saver"):
+        server_config.check_server_config(config, tmp_path, {})
