@@ -125,8 +125,8 @@ def batch() -> PackedBatch:
     )
 
 
-def measure(case: Case, folder: Path) -> dict[str, Tensor]:
-    """Figures of one GRPO update under the case's layout, equal on every rank."""
+def build_actor(case: Case, folder: Path) -> MegatronPPOActor:
+    """The actor of a case, with random weights."""
     config = EngineConfig(
         path=str(folder),
         init="random",
@@ -136,6 +136,11 @@ def measure(case: Case, folder: Path) -> dict[str, Tensor]:
     algorithm = GRPO(GRPOConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1", entropy_coef=0.01))
     actor = MegatronPPOActor(config, algorithm, case.parallel)
     actor.initialize()
+    return actor
+
+
+def measure(actor: MegatronPPOActor) -> dict[str, Tensor]:
+    """Figures of one GRPO update under the actor's layout, equal on every rank."""
     data = batch()
     logprobs = actor.compute_logp(data)
     # Policies for the ratio and the KL, close to the present one: the ratio clips some tokens, not all.
@@ -153,7 +158,7 @@ def worker(work: Path) -> None:
     world = ParallelConfig().world_size()
     for name, case in CASES.items():
         if case.ranks == world:
-            figures = measure(case, work / case.model)
+            figures = measure(build_actor(case, work / case.model))
             if torch.distributed.get_rank() == 0:
                 save_file(figures, work / f"{name}.safetensors")
             groups.leave_layout()

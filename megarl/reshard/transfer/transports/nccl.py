@@ -6,7 +6,13 @@ where they share one. NCCL connects a pair at its first message, so a group cost
 
 from __future__ import annotations
 
+import os
+import queue
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -16,27 +22,39 @@ from torch.distributed import PrefixStore, Store, Work
 from megarl.reshard.transfer.store import POLL_S, Deadline
 from megarl.reshard.transfer.transports.base import PlainStaging, Staging, Transport
 
+WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+
 
 class NcclMessage:
     """A message on the group's stream. NCCL does not notice a dead peer, so the wait checks the deadline."""
 
-    def __init__(self, work: Work, payload: Tensor):
-        self._work = work
+    def __init__(self, issued: Future[Work], payload: Tensor):
+        self._issued = issued
         self._payload = payload
 
     def wait(self, deadline: Deadline) -> Tensor:
-        while not self._work.is_completed():
+        self._poll(self._issued.done, deadline)
+        work = self._issued.result()
+        self._poll(work.is_completed, deadline)
+        work.wait()  # raises NCCL's error, and orders the current stream behind the message
+        return self._payload
+
+    @staticmethod
+    def _poll(done: Callable[[], bool], deadline: Deadline) -> None:
+        while not done():
             deadline.left()
             time.sleep(POLL_S)
-        self._work.wait()  # raises NCCL's error, and orders the current stream behind the message
-        return self._payload
 
     def release(self) -> None:
         torch.cuda.current_stream().synchronize()  # the slot is received into again from another stream
 
 
 class NcclTransport(Transport):
-    """Messages by NCCL's send and recv, between staging buffers on the current device."""
+    """Messages by NCCL's send and recv, between staging buffers on the current device.
+
+    A thread issues them, in order. NCCL connects a pair inside the first call and waits there without a deadline for
+    the peer (`ncclCommInitRank`), which may have died.
+    """
 
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
         from torch.distributed import ProcessGroupNCCL  # absent from builds of torch without CUDA
@@ -44,7 +62,10 @@ class NcclTransport(Transport):
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         self.staging = staging
-        self.group = ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+        with _without_watchdog():
+            self.group = ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._calls,), name="megarl-nccl", daemon=True).start()
 
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> Staging:
@@ -52,12 +73,50 @@ class NcclTransport(Transport):
 
     def send(self, slot: int, nbytes: int, peer: int, tag: int) -> NcclMessage:
         """Ignores the tag, which NCCL lacks: messages of a pair arrive in the order they were sent, the plan's."""
-        payload = self.staging.slots[slot][:nbytes]
-        return NcclMessage(self.group.send([payload], peer, tag), payload)  # type: ignore[attr-defined]
+        return self._issue(self.group.send, slot, nbytes, peer, tag)  # type: ignore[attr-defined]
 
     def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> NcclMessage:
-        payload = self.staging.slots[slot][:nbytes]
-        return NcclMessage(self.group.recv([payload], peer, tag), payload)  # type: ignore[attr-defined]
+        return self._issue(self.group.recv, slot, nbytes, peer, tag)  # type: ignore[attr-defined]
+
+    def _issue(self, call: Callable[..., Work], slot: int, nbytes: int, peer: int, tag: int) -> NcclMessage:
+        payload, stream = self.staging.slots[slot][:nbytes], torch.cuda.current_stream()
+        issued: Future[Work] = Future()
+
+        def issue() -> None:
+            try:
+                with torch.cuda.stream(stream):  # also selects its device: both belong to the thread
+                    issued.set_result(call([payload], peer, tag))
+            except Exception as error:
+                issued.set_exception(error)
+
+        self._calls.put(issue)
+        return NcclMessage(issued, payload)
 
     def abort(self) -> None:
+        self._calls.put(None)
         self.group.abort()
+
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Makes the calls until None comes."""
+    while (call := calls.get()) is not None:
+        call()
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Groups made inside have no watchdog thread, and `Work.wait` raises NCCL's errors.
+
+    torch's watchdog would end the trainer when one server hangs. No mode of its error handling prevents this: each
+    error is also reported to the default group's monitor, which ends the process (ProcessGroupNCCL.cpp, `shouldDump_`).
+    The constructor reads the variable.
+    """
+    before = os.environ.get(WITHOUT_WATCHDOG)
+    os.environ[WITHOUT_WATCHDOG] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[WITHOUT_WATCHDOG]
+        else:
+            os.environ[WITHOUT_WATCHDOG] = before

@@ -1,0 +1,89 @@
+"""Every layout trains a step under NCCL's rules, as a GPU's pipeline would, to the numbers of the single process.
+
+See `nccl_over_gloo` for what the emulation covers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.launcher.local import run_ranks
+from megarl.preflight import invariance
+from tests.nccl_semantics.layout_worker import CASES, MODELS, REFERENCES
+
+LIMIT_S = 240.0
+SHORT_LIMIT_S = 20.0  # where ranks are meant to hang
+WORLDS = sorted({case.ranks for case in CASES.values()})
+
+
+def start(work: Path, ranks: int, names: list[str], limit_s: float, shapes: str) -> int:
+    """Runs the cases in one world and returns its exit code. Rank 0's output goes to the terminal."""
+    work.mkdir(exist_ok=True)
+    for name, config in MODELS.items():
+        with contextlib.redirect_stdout(io.StringIO()):
+            config.save_pretrained(work / name)
+    return run_ranks("tests.nccl_semantics.layout_worker", [str(work), str(limit_s), shapes, *names], ranks, work)
+
+
+def reports(work: Path) -> str:
+    """Reports of stuck ranks, and the ends of the ranks' logs. Rank 0 writes to the terminal."""
+    stuck, logs = sorted(work.glob("*.stuck")), sorted(work.glob("*.log"))
+    return "\n".join([*(file.read_text() for file in stuck), *(file.read_text()[-3000:] for file in logs)])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """`world(ranks)` runs all layouts of that many ranks, once, and returns the folder with their figures."""
+
+    def run(ranks: int) -> Path:
+        work = tmp_path_factory.mktemp(f"world{ranks}")
+        code = start(work, ranks, [n for n, case in CASES.items() if case.ranks == ranks], LIMIT_S, "as_tensors")
+        (work / "code").write_text(str(code))
+        return work
+
+    return functools.cache(run)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_trains_a_step_to_the_numbers_of_the_single_process(name: str, world: Callable[[int], Path]) -> None:
+    folder = world(CASES[name].ranks)
+    assert (folder / f"{name}.safetensors").exists(), f"a rank failed in or before it\n{reports(folder)}"
+    figures = load_file(folder / f"{name}.safetensors")
+    expected = load_file(world(1) / f"{REFERENCES[CASES[name].model]}.safetensors")
+    assert set(figures) == set(expected)
+    for key, tensor in figures.items():
+        if key in invariance.FIGURES:
+            assert difference(tensor, expected[key]) <= invariance.TOLERANCE, key
+        else:
+            assert torch.equal(tensor, expected[key]), key
+
+
+def difference(tensor: Tensor, expected: Tensor) -> float:
+    return float((tensor - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_no_rank_is_stuck_at_the_end(ranks: int, world: Callable[[int], Path]) -> None:
+    assert (world(ranks) / "code").read_text() == "0", reports(world(ranks))
+
+
+def test_single_sends_of_shapes_beside_batched_tensors_leave_four_stages_stuck(tmp_path: Path) -> None:
+    """Stage 2 builds its pair with stage 1, which builds the group's communicator with everyone."""
+    assert start(tmp_path / "work", 4, ["pp4"], SHORT_LIMIT_S, "one_by_one") != 0
+    text = reports(tmp_path / "work")
+    for rank in range(4):
+        assert f"rank {rank} is stuck: building the communicator of " in text, text
+    of_rank = dict(re.findall(r"rank (\d) is stuck: building the communicator of (.*), [\d.]+ s", text))
+    assert re.fullmatch(r"group PIPELINE\S* \(ranks 0, 1, 2, 3\)", of_rank["1"]), text
+    assert re.fullmatch(r"pair of group PIPELINE\S* \(ranks 1, 2\)", of_rank["2"]), text
+    assert "_communicate" in text
