@@ -337,7 +337,7 @@ def _check_tokens(config: Config) -> None:
 
 
 def _check_driver() -> None:
-    """Refuses a driver older than the CUDA toolkit of torch's build. With it, torch finds no GPU and runs on the CPU."""
+    """Refuses a driver older than torch's CUDA toolkit. With it, torch would find no GPU and run on the CPU."""
     built, driver = torch.version.cuda, versions.driver_cuda()
     if built is None or driver is None or driver[0] >= int(built.partition(".")[0]):
         return
