@@ -17,7 +17,6 @@ On GPUs trainer rank i has GPU i, and the server has the `tp` GPUs behind them, 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import dataclasses
 import json
@@ -29,7 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +172,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     )
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(args.tp)}
-    with SGLangServers(config, folder, folder, WEIGHT_LOADER, dummy) as servers, on_gpus_of_the_server(args):
+    first_gpu = 0 if args.same_gpus else args.tp
+    with SGLangServers(config, folder, folder, WEIGHT_LOADER, dummy, first_gpu=first_gpu) as servers:
         servers.start()
         servers.wait_ready()
         server = [str(folder), servers.addresses[0], servers.api_key]
@@ -202,24 +201,6 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-
-
-@contextlib.contextmanager
-def on_gpus_of_the_server(args: argparse.Namespace) -> Iterator[None]:
-    """Servers that start meanwhile see the server's GPUs alone."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if args.device == "cuda":
-        offered = before.split(",") if before else [str(i) for i in range(torch.cuda.device_count())]
-        first = 0 if args.same_gpus else args.tp
-        if first + args.tp > len(offered):
-            raise SystemExit(f"--tp {args.tp} needs {first + args.tp} GPUs, and there are {len(offered)}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(offered[first : first + args.tp])
-    try:
-        yield
-    finally:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def show(args: argparse.Namespace, results: dict[str, Any], peaks: dict[str, list[int]]) -> None:

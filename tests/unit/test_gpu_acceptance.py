@@ -7,7 +7,6 @@ scripts.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -34,10 +33,8 @@ from acceptance.plan import (
 )
 
 from megarl import cli
-from megarl.rollout.servers.server_config import SGLangServerConfig
 
 SCRIPT = ROOT / "benchmarks" / "gpu_acceptance.py"
-COLOCATES = "colocate" in {field.name for field in dataclasses.fields(SGLangServerConfig)}
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -90,8 +87,6 @@ def test_the_runs_compose_and_fill_the_machine(gpus: int, layout: str) -> None:
         with pytest.raises(ValueError, match="needs 2 GPUs or more, not 1"):
             overrides(gpus, layout, 20)
         return
-    if layout == "colocated" and not COLOCATES:
-        pytest.skip("this megarl has no server.colocate, so that the step fails on a GPU and names the knob")
     config = cli.load([*overrides(gpus, layout, 20), f"actor.path={cli.ASSETS / 'tiny'}"])
     served = config.server.n_servers * config.server.tp_size
     used = max(config.parallel.world_size(), served)
