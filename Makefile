@@ -2,6 +2,7 @@
 # make lint    style and types of every language            make format  rewrite the files in that style
 # make bench   every script in benchmarks/                  make doctor  what is installed, what is missing and what it is for
 # make docs    the documentation as a site, in build/site   make clean   remove the environment and what was built
+# make gpu-acceptance   proves megarl on this machine's GPUs within 20 minutes; ARGS="--dry-run --gpus 8" shows the steps
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
 # Variables: PYTHON (3.11 to 3.13), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
@@ -27,7 +28,7 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/*))
 
 .DELETE_ON_ERROR:
-.PHONY: setup doctor train test test-unit test-asan test-gpu lint format bench docs lock clean
+.PHONY: setup doctor train test test-unit test-asan test-gpu gpu-acceptance lint format bench docs lock clean
 
 setup: $(STAMPS)/package
 
@@ -51,7 +52,7 @@ test-unit: setup
 
 # A single benchmark with arguments of its own: .venv/bin/python benchmarks/logprob.py --help
 bench: setup
-	@set -e; for script in $(filter-out benchmarks/timing.py,$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out %/timing.py %/gpu_acceptance.py,$(wildcard benchmarks/*.py)); do \
 	  echo "== $$script"; OMP_NUM_THREADS=2 $(BIN)/python "$$script"; done
 
 test-asan: setup
@@ -64,6 +65,10 @@ test-gpu:
 	  { echo "make: $(PYTHON) has no pytest, or no torch that sees a GPU: activate the environment of docs/install_gpu.md"; exit 2; }
 	@$(PYTHON) -m pytest tests/gpu -k "not emulat"
 	@compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest tests/gpu -k "not emulat and not 2_to_the"
+
+# In the active environment, which docs/install_gpu.md makes.
+gpu-acceptance:
+	@exec $(PYTHON) benchmarks/gpu_acceptance.py $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check

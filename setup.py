@@ -1,6 +1,7 @@
 """Lists the packages and lets CMake build megarl/_C. Everything else is in pyproject.toml.
 
-MEGARL_CUDA=auto (default) builds the CUDA kernels where nvcc is found, 1 requires them, 0 leaves them out.
+MEGARL_CUDA=auto (default) builds the CUDA kernels where nvcc is found, 1 requires them, 0 leaves them out. CUDAARCHS
+names other GPUs than CMakeLists.txt does, as CMake takes them: CUDAARCHS=native, CUDAARCHS="80-real;120-real".
 """
 
 import os
@@ -32,11 +33,13 @@ class CMakeBuild(build_ext):
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = ROOT / "build" / ("cuda" if with_cuda() else "cpu")
         build.mkdir(parents=True, exist_ok=True)
+        architectures = os.environ.get("CUDAARCHS")  # without it, an earlier build's choice is forgotten
         configure = [
             *(sys.executable, "-m", "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMEGARL_WITH_CUDA={'ON' if with_cuda() else 'OFF'}",
+            f"-DCMAKE_CUDA_ARCHITECTURES={architectures}" if architectures else "-UCMAKE_CUDA_ARCHITECTURES",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or ninja_of_package()}",
         ]
         subprocess.run(configure, check=True)

@@ -5,14 +5,16 @@ The loop is the usual one over a padded batch: one step a token position, vector
 
 from __future__ import annotations
 
+import argparse
+
 import torch
-from timing import devices, machine, side_by_side, with_warm_allocator
+from timing import machine, parse, record, side_by_side, with_warm_allocator
 from torch import Tensor
 
 from megarl.ops.advantage import gae_packed
 from megarl.types import cu_seqlens_of
 
-SEQUENCES, LENGTH, GAMMA, LAMBDA = 16, 4096, 0.99, 0.95
+SEQUENCES, GAMMA, LAMBDA = 16, 0.99, 0.95
 
 
 def loop_over_time(rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,10 +29,13 @@ def loop_over_time(rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    for device in devices():
-        print(f"# {machine(device)}; {SEQUENCES} sequences of {LENGTH} tokens")
-        rewards, values = (torch.randn(SEQUENCES, LENGTH, device=device) for _ in range(2))
-        cu = cu_seqlens_of(torch.full((SEQUENCES,), LENGTH)).to(device)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    args = parse(parser, each_device=True)
+    for device in args.device:
+        print(f"# {machine(device)}; {SEQUENCES} sequences of {args.length} tokens")
+        rewards, values = (torch.randn(SEQUENCES, args.length, device=device) for _ in range(2))
+        cu = cu_seqlens_of(torch.full((SEQUENCES,), args.length)).to(device)
         flat_rewards, flat_values = rewards.flatten(), values.flatten()
         mask = torch.ones_like(flat_rewards, dtype=torch.bool)
 
@@ -42,6 +47,7 @@ def main() -> None:
 
         torch.testing.assert_close(ours()[0].view_as(rewards), loop()[0], rtol=1e-3, atol=1e-3)
         t = side_by_side({"ours": ours, "loop": loop}, device=device, rounds=9)
+        record("gae over a loop", t["loop"] / t["ours"], "x", device=device)
         print(f"GAE {t['ours'] * 1e6:.0f} us, loop over time {t['loop'] * 1e3:.1f} ms: {t['loop'] / t['ours']:.0f}x")
 
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from timing import machine, side_by_side, with_warm_allocator
+from timing import machine, parse, record, side_by_side, with_warm_allocator
 from torch import Tensor
 
 from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peak-of", choices=STEPS, help="only print the peak bytes of this side")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.peak_of:
         print(peak_bytes(STEPS[args.peak_of], args))
         return
@@ -105,8 +105,11 @@ def main() -> None:
     sides = {name: lambda step=step: step(*data) for name, step in STEPS.items()}
     t = side_by_side(sides, device=args.device, rounds=args.rounds)
     for name in STEPS:
-        share = peaks[name] / logits_bytes
-        print(f"{name:14s} {t[name]:8.3f} s  {t[name] / t['materialising']:5.2f}x the time of materialising", end="")
+        share, slowdown = peaks[name] / logits_bytes, t[name] / t["materialising"]
+        labels = {"device": args.device, "route": name}
+        record("time over materialising", slowdown, "x", **labels)
+        record("peak memory, share of the logits", share, "share", **labels)
+        print(f"{name:14s} {t[name]:8.3f} s  {slowdown:5.2f}x the time of materialising", end="")
         print(f"  peak {peaks[name] / 2**20:7.0f} MiB, {share:6.1%} of the logits", flush=True)
 
 

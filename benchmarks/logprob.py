@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from timing import devices, machine, side_by_side, with_warm_allocator
+from timing import machine, parse, record, side_by_side, with_warm_allocator
 from torch import Tensor
 
 from megarl.ops import logprob_kernels as kernels
@@ -82,7 +82,8 @@ def measure(device: str, dtype: torch.dtype, tokens: int, vocab: int, rounds: in
     for entropy, eager in ((False, eager_logprob), (True, eager_with_entropy)):
         torch._dynamo.reset()
         compiled = torch.compile(eager)
-        name = f"{str(dtype)[6:]:8s} V={vocab:6d} {'log-prob+entropy' if entropy else 'log-prob        '}"
+        kind = "log-prob+entropy" if entropy else "log-prob"
+        facts = {"device": device, "dtype": str(dtype)[6:], "vocab": vocab, "kind": kind}
         with torch.no_grad():
             t = side_by_side(
                 {
@@ -95,7 +96,7 @@ def measure(device: str, dtype: torch.dtype, tokens: int, vocab: int, rounds: in
                 rounds=rounds,
             )
         # The forward pass reads once what a copy reads and writes: its floor is half of a copy.
-        report(name + " forward ", t, floor=t["copy"] / 2)
+        report(facts | {"pass": "forward"}, t, floor=t["copy"] / 2)
         sides = {
             "ours": lambda entropy=entropy: case.ours_backward(entropy),
             "eager": case.backward_of(eager, entropy),
@@ -107,14 +108,20 @@ def measure(device: str, dtype: torch.dtype, tokens: int, vocab: int, rounds: in
             sides["liger"] = liger
             sides["ours fwd+bwd"] = lambda: (case.ours_forward(False), case.ours_backward(False))
         t = side_by_side(sides, device=device, rounds=rounds)
-        report(name + " backward", t, floor=t["copy"])
+        report(facts | {"pass": "backward"}, t, floor=t["copy"])
 
 
-def report(name: str, t: dict[str, float], floor: float) -> None:
+def report(facts: dict[str, str | int], t: dict[str, float], floor: float) -> None:
+    """Prints and records one line; `floor` is the time of a copy that moves as many bytes."""
     ours = t["ours"]
-    line = f"{name}  {ours * 1e3:8.2f} ms   {t['eager'] / ours:6.2f}x eager   {t['compile'] / ours:6.2f}x torch.compile"
+    record("share of copy bandwidth", floor / ours, "share", **facts)
+    record("over torch eager", t["eager"] / ours, "x", **facts)
+    record("over torch.compile", t["compile"] / ours, "x", **facts)
+    line = "{dtype:8s} V={vocab:6d} {kind:16s} {pass:8s}".format(**facts)
+    line += f"  {ours * 1e3:8.2f} ms   {t['eager'] / ours:6.2f}x eager   {t['compile'] / ours:6.2f}x torch.compile"
     line += f"   {floor / ours:6.0%} of copy bandwidth"
     if "liger" in t:
+        record("forward and backward over Liger", t["liger"] / t["ours fwd+bwd"], "x", **facts)
         line += f"   forward+backward {t['liger'] / t['ours fwd+bwd']:.2f}x Liger"
     print(line, flush=True)
 
@@ -124,12 +131,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 151936])
     parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    for device in devices():
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes)
+    args = parse(parser, each_device=True)
+    for device in args.device:
         print(f"# {machine(device)}; T={args.tokens}")
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in args.dtype:
             for vocab in args.vocab:
-                measure(device, dtype, args.tokens, vocab, args.rounds)
+                measure(device, getattr(torch, dtype), args.tokens, vocab, args.rounds)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
-from timing import devices, machine, side_by_side, with_warm_allocator
+from timing import machine, parse, record, side_by_side, with_warm_allocator
 
 from megarl.ops import torch_twins
 from megarl.ops.loss import PolicyLossSettings, policy_loss
 
-TOKENS = 65536
 SETTINGS = PolicyLossSettings(clip_high=0.28, kl_estimator="k3", kl_coef=0.01, correction="truncate")
 
 
 def main() -> None:
-    for device in devices():
-        print(f"# {machine(device)}; {TOKENS} tokens")
-        leaf = torch.randn(TOKENS, device=device).requires_grad_()
-        old, ref, rollout = (leaf.detach() + 0.1 * torch.randn(TOKENS, device=device) for _ in range(3))
-        advantages, mask = torch.randn(TOKENS, device=device), torch.rand(TOKENS, device=device) < 0.8
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=65536)
+    args = parse(parser, each_device=True)
+    for device in args.device:
+        print(f"# {machine(device)}; {args.tokens} tokens")
+        leaf = torch.randn(args.tokens, device=device).requires_grad_()
+        old, ref, rollout = (leaf.detach() + 0.1 * torch.randn(args.tokens, device=device) for _ in range(3))
+        advantages, mask = torch.randn(args.tokens, device=device), torch.rand(args.tokens, device=device) < 0.8
 
         def step(op, leaf=leaf, old=old, ref=ref, rollout=rollout, advantages=advantages, mask=mask) -> None:
             out = op(leaf, old, advantages, mask, settings=SETTINGS, ref_logprobs=ref, rollout_logprobs=rollout)
@@ -25,6 +29,7 @@ def main() -> None:
 
         sides = {"ours": lambda step=step: step(policy_loss), "eager": lambda step=step: step(torch_twins.policy_loss)}
         t = side_by_side(sides, device=device, rounds=15)
+        record("policy loss over eager", t["eager"] / t["ours"], "x", device=device)
         print(f"policy loss {t['ours'] * 1e3:.2f} ms, eager {t['eager'] * 1e3:.2f} ms: {t['eager'] / t['ours']:.1f}x")
 
 

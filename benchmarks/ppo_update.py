@@ -8,6 +8,9 @@ LM head sees completions only, sdpa attention, logsumexp and gather, AdamW fused
 sorted by length, each microbatch padded to its own longest and as large as megarl's, padding included. Both sides take
 one optimizer step with the same loss. Tokens a second count real tokens. Also printed: how much of the padded tensors
 is padding, and how unevenly ranks are loaded in the order of the batch and as megarl shares sequences out.
+
+Where there is a GPU both sides run on it. With `--dtype bfloat16` the other side has its weights and Adam in bfloat16
+alone, its fastest form. megarl keeps float32 ones beside them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from timing import machine, side_by_side, with_warm_allocator
+from timing import machine, parse, record, side_by_side, with_warm_allocator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -29,6 +32,7 @@ from megarl.actor.batch.shared_prefix import share
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
 from megarl.algorithms import GRPO, GRPOConfig
+from megarl.parallel import platform
 from megarl.types import PackedBatch, cu_seqlens_of
 
 EPS_CLIP = 0.2
@@ -57,7 +61,9 @@ class Padded:
     """The update in plain torch, one padded tensor a microbatch."""
 
     def __init__(self, folder: Path, batch: PackedBatch, prompts: Tensor, args: argparse.Namespace, by_length: bool):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        dtype = getattr(torch, args.dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype)
+        self.model = model.to(platform.device())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
         order = range(batch.num_seqs)
         if by_length:
@@ -98,7 +104,7 @@ class Padded:
             out["real"][row, where] = 1
             out["mask"][row, : stop - start - prompt] = True
             out["old"][row, : stop - start - prompt] = batch["prox_logp"][start + prompt : stop]
-        return out
+        return {name: tensor.to(platform.device()) for name, tensor in out.items()}
 
     def waste(self) -> float:
         """The share of padding."""
@@ -120,8 +126,11 @@ class Padded:
 
     @staticmethod
     def _logprobs(logits: Tensor, mb: dict[str, Tensor]) -> Tensor:
-        """TRL's selective_log_softmax for float32: a row's logits at a time."""
+        """TRL's selective_log_softmax: a row's logits at a time."""
         labels = mb["ids"][:, -logits.shape[1] :]
+        if logits.dtype != torch.float32:
+            rows = [row.log_softmax(-1).gather(-1, ids[:, None]) for row, ids in zip(logits, labels, strict=True)]
+            return torch.stack(rows).squeeze(-1)
         chosen = logits.gather(-1, labels[..., None]).squeeze(-1)
         return chosen - torch.stack([row.logsumexp(-1) for row in logits])
 
@@ -152,10 +161,11 @@ class Padded:
         return total
 
 
-def actor_of(folder: Path, tokens: int, shared_prefix: bool) -> MegatronPPOActor:
+def actor_of(folder: Path, args: argparse.Namespace, shared_prefix: bool) -> MegatronPPOActor:
     config = EngineConfig(
         path=str(folder),
-        max_tokens_per_mb=tokens,
+        dtype=args.dtype,
+        max_tokens_per_mb=args.tokens,
         optimizer=OptimizerConfig(lr=1e-6, clip_grad=1.0),
         shared_prefix=shared_prefix,
     )
@@ -189,7 +199,8 @@ def main() -> None:
     for name, default in (("prompt", 96), ("completion", 96), ("max-new", 1024), ("tokens", 4096), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine that others use")
-    args = parser.parse_args()
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    args = parse(parser)
     folder = Path(tempfile.mkdtemp())
     config = Qwen3Config(
         hidden_size=args.hidden,
@@ -205,15 +216,16 @@ def main() -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     batch, prompts, completions = make_batch(args)
-    actor = actor_of(folder, args.tokens, shared_prefix=False)
+    actor = actor_of(folder, args, shared_prefix=False)
     batch["prox_logp"] = actor.compute_logp(batch)
     actor.compute_advantages(batch)
     padded = Padded(folder, batch, prompts, args, by_length=True)
     in_order = Padded(folder, batch, prompts, args, by_length=False)
-    engines = {"megarl": actor, "megarl, shared_prefix": actor_of(folder, args.tokens, shared_prefix=True)}
+    engines = {"megarl": actor, "megarl, shared_prefix": actor_of(folder, args, shared_prefix=True)}
 
     given = share(batch).source.numel() / batch.total_tokens
-    print(f"# {machine('cpu')}; hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocab}, fp32")
+    device = platform.device().type
+    print(f"# {machine(device)}; hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocab}, {args.dtype}")
     longest, median = int(batch.lengths.max()), int(batch.lengths.median())
     print(
         f"{batch.num_seqs} sequences, {batch.total_tokens} tokens, {int(completions.sum())} of them trained;", end=" "
@@ -234,9 +246,11 @@ def main() -> None:
         works["compute_logp"][n] = lambda e=e: e.compute_logp(batch)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
     for work, calls in works.items():
-        seconds = side_by_side(calls, rounds=args.rounds, clock=clock)
+        seconds = side_by_side(calls, device=device, rounds=args.rounds, clock=clock)
         for name, value in seconds.items():
             speed, times = batch.total_tokens / value, seconds["padded"] / value
+            record(f"{work} speed", speed, "tokens/s", device=device, side=name)
+            record(f"{work} over padding", times, "x", device=device, side=name)
             print(f"{work:13s} {name:22s} {speed:8.0f} tokens/s  {times:5.2f}x padded", flush=True)
 
 

@@ -1,18 +1,22 @@
 """The exact path against full gather and broadcast: a Megatron trainer of tp 2 to an SGLang server of tp 2, on gloo.
 
 Both paths run in the same processes and take turns, round by round. The first push of each turn joins and warms up, the
-second is timed. The model is random, with 200 M float32 parameters. Printed are
+second is timed. The model is random, with 200 M float32 parameters. Other transports have one path and are timed alone.
+Printed are
 
 - bytes received by each server rank over the lower bound, the bytes it holds;
 - seconds from the first byte to the last rank's report that its weights are in place, with and without digests;
 - the peak of each rank's anonymous and shared memory above its start, before its first sync by that path. Mapped files,
-  such as libraries, do not count.
+  such as libraries, do not count. On GPUs it is not measured.
 
-    python benchmarks/reshard.py
+    python benchmarks/reshard.py [--device cuda] [--transport nccl] [--same-gpus] [--tp 2] [--dtype bfloat16]
+
+On GPUs trainer rank i has GPU i, and the server has the `tp` GPUs behind them, or with `--same-gpus` the same ones.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
 import json
@@ -29,7 +33,7 @@ from typing import Any
 
 import psutil
 import torch
-from timing import machine
+from timing import machine, parse, record
 from transformers import Qwen3Config
 
 from megarl.actor.config import EngineConfig
@@ -42,19 +46,23 @@ from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.servers.sglang_server import SGLangServers
 
 MIB = 2**20
-TP = 2
-ROUNDS = 5
-PATHS = ("full", "exact")  # the order in which memory is measured: full keeps no buffers that exact would reuse
-MODEL: dict[str, Any] = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 14,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 3072,
-    "vocab_size": 32000,
-    "tie_word_embeddings": True,
-}
+# Paths by transport, in the order in which memory is measured: full keeps no buffers that exact would reuse.
+PATHS = {"gloo": ("full", "exact"), "disk": ("full",), "shm": ("exact",), "nccl": ("exact",), "cuda_ipc": ("exact",)}
+
+
+def model(args: argparse.Namespace) -> Qwen3Config:
+    heads = max(2, args.hidden // 64)
+    return Qwen3Config(
+        hidden_size=args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=64,
+        intermediate_size=3 * args.hidden,
+        vocab_size=32000,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    )
 
 
 def moved_s(report: SyncReport) -> float:
@@ -62,12 +70,15 @@ def moved_s(report: SyncReport) -> float:
     return sum(report.seconds[phase] for phase in ("transfer", "apply", "verify"))
 
 
-def trainer(folder: str, address: str, api_key: str) -> None:
+def trainer(args: argparse.Namespace, folder: str, address: str, api_key: str) -> None:
     """Runs a trainer rank: two pushes by each path while memory is watched, then all rounds. Rank 0 prints results."""
     torch.set_num_threads(1)
-    engine = MegatronEngine(EngineConfig(path=folder, init="random"), ParallelConfig(tp_size=TP))
+    paths = PATHS[args.transport]
+    engine = MegatronEngine(EngineConfig(path=folder, init="random", dtype=args.dtype), ParallelConfig(tp_size=args.tp))
     engine.initialize()
-    session = WeightSession(ReshardConfig(), [address], api_key)
+    files = f"{folder}/weights" if args.transport == "disk" else ""
+    knobs = ReshardConfig(path=paths[0], transport=args.transport, folder=files)
+    session = WeightSession(knobs, [address], api_key)
     ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which later buffers would hide in
     print(json.dumps({"ready": os.getpid()}), flush=True)
     sys.stdin.readline()
@@ -76,23 +87,25 @@ def trainer(folder: str, address: str, api_key: str) -> None:
         session.config = dataclasses.replace(session.config, path=path, verify=verify)
         return session.push(engine, session.version + 1)
 
-    received = {}
-    for path in PATHS:
+    received, verified = {}, 0
+    for path in paths:
         for _ in range(2):
-            received[path] = push(path, "always").received
+            report = push(path, "always")
+            received[path], verified = report.received, report.verified
         print(json.dumps({"done": path}), flush=True)
         sys.stdin.readline()
     seconds: dict[str, list[float]] = {}
     for verify in ("off", "always"):
-        for _ in range(ROUNDS):
-            for path in PATHS:
+        for _ in range(args.rounds):
+            for path in paths:
                 push(path, verify)
                 report = push(path, verify)
                 if engine.groups.rank == 0:
                     seconds.setdefault(f"{path} {verify}", []).append(moved_s(report))
     parameters = sum(tensor.numel() if engine.groups.rank == 0 else 0 for _, tensor in engine.named_weights())
     medians = {side: statistics.median(times) for side, times in seconds.items()}
-    print(json.dumps({"seconds": medians, "received": received, "parameters": parameters}), flush=True)
+    results = {"seconds": medians, "received": received, "verified": verified, "parameters": parameters}
+    print(json.dumps(results), flush=True)
     session.close()
     engine.destroy()
 
@@ -150,61 +163,89 @@ def go(ranks: list[subprocess.Popen[str]]) -> None:
         rank.stdin.flush()
 
 
-def measure(folder: Path) -> None:
-    Qwen3Config(**MODEL, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    model(args).save_pretrained(folder)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    config = SGLangServerConfig(device="cpu", tp_size=TP, max_total_tokens=1024, ready_timeout_s=400)
+    config = SGLangServerConfig(
+        device=args.device, tp_size=args.tp, dtype=args.dtype, max_total_tokens=1024, ready_timeout_s=400
+    )
     dummy = {"load_format": "dummy", "skip_tokenizer_init": True}
-    with SGLangServers(config, folder, folder, WEIGHT_LOADER, dummy) as servers:
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(args.tp)}
+    first_gpu = 0 if args.same_gpus else args.tp
+    with SGLangServers(config, folder, folder, WEIGHT_LOADER, dummy, first_gpu=first_gpu) as servers:
         servers.start()
         servers.wait_ready()
-        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(TP)}
+        server = [str(folder), servers.addresses[0], servers.api_key]
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, str(folder), servers.addresses[0], servers.api_key],
+                [sys.executable, __file__, *sys.argv[1:], "--trainer", *server],
                 env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(TP)
+            for rank in range(args.tp)
         ]
         try:
             pids = [line["ready"] for line in ask(ranks)] + schedulers(servers)
             peaks: dict[str, list[int]] = {}
-            for path in PATHS:
+            for path in PATHS[args.transport]:
                 memory = Memory(pids)
                 go(ranks)
                 ask(ranks)
                 peaks[path] = memory.end()
             go(ranks)
-            show(ask(ranks)[0], peaks)
+            show(args, ask(ranks)[0], peaks)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
 
 
-def show(results: dict[str, Any], peaks: dict[str, list[int]]) -> None:
-    bound, seconds = results["received"]["exact"], results["seconds"]
-    needed = results["parameters"] * 4 / TP
-    print(f"{machine('cpu')}; {results['parameters'] / 1e6:.0f} M float32 parameters, tp {TP} -> tp {TP}, gloo")
+def show(args: argparse.Namespace, results: dict[str, Any], peaks: dict[str, list[int]]) -> None:
+    seconds, tp = results["seconds"], args.tp
+    size = results["parameters"] * getattr(torch, args.dtype).itemsize
+    parameters = f"{results['parameters'] / 1e6:.0f} M {args.dtype} parameters"
+    print(f"{machine(args.device)}; {parameters}, tp {tp} -> tp {tp}, {args.transport}")
     print("| path | received per server rank / lower bound | seconds | with digests | peak above start, MiB by rank |")
     print("|---|---|---|---|---|")
-    for path in ("exact", "full"):
-        ratios = ", ".join(f"{n / needed:.3f}" for n in results["received"][path])
-        peak = ", ".join(f"{n / MIB:.0f}" for n in peaks[path])
-        print(f"| {path} | {ratios} | {seconds[f'{path} off']:.3f} | {seconds[f'{path} always']:.3f} | {peak} |")
-    faster = [seconds[f"full {verify}"] / seconds[f"exact {verify}"] for verify in ("off", "always")]
-    print(f"exact is {faster[0]:.2f}x faster without digests, {faster[1]:.2f}x with; a bucket is 64 MiB; {bound} bytes")
+    for path in reversed(PATHS[args.transport]):
+        ratios = [n / (size / tp) for n in results["received"][path]]
+        plain, digests = seconds[f"{path} off"], seconds[f"{path} always"]
+        peak = ", ".join(f"{n / MIB:.0f}" for n in peaks[path]) if args.device == "cpu" else "-"
+        print(f"| {path} | {', '.join(f'{r:.3f}' for r in ratios)} | {plain:.3f} | {digests:.3f} | {peak} |")
+        labels = {"device": args.device, "transport": args.transport, "path": path}
+        record("received over the lower bound", max(ratios, default=0.0), "x", **labels)
+        record("sync", plain, "s", **labels)
+        record("sync with digests", digests, "s", **labels)
+        record("weights a second", size / plain / 1e9, "GB/s", **labels)
+    record("tensor parts proven equal", results["verified"], "parts", device=args.device, transport=args.transport)
+    if args.transport == "gloo":
+        faster = [seconds[f"full {verify}"] / seconds[f"exact {verify}"] for verify in ("off", "always")]
+        print(f"exact is {faster[0]:.2f}x faster without digests, {faster[1]:.2f}x with; a bucket is 64 MiB")
+    if not results["verified"]:
+        raise SystemExit("no tensor was proven equal on the server")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", choices=PATHS, default="gloo")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--same-gpus", action="store_true", help="the server shares the trainer's GPUs")
+    for name, default in (("tp", 2), ("rounds", 5), ("hidden", 1024), ("layers", 14)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--trainer", nargs=3, help=argparse.SUPPRESS)
+    args = parse(parser)
+    if args.trainer:
+        trainer(args, *args.trainer)
+        return
+    with tempfile.TemporaryDirectory(prefix="megarl-reshard-") as scratch:
+        began = time.monotonic()
+        measure(args, Path(scratch))
+        print(f"({time.monotonic() - began:.0f} s in all)")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        trainer(*sys.argv[1:])
-    else:
-        with tempfile.TemporaryDirectory(prefix="megarl-reshard-") as scratch:
-            began = time.monotonic()
-            measure(Path(scratch))
-            print(f"({time.monotonic() - began:.0f} s in all)")
+    main()

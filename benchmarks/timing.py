@@ -1,12 +1,18 @@
-"""Side-by-side timing for the scripts in this folder: warm allocators, medians, all sides in turn within one run."""
+"""Side-by-side timing for the scripts in this folder: warm allocators, medians, all sides in turn within one run.
+
+With `--json FILE` a script also appends each figure to FILE, as a line of JSON.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -69,3 +75,24 @@ def machine(device: str) -> str:
 
 def devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+_figures: Path | None = None  # set by `parse`
+
+
+def parse(parser: argparse.ArgumentParser, *, each_device: bool = False) -> argparse.Namespace:
+    """Adds the options that the scripts share, and parses. `each_device` adds `--device`, by default all there are."""
+    global _figures
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append every figure to FILE, one line of JSON each")
+    if each_device:
+        parser.add_argument("--device", nargs="+", choices=("cpu", "cuda"), default=devices(), help="default: all")
+    args = parser.parse_args()
+    _figures = args.json
+    return args
+
+
+def record(figure: str, value: float, unit: str, **labels: str | int) -> None:
+    """Appends a figure to the file of `--json`. `labels` tell figures of one name apart."""
+    if _figures is not None:
+        with _figures.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"figure": figure, "value": value, "unit": unit, **labels}) + "\n")

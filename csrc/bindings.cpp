@@ -11,8 +11,10 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "megarl's kernels. They take unchecked addresses: call them through megarl.ops and megarl.cpu.";
 #ifdef MEGARL_WITH_CUDA
   m.attr("has_cuda") = true;
+  m.attr("cuda_architectures") = MEGARL_CUDA_ARCHITECTURES;  // CMake's names, such as "80-real,100-virtual"
 #else
   m.attr("has_cuda") = false;
+  m.attr("cuda_architectures") = "";
 #endif
   register_where(m);
   register_logprob(m);

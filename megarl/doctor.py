@@ -17,7 +17,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from megarl.versions import GPUs, gpus, version_of, versions
+from megarl.versions import GPUs, driver_cuda, gpus, version_of, versions
 
 NEEDED, FASTER, OPTIONAL = "needed", "faster", "optional"
 GIB = 2**30
@@ -80,7 +80,6 @@ def kernels() -> str | None:
 def on_gpus() -> list[Part]:
     """Software for a machine with GPUs."""
     installed, requirements = versions(), "pip install -r requirements/gpu_built.txt"
-    cuda = kernels() == "CPU and CUDA"
     build = "MEGARL_CUDA=1 pip install --no-build-isolation --no-deps -e ."
     te = installed["Transformer Engine"]
     apex = "fused Adam and clipping, which Transformer Engine has too: nothing beside it"
@@ -88,7 +87,8 @@ def on_gpus() -> list[Part]:
         Part(
             "torch on CUDA", _cuda_of_torch(), NEEDED, "without it nothing here runs on the GPU", "docs/install_gpu.md"
         ),
-        Part("CUDA kernels", "built" if cuda else None, NEEDED, "megarl._C on the GPU", build),
+        Part("driver", _driver(), NEEDED, "runs the CUDA version that torch is built for", "a newer NVIDIA driver"),
+        Part("CUDA kernels", _kernels_here(), NEEDED, "megarl._C on these GPUs", build),
         Part("NCCL", installed["NCCL"], NEEDED, "collectives between GPUs", "it comes with torch's CUDA build"),
         Part("sglang-kernel", version_of("sglang-kernel"), NEEDED, "SGLang's own CUDA kernels", "docs/install_gpu.md"),
         Part(
@@ -116,6 +116,30 @@ def _cuda_of_torch() -> str | None:
     import torch
 
     return f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else None
+
+
+def _driver() -> str | None:
+    """Newest CUDA version that the driver runs, if torch's build needs no newer one."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    version, built = driver_cuda(), torch.version.cuda
+    if version is None or (built is not None and version[0] < int(built.partition(".")[0])):
+        return None
+    return f"CUDA {version[0]}.{version[1]}"
+
+
+def _kernels_here() -> str | None:
+    """Architectures of the CUDA kernels, if all GPUs here are among them."""
+    if kernels() != "CPU and CUDA" or _cuda_of_torch() is None:
+        return None
+    import torch
+
+    from megarl.ops import native
+
+    here = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return ", ".join(native.CUDA_ARCHITECTURES) if all(map(native.runs_on, here)) else None
 
 
 def on_clusters() -> list[Part]:

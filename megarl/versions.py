@@ -5,6 +5,7 @@ Used by `megarl.preflight` and `doctor`.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import shutil
 import subprocess
@@ -65,3 +66,16 @@ def gpus() -> GPUs:
         tuple(int(memory) for _, memory, _ in rows),
         rows[0][2] if rows else None,
     )
+
+
+def driver_cuda(library: str = "libcuda.so.1") -> tuple[int, int] | None:
+    """Newest CUDA version that the NVIDIA driver runs, as (major, minor); None without a driver.
+
+    Asks the driver's library, so that a container's forward-compatible one counts. Makes no CUDA context.
+    """
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):  # no such library, or one without this function
+        return None
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)

@@ -15,6 +15,7 @@ except ImportError as error:
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 HAS_CUDA: bool = _C.has_cuda
+CUDA_ARCHITECTURES: tuple[str, ...] = tuple(_C.cuda_architectures.split(",")) if HAS_CUDA else ()
 CPU = torch.device("cpu")
 
 
@@ -70,3 +71,24 @@ def where(tensor: Tensor) -> _C.Where:
     if tensor.device.type != "cpu":
         raise ValueError(f"tensors are on {tensor.device}; megarl's kernels run on cpu and cuda")
     return _C.Where(False, 0, torch.get_num_threads())
+
+
+def runs_on(capability: tuple[int, int]) -> bool:
+    """True if the CUDA kernels have code for GPUs of a compute capability, such as (9, 0)."""
+    return any(_covers(architecture, capability) for architecture in CUDA_ARCHITECTURES)
+
+
+def _covers(architecture: str, capability: tuple[int, int]) -> bool:
+    """Compares one of CMake's architectures with a GPU.
+
+    Machine code (`80-real`) runs on its own major version from its minor version on, PTX (`80-virtual`) on every later
+    GPU; `80` is both. Code of the suffix `a` runs on its own GPU alone, code of `f` on its own major version.
+    """
+    name, _, form = architecture.partition("-")
+    number = name.rstrip("af")
+    major, minor = int(number[:-1]), int(number[-1])
+    if name.endswith("a"):
+        return capability == (major, minor)
+    if form == "real" or name.endswith("f"):
+        return capability[0] == major and capability[1] >= minor
+    return capability >= (major, minor)

@@ -7,11 +7,13 @@ The trainer's HTTP request carries a few integers; tensors and the report on the
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megarl.reshard.plan.holdings import Fragment
@@ -23,14 +25,27 @@ from megarl.reshard.sync.server_order import ORDER, ServerOrder
 WEIGHT_LOADER = "megarl.reshard.sync.sglang_hooks.receive"  # for SGLang's --custom-weight-loader
 
 
+class _TensorPickler(pickle.Pickler):
+    """Pickles int64 tensors as `torch.LongTensor(values)`.
+
+    Megatron-core 0.19 puts a function of its own into the pickles of torch's storages (`megatron/core/__init__.py:58`).
+    SGLang's allow-list refuses it.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.LongTensor, (value.tolist(),)) if isinstance(value, Tensor) else NotImplemented
+
+
 def order_body(order: ServerOrder, tp_size: int, flush: bool) -> dict[str, Any]:
     """The body of the HTTP request that makes every rank of a server call `receive` with an order.
 
     With `flush` the server drops its caches afterwards. SGLang wants a pickle in base64 for each rank, and unpickles it
     against an allow-list.
     """
-    payload = b64encode(pickle.dumps([(ORDER, order.tensor())])).decode()
-    return {"serialized_named_tensors": [payload] * tp_size, "load_format": WEIGHT_LOADER, "flush_cache": flush}
+    payload = io.BytesIO()
+    _TensorPickler(payload).dump([(ORDER, order.tensor())])
+    pickled = b64encode(payload.getvalue()).decode()
+    return {"serialized_named_tensors": [pickled] * tp_size, "load_format": WEIGHT_LOADER, "flush_cache": flush}
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Steps, runner and report of `benchmarks/gpu_acceptance.py`."""

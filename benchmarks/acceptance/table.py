@@ -1,0 +1,151 @@
+"""The GPU table of `docs/numbers.md`, filled from a report. A cell without a figure says "not measured"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from acceptance.report import shown
+
+BEGIN, END = "<!-- gpu-table -->", "<!-- end of gpu-table -->"
+NOT_MEASURED = "not measured"
+NO_MACHINE = "No machine with a GPU has filled this table yet."
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the report, by its step, name and labels."""
+
+    step: str
+    name: str
+    labels: Mapping[str, str | int]
+
+    def of(self, report: Mapping[str, Any]) -> str:
+        """The figure as text, of a step that passed."""
+        for step in report.get("steps", ()):
+            if step["name"] == self.step and step["status"] == "passed":
+                for figure in step["figures"]:
+                    if figure["figure"] == self.name and self.labels.items() <= figure.items():
+                        return shown(figure["value"], figure["unit"])
+        return NOT_MEASURED
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: figures in the order of its text."""
+
+    what: str
+    goal: str
+    figures: Sequence[Figure]
+
+    def line(self, report: Mapping[str, Any]) -> str:
+        cells = [figure.of(report) for figure in self.figures]
+        measured = NOT_MEASURED if set(cells) == {NOT_MEASURED} else ", ".join(cells)
+        return f"| {self.what} | {self.goal} | {measured} |"
+
+
+def _rows_of_logprob(kind: str, direction: str, goal: str) -> Row:
+    labels = {"device": "cuda", "dtype": "bfloat16", "vocab": 151936, "kind": kind, "pass": direction}
+    names = ("share of copy bandwidth", "over torch eager", "over torch.compile")
+    what = f"{kind}, {direction}: share of copy bandwidth, over torch eager, over `torch.compile`"
+    return Row(what, goal, [Figure("benchmark logprob", name, labels) for name in names])
+
+
+def _row_of_transport(name: str, path: str) -> Row:
+    labels = {"device": "cuda", "transport": name, "path": path}
+    figures = [Figure(f"transport {name}", figure, labels) for figure in ("weights a second", "sync with digests")]
+    return Row(f"weight sync by {name}: speed, seconds with digests", "", figures)
+
+
+def _row_of_run(layout: str) -> Row:
+    names = ("rollout speed", "training speed", "log-prob difference of servers and trainer")
+    figures = [Figure(f"grpo {layout}", name, {"layout": layout}) for name in names]
+    return Row(f"GRPO {layout}: rollout, training, mean log-prob difference", "", figures)
+
+
+def _of(step: str, name: str, **labels: str | int) -> Figure:
+    return Figure(step, name, labels)
+
+
+ROWS = (
+    _rows_of_logprob("log-prob", "forward", "85%"),
+    _rows_of_logprob("log-prob", "backward", "85%"),
+    _rows_of_logprob("log-prob+entropy", "forward", "85%"),
+    _rows_of_logprob("log-prob+entropy", "backward", "85%"),
+    Row(
+        "log-prob, forward and backward, over Liger-Kernel",
+        "",
+        [_of("benchmark logprob", "forward and backward over Liger", dtype="bfloat16", vocab=151936)],
+    ),
+    Row(
+        "`linear_token_loss`: time over all logits, share of their memory",
+        "1.15x, 10%",
+        [
+            _of("benchmark linear_logprobs", "time over materialising", device="cuda", route="token_loss"),
+            _of("benchmark linear_logprobs", "peak memory, share of the logits", device="cuda", route="token_loss"),
+        ],
+    ),
+    Row(
+        "Liger-Kernel's fused linear loss, the same two",
+        "",
+        [
+            _of("benchmark linear_logprobs", "time over materialising", device="cuda", route="liger"),
+            _of("benchmark linear_logprobs", "peak memory, share of the logits", device="cuda", route="liger"),
+        ],
+    ),
+    Row(
+        "packed GAE over a loop, policy loss over torch eager",
+        "",
+        [
+            _of("benchmark gae", "gae over a loop", device="cuda"),
+            _of("benchmark policy_loss", "policy loss over eager", device="cuda"),
+        ],
+    ),
+    Row(
+        "`te` layers from float32: log-probs, gradients (beside torch's in bfloat16)",
+        "2x torch's",
+        [
+            _of("backend te", f"{what} from float32", backend=backend)
+            for what in ("log-probs", "gradients")
+            for backend in ("te", "torch")
+        ],
+    ),
+    Row(
+        "policy update over padded transformers, bfloat16",
+        "2x",
+        [_of("benchmark ppo_update", "ppo_update over padding", device="cuda", side="megarl")],
+    ),
+    *(_row_of_transport(name, path) for name, path in (("nccl", "exact"), ("cuda_ipc", "exact"), ("gloo", "exact"))),
+    *(_row_of_run(layout) for layout in ("apart", "colocated")),
+)
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The table for a report; {} gives the one that nobody has filled."""
+    if report:
+        packages = ("torch", "SGLang", "Megatron-core", "Transformer Engine")
+        software = ", ".join(f"{name} {report['versions'][name]}" for name in packages if name in report["versions"])
+        machine = f"Measured on {report['date']}: {report['machine']}; {software}."
+    else:
+        machine = NO_MACHINE
+    lines = [machine, "", "| what | goal | measured |", "| --- | --- | --- |", *(row.line(report) for row in ROWS)]
+    return "\n".join([BEGIN, "", *lines, "", END])
+
+
+def write_table(report: Path, page: Path) -> None:
+    """Replaces the table of a page by that of `report.json`.
+
+    Raises:
+        ValueError: the report is not of a GPU, or the page has no table.
+    """
+    facts = json.loads(report.read_text(encoding="utf-8"))
+    if facts["device"] != "cuda":
+        raise ValueError(f"{report} was measured on {facts['device']}; the GPU table takes figures of GPUs alone")
+    text = page.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"{page} does not have one table between {BEGIN} and {END}")
+    before, _, rest = text.partition(BEGIN)
+    page.write_text(before + table(facts) + rest.partition(END)[2], encoding="utf-8")
