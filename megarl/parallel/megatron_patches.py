@@ -1,4 +1,4 @@
-"""Patches of Megatron-core 0.19.2. Two apply on every machine; the others let Megatron run without a GPU.
+"""Patches of Megatron-core 0.19.2. One applies on every machine; the others let Megatron run without a GPU.
 
 Megatron-core calls `torch.cuda` directly. Without a GPU, `prepare()` replaces attributes of `torch.cuda` and of
 Megatron once, so that these calls work on the CPU. `scope()` redirects tensors created with `device="cuda"` while
@@ -185,7 +185,6 @@ def _exchange_shapes(
 def prepare() -> None:
     """Makes Megatron-core usable on this machine. Idempotent; call it before building a model."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.safe_globals import safe_load_from_bytes
     from megatron.core.tensor_parallel import random as megatron_random
 
     # Shapes go as the tensors do: NCCL may wait for ever where a batched operation and one of a pair cross.
@@ -193,9 +192,6 @@ def prepare() -> None:
     P2PCommunicator._communicate_shapes = lambda self, *shapes: (
         batched(self, *shapes) if self.config.batch_p2p_comm else _exchange_shapes(self, *shapes)
     )
-    # megatron/core/__init__.py:59 puts this function into torch.storage, and pickles of tensors would name Megatron's
-    # module: SGLang refuses those. By torch's name any process reads them.
-    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
     if not platform.needs_cpu_patches():
         torch.cuda.set_device(platform.device())
         return

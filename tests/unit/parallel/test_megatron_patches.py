@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 from pathlib import Path
 
@@ -38,15 +37,6 @@ def test_megatron_still_posts_the_shapes_of_two_stages_crosswise() -> None:
     body = text[text.index("def _communicate_shapes(") : text.index("def _communicate(")]
     order = re.findall(r"ops\.append\((\w+)_op\)", body)
     assert order == ["send_prev", "recv_prev", "send_next", "recv_next"], "is _exchange_shapes still needed?"
-
-
-def test_pickles_of_tensors_name_torch_and_not_megatron() -> None:
-    """SGLang reads orders of weight syncs against a list of torch's names."""
-    megatron_patches.prepare()
-    pickled = pickle.dumps(torch.arange(3))
-    assert b"megatron" not in pickled
-    assert b"torch.storage" in pickled
-    assert torch.equal(pickle.loads(pickled), torch.arange(3))
 
 
 @on_cpu
