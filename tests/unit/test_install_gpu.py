@@ -114,10 +114,12 @@ def test_the_doctor_finds_nothing_missing_where_the_tests_run(capsys: pytest.Cap
 def test_the_doctor_says_what_a_gpu_machine_lacks_and_what_it_would_bring(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: the driver's answer. What is installed is read as it is, and none of it is for GPUs here."""
+    """Planted: the driver's answer, and a torch without NCCL, which only its CUDA build has."""
     if doctor.version_of("transformer-engine") is not None:
         pytest.skip("this machine has what the test expects to be missing")
     monkeypatch.setattr(doctor, "gpus", lambda: GPUs(("NVIDIA H100",) * 8, (81559,) * 8, "580.65"))
+    installed = doctor.versions()
+    monkeypatch.setattr(doctor, "versions", lambda: installed | {"NCCL": None})
     assert doctor.command() == 1
     text = capsys.readouterr().out
     assert "8 x NVIDIA H100 of 80 GiB, driver 580.65" in text
