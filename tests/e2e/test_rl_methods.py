@@ -69,7 +69,7 @@ def steps_of(
     with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         before = {key: value.clone() for key, value in models.actor.named_weights()}
-        sampled.connect(models.actor, 0)
+        sampled.connect(models.actor, 0, models.saved.values())
         sampled.push(version=1)
         for step in range(2, steps + 2):
             batch = sampled.next_batch()
@@ -155,7 +155,7 @@ def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_o
     with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": sampled}, time.monotonic()) as run:
-            sampled.connect(models.actor, 0)
+            sampled.connect(models.actor, 0, models.saved.values())
             sampled.push(version=1)
             served = sampled.version
             with torch.no_grad():
