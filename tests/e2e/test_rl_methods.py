@@ -52,7 +52,7 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServe
 @pytest.fixture
 def lent(one_server: SGLangServers, monkeypatch: pytest.MonkeyPatch) -> None:
     """`RolloutDriver` finds the server started, and leaves it so."""
-    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_: one_server)
+    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_, **__: one_server)
     monkeypatch.setattr(one_server, "start", lambda: None)
     monkeypatch.setattr(one_server, "stop", lambda: None)
 

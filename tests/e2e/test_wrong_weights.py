@@ -89,7 +89,7 @@ def sampling(
     two_servers: SGLangServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Sampler]]:
     """`sampling(override, ...)`: a run whose servers have the policy's weights and whose rollouts are under way."""
-    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_: two_servers)
+    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_, **__: two_servers)
     monkeypatch.setattr(two_servers, "start", lambda: None)
     monkeypatch.setattr(two_servers, "stop", lambda: None)
     with ExitStack() as opened:
@@ -107,6 +107,7 @@ def sampling(
             return sampler
 
         yield begin
+    stats_tracker.export()  # not figures of the next test's run
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,13 @@ from megarl.types import GenerationHyperparameters, ModelResponse, PackedBatch
 
 LOGPROB = -1.25
 VERSION = 3
+
+
+@pytest.fixture(autouse=True)
+def own_figures() -> Iterator[None]:
+    stats_tracker.export()
+    yield
+    stats_tracker.export()
 
 
 class Letters:
@@ -86,7 +93,6 @@ def verdict_on(canary: Canary, **servers: list[ModelResponse] | GenerationError)
 
 
 def test_a_server_beyond_a_bound_is_named_with_its_figures_and_the_others_are_not() -> None:
-    stats_tracker.export()
     wrong = verdict_on(canary_of(), a=responses(0.01, -0.02, 0.0, 0.9), b=responses(0.2, 0.2, -0.2, 0.1))
     assert list(wrong) == ["a", "b"]  # 0.23 and 0.175 on average
     wrong = verdict_on(canary_of(), a=responses(*[0.01] * 3, 0.3), b=responses(*[0.01] * 30, -1.2))
@@ -193,7 +199,6 @@ class Policy:
 def test_a_live_server_is_left_out_or_stops_the_run_by_the_knob(
     on_failure: str, wrong: str, dead: str, error: str, serving: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stats_tracker.export()
     policy = Policy(on_failure, dead)
     assert policy.driver._leave_out({address: f"{address} is wrong" for address in wrong}) == error
     assert policy.serving == list(serving)
