@@ -26,7 +26,7 @@ from megarl.observe.logger import read_metrics
 from megarl.observe.metrics import ACCURACY, MARGIN
 from megarl.observe.run_folder import RunFolder, new_run
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE
+from megarl.rollout.client.connections import ADDRESSES_VARIABLE, KEY_VARIABLE
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.train import make_folder, train
 from megarl.trainer.inputs import read_inputs

@@ -28,7 +28,7 @@ from megarl.observe.run_folder import RunFolder
 from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
+from megarl.rollout.client.connections import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
 from megarl.rollout.servers.external import JobServers
 from megarl.trainer.announce import announce
 from megarl.trainer.inputs import Inputs, read_inputs

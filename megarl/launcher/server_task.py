@@ -28,7 +28,7 @@ from megarl.launcher.local import PARENT
 from megarl.parallel import rendezvous
 from megarl.processes import die_with_parent
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.rollout.client.sglang_client import KEY_VARIABLE
+from megarl.rollout.client.connections import KEY_VARIABLE
 from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
 from megarl.rollout.servers.server_config import gpu_count, uses_gpu
 from megarl.rollout.servers.sglang_server import SGLangServers

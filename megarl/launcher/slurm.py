@@ -25,7 +25,7 @@ from megarl.config import Config
 from megarl.knobs import UserError, override
 from megarl.launcher.job import become_train
 from megarl.launcher.machines import check_servers_fit, machines_of
-from megarl.rollout.client.sglang_client import addresses_in_environment
+from megarl.rollout.client.connections import addresses_in_environment
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.saved_config import make_folder
 

@@ -29,7 +29,7 @@ from megarl.preflight.findings import Finding, refusals
 from megarl.preflight.roofline import estimate_step
 from megarl.preflight.sizing import disk_of, size
 from megarl.rewards import reward_fn_of
-from megarl.rollout.client.sglang_client import addresses_in_environment
+from megarl.rollout.client.connections import addresses_in_environment
 from megarl.rollout.workflows.choose import check_imports
 from megarl.trainer.checkpoints.saver import check_resumable
 from megarl.versions import GPUs

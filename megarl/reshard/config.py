@@ -33,9 +33,20 @@ class ReshardConfig:
         False, "send only elements that changed since the last sync; keeps a copy of the sent weights in memory"
     )
     anchor_every: int = knob(20, "with delta: send everything once in this many syncs")
-    on_failure: str = knob("stop", "if a live server fails: stop, or drop_server: go on with the others")
+    on_failure: str = knob(
+        "stop", "if a live server fails a sync or its canary: stop, or drop_server: go on with the others"
+    )
+    canary_prompts: int = knob(
+        4, "prompts that each server completes after a sync, to compare log-probs with the trainer's; 0 = no canary"
+    )
+    canary_tokens: int = knob(8, "most tokens of each of these completions")
     max_logprob_diff: float = knob(
-        0.1, "largest mean |trainer - rollout log-prob| of the first tokens sampled after a sync, in nats; 0 = no check"
+        0.1,
+        "largest mean |trainer - rollout log-prob| of a server's canary, and of the first tokens sampled after a sync, "
+        "in nats; 0 = no bound",
+    )
+    max_token_logprob_diff: float = knob(
+        1.0, "largest |trainer - rollout log-prob| of a token of a server's canary, in nats; 0 = no bound"
     )
     host: str = knob("", "the trainer's IPv4 address for weights; empty: 127.0.0.1, on a cluster MEGARL_INTERFACE's")
     connect_deadline_s: float = knob(60.0, "seconds for a server to join the trainer's group, once per server")
@@ -46,14 +57,15 @@ class ReshardConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"reshard.{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
-        for name in ("bucket_bytes", "anchor_every"):
+        for name in ("bucket_bytes", "anchor_every", "canary_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"reshard.{name}={getattr(self, name)} must be at least 1")
         for name in ("connect_deadline_s", "control_deadline_s", "transfer_deadline_s"):
             if getattr(self, name) <= 0:
                 raise UserError(f"reshard.{name}={getattr(self, name)} must be above 0")
-        if self.max_logprob_diff < 0:
-            raise UserError(f"reshard.max_logprob_diff={self.max_logprob_diff} must not be negative")
+        for name in ("canary_prompts", "max_logprob_diff", "max_token_logprob_diff"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"reshard.{name}={getattr(self, name)} must not be negative")
         if self.bucket_bytes % 16:
             raise UserError(f"reshard.bucket_bytes={self.bucket_bytes} must be a multiple of 16")
         if self.path == "full" and self.transport not in ("gloo", "disk"):

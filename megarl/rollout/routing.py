@@ -53,6 +53,8 @@ class Router:
         self._lost: dict[str, asyncio.Future[None]] = {}  # done when the server is taken out of service
         self._awaited: dict[asyncio.Future[None], None] = {}  # one for each request that waits for room, in order
         self._readers: OrderedDict[int, str] = OrderedDict()  # hash of a prefix -> server that has read it
+        self._release: asyncio.Future[None] | None = None  # while answers of `_held_version` are withheld
+        self._held_version = 0
 
     @property
     def addresses(self) -> list[str]:
@@ -120,18 +122,43 @@ class Router:
                 change.set_result(None)
 
     async def unless_lost(self, address: str, answer: Coroutine[Any, Any, T]) -> T:
-        """Awaits `answer`. Cancels it and raises ServerLost if the server is taken out of service."""
+        """Awaits `answer`. Discards it and raises ServerLost if the server is taken out of service meanwhile."""
         lost = self._lost.get(address)
         task = asyncio.ensure_future(answer)
         try:
             if lost is not None:
                 futures: set[asyncio.Future[Any]] = {task, lost}
                 await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-                if not task.done():
+                if lost.done():  # also if both are: an answer released in this turn may be of wrong weights
                     raise ServerLost(address)
             return await task
         finally:
             task.cancel()
+
+    def hold(self, version: int) -> None:
+        """Begins to withhold answers with tokens of `version`: its servers are not yet proven to compute right."""
+        self._held_version = version
+        if self._release is None:
+            self._release = asyncio.get_running_loop().create_future()
+
+    def release(self) -> None:
+        """Ends `hold`. Take servers that failed the proof out of service first."""
+        if self._release is not None:
+            self._release.set_result(None)
+            self._release = None
+
+    async def released(self, newest: int, timeout_s: float) -> None:
+        """Waits while an answer, whose newest token is of version `newest`, is withheld.
+
+        Raises:
+            GenerationError: it is still withheld after `timeout_s`.
+        """
+        release = self._release
+        if release is None or newest < self._held_version:
+            return
+        await asyncio.wait({release}, timeout=timeout_s)
+        if not release.done():
+            raise GenerationError(f"no server was proven to serve version {newest} right within {timeout_s:g} s")
 
     def answered(self, ids: Sequence[int], address: str) -> None:
         """Records that the server has read and written `ids`: a conversation that continues them goes there."""

@@ -20,7 +20,8 @@ from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rewards import reward_fn_of
 from megarl.rewards.answers import answer_of
 from megarl.rewards.pool import RewardPool
-from megarl.rollout.client.sglang_client import KEY_VARIABLE, RemoteSGLangEngine, addresses_in_environment
+from megarl.rollout.client.connections import KEY_VARIABLE, addresses_in_environment
+from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluator
 from megarl.rollout.servers.external import ExternalServers, JobServers
 from megarl.rollout.servers.sglang_server import SGLangServers

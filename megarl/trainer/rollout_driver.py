@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,11 +22,14 @@ from megarl.reshard.session import SyncReport, WeightSession, WeightSyncError
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.routing import WeightsWanted
+from megarl.trainer.canary import Answers, Canary
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.logprob_check import check_equal_logprobs, check_first_logprobs
+from megarl.trainer.logprob_check import LogprobMismatchError, check_equal_logprobs, check_first_logprobs
 from megarl.trainer.rank0_rollouts import Rank0Rollouts
 from megarl.trainer.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
 from megarl.types import Episode, PackedBatch
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -51,6 +55,9 @@ class RolloutDriver:
         self._saved: Mapping[str, Any] = {}  # rollout state to continue from
         self._accounted = 0  # lines of episodes.jsonl
         self._version_offset = 0  # of the servers' versions to the trainer's steps
+        self._canary = Canary(config, inputs)
+        self._answers: Answers | None = None  # to the last canary, on rank 0
+        self._comparison_due = False
         self._unchecked: int | None = None  # version whose log-probs were not compared yet
         self.gpus: SeparateGpus | SharedGpus = SeparateGpus()
         self._open = contextlib.ExitStack()
@@ -119,6 +126,8 @@ class RolloutDriver:
 
         batch = broadcast_batch(self._on_rank0(sample))
         self.gpus.for_training()
+        if self._comparison_due:
+            self._compare_canary()
         return batch
 
     def _account(self, episodes: Sequence[Episode], version: int) -> None:
@@ -149,17 +158,22 @@ class RolloutDriver:
 
     def push(self, version: int) -> None:
         """Brings the actor's weights to the servers as `version`, and proves them equal. A collective."""
-        report = self._sync(lambda: self.session.push(self._actor, version + self._version_offset))
-        if self.is_rank0:
-            self.rank0.engine.set_version(report.version)
+        served = version + self._version_offset
+        self._sync(served, lambda: self.session.push(self._actor, served))
 
-    def _sync(self, transfer: Callable[[], SyncReport]) -> SyncReport:
-        """Runs `transfer` to the servers that are alive, restarted ones among them. A collective.
+    def _sync(self, version: int, transfer: Callable[[], SyncReport]) -> None:
+        """Runs `transfer`, which brings `version` to the servers that are alive, and asks them for a canary.
 
-        A server that dies meanwhile is left out; if it was the last one, a restarted one is awaited. A server that
-        lives and fails ends the run, or is left out too with reshard.on_failure=drop_server.
+        A collective. Restarted servers take part. A server that dies meanwhile is left out; if it was the last one, a
+        restarted one is awaited. A server that lives and fails ends the run, or is left out too with
+        reshard.on_failure=drop_server.
+
+        Raises:
+            LogprobMismatchError: a server does not compute what the trainer does, and is not left out.
         """
         self.gpus.for_sync()
+        if self.is_rank0 and self._canary.enabled and not self.config.server.colocate:
+            self.rank0.engine.hold(version)
         while True:
             admitted: list[str] = []
             if self.is_rank0:
@@ -179,9 +193,55 @@ class RolloutDriver:
             if self.is_rank0:
                 self.rank0.supervisor.after_sync(self.session.healthy)  # no requests to a server that was dropped
                 self._record(report, brought_back=len(set(admitted) & set(report.servers)))
-            self.version = self._unchecked = report.version
+            self.version = self._unchecked = version
             self.gpus.for_sampling()
-            return report
+            if self.is_rank0 and self.rank0.engine.get_version() != version:
+                self.rank0.engine.set_version(version)  # rollouts start before the canary
+            if self._canary.enabled:
+                self._ask_canary(report)
+            return
+
+    def _ask_canary(self, report: SyncReport) -> None:
+        """Asks the servers for their canary and compares it with the trainer's log-probs. A collective.
+
+        Co-located servers have the trainer's memory now: `next_batch` compares when the trainer has it back.
+        """
+        with stats_tracker.scope("sync"), stats_tracker.record_timing("canary"):
+            if self.is_rank0:
+                self._answers = self._canary.ask(self.rank0.engine, report.servers, report.version)
+        self._comparison_due = True
+        if not self.config.server.colocate:
+            self._compare_canary()
+
+    def _compare_canary(self) -> None:
+        """Leaves out servers whose canary is beyond the bounds, or stops the run. Then answers are handed over."""
+        self._comparison_due = False
+        with stats_tracker.scope("sync"), stats_tracker.record_timing("canary"):
+            wrong = self._canary.compare(self._answers, self._actor, self.version)
+            verdict = broadcast_json(self._leave_out(wrong) if self.is_rank0 else None)
+        if verdict:
+            raise LogprobMismatchError(verdict)
+
+    def _leave_out(self, wrong: Mapping[str, str]) -> str:
+        """Leaves out the servers that `wrong` describes. Returns the error that must stop the run instead, else "".
+
+        Co-located servers always stop it: the batch that they have sampled is complete.
+        """
+        must_stop = self.config.reshard.on_failure == "stop" or self.config.server.colocate
+        supervisor = self.rank0.supervisor
+        alive = [address for address in wrong if not supervisor.died(address)]  # restarts are the supervisor's
+        others = [address for address in self.session.healthy if address not in wrong]
+        if alive and (not others or must_stop):
+            further = f" (the same holds for {', '.join(alive[1:])})" if alive[1:] else ""
+            return wrong[alive[0]] + further
+        for address in alive:
+            log.error("%s; going on without %s", wrong[address], address)
+            self.session.remove(address)
+        if alive:
+            supervisor.after_sync(self.session.healthy)
+        stats_tracker.total(canary_left_out=len(alive))
+        self.rank0.engine.release()
+        return ""
 
     def _should_retry(self, error: WeightSyncError) -> bool:
         """True if the last server failed the sync and a restarted one may come."""
@@ -208,7 +268,7 @@ class RolloutDriver:
         If no server holds the current weights, all ranks push them first.
         """
         if not self.gpus.servers_hold_weights:  # a checkpoint was written since the last sync
-            self._sync(lambda: self.session.resync(self._actor))
+            self._sync(self.session.version, lambda: self.session.resync(self._actor))
         while True:
             result, wanted = None, False
             if self.is_rank0:
@@ -219,7 +279,7 @@ class RolloutDriver:
                         wanted = True
             if not broadcast_json(wanted):
                 return result
-            self._sync(lambda: self.session.resync(self._actor))
+            self._sync(self.session.version, lambda: self.session.resync(self._actor))
 
     def check_logprobs(self, batch: PackedBatch) -> None:
         """Compares the first tokens sampled after a sync with the trainer's `prox_logp`: a last, independent proof.

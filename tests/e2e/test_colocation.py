@@ -35,6 +35,9 @@ def test_servers_and_trainer_take_turns_and_every_sync_is_proven(tmp_path: Path)
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]
     assert all(row["sync/verified"] == 1 for row in rows)
     assert max(row["train/logprob_diff_max"] for row in rows) <= 1e-3
+    # The canary of a sync is compared when the trainer has its memory back, in the next step.
+    assert ["sync/canary_logprob_diff_max" in row for row in rows] == [False, True, True, True]
+    assert max(row.get("sync/canary_logprob_diff_max", 0.0) for row in rows) <= 1e-3
     assert_every_prompt_is_accounted_for(run)
     # Four updates, and one more turn around the checkpoint of step 2. After the last one the servers stay asleep.
     assert calls_of(run) == [*STEP * 5, *CALLS[:2]]

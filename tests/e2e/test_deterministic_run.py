@@ -36,6 +36,7 @@ def test_no_bit_differs_between_rollout_and_trainer(tmp_path: Path) -> None:
     assert len(rows) == STEPS
     assert [row["train/logprob_diff_max"] for row in rows] == [0.0] * STEPS
     assert [row["train/rollout_kl"] for row in rows] == [0.0] * STEPS
+    assert [row["sync/canary_logprob_diff_max"] for row in rows] == [0.0] * STEPS
     assert all(row["train/grad_norm"] > 0 for row in rows)
     assert "operations whose bits do not depend on the batch" in (folder.logs / "sglang-0.log").read_text()
 

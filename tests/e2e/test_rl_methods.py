@@ -52,7 +52,7 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServe
 @pytest.fixture
 def lent(one_server: SGLangServers, monkeypatch: pytest.MonkeyPatch) -> None:
     """`RolloutDriver` finds the server started, and leaves it so."""
-    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_: one_server)
+    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_, **__: one_server)
     monkeypatch.setattr(one_server, "start", lambda: None)
     monkeypatch.setattr(one_server, "stop", lambda: None)
 
@@ -69,7 +69,7 @@ def steps_of(
     with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         before = {key: value.clone() for key, value in models.actor.named_weights()}
-        sampled.connect(models.actor, 0)
+        sampled.connect(models.actor, 0, models.saved.values())
         sampled.push(version=1)
         for step in range(2, steps + 2):
             batch = sampled.next_batch()
@@ -155,7 +155,7 @@ def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_o
     with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": sampled}, time.monotonic()) as run:
-            sampled.connect(models.actor, 0)
+            sampled.connect(models.actor, 0, models.saved.values())
             sampled.push(version=1)
             served = sampled.version
             with torch.no_grad():

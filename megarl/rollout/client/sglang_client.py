@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import aiohttp
-import orjson
-
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
+from megarl.rollout.api import GenerationError, InferenceEngine, RolloutWorkflow
 from megarl.rollout.bounded_staleness import RolloutStream, ShouldAccept, StreamLimits
-from megarl.rollout.client.requests import (
-    CompletionPart,
-    Draft,
-    QueuedRequest,
-    excerpt,
-    named,
-    parse_answer,
-    sampling_params,
-    version_of,
+from megarl.rollout.client.connections import (
+    ADDRESSES_VARIABLE,
+    KEY_VARIABLE,
+    Connections,
+    addresses_in_environment,
+    plain_address,
 )
+from megarl.rollout.client.requests import CompletionPart, Draft, QueuedRequest, sampling_params
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
 from megarl.rollout.routing import Fleet, Router, ServerLost
-from megarl.types import Episode, ModelRequest, ModelResponse, PackedBatch, WeightUpdateMeta, WeightUpdates
+from megarl.types import (
+    Episode,
+    GenerationHyperparameters,
+    ModelRequest,
+    ModelResponse,
+    PackedBatch,
+    WeightUpdateMeta,
+    WeightUpdates,
+)
 
-ADDRESSES_VARIABLE = "MEGARL_LLM_SERVER_ADDRS"
-KEY_VARIABLE = "MEGARL_LLM_SERVER_API_KEY"
-KEEPALIVE_S = 2.0  # below the 5 s of SGLang's uvicorn: the client must close an idle connection first
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -55,7 +54,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._saved: dict[str, Any] | None = None  # state for the stream, until it exists
         self._workflows: list[RolloutWorkflow] = []  # to close
         self._thread: LoopThread | None = None
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
         self._waiting: dict[tuple[int, ...], list[QueuedRequest]] = {}  # by prompt
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -87,8 +86,8 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def destroy(self) -> None:
         """Cancels requests under way, closes workflows and connections and ends the thread. May be called twice."""
-        thread, session, workflows = self._thread, self._session, self._workflows
-        self._thread = self._session = self._stream = None
+        thread, connections, workflows = self._thread, self._connections, self._workflows
+        self._thread = self._connections = self._stream = None
         self._workflows = []
         if thread is None:
             return
@@ -98,8 +97,8 @@ class RemoteSGLangEngine(InferenceEngine):
                 for workflow in workflows:
                     await workflow.aclose()
             finally:
-                if session is not None:
-                    await session.close()
+                if connections is not None:
+                    await connections.close()
 
         try:
             thread.cancel_all()  # episodes before the endpoints that they talk to: else they would start them again
@@ -274,37 +273,9 @@ class RemoteSGLangEngine(InferenceEngine):
         return [draft.response(req) for draft in drafts]
 
     async def _open(self, addresses: Sequence[str], api_key: str | None) -> None:
-        config = self.config
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=config.connect_timeout_s, sock_read=config.request_timeout_s
-            ),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            trust_env=False,
-        )
-        await asyncio.gather(*(self._check(self._session, address) for address in addresses))
+        self._connections = Connections(self.config, api_key)
+        await asyncio.gather(*(self._connections.check(address) for address in addresses))
         self.router.set(addresses)
-
-    async def _check(self, session: aiohttp.ClientSession, address: str) -> None:
-        """Raises UserError unless an SGLang server at `address` answers and labels its weights with a number."""
-        try:
-            async with session.get(f"http://{address}/model_info") as response:
-                status, body = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise UserError(
-                f"no SGLang server answers at {address} ({named(error)}); start it, or correct {ADDRESSES_VARIABLE}"
-            ) from error
-        if status == 401:
-            raise UserError(f"the SGLang server at {address} refuses the API key; set {KEY_VARIABLE}")
-        try:
-            label = json.loads(body)["weight_version"] if status == 200 else None
-            version_of(label)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{address} answers /model_info with {status} {excerpt(body)}: it must be an SGLang server, "
-                "started with --weight-version 0"
-            ) from error
 
     async def _ask(self, req: ModelRequest, written: list[list[int]]) -> list[CompletionPart]:
         """Queues completions that continue the prompt and the tokens already `written`.
@@ -354,51 +325,88 @@ class RemoteSGLangEngine(InferenceEngine):
                     queued.parts.set_result(own_parts)
 
     async def _post(self, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> list[CompletionPart]:
-        """Sends a group. Retries on lost connections and 5xx, each time at an untried server if there is one."""
-        body = orjson.dumps({"input_ids": inputs, "sampling_params": params, "return_logprob": True})
+        """Sends a group. Retries on lost connections and 5xx, each time at an untried server if there is one.
+
+        Waits while the answer is withheld; it is asked again if its server is taken out of service meanwhile.
+        """
         tried: list[str] = []
         while True:
             async with self.router.place(inputs[0], len(params), tried, self.config.batch_timeout_s) as address:
                 try:
-                    status, answer = await self.router.unless_lost(address, self._post_once(address, body))
+                    answer = await self.router.unless_lost(address, self._released(address, inputs, params))
                 except ServerLost:  # not the request's fault: another server answers it
                     stats_tracker.total(retries=1)
                     continue
-                except aiohttp.SocketTimeoutError as error:
-                    limit = f"rollout.request_timeout_s={self.config.request_timeout_s:g} s"
-                    raise GenerationError(f"{address} did not answer within {limit}") from error
-                except (aiohttp.ClientError, OSError) as error:
-                    failure = f"the connection to {address} failed ({named(error)})"
-                else:
-                    if status == 200:
-                        parts = parse_answer(answer, len(params), address)
-                        for ids, part in zip(inputs, parts, strict=True):
-                            self.router.answered(ids + part.tokens, address)
-                        return parts
-                    failure = f"{address} answered {status}: {excerpt(answer)}"
-                    if status < 500:
-                        raise RequestRefused(failure)
+                if not isinstance(answer, str):
+                    for ids, part in zip(inputs, answer, strict=True):
+                        self.router.answered(ids + part.tokens, address)
+                    return answer
             tried.append(address)
             if len(tried) > self.config.max_retries:
-                raise GenerationError(f"{failure}; that was attempt {len(tried)} of {self.config.max_retries + 1}")
+                raise GenerationError(f"{answer}; that was attempt {len(tried)} of {self.config.max_retries + 1}")
             stats_tracker.total(retries=1)
             await asyncio.sleep(self.config.retry_delay_s * 2 ** (len(tried) - 1))
             if address not in self.router.addresses:
                 tried.pop()  # the server had died: no attempt of the request
 
-    async def _post_once(self, address: str, body: bytes) -> tuple[int, bytes]:
-        if self._session is None:
+    async def _released(
+        self, address: str, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]
+    ) -> list[CompletionPart] | str:
+        """The result of one attempt, once `router.hold` no longer withholds it."""
+        if self._connections is None:
             raise GenerationError("the rollout engine is not initialized; call initialize() first")
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(f"http://{address}/generate", data=body, headers=headers) as response:
-            return response.status, await response.read()
+        answer = await self._connections.generate(address, inputs, params)
+        if not isinstance(answer, str):
+            newest = max((version for part in answer for version in part.versions), default=-1)
+            await self.router.released(newest, self.config.batch_timeout_s)
+        return answer
 
+    # -- around a weight sync -----------------------------------------------------------------------------------
 
-def plain_address(address: str) -> str:
-    """`host:port` of an address or URL."""
-    return address.strip().removeprefix("http://").rstrip("/")
+    def hold(self, version: int) -> None:
+        """Withholds answers with tokens of `version` until `release`. Call it before a server may give one."""
+        self._on_loop(lambda: self.router.hold(version), "withholding answers")
 
+    def release(self) -> None:
+        """Hands over the withheld answers of the servers that are still in service. The others are asked again."""
+        self._on_loop(self.router.release, "handing over answers")
 
-def addresses_in_environment() -> list[str]:
-    """The servers in MEGARL_LLM_SERVER_ADDRS; [] if it is not set."""
-    return [plain_address(a) for a in os.environ.get(ADDRESSES_VARIABLE, "").split(",") if a.strip()]
+    def _on_loop(self, call: Callable[[], None], what: str) -> None:
+        if self._thread is None:
+            raise UserError("the rollout engine is not initialized; call initialize() first")
+
+        async def run() -> None:
+            call()
+
+        self._thread.run(run(), CLOSE_TIMEOUT_S, what)
+
+    def probe(
+        self, addresses: Sequence[str], prompts: Sequence[list[int]], gconfig: GenerationHyperparameters
+    ) -> dict[str, list[ModelResponse] | GenerationError]:
+        """Asks each server for one completion of every prompt, all at once; nothing is withheld.
+
+        Returns the completions or the failure of each server, without servers taken out of service meanwhile.
+        """
+        thread, connections = self._thread, self._connections
+        if thread is None or connections is None:
+            raise UserError("the rollout engine is not initialized; call initialize() first")
+        params = [sampling_params(gconfig)] * len(prompts)
+
+        async def ask(address: str) -> list[ModelResponse] | GenerationError | None:
+            try:
+                answer = connections.generate_with_retries(address, prompts, params)
+                parts = await self.router.unless_lost(address, answer)
+            except ServerLost:
+                return None
+            except GenerationError as error:
+                return error
+            return [
+                ModelResponse(list(ids), part.tokens, part.logprobs, part.versions)
+                for ids, part in zip(prompts, parts, strict=True)
+            ]
+
+        async def ask_all() -> list[list[ModelResponse] | GenerationError | None]:
+            return await asyncio.gather(*(ask(address) for address in addresses))
+
+        answers = thread.run(ask_all(), self.config.batch_timeout_s, "asking each server for a few tokens")
+        return {address: answer for address, answer in zip(addresses, answers, strict=True) if answer is not None}

@@ -13,7 +13,7 @@ from megarl.config import Config
 from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
 from megarl.parallel.rendezvous import JOB_FOLDER
-from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, KEY_VARIABLE
+from megarl.rollout.client.connections import ADDRESSES_VARIABLE, KEY_VARIABLE
 from megarl.rollout.servers.external import ExternalServers, JobServers
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
