@@ -1,7 +1,7 @@
 """Runs the backends `te` and `torch` on the same batch, with the stand-in of Transformer Engine on `sys.path`.
 
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
-`model`, `layout` and `recompute`. Ranks are forked from this process, which has imported Megatron once.
+`model`, `layout`, `recompute` and `fused`. Ranks are forked from this process, which has imported Megatron once.
 """
 
 from __future__ import annotations
@@ -10,19 +10,26 @@ import json
 import multiprocessing
 import os
 import sys
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformer_engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.actor import checks
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.model import build
+from megarl.actor.model.backends import LayerBackend
 from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
@@ -35,8 +42,30 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         path=str(model), backend=backend, max_tokens_per_mb=60, recompute=case["recompute"], optimizer=optimizer
     )
     engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
-    engine.initialize()
+    with pytest.MonkeyPatch.context() as patch:
+        if case["fused"] and backend == "te":
+            fuse(patch)
+        engine.initialize()
     return engine
+
+
+def fuse(patch: pytest.MonkeyPatch) -> None:
+    """Turns on Transformer Engine's rotation, accumulation of weight gradients and grouped experts.
+
+    Megatron's own linear layers cannot accumulate without a GPU and are told that they can: of theirs, only the head
+    is left, which megarl computes itself.
+    """
+
+    def transformer_config(*args: Any, **kwargs: Any) -> Any:
+        config = plain(*args, **kwargs)
+        config.apply_rope_fusion = config.gradient_accumulation_fusion = True
+        config.moe_grouped_gemm = config.num_moe_experts is not None
+        return config
+
+    plain, experts = build.transformer_config, TESpecProvider().grouped_mlp_modules(True)
+    patch.setattr(build, "transformer_config", transformer_config)
+    patch.setattr(layers, "_grad_accum_fusion_available", True)
+    patch.setattr(LayerBackend, "_experts", lambda _: partial(MoELayer, submodules=MoESubmodules(experts=experts)))
 
 
 def weights_of(engine: MegatronEngine) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "tied": False},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [1]},
 }
+FUSED = "fused"  # in place of recompute: rotation, accumulation and grouped experts by Transformer Engine
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
     1: [
         ("qwen2_tied", {}, "none"),
@@ -37,6 +38,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mha", {}, "none"),
         ("mixtral", {}, "selective"),
         ("qwen3_moe", {}, "full"),
+        ("qwen2_tied", {}, FUSED),
+        ("qwen3_moe", {}, FUSED),
     ],
     2: [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -46,6 +49,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen2_tied", {"pp_size": 2}, "none"),
         ("qwen3_moe", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mixtral", {"cp_size": 2, "ep_size": 2}, "none"),
+        ("qwen3", {"cp_size": 2}, FUSED),
+        ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, FUSED),
     ],
 }
 NAMES = {ranks: [f"{m}-{r}-" + "-".join(layout) for m, layout, r in cases] for ranks, cases in CASES.items()}
@@ -63,8 +68,9 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     for ranks, parts in CASES.items():
         for name, (model, layout, recompute) in zip(NAMES[ranks], parts, strict=True):
             (folder / name).mkdir()
-            case = {"name": name, "model": model, "layout": layout, "recompute": recompute}
-            cases.setdefault(str(ranks), []).append(case)
+            fused = recompute == FUSED
+            case = {"name": name, "model": model, "layout": layout, "recompute": "none" if fused else recompute}
+            cases.setdefault(str(ranks), []).append({**case, "fused": fused})
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.te.stand_in_worker", str(folder), json.dumps(cases)],
         cwd=ROOT,
@@ -105,6 +111,8 @@ def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> No
     layers, expected = facts_of(work, name)["layers"], {"TEColumnParallelLinear", "TERowParallelLinear"}
     if name.startswith("llama_biased"):
         expected = {"TEColumnParallelLinear", "BiasedRowParallelLinear"}
+    if FUSED in name and name.startswith(("mixtral", "qwen3_moe")):
+        expected = {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
     assert expected | {"TEDotProductAttention", "RotaryTable"} <= set(layers)
     assert "PackedAttention" not in layers
     assert facts_of(work, name)["kernels"].startswith("transformer_engine.")

@@ -16,7 +16,7 @@ from transformer_engine.signatures import taken
 
 LINEAR = (
     "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker "
-    "rng_tracker_name init_method bias return_bias params_dtype parallel_mode device name"
+    "rng_tracker_name init_method bias return_bias params_dtype parallel_mode device ub_name name"
 )
 
 
