@@ -20,14 +20,13 @@ RUN apt-get update \
 WORKDIR /opt/src/megarl
 
 # Layers that change seldom come first: a change of megarl's source rebuilds the last two alone.
-COPY requirements/gpu.txt requirements/gpu_built.txt requirements/
+COPY requirements/gpu.txt requirements/gpu_built.txt requirements/build_gpu_packages.sh requirements/
 RUN python -m pip install --requirement requirements/gpu.txt
 
 # How many compilers run at once (each takes some 4 GB), and for which GPUs: A100, H100, B200.
 ARG MAX_JOBS=8
 ARG TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0"
-RUN NVTE_BUILD_MAX_JOBS="$MAX_JOBS" NVTE_FRAMEWORK=pytorch \
-    python -m pip install --no-build-isolation --requirement requirements/gpu_built.txt
+RUN bash requirements/build_gpu_packages.sh
 
 COPY . .
 RUN MEGARL_CUDA=1 python -m pip install --no-build-isolation --no-deps --editable . \

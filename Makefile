@@ -3,6 +3,7 @@
 # make bench   every script in benchmarks/                  make doctor  what is installed, what is missing and what it is for
 # make docs    the documentation as a site, in build/site   make clean   remove the environment and what was built
 # make gpu-acceptance   proves megarl on this machine's GPUs within 20 minutes; ARGS="--dry-run --gpus 8" shows the steps
+# make gpu-env   the environment of docs/install_gpu.md in build/gpu-env, about half an hour; needs nvcc and no GPU
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
 # Variables: PYTHON (3.11 to 3.13), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
@@ -28,7 +29,7 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/*))
 
 .DELETE_ON_ERROR:
-.PHONY: setup doctor train test test-unit test-asan test-gpu gpu-acceptance lint format bench docs lock clean
+.PHONY: setup gpu-env doctor train test test-unit test-asan test-gpu gpu-acceptance lint format bench docs lock clean
 
 setup: $(STAMPS)/package
 
@@ -49,6 +50,11 @@ test: setup
 
 test-unit: setup
 	@exec $(BIN)/python -m pytest tests/unit $(ARGS)
+
+# Outside `make test`, whose checks of Transformer Engine's own model take this environment where it was made.
+GPU_ENV ?= build/gpu-env
+gpu-env:
+	@bash requirements/gpu_env.sh $(GPU_ENV) $(if $(filter file,$(origin PYTHON)),,$(PYTHON))
 
 # A single benchmark with arguments of its own: .venv/bin/python benchmarks/logprob.py --help
 bench: setup

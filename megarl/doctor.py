@@ -79,7 +79,7 @@ def kernels() -> str | None:
 
 def on_gpus() -> list[Part]:
     """Software for a machine with GPUs."""
-    installed, requirements = versions(), "pip install -r requirements/gpu_built.txt"
+    installed, requirements = versions(), "requirements/build_gpu_packages.sh"
     build = "MEGARL_CUDA=1 pip install --no-build-isolation --no-deps -e ."
     te = installed["Transformer Engine"]
     apex = "fused Adam and clipping, which Transformer Engine has too: nothing beside it"

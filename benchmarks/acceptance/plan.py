@@ -133,7 +133,7 @@ def _layers(machine: Machine) -> Step:
         script("acceptance/layer_backends.py", "--candidate", *candidate, *shape),
         150,
         JSON_LINES,
-        skip="Transformer Engine is not installed: pip install -r requirements/gpu_built.txt" if missing else "",
+        skip="Transformer Engine is not installed: requirements/build_gpu_packages.sh" if missing else "",
     )
 
 

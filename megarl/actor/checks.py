@@ -32,6 +32,7 @@ def knob_checks(
         functools.partial(_check_backend, config, deterministic),
         parallel.check,
         functools.partial(_check_shared_prefix, config, parallel),
+        functools.partial(_check_float32_attention, config, parallel),
     )
 
 
@@ -161,6 +162,15 @@ def _check_backend(config: EngineConfig, deterministic: bool) -> None:
         raise UserError(
             f"actor.backend={config.backend} does not give the rollout servers' bits, as deterministic=true requires; "
             "set it to auto"
+        )
+
+
+def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> None:
+    """Refuses what no attention of Transformer Engine computes (`get_attention_backend` of its 2.12.0)."""
+    if config.backend == "te" and config.dtype == "float32" and parallel.cp_size > 1:
+        raise UserError(
+            f"actor.backend=te with parallel.cp_size={parallel.cp_size} computes 16 bits only, and actor.dtype="
+            "float32; set actor.dtype=bfloat16 or actor.backend=torch"
         )
 
 

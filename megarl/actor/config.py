@@ -76,14 +76,15 @@ class EngineConfig:
 def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, deterministic: bool = False) -> str:
     """Name of an engine's layer backend: torch, te, cpu or deterministic.
 
-    `auto` takes Transformer Engine if it can run, except with shared prompts, which its attention does not support.
-    Without a GPU, float32 models take the kernels of `megarl/cpu`. All other cases take plain torch.
+    `auto` takes Transformer Engine if it can run, except with shared prompts, which its attention does not support, and
+    in float32: flash-attn and cuDNN compute 16 bits only, and what is left stores all scores. Without a GPU, float32
+    models take the kernels of `megarl/cpu`. All other cases take plain torch.
     """
     if deterministic:
         return "deterministic"
     if config.backend != "auto":
         return config.backend
-    if has_te and not config.shared_prefix:
+    if has_te and not config.shared_prefix and config.dtype != "float32":
         return "te"
     on_cpu = not has_gpu and config.dtype == "float32" and importlib.util.find_spec("megarl.cpu") is not None
     return "cpu" if on_cpu else "torch"

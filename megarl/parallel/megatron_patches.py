@@ -181,6 +181,21 @@ def _exchange_shapes(
     return prev.tolist(), following.tolist()
 
 
+def _restore_norm_kernels() -> None:
+    """Gives the norm and the clipping of gradients Transformer Engine's kernels, before its version 2.13.
+
+    Megatron imports four names at once (optimizer/clip_grads.py:11). The fourth came with 2.13, so before it Megatron
+    takes loops of its own, which copy every tensor's norm to the host.
+    """
+    from megatron.core.optimizer import clip_grads
+    from transformer_engine.pytorch import optimizers
+
+    if clip_grads.multi_tensor_scale_tensor_impl is None:
+        clip_grads.multi_tensor_applier = optimizers.multi_tensor_applier
+        clip_grads.l2_norm_impl = optimizers.multi_tensor_l2norm
+        clip_grads.multi_tensor_scale_impl = optimizers.multi_tensor_scale
+
+
 @functools.cache
 def prepare() -> None:
     """Makes Megatron-core usable on this machine. Idempotent; call it before building a model."""
@@ -192,6 +207,8 @@ def prepare() -> None:
     P2PCommunicator._communicate_shapes = lambda self, *shapes: (
         batched(self, *shapes) if self.config.batch_p2p_comm else _exchange_shapes(self, *shapes)
     )
+    if platform.has_transformer_engine():
+        _restore_norm_kernels()
     if not platform.needs_cpu_patches():
         torch.cuda.set_device(platform.device())
         return

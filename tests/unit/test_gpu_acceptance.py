@@ -67,7 +67,7 @@ def test_a_dry_run_prints_every_step_with_its_command_deadline_and_proof(gpus: i
 
 def test_a_missing_part_skips_its_steps_with_the_way_to_get_it() -> None:
     reasons = {step.name: step.skip for step in plan(Machine(1, frozenset())) if "needs" not in step.skip}
-    assert "requirements/gpu_built.txt" in reasons["backend te"]
+    assert "requirements/build_gpu_packages.sh" in reasons["backend te"]
     assert "CUDA toolkit" in reasons["compute-sanitizer memcheck"]
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import megatron.core
 import pytest
 import torch
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from megarl import doctor
 from megarl.versions import GPUs
@@ -87,16 +90,66 @@ def test_sglang_accepts_every_version_that_is_pinned_beside_it() -> None:
     assert [str(r) for r in ours if GPU[canonical(r.name)] not in r.specifier] == []
 
 
-def test_transformer_engine_is_one_that_megatron_core_asks_for() -> None:
+def test_transformer_engine_has_the_features_that_megatron_core_needs_for_these_models() -> None:
+    """Newer versions than the pinned one do not load beside torch's cuBLAS (requirements/gpu_built.txt)."""
     asked = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or []]
     (engine,) = [r for r in asked if r.name == "transformer-engine"]
     assert BUILT["transformer-engine"] in engine.specifier
     assert {"core_cu13", "pytorch"} <= engine.extras
+    sources = Path(megatron.core.__file__).parent.rglob("*.py")
+    features = {v for file in sources for v in re.findall(r'is_te_min_version\("(\d+\.\d+\.\d+)', file.read_text())}
+    assert {v for v in features if Version(v) > Version(BUILT["transformer-engine"])} == {
+        "2.13.0",  # routers with sqrtsoftplus scores
+        "2.14.0",  # experts' weights in one tensor, grouped SwiGLU in one kernel: for MXFP8
+    }
+
+
+# (package, version) of gpu_built.txt -> distributions that its setup.py imports, where pip builds without isolation.
+# transformer_engine_torch 2.12.0: setup.py:15-21. flash_attn 2.8.3: setup.py:12-23 and :510.
+BUILD_IMPORTS = {
+    ("transformer-engine", "2.12.0"): ("setuptools", "wheel", "packaging", "torch"),
+    ("flash-attn", "2.8.3"): ("setuptools", "wheel", "packaging", "torch", "psutil"),
+}
+
+
+def test_what_the_compiled_packages_import_to_be_built_is_pinned() -> None:
+    assert set(BUILT.items()) == set(BUILD_IMPORTS), "read setup.py of the new version and change BUILD_IMPORTS"
+    for package, imports in BUILD_IMPORTS.items():
+        assert [name for name in imports if name not in GPU] == [], package
+
+
+def test_flash_attn_is_one_that_transformer_engine_takes() -> None:
+    """By `FlashAttentionUtils` of attention/dot_product_attention/utils.py:117, Transformer Engine 2.12.0."""
+    assert BUILT["transformer-engine"] == "2.12.0", "read the versions of flash-attn that the new one takes"
+    assert Version("2.7.3") <= Version(BUILT["flash-attn"]) <= Version("2.8.3")
+
+
+@pytest.mark.parametrize(
+    ("tools", "python", "error"),
+    [
+        ((), "", "gpu-env: nvcc was not found: install the CUDA 13 toolkit and put its bin/ on PATH"),
+        (("nvcc",), "python2", "gpu-env: PYTHON=python2 is not Python 3.12 or 3.13: make gpu-env PYTHON=python3.12"),
+        (("nvcc",), "", "gpu-env: no Python 3.12 or 3.13 was found on PATH: make gpu-env PYTHON=/path/to/python3.12"),
+    ],
+)
+def test_the_gpu_environment_is_refused_in_one_line(
+    tools: tuple[str, ...], python: str, error: str, tmp_path: Path
+) -> None:
+    """Planted: the commands on PATH, among them an nvcc that is never called."""
+    for name in tools:
+        (tmp_path / name).touch(mode=0o755)
+    for name in ("dirname", "realpath"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    script = str(ROOT / "requirements" / "gpu_env.sh")
+    command = ["/bin/bash", script, str(tmp_path / "environment"), python]
+    run = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr.splitlines()) == (2, [error])
+    assert not (tmp_path / "environment").exists()
 
 
 def test_the_image_installs_these_files_and_builds_the_cuda_kernels() -> None:
     image = (ROOT / "Dockerfile").read_text()
-    for line in ("requirements/gpu.txt", "requirements/gpu_built.txt", "MEGARL_CUDA=1", "nvidia/cuda:13."):
+    for line in ("requirements/gpu.txt", "requirements/build_gpu_packages.sh", "MEGARL_CUDA=1", "nvidia/cuda:13."):
         assert line in image
     page = (ROOT / "docs" / "install_gpu.md").read_text()
     assert f"asks for torch {GPU['torch']}" in page
@@ -124,6 +177,6 @@ def test_the_doctor_says_what_a_gpu_machine_lacks_and_what_it_would_bring(
     text = capsys.readouterr().out
     assert "8 x NVIDIA H100 of 80 GiB, driver 580.65" in text
     assert re.search(r"MISSING  NCCL: .*torch's CUDA build", text)
-    assert re.search(r"faster   with Transformer Engine: .*; pip install -r requirements/gpu_built.txt", text)
+    assert re.search(r"faster   with Transformer Engine: .*; requirements/build_gpu_packages.sh", text)
     assert re.search(r"faster   with apex: .*nothing beside it", text)  # as there is no Transformer Engine
     assert text.count("\n") < 50

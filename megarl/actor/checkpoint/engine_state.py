@@ -313,6 +313,8 @@ class EngineState:
         """Sets the main parameter and the moments of one range, from its runs."""
         if not steps:
             owned.inner.state.pop(owned.main, None)
+            for group in owned.inner.param_groups:
+                group.pop("step", None)  # FusedAdam's
         for kind in kinds:
             flat = torch.zeros(owned.param.numel())
             for run in runs:

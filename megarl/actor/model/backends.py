@@ -42,7 +42,13 @@ from megarl.actor.model.deterministic_layers import (
     RowInvariantRowLinear,
 )
 from megarl.actor.model.norms import RMSNorm
-from megarl.actor.model.packed_attention import PackedAttention, PackedRotary, pack_in_blocks, pack_with_bounds
+from megarl.actor.model.packed_attention import (
+    PackedAttention,
+    PackedRotary,
+    RotaryTable,
+    pack_in_blocks,
+    pack_with_bounds,
+)
 from megarl.families import rotary_inv_freq
 from megarl.ops import row_invariant
 from megarl.parallel import platform
@@ -154,6 +160,7 @@ def _transformer_engine() -> LayerBackend:
     return LayerBackend(
         "te",
         pack_with_bounds,
+        rotary=RotaryTable,
         norm=provider.layer_norm(rms_norm=True),
         qk_norm=provider.layer_norm(rms_norm=True, for_qk=True),
         attention=provider.core_attention(),

@@ -216,3 +216,11 @@ class PackedRotary(torch.nn.Module):
         """Computes angles `[tokens, 1, dim]` for positions `[tokens]`."""
         angles = positions.to(self.inv_freq.device)[:, None].float() * self.inv_freq
         return torch.cat((angles, angles), dim=-1)[:, None, :]
+
+
+class RotaryTable(PackedRotary):
+    """Rotary angles by position in a sequence, for sequences given by their bounds (`PackedBounds`)."""
+
+    def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
+        """Computes angles `[longest, 1, 1, dim]`, the shape that Megatron and Transformer Engine take for `thd`."""
+        return super().forward(positions)[:, None]

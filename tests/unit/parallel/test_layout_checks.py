@@ -180,14 +180,25 @@ def test_a_backend_that_does_not_fit_is_refused(config: EngineConfig, message: s
     one_line(error, message)
 
 
+def test_context_parallel_attention_of_transformer_engine_needs_16_bits() -> None:
+    cut = ParallelConfig(cp_size=2)
+    with pytest.raises(UserError) as error:
+        run_all(knob_checks(EngineConfig(backend="te"), cut))
+    one_line(error, "actor.backend=te with parallel.cp_size=2 computes 16 bits only, and actor.dtype=float32")
+    run_all(knob_checks(EngineConfig(backend="te", dtype="bfloat16"), cut))
+    run_all(knob_checks(EngineConfig(backend="te"), ParallelConfig()))
+
+
 @pytest.mark.parametrize(
     ("knobs", "gpu", "te", "deterministic", "name"),
     [
         ({}, False, False, False, "cpu"),
         ({"dtype": "bfloat16"}, False, False, False, "torch"),
-        ({}, True, True, False, "te"),
+        ({"dtype": "bfloat16"}, True, True, False, "te"),
+        ({}, True, True, False, "torch"),
+        ({"backend": "te"}, True, True, False, "te"),
         ({}, True, False, False, "torch"),
-        ({"shared_prefix": True}, True, True, False, "torch"),
+        ({"dtype": "bfloat16", "shared_prefix": True}, True, True, False, "torch"),
         ({"backend": "torch"}, True, True, False, "torch"),
         ({"backend": "torch"}, False, False, False, "torch"),
         ({}, False, False, True, "deterministic"),

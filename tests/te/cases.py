@@ -1,0 +1,85 @@
+"""Models and layouts whose parameters Transformer Engine itself builds. Imports the standard library alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHAPE: dict[str, Any] = {  # 2 layers, hidden 64, 4 heads on 2 KV heads; a vocabulary that needs padding
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 343,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "head_dim": 16},
+    "llama_biased_tied": {"model_type": "llama", "head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+    "mixtral": {"model_type": "mixtral", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2_tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [1],
+    },
+}  # fmt: skip
+TP2 = {"tp_size": 2, "sequence_parallel": True}
+LAYOUTS: list[tuple[dict[str, Any], list[int]]] = [  # with the ranks that are built
+    ({}, [0]),
+    ({"tp_size": 2}, [0, 1]),
+    (TP2, [0]),
+    ({**TP2, "tp_size": 4}, [1]),  # more ranks than KV heads
+    ({"pp_size": 2}, [0, 1]),
+]
+EXPERT_LAYOUTS: list[tuple[dict[str, Any], list[int]]] = [
+    ({"dp_size": 2, "ep_size": 2}, [1]),
+    ({**TP2, "ep_size": 2, "etp_size": 1}, [0, 1]),
+    ({**TP2, "dp_size": 2, "ep_size": 2}, [3]),  # experts cut over tp as well
+]
+NAMES = (  # below transformer_engine.pytorch: functions whose arguments the stand-in takes by the recorded signature
+    "Linear.__init__",
+    "Linear.forward",
+    "LayerNormLinear.__init__",
+    "LayerNormLinear.forward",
+    "GroupedLinear.__init__",
+    "GroupedLinear.forward",
+    "RMSNorm.__init__",
+    "DotProductAttention.__init__",
+    "DotProductAttention.forward",
+    "ops.SwiGLU.__init__",
+    "attention.rope.apply_rotary_pos_emb",
+    "cpp_extensions.general_gemm",
+    "optimizers.FusedAdam.__init__",
+    "distributed.activation_recompute_forward",
+    "module.base.get_dummy_wgrad",
+)
+OFFERED = (  # what the stand-in has beside these
+    "LayerNorm",
+    "optimizers.FusedSGD",
+    "optimizers.multi_tensor_applier",
+    "optimizers.multi_tensor_l2norm",
+    "optimizers.multi_tensor_scale",
+    "distributed.CudaRNGStatesTracker",
+    "fp8.FP8GlobalStateManager",
+    "fp8.fp8_autocast",
+    "fp8.fp8_model_init",
+    "tensor.QuantizedTensor",
+    "module.base.TransformerEngineBaseModule",
+    "router.fused_compute_score_for_moe_aux_loss",
+    "router.fused_moe_aux_loss",
+    "router.fused_topk_with_score_function",
+)
+
+
+def runs() -> list[tuple[str, dict[str, Any], int]]:
+    """Every model, layout and rank."""
+    return [
+        (name, layout, rank)
+        for name in MODELS
+        for layout, ranks in LAYOUTS + (EXPERT_LAYOUTS if name in ("mixtral", "qwen3_moe") else [])
+        for rank in ranks
+    ]

@@ -1,0 +1,14 @@
+"""The names of `transformer_engine.pytorch` that Megatron uses."""
+
+from transformer_engine.pytorch import (  # noqa: F401
+    attention,
+    cpp_extensions,
+    distributed,
+    fp8,
+    module,
+    ops,
+    optimizers,
+    tensor,
+)
+from transformer_engine.pytorch.attention import DotProductAttention  # noqa: F401
+from transformer_engine.pytorch.module import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm  # noqa: F401

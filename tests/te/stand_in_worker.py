@@ -1,0 +1,173 @@
+"""Runs the backends `te` and `torch` on the same batch, with the stand-in of Transformer Engine on `sys.path`.
+
+Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
+`model`, `layout`, `recompute` and `fused`. Ranks are forked from this process, which has imported Megatron once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformer_engine
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.actor import checks
+from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.engine import MegatronEngine
+from megarl.actor.model import build
+from megarl.actor.model.backends import LayerBackend
+from megarl.parallel import groups, platform
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch
+from tests.distributed.layout_worker import ADAM, gather_gradients, logits_loss_fn, loss_fn, loss_weight_fn
+
+
+def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
+    optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
+    config = EngineConfig(
+        path=str(model), backend=backend, max_tokens_per_mb=60, recompute=case["recompute"], optimizer=optimizer
+    )
+    engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
+    with pytest.MonkeyPatch.context() as patch:
+        if case["fused"] and backend == "te":
+            fuse(patch)
+        engine.initialize()
+    return engine
+
+
+def fuse(patch: pytest.MonkeyPatch) -> None:
+    """Turns on Transformer Engine's rotation, accumulation of weight gradients and grouped experts.
+
+    Megatron's own linear layers cannot accumulate without a GPU and are told that they can: of theirs, only the head
+    is left, which megarl computes itself.
+    """
+
+    def transformer_config(*args: Any, **kwargs: Any) -> Any:
+        config = plain(*args, **kwargs)
+        config.apply_rope_fusion = config.gradient_accumulation_fusion = True
+        config.moe_grouped_gemm = config.num_moe_experts is not None
+        return config
+
+    plain, experts = build.transformer_config, TESpecProvider().grouped_mlp_modules(True)
+    patch.setattr(build, "transformer_config", transformer_config)
+    patch.setattr(layers, "_grad_accum_fusion_available", True)
+    patch.setattr(LayerBackend, "_experts", lambda _: partial(MoELayer, submodules=MoESubmodules(experts=experts)))
+
+
+def weights_of(engine: MegatronEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_weights()}
+
+
+def trained(engine: MegatronEngine, batch: PackedBatch) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Log-probs, the first step's gradients, and the weights after each of two steps."""
+    result = {"logprobs": engine.eval().logprobs(batch)}
+    engine.train()
+    stats = [engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs")]
+    result |= {f"gradient.{name}": t for name, t in gather_gradients(engine).items()}
+    result |= {f"first.{name}": t for name, t in weights_of(engine).items()}
+    stats.append(engine.train_batch(batch, logits_loss_fn, loss_weight_fn, loss_input="logits"))
+    return result | {f"after.{name}": t for name, t in weights_of(engine).items()}, stats
+
+
+def worst(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, float]:
+    """The largest difference of each kind of tensor; of gradients relative to the tensor's largest element."""
+    errors: dict[str, float] = {}
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.isfinite().all(), name
+        if tensor.numel():
+            kind = name.split(".")[0]
+            scale = float(second[name].abs().max()) if kind == "gradient" else 1.0
+            errors[kind] = max(errors.get(kind, 0.0), float((tensor - second[name]).abs().max()) / scale)
+    return errors
+
+
+def only(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}.")}
+
+
+def resumed(engine: MegatronEngine, state: Path, batch: PackedBatch, kind: str) -> dict[str, Tensor]:
+    """Weights after a step from the state in a folder."""
+    engine.load_state(state)
+    engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs")
+    return {f"{kind}.{name}": t for name, t in weights_of(engine).items()}
+
+
+def measure(work: Path, case: dict[str, Any]) -> None:
+    stored = load_file(work / case["model"] / "batch.safetensors")
+    batch = PackedBatch(stored.pop("cu_seqlens"), stored)
+    engines, results, stats, states = {}, {}, {}, {}
+    for backend in ("te", "torch"):
+        engine = engines[backend] = engine_of(backend, work / case["model"] / "model", case)
+        states[backend] = work / case["name"] / backend
+        engine.save_state(states[backend] / "start")
+        results[backend], stats[backend] = trained(engine, batch)
+        engine.save_state(states[backend] / "end")
+    # Each backend goes on from the other's state, then from the start again, where Adam has taken no step.
+    crossed = {
+        a: resumed(engines[a], states[b] / "end", batch, "resumed")
+        | resumed(engines[a], states[b] / "start", batch, "first")
+        for a, b in (("te", "torch"), ("torch", "te"))
+    }
+    if engine.groups.rank == 0:
+        save_file(results["te"], work / case["name"] / "out.safetensors")
+        pairs = zip(stats["te"], stats["torch"], strict=True)
+        facts = {
+            **worst(results["te"], results["torch"]),
+            "resumed": worst(only("resumed", crossed["te"]), only("resumed", crossed["torch"]))["resumed"],
+            "again": worst(only("first", crossed["te"]), only("first", results["te"]))["first"],
+            "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
+            "stats": stats["te"],
+            "kernels": clip_grads.l2_norm_impl.__module__,
+            "layers": sorted({type(module).__name__ for module in engines["te"].modules[0].modules()}),
+        }
+        (work / case["name"] / "facts.json").write_text(json.dumps(facts))
+    for engine in engines.values():
+        engine.modules, engine.ddps = [], []
+    groups.leave_layout()
+
+
+def run_rank(rank: int, size: int, work: Path, cases: list[dict[str, Any]]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ["MEGARL_RENDEZVOUS"] = str(work / f"rendezvous_{size}")
+    for case in cases:
+        measure(work, case)
+    groups.destroy()
+
+
+def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
+    assert "stand_in" in transformer_engine.__file__, transformer_engine.__file__
+    checks._check_float32_attention = lambda *_: None  # float32 stands for bfloat16, whose rounding hides errors
+    torch.set_num_threads(1)
+    platform.takes_gpu_options = lambda: True
+    fork = multiprocessing.get_context("fork")
+    for size, parts in cases.items():
+        ranks = [fork.Process(target=run_rank, args=(rank, int(size), work, parts)) for rank in range(int(size))]
+        for process in ranks:
+            process.start()
+        running = {process.sentinel: process for process in ranks}
+        while running:
+            ended = [running.pop(one) for one in connection.wait(list(running), timeout=600)]
+            if not ended or any(process.exitcode for process in ended):
+                for process in running.values():
+                    process.kill()
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,137 @@
+"""The backend `te` on the stand-in of Transformer Engine: equal to `torch`, and to transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.test_layouts import LLAMA3_ROPE, make_batch, reference_logprobs, reference_steps
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).parent / "stand_in"
+SP = {"tp_size": 2, "sequence_parallel": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2_tied": {"family": "qwen2", "tied": True},
+    "qwen3": {"family": "qwen3", "tied": False, "vocab_size": 341},
+    "llama_biased": {"family": "llama", "tied": False, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
+    "mha": {"family": "mistral", "tied": False, "sliding_window": None, "num_key_value_heads": 4},
+    "mixtral": {"family": "mixtral", "tied": False},
+    "qwen3_moe": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [1]},
+}
+FUSED = "fused"  # in place of recompute: rotation, accumulation and grouped experts by Transformer Engine
+CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
+    1: [
+        ("qwen2_tied", {}, "none"),
+        ("qwen3", {}, "selective"),
+        ("llama_biased", {}, "full"),
+        ("mha", {}, "none"),
+        ("mixtral", {}, "selective"),
+        ("qwen3_moe", {}, "full"),
+        ("qwen2_tied", {}, FUSED),
+        ("qwen3_moe", {}, FUSED),
+    ],
+    2: [
+        ("qwen3", {"tp_size": 2}, "none"),
+        ("llama_biased", SP, "selective"),
+        ("qwen2_tied", {"cp_size": 2}, "full"),
+        ("qwen3", {"cp_size": 2}, "selective"),
+        ("qwen2_tied", {"pp_size": 2}, "none"),
+        ("qwen3_moe", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
+        ("mixtral", {"cp_size": 2, "ep_size": 2}, "none"),
+        ("qwen3", {"cp_size": 2}, FUSED),
+        ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, FUSED),
+    ],
+}
+NAMES = {ranks: [f"{m}-{r}-" + "-".join(layout) for m, layout, r in cases] for ranks, cases in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs all cases once, and returns the folder with their results."""
+    folder = tmp_path_factory.mktemp("stand_in")
+    for name, fields in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "model").symlink_to(checkpoints(**fields))
+        save_file(make_batch(fields.get("vocab_size", 343)), folder / name / "batch.safetensors")
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for ranks, parts in CASES.items():
+        for name, (model, layout, recompute) in zip(NAMES[ranks], parts, strict=True):
+            (folder / name).mkdir()
+            fused = recompute == FUSED
+            case = {"name": name, "model": model, "layout": layout, "recompute": "none" if fused else recompute}
+            cases.setdefault(str(ranks), []).append({**case, "fused": fused})
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.te.stand_in_worker", str(folder), json.dumps(cases)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=1000,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return folder
+
+
+def facts_of(work: Path, name: str) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((work / name / "facts.json").read_text())
+    return facts
+
+
+def test_the_stand_in_is_seen_by_nobody_else() -> None:
+    spec = importlib.util.find_spec("transformer_engine")
+    assert spec is None or str(STAND_IN) not in str(spec.origin)
+
+
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+def test_te_equals_torch(name: str, work: Path) -> None:
+    """Log-probs, gradients relative to a tensor's largest, weights after each step and after each other's states."""
+    facts = facts_of(work, name)
+    errors = {k: facts[k] for k in ("logprobs", "gradient", "first", "after", "resumed", "norm")}
+    assert {k: error for k, error in errors.items() if not error <= 1e-5} == {}
+
+
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+def test_adam_counts_from_the_start_again_after_a_state_without_steps(name: str, work: Path) -> None:
+    assert facts_of(work, name)["again"] <= 1e-6
+
+
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> None:
+    layers, expected = facts_of(work, name)["layers"], {"TEColumnParallelLinear", "TERowParallelLinear"}
+    if name.startswith("llama_biased"):
+        expected = {"TEColumnParallelLinear", "BiasedRowParallelLinear"}
+    if FUSED in name and name.startswith(("mixtral", "qwen3_moe")):
+        expected = {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
+    assert expected | {"TEDotProductAttention", "RotaryTable"} <= set(layers)
+    assert "PackedAttention" not in layers
+    assert facts_of(work, name)["kernels"].startswith("transformer_engine.")
+
+
+@pytest.mark.parametrize("name", NAMES[1][:4])
+def test_te_equals_transformers(name: str, work: Path) -> None:
+    model_name = name.split("-")[0]
+    batch = load_file(work / model_name / "batch.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(work / model_name / "model")
+    out = load_file(work / name / "out.safetensors")
+    with torch.no_grad():
+        logprobs, _ = reference_logprobs(model, batch)
+    torch.testing.assert_close(out["logprobs"], logprobs, atol=1e-5, rtol=0)
+    steps, gradients = reference_steps(model, batch)
+    for step, (loss, norm) in zip(facts_of(work, name)["stats"], steps, strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=5e-5, abs=1e-6)
+        assert step["grad_norm"] == pytest.approx(norm, rel=5e-5)
+    for tensor, gradient in gradients.items():
+        difference = (out[f"gradient.{tensor}"] - gradient).abs().max() / gradient.abs().max()
+        assert difference <= 1e-4, f"gradient of {tensor}: {difference}"
+        torch.testing.assert_close(out[f"after.{tensor}"], model.state_dict()[tensor], atol=1e-5, rtol=0, msg=tensor)
