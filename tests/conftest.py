@@ -43,7 +43,7 @@ SERVERS_OF = (
     ("tests/sglang/test_rollout", "tests/sglang/test_server", "tests/sglang/test_supervision"),
     ("tests/slurm/",),
 )
-FOLDERS = ("sglang", "e2e", "slurm", "distributed", "nccl_semantics", "kernels", "unit", "simt", "gpu")
+FOLDERS = ("sglang", "e2e", "slurm", "distributed", "nccl_semantics", "kernels", "fake_cuda", "unit", "simt", "gpu")
 
 
 class ByFile(LoadScopeScheduling):
