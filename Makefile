@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 GPU_BRANCHES := $(addprefix tests/unit/,actor parallel rollout launcher)
 NATIVE := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py)
 SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh\b' 2>/dev/null)
-CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/*))
+CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/* tests/fake_cuda/*.cpp))
 
 .DELETE_ON_ERROR:
 .PHONY: setup gpu-env doctor train test test-unit test-asan test-gpu gpu-acceptance lint format bench docs lock clean

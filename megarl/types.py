@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -102,8 +103,16 @@ class PackedBatch:
     predicts a sequence's first token, so its value is 0. Reads like a mapping: `batch["input_ids"]`.
     """
 
-    def __init__(self, cu_seqlens: Tensor, tokens: Mapping[str, Tensor], sequences: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        tokens: Mapping[str, Tensor],
+        sequences: Mapping[str, Tensor] | None = None,
+        bounds: Sequence[int] | None = None,
+    ):
+        """`bounds` are the values of `cu_seqlens`, if the caller has them: reading them waits for the device."""
         self.cu_seqlens = cu_seqlens.to(torch.int32)
+        self.bounds: Sequence[int] = self.cu_seqlens.tolist() if bounds is None else bounds
         self.tokens: dict[str, Tensor] = {}
         self.sequences: dict[str, Tensor] = {}
         for key, value in tokens.items():
@@ -117,7 +126,11 @@ class PackedBatch:
 
     @property
     def total_tokens(self) -> int:
-        return int(self.cu_seqlens[-1])
+        return self.bounds[-1]
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Splits `values` `[total_tokens, ...]` by sequence."""
+        return list(values.split([stop - start for start, stop in itertools.pairwise(self.bounds)]))
 
     @property
     def lengths(self) -> Tensor:
@@ -167,11 +180,13 @@ class PackedBatch:
         return [*self.tokens, *self.sequences]
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Returns the batch with every tensor on `device`."""
+        """Returns the batch with every tensor on `device`. Does not wait for a GPU to receive them."""
+        wait = torch.device(device).type == "cpu"
         return PackedBatch(
-            self.cu_seqlens.to(device),
-            {k: v.to(device) for k, v in self.tokens.items()},
-            {k: v.to(device) for k, v in self.sequences.items()},
+            self.cu_seqlens.to(device, non_blocking=not wait),
+            {k: v.to(device, non_blocking=not wait) for k, v in self.tokens.items()},
+            {k: v.to(device, non_blocking=not wait) for k, v in self.sequences.items()},
+            self.bounds,
         )
 
     def token_index(self, indices: Sequence[int]) -> Tensor:

@@ -43,7 +43,19 @@ SERVERS_OF = (
     ("tests/sglang/test_rollout", "tests/sglang/test_server", "tests/sglang/test_supervision"),
     ("tests/slurm/",),
 )
-FOLDERS = ("sglang", "e2e", "slurm", "distributed", "nccl_semantics", "te", "kernels", "unit", "simt", "gpu")
+FOLDERS = (
+    "sglang",
+    "e2e",
+    "slurm",
+    "distributed",
+    "nccl_semantics",
+    "te",
+    "kernels",
+    "fake_cuda",
+    "unit",
+    "simt",
+    "gpu",
+)
 
 
 class ByFile(LoadScopeScheduling):

@@ -68,7 +68,7 @@ class MegatronPPOCritic(MegatronScalarEngine):
         """
 
         def process(out: Tensor, mb: Microbatch) -> Tensor:
-            return shift_right(self._values(out, mb), mb.batch.cu_seqlens)
+            return shift_right(self._values(out, mb), mb.last)
 
         self.eval()
         return torch.cat(self._collect(PackedBatch.from_padded(data), process))

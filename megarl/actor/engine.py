@@ -6,7 +6,7 @@ global batch -> microbatches of each dp rank -> pipeline schedule -> loss, norma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,14 @@ from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn, Trai
 from megarl.actor.batch import schedule
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.batch.context_parallel import Cut
-from megarl.actor.batch.microbatch import Microbatch, build_microbatch, check_batch, plan_microbatches, shift_right
+from megarl.actor.batch.microbatch import (
+    Labels,
+    Microbatch,
+    build_microbatch,
+    check_batch,
+    plan_microbatches,
+    shift_right,
+)
 from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
 from megarl.actor.checks import check_device, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
@@ -37,6 +44,8 @@ from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.groups import Groups
 from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
+
+WeightedReport = tuple[float, Mapping[str, Tensor | float]]  # a microbatch's weight, and its metrics before reading
 
 
 class MegatronEngine(TrainEngine):
@@ -176,7 +185,7 @@ class MegatronEngine(TrainEngine):
         return mb.gather(heads.values(self._hidden(output, mb), self.modules[-1]), self.groups.cp)
 
     def _logprobs(
-        self, output: Tensor, mb: Microbatch, labels: Tensor, with_entropy: bool = True
+        self, output: Tensor, mb: Microbatch, labels: Labels, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self._hidden(output, mb)
         local = self.backend.logprobs(
@@ -197,10 +206,10 @@ class MegatronEngine(TrainEngine):
     # -- training --------------------------------------------------------------------------------------------
 
     def _loss_process(self, loss_fn: LossFn, loss_input: LossInput) -> Callable[..., Any]:
-        def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, dict[str, tuple[float, float]]]:
+        def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, WeightedReport]:
             no_tokens = torch.zeros([], dtype=torch.int)  # Megatron's token count; the microbatch weights replace it
             if mb.weight == 0:
-                return output.sum() * 0.0, no_tokens, {}
+                return output.sum() * 0.0, no_tokens, (0.0, {})
             if loss_input == "logits":
                 result = loss_fn(self._logits(output, mb), mb.batch)
             elif loss_input == "values":
@@ -208,8 +217,8 @@ class MegatronEngine(TrainEngine):
             else:
                 result = loss_fn(*self._logprobs(output, mb, mb.trained_labels), mb.aligned)
             loss, metrics = result if isinstance(result, tuple) else (result, {})
-            report = {k: (mb.weight, float(v)) for k, v in {**metrics, "loss": loss.detach()}.items()}
-            return loss * mb.weight, no_tokens, report
+            report = {k: v.detach() if isinstance(v, Tensor) else v for k, v in {**metrics, "loss": loss}.items()}
+            return loss * mb.weight, no_tokens, (mb.weight, report)
 
         return process
 
@@ -243,15 +252,17 @@ class MegatronEngine(TrainEngine):
         with torch.no_grad():
             return self._reduce(self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only=True))
 
-    def _reduce(self, reports: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+    def _reduce(self, reports: list[WeightedReport]) -> dict[str, float]:
         """Computes weighted means (maxima for `*_max`) over all microbatches of all ranks, equal on every rank.
 
         Only tp rank 0 and cp rank 0 of the last stage contribute; the other ranks of their groups have the same values.
         Sums run in rank order, so the result does not depend on the order of arrival.
         """
         local_sums: dict[str, float] = {}
-        for report in reports:
-            _add(local_sums, {k: v if k.endswith("_max") else w * v for k, (w, v) in report.items()})
+        values = iter(_as_floats([value for _, report in reports for value in report.values()]))
+        for weight, report in reports:
+            named = {key: next(values) for key in report}
+            _add(local_sums, {k: v if k.endswith("_max") else weight * v for k, v in named.items()})
         if self.groups.world_size == 1:
             return local_sums
         contributes = self.groups.is_last_stage and self.groups.tp_rank == 0 and self.groups.cp_rank == 0
@@ -289,7 +300,7 @@ class MegatronEngine(TrainEngine):
         def process(out: Tensor, mb: Microbatch) -> Tensor:
             labels = mb.trained_labels if trained_only else mb.labels
             logprobs, _ = self._logprobs(out, mb, labels, with_entropy=False)
-            return shift_right(logprobs, mb.batch.cu_seqlens)
+            return shift_right(logprobs, mb.last)
 
         return torch.cat(self._collect(PackedBatch.from_padded(data), process))
 
@@ -308,8 +319,9 @@ class MegatronEngine(TrainEngine):
         for mb, output in zip(microbatches, outputs, strict=False):
             if mb.indices:
                 index = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
-                full[index.to(self.device)] = output
-        return list(self._rows_on_all_ranks(full).split(batch.lengths.tolist() if per_token else 1))
+                full[index.to(self.device, non_blocking=True)] = output
+        rows_on_host = self._rows_on_all_ranks(full)
+        return batch.split(rows_on_host) if per_token else list(rows_on_host.split(1))
 
     def _rows_on_all_ranks(self, rows: Tensor) -> Tensor:
         """Copies rows of the global batch to the host of every rank. A collective.
@@ -369,6 +381,13 @@ class MegatronEngine(TrainEngine):
         self._state.load(folder)
 
 
+def _as_floats(values: list[Tensor | float]) -> list[float]:
+    """Reads scalars, those on a GPU all at once: each reading waits for it."""
+    waiting = [value.double().reshape(()) for value in values if isinstance(value, Tensor) and value.is_cuda]
+    read = iter(torch.stack(waiting).tolist() if waiting else [])
+    return [next(read) if isinstance(value, Tensor) and value.is_cuda else float(value) for value in values]
+
+
 def _add(total: dict[str, float], part: dict[str, float]) -> None:
     """Adds a part's metrics to the total, in place. Metrics named `*_max` take the maximum."""
     for key, value in part.items():
@@ -379,6 +398,7 @@ def _as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., A
     """Wraps `process` as a loss function of Megatron's schedules, with its result as the report."""
 
     def wrapped(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros([]), torch.zeros([], dtype=torch.int), process(output, mb)
+        no_loss = torch.zeros([], device=output.device)  # with experts, Megatron copies a scale from its device
+        return no_loss, torch.zeros([], dtype=torch.int), process(output, mb)
 
     return wrapped

@@ -21,14 +21,15 @@ def gradients_are_finite(ddps: list[Any]) -> bool:
     The gradient norm alone is not enough: it skips parameters that another tp rank or pipeline stage counts.
     """
     buffers = [buffer for ddp in ddps for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-    return all(math.isfinite(float(torch.linalg.vector_norm(buffer.grad_data))) for buffer in buffers)
+    norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
+    return not norms or all(math.isfinite(norm) for norm in torch.stack(norms).tolist())  # one wait for the device
 
 
 def on_all_ranks(finite: bool) -> bool:
     """True if `finite` holds on every rank. A collective, so that either all ranks skip a step or none does."""
     if dist.get_world_size() == 1:
         return finite
-    flag = torch.tensor([finite], dtype=torch.int32, device=platform.device())
+    flag = torch.tensor([finite], dtype=torch.int32).to(platform.device(), non_blocking=True)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return bool(flag.item())
 

@@ -168,10 +168,10 @@ def token_weights(data: PackedBatch, aggregate: str, aggregate_tokens: int = 0) 
     per_sequence = (
         1 / lengths.clamp(min=1) if aggregate == "sequence" else torch.full_like(lengths, 1 / aggregate_tokens)
     )
-    return mask * (per_sequence / sequences).repeat_interleave(data.lengths.to(mask.device))
+    return mask * torch.repeat_interleave(per_sequence / sequences, data.lengths, output_size=data.total_tokens)
 
 
 def broadcast_to_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
     """Spreads one value per sequence `[num_seqs]` over its trained tokens `[total_tokens]`; 0 elsewhere."""
-    spread = values.repeat_interleave(batch.lengths)
+    spread = torch.repeat_interleave(values, batch.lengths, output_size=batch.total_tokens)
     return spread.masked_fill(~batch["loss_mask"].bool(), 0.0)

@@ -83,7 +83,7 @@ class PolicyGradient(Algorithm):
             metrics["ref_kl"] = means["ref_kl"]
         if settings.correction != "none":
             metrics.update({name: means[name] for name in ("correction_weight", "corrected")})
-        return (result.loss * weights).sum(), {name: torch.tensor(value) for name, value in metrics.items()}
+        return (result.loss * weights).sum(), {name: value.float() for name, value in metrics.items()}
 
     def loss_weight(self, data: PackedBatch) -> Tensor:
         if self.base.aggregate == "token":

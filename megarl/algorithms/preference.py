@@ -47,7 +47,7 @@ class PreferenceAlgorithm(ABC):
 def completion_logprobs(logprobs: Tensor, data: PackedBatch) -> Tensor:
     """Computes logp(y) of every completion, float32 `[num_seqs]`, differentiable."""
     masked = logprobs.masked_fill(~data["loss_mask"].bool(), 0.0)
-    return torch.stack([part.sum() for part in masked.split(data.lengths.tolist())])
+    return torch.stack([part.sum() for part in data.split(masked)])
 
 
 def completion_lengths(data: PackedBatch) -> Tensor:
@@ -56,9 +56,13 @@ def completion_lengths(data: PackedBatch) -> Tensor:
 
 
 def pairs(values: Tensor, data: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Splits values `[num_seqs]` into chosen and rejected completions, `[pairs]` each."""
-    chosen = data["is_chosen"].bool()
-    return values[chosen], values[~chosen]
+    """Splits values `[num_seqs]` into chosen and rejected completions, `[pairs]` each, in the batch's order.
+
+    Half of the sequences are chosen, so a sort does what masks would, and no size is read from the device.
+    """
+    order = torch.sort(data["is_chosen"].bool().logical_not(), stable=True).indices
+    chosen, rejected = values[order].split(data.num_seqs // 2)
+    return chosen, rejected
 
 
 def log_sigmoid_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -113,12 +113,14 @@ def policy_loss(
     return PolicyLoss(loss, sums)
 
 
-def policy_loss_metrics(sums: Tensor) -> dict[str, float]:
-    """Returns means over the tokens by name (`loss`, `ratio`, `clipped_low`, a fraction, ...), and the maxima."""
-    named = dict(zip(POLICY_LOSS_SUMS, sums.tolist(), strict=True))
-    tokens = named.pop("tokens")
-    means = {k: v if k.endswith("_max") else v / max(tokens, 1.0) for k, v in named.items()}
-    return {"tokens": tokens, **means}
+def policy_loss_metrics(sums: Tensor) -> dict[str, Tensor]:
+    """Returns means over the tokens by name (`loss`, `ratio`, `clipped_low`, a fraction, ...), and the maxima.
+
+    All are float64 scalars on the device of `sums`, and not read here, because reading waits for the device.
+    """
+    named = dict(zip(POLICY_LOSS_SUMS, sums.unbind(), strict=True))
+    means = dict(zip(POLICY_LOSS_SUMS, (sums / sums[0].clamp(min=1)).unbind(), strict=True))
+    return {k: v if k == "tokens" or k.endswith("_max") else means[k] for k, v in named.items()}
 
 
 class _PolicyLoss(torch.autograd.Function):

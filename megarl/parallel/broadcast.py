@@ -18,22 +18,39 @@ def broadcast_json(value: Any = None, src: int = 0) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     is_source = dist.get_rank() == src
-    text = json.dumps(value).encode() if is_source else b""
-    size = torch.tensor([len(text)], device=platform.device())
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if is_source else None
+    size = torch.tensor([len(text) if text is not None else 0])
+    size = size.to(platform.device(), non_blocking=True)
     dist.broadcast(size, src)
-    data = (
-        torch.frombuffer(bytearray(text), dtype=torch.uint8) if is_source else torch.empty(int(size), dtype=torch.uint8)
-    )
-    data = data.to(platform.device())
+    data = torch.empty(int(size), dtype=torch.uint8) if text is None else text
+    data = data.to(platform.device(), non_blocking=True)
     dist.broadcast(data, src)
-    return json.loads(bytes(data.cpu().tolist()))
+    return _loads(data if text is None else text)
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Returns the values of all ranks in rank order, on every rank; they must be JSON."""
+    """Returns the values of all ranks in rank order, on every rank; they must be JSON.
+
+    Two collectives and two waits for the device, for any number of ranks.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    return [broadcast_json(value, src) for src in range(dist.get_world_size())]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes: list[int] = _gather(torch.tensor([len(text)])).tolist()
+    texts = _gather(torch.nn.functional.pad(text, (0, max(sizes) - len(text)))).cpu()
+    return [_loads(row[:size]) for row, size in zip(texts.split(max(sizes)), sizes, strict=True)]
+
+
+def _gather(part: Tensor) -> Tensor:
+    """All-gathers equal parts `[n]` from the host, `[ranks * n]` on the device."""
+    part = part.to(platform.device(), non_blocking=True)
+    parts = part.new_empty(dist.get_world_size() * part.numel())
+    dist.all_gather_into_tensor(parts, part)
+    return parts
+
+
+def _loads(text: Tensor) -> Any:
+    return json.loads(text.cpu().numpy().tobytes())
 
 
 def broadcast_batch(batch: PackedBatch | None) -> PackedBatch:
@@ -53,9 +70,9 @@ def broadcast_batch(batch: PackedBatch | None) -> PackedBatch:
     def broadcast_tensor(source: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
         wire_dtype = torch.uint8 if dtype == torch.bool else dtype
         tensor = torch.empty(shape, dtype=wire_dtype) if source is None else source.contiguous().view(wire_dtype)
-        on_device = tensor.to(platform.device())
+        on_device = tensor.to(platform.device(), non_blocking=True)
         dist.broadcast(on_device, 0)
-        return on_device.cpu().view(dtype)
+        return on_device.cpu().view(dtype) if source is None else source
 
     cu_seqlens = broadcast_tensor(batch.cu_seqlens if batch else None, torch.int32, [count])
     return PackedBatch(

@@ -71,7 +71,8 @@ class LocalTokens:
     rows: Tensor  # int64 [tokens]: row of each token of the microbatch
 
     def to(self, device: torch.device) -> LocalTokens:
-        return LocalTokens(self.source.to(device), self.rows.to(device))
+        """Copies the indices from the host to `device`, without waiting for it."""
+        return LocalTokens(self.source.to(device, non_blocking=True), self.rows.to(device, non_blocking=True))
 
     def take(self, values: Tensor, fill: int) -> Tensor:
         """Selects this rank's part `[local tokens]` of per-token `values [tokens]`. Padding gets `fill`."""

@@ -18,6 +18,20 @@ from megarl.types import PackedBatch
 
 
 @dataclass(frozen=True)
+class Labels:
+    """Labels of this rank's tokens, and which tokens have one. The host knows their number without asking a GPU."""
+
+    ids: Tensor  # int64 [local tokens], -1 for none
+    rows: Tensor  # int64: tokens with a label
+
+    @staticmethod
+    def of(ids: Tensor, device: torch.device) -> Labels:
+        """Copies labels from the host to `device`, without waiting for it."""
+        rows = (ids != -1).nonzero().squeeze(1)
+        return Labels(ids.to(device, non_blocking=True), rows.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """One packed microbatch on this rank's device.
 
@@ -30,8 +44,9 @@ class Microbatch:
     batch: PackedBatch
     aligned: PackedBatch
     input_ids: Tensor  # int64 [local tokens]
-    labels: Tensor  # int64 [local tokens]: the next token, -1 at a sequence's end
-    trained_labels: Tensor  # like `labels`, with -1 also if the next token is outside `loss_mask`
+    last: Tensor  # int64: positions of the sequences' last tokens, among the microbatch's tokens
+    labels: Labels  # the next tokens; none at a sequence's end
+    trained_labels: Labels  # the next tokens that are in `loss_mask`
     packed: PackedSeqParams  # parameters of the layer backend's attention
     local: LocalTokens | None  # None: all tokens are on this rank, unpadded
     shared: LocalTokens | None  # tokens that the model reads if groups share prompts (see shared_prefix.py)
@@ -147,16 +162,18 @@ def _shift_left(values: Tensor, last: Tensor) -> Tensor:
     return values.roll(-1).index_fill_(0, last, 0)
 
 
-def shift_right(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Shifts values at predicting positions to their token: `out[i + 1] = values[i]`, 0 at first tokens."""
+def shift_right(values: Tensor, last: Tensor) -> Tensor:
+    """Shifts values at predicting positions to their token: `out[i + 1] = values[i]`, 0 at first tokens.
+
+    `last` has the positions of the sequences' last tokens, which predict nothing.
+    """
     out = torch.zeros_like(values)
-    out[1:] = values[:-1]
-    lengths = cu_seqlens.diff()
-    out[cu_seqlens[:-1][lengths > 0].long()] = 0
+    out[1:] = values.index_fill(0, last, 0)[:-1]
     return out
 
 
-def _last_positions(cu_seqlens: Tensor) -> Tensor:
+def last_positions(cu_seqlens: Tensor) -> Tensor:
+    """Positions of the sequences' last tokens, int64; none of an empty sequence. `cu_seqlens` is on the host."""
     lengths = cu_seqlens.diff()
     return cu_seqlens[1:][lengths > 0].long() - 1
 
@@ -173,27 +190,36 @@ def build_microbatch(
     """Builds the microbatch of the sequences `indices`, cut for this rank.
 
     An empty microbatch takes the first sequence with weight 0, because every rank must run the same collectives. `pack`
-    builds the attention's parameters (see `LayerBackend`).
+    builds the attention's parameters (see `LayerBackend`). Sizes and indices are computed on the host, and no copy to
+    the device waits for it.
     """
     host = batch.select(indices or [0])
     padded = cut.padded_cu_seqlens(host.cu_seqlens)
     uncut = cut.cp_size == 1 and int(padded[-1]) == host.total_tokens
-    local = None if uncut else local_tokens(host.cu_seqlens, padded, cut).to(device)
+    local = None if uncut else local_tokens(host.cu_seqlens, padded, cut)
     shared = share(host) if shared_prefix else None
     packed = pack(padded, device, cut, shared)
-    part = host.to(device)
-    last = _last_positions(part.cu_seqlens)
-    aligned = PackedBatch(part.cu_seqlens, {k: _shift_left(v, last) for k, v in part.tokens.items()}, part.sequences)
-    labels = aligned["input_ids"].clone()
-    labels[last] = -1
+    inputs, last = host["input_ids"], last_positions(host.cu_seqlens)
+    labels = inputs.roll(-1).index_fill(0, last, -1)
     trained = labels
-    if "loss_mask" in aligned.tokens:
-        trained = labels.masked_fill(~aligned["loss_mask"].bool(), -1)
-    inputs = part["input_ids"]
+    if "loss_mask" in host.tokens:
+        trained = labels.masked_fill(~host["loss_mask"].bool().roll(-1), -1)
     if shared is not None:
-        shared = shared.to(device)
         inputs = shared.take(inputs, 0)
     elif local is not None:
         inputs, labels, trained = local.take(inputs, 0), local.take(labels, -1), local.take(trained, -1)
-    weight = weight if indices else 0.0
-    return Microbatch(indices, part, aligned, inputs, labels, trained, packed, local, shared, weight)
+    part, last = host.to(device), last.to(device, non_blocking=True)
+    aligned_tokens = {k: _shift_left(v, last) for k, v in part.tokens.items()}
+    return Microbatch(
+        indices,
+        part,
+        PackedBatch(part.cu_seqlens, aligned_tokens, part.sequences, part.bounds),
+        inputs.to(device, non_blocking=True),
+        last,
+        Labels.of(labels, device),
+        Labels.of(trained, device),
+        packed,
+        local.to(device) if local is not None else None,
+        shared.to(device) if shared is not None else None,
+        weight if indices else 0.0,
+    )

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.actor.batch.context_parallel import LocalTokens
+from megarl.actor.batch.microbatch import Labels
 from megarl.ops import row_invariant
 from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
@@ -71,7 +72,7 @@ def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) ->
 
 def logprobs(
     hidden: Tensor,
-    labels: Tensor,
+    labels: Labels,
     module: GPTModel,
     groups: Groups,
     vocab_size: int,
@@ -80,20 +81,20 @@ def logprobs(
     kept_bytes: int,
     logits_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log-probs of `labels` and entropies, float32 `[tokens]`, 0 where the label is -1.
+    """Computes log-probs of `labels` and entropies, float32 `[tokens]`, 0 where there is no label.
 
     Only rows with a label are computed. Logits are kept for backward if they fit into `kept_bytes`. This costs
     6 * rows * V * H operations in total. Otherwise backward recomputes them, one chunk at a time, for 8 * rows * V * H
     operations. It then adds the weight's gradient directly to the main gradient.
     """
     weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
-    rows = (labels != -1).nonzero().squeeze(1)
+    ids, rows = labels.ids, labels.rows
     fits = rows.numel() * weight.shape[0] * logits_dtype.itemsize <= kept_bytes
     if not (torch.is_grad_enabled() and fits):
         return linear_logprobs(
             hidden,
             weight,
-            labels,
+            ids,
             vocab_valid=vocab_size,
             vocab_start=groups.tp_rank * weight.shape[0],
             temperature=temperature,
@@ -105,7 +106,7 @@ def logprobs(
         )
     row_results = vocab_parallel_logprobs(
         _local_logits(hidden.index_select(0, rows), weight, groups, logits_dtype),
-        labels[rows],
+        ids[rows],
         vocab_valid=vocab_size,
         vocab_start=groups.tp_rank * weight.shape[0],
         temperature=temperature,
@@ -113,12 +114,12 @@ def logprobs(
         with_entropy=with_entropy,
         inplace_backward=True,
     )
-    return _spread(row_results, rows, labels)
+    return _spread(row_results, labels)
 
 
 def row_invariant_logprobs(
     hidden: Tensor,
-    labels: Tensor,
+    labels: Labels,
     module: GPTModel,
     groups: Groups,
     vocab_size: int,
@@ -128,15 +129,15 @@ def row_invariant_logprobs(
     logits_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """`logprobs` by the rollout server's functions, of float32 models. Keeps all logits."""
-    rows = (labels != -1).nonzero().squeeze(1)
-    logits = row_invariant.linear(hidden.index_select(0, rows), weight_of(module))
-    return _spread(row_invariant.logprobs(logits, labels[rows], temperature, vocab_size, with_entropy), rows, labels)
+    logits = row_invariant.linear(hidden.index_select(0, labels.rows), weight_of(module))
+    ids = labels.ids[labels.rows]
+    return _spread(row_invariant.logprobs(logits, ids, temperature, vocab_size, with_entropy), labels)
 
 
-def _spread(row_results: tuple[Tensor, Tensor | None], rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scatters log-probs and entropies of `rows` to all tokens; 0 elsewhere."""
-    zeros = row_results[0].new_zeros(labels.shape)
-    logprob, entropy = (zeros.index_put((rows,), x) if x is not None else None for x in row_results)
+def _spread(row_results: tuple[Tensor, Tensor | None], labels: Labels) -> tuple[Tensor, Tensor | None]:
+    """Scatters log-probs and entropies of the rows with a label to all tokens; 0 elsewhere."""
+    zeros = row_results[0].new_zeros(labels.ids.shape)
+    logprob, entropy = (zeros.index_put((labels.rows,), x) if x is not None else None for x in row_results)
     assert logprob is not None
     return logprob, entropy
 

@@ -59,7 +59,7 @@ class PackedBounds(PackedSeqParams):
 def pack_in_blocks(
     cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
 ) -> PackedBlocks:
-    """Plans attention over packed sequences, in padded blocks.
+    """Plans attention over packed sequences, in padded blocks. Does not wait for the device.
 
     A block holds chunks of lengths in (2^(k-1), 2^k], so less than half of it is padding. On the CPU, queries of a
     prompt computed by another sequence are skipped if that is cheaper (`_skipped_queries`).
@@ -97,13 +97,14 @@ def pack_in_blocks(
                 key_slots = torch.minimum(torch.arange(key_length), (chunk + 1) * size - 1)
                 keys = cut.rows(cu_seqlens, members[:, None].expand_as(key_slots), key_slots)
                 keys = keys if shared is None else local_index[keys]
-                mask = (torch.arange(key_length) <= query_positions[..., None])[:, None].to(device)
-            queries, valid, keys = (t.flatten().to(device) for t in (queries, valid, keys))
+                mask = (torch.arange(key_length) <= query_positions[..., None])[:, None].to(device, non_blocking=True)
+            queries, valid, keys = (t.flatten().to(device, non_blocking=True) for t in (queries, valid, keys))
             blocks.append(Block(len(members), length, queries, valid, keys, mask))
     block_order = torch.cat(order) if order else torch.empty(0, dtype=torch.long)
     restore = torch.empty_like(block_order)
     restore[block_order] = torch.arange(len(block_order))
-    return PackedBlocks(qkv_format="thd", positions=positions.to(device), blocks=blocks, restore=restore.to(device))
+    positions, restore = (t.to(device, non_blocking=True) for t in (positions, restore))
+    return PackedBlocks(qkv_format="thd", positions=positions, blocks=blocks, restore=restore)
 
 
 def _size_class(sizes: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def pack_with_bounds(
     Transformer Engine itself cuts padded sequences in zigzag order. The positions give one table of rotary angles, from
     which Megatron's rotary code takes each rank's part.
     """
-    bounds, longest = cu_seqlens.to(device), int(cu_seqlens.diff().max())
+    bounds, longest = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens.diff().max())
     return PackedBounds(
         qkv_format="thd",
         cu_seqlens_q=bounds,

@@ -57,6 +57,7 @@ def apply(payload: Tensor, counts: Sequence[int], targets: Sequence[Tensor]) -> 
         at += _padded(count * target.dtype.itemsize)
         if count and (int(index.min()) < 0 or int(index.max()) >= target.numel()):
             raise ValueError(f"an index of the delta lies outside a part of {target.numel()} elements")
+        index, values = index.to(target.device), values.to(target.device)  # staging may be on the host
         if target.is_contiguous():
             target.view(-1)[index] = values
         else:

@@ -131,7 +131,7 @@ class Saver:
         """
         if self._pending is None:
             return
-        code = torch.tensor(self._pending.code, device=platform.device())
+        code = torch.tensor(self._pending.code).to(platform.device(), non_blocking=True)
         if dist.is_initialized():
             dist.all_reduce(code, dist.ReduceOp.MIN)
         if int(code) != 1:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.actor.batch.balance import SequenceCost
-from megarl.actor.batch.microbatch import build_microbatch, partition, plan_microbatches, shift_right
+from megarl.actor.batch.microbatch import build_microbatch, last_positions, partition, plan_microbatches, shift_right
 from megarl.actor.batch.shared_prefix import share
 from megarl.actor.model.packed_attention import WHOLE, PackedAttention, pack_in_blocks
 from megarl.knobs import UserError
@@ -114,19 +114,16 @@ def test_shared_prompts_need_to_know_the_groups() -> None:
 def test_a_shift_stays_inside_its_sequence(lengths: list[int]) -> None:
     cu_seqlens = cu_seqlens_of(torch.tensor(lengths))
     values = torch.arange(1, sum(lengths) + 1)
-    right = shift_right(values, cu_seqlens)
+    right = shift_right(values, last_positions(cu_seqlens))
     for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         assert right[start:stop].tolist() == [0, *values[start : stop - 1].tolist()]
 
 
 def test_labels_are_the_next_tokens_and_none_at_a_sequence_end() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
-    assert build_microbatch(batch, [0, 1], 1.0, torch.device("cpu"), WHOLE, False, pack_in_blocks).labels.tolist() == [
-        8,
-        9,
-        -1,
-        -1,
-    ]
+    labels = build_microbatch(batch, [0, 1], 1.0, torch.device("cpu"), WHOLE, False, pack_in_blocks).labels
+    assert labels.ids.tolist() == [8, 9, -1, -1]
+    assert labels.rows.tolist() == [0, 1]
 
 
 def test_an_empty_microbatch_has_a_sequence_and_no_weight() -> None:

@@ -1,0 +1,217 @@
+"""What the engines do on the device: updates of every method, log-probs, checkpoints, offload. One function a case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from batches import batch, config, without
+from torch import Tensor
+from watch import WATCH
+
+from megarl import algorithms
+from megarl.actor import engine as engine_module
+from megarl.actor.batch.microbatch import Labels
+from megarl.actor.critic import MegatronPPOCritic, MegatronScalarEngine
+from megarl.actor.engine import MegatronEngine
+from megarl.actor.offload import PARTS, EngineMemory
+from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.reference import MegatronReference
+from megarl.actor.supervised import MegatronLMEngine
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch
+
+
+def on_device(engine: MegatronEngine) -> None:
+    """Asserts that parameters, gradients and main parameters lie on the device."""
+    for module in engine.modules:
+        assert {p.device.type for p in module.parameters()} == {"cuda"}
+    for ddp in engine.ddps:
+        assert {buffer.grad_data.device.type for buffer in ddp.buffers} == {"cuda"}
+    for group in engine.optimizer.param_groups if engine.optimizer else []:
+        assert {p.device.type for p in group["params"]} <= {"cuda"}
+
+
+def sft(path: str, layout: ParallelConfig | None = None, **fields: Any) -> dict[str, Any]:
+    """The second of two supervised steps, log-probs after it, and the losses of both."""
+    engine = MegatronLMEngine(config(path, **fields), layout)
+    engine.initialize()
+    on_device(engine)
+    data = without(batch(), *([] if fields.get("shared_prefix") else ["group_ids"]), "pair_ids")
+    first = engine.train_lm(data)
+    second, waits = WATCH.counted(lambda: engine.train_lm(data))
+    logprobs, reading = WATCH.counted(lambda: engine.logprobs(data, trained_only=True))
+    _, evaluation = WATCH.counted(lambda: engine.evaluate_lm(data))
+    assert logprobs.device.type == "cpu"
+    return {
+        "losses": [first["loss"], second["loss"]],
+        "norm": second["grad_norm"],
+        "logprobs": logprobs.tolist(),
+        "waits": waits,
+        "logprob_waits": reading,
+        "evaluation_waits": evaluation,
+    }
+
+
+def policy(path: str, layout: ParallelConfig | None = None, **fields: Any) -> dict[str, Any]:
+    """An update of GRPO, with a reference and a correction, from the log-probs of its own forward pass."""
+    knobs = {"kl_coef": 0.1, "kl_in": "loss", "correction": "truncate", "aggregate": "sequence", "entropy_coef": 0.1}
+    name = fields.pop("algorithm", "GRPO")
+    algorithm = getattr(algorithms, name)(getattr(algorithms, f"{name}Config")(**knobs))
+    engine = MegatronPPOActor(config(path, **fields), algorithm, layout)
+    engine.initialize()
+    data = without(batch(), "pair_ids")
+    data["versions"] = torch.zeros(data.total_tokens, dtype=torch.long)
+    engine.compute_advantages(data)
+    engine.ppo_update(without(data))
+    stats, waits = WATCH.counted(lambda: engine.ppo_update(data))
+    return {"stats": stats, "waits": waits}
+
+
+def preference(path: str, name: str) -> dict[str, Any]:
+    """A step of an offline method."""
+    algorithm = getattr(algorithms, name)(getattr(algorithms, f"{name}Config")())
+    of_values = name == "RewardModel"
+    engine = MegatronScalarEngine(config(path)) if of_values else MegatronEngine(config(path))
+    engine.initialize()
+    data = without(batch(), *([] if algorithm.paired else ["pair_ids"]), "group_ids")
+
+    def step() -> dict[str, float]:
+        reads: Any = "values" if of_values else "logprobs"
+        loss = algorithm.loss
+        return engine.train_batch(data, loss, algorithm.loss_weight, loss_input=reads)
+
+    step()
+    stats, waits = WATCH.counted(step)
+    return {"stats": stats, "waits": waits}
+
+
+def critic(path: str) -> dict[str, Any]:
+    """Values, advantages and an update of PPO's critic."""
+    algorithm = algorithms.PPO(algorithms.PPOConfig())
+    engine = MegatronPPOCritic(config(path), algorithm)
+    engine.initialize()
+    data = without(batch(), "pair_ids")
+    values, reading = WATCH.counted(lambda: engine.compute_values(data))
+    assert values.device.type == "cpu"
+    data["values"] = values
+    data["advantages"] = algorithm.advantages(data)
+    engine.ppo_update(data)
+    stats, waits = WATCH.counted(lambda: engine.ppo_update(data))
+    return {"stats": stats, "waits": waits, "value_waits": reading}
+
+
+def logits(path: str) -> dict[str, Any]:
+    """A user's loss on logits, and a forward pass with a hook."""
+    engine = MegatronEngine(config(path))
+    engine.initialize()
+    data = without(batch(), "pair_ids", "group_ids")
+
+    def loss(values: Tensor, part: PackedBatch) -> Tensor:
+        labels = part["input_ids"].roll(-1)
+        return torch.nn.functional.cross_entropy(values.float(), labels)
+
+    engine.train_batch(data, loss, lambda part: part.total_tokens)
+    stats, waits = WATCH.counted(lambda: engine.train_batch(data, loss, lambda part: part.total_tokens))
+    top = engine.forward(data, post_hook=lambda values, _: values.argmax(-1))
+    return {"stats": stats, "waits": waits, "tokens": len(top)}
+
+
+def state(path: str, folder: str, **fields: Any) -> dict[str, Any]:
+    """Checkpoints in both formats and rests on the host, each followed by a step like one without them."""
+    data = without(batch(), "pair_ids", "group_ids")
+    straight = MegatronLMEngine(config(path, **fields))
+    straight.initialize()
+    losses = [straight.train_lm(data)["loss"] for _ in range(3)]
+    engine = MegatronLMEngine(config(path, **fields))
+    engine.initialize()
+    engine.train_lm(data)
+    engine.save_state(Path(folder) / "state")
+    engine.save(Path(folder) / "hf")
+    resumed = MegatronLMEngine(config(path, **fields))
+    resumed.initialize()
+    resumed.load_state(Path(folder) / "state")
+    on_device(resumed)
+    memory = EngineMemory(resumed)
+    again = []
+    for _ in range(2):
+        again.append(resumed.train_lm(data)["loss"])
+        memory.offload(*PARTS)
+        memory.restore(*PARTS)
+    exported = MegatronReference(config(str(Path(folder) / "hf"), **fields))
+    exported.initialize()
+    before = exported.compute_logp(data)
+    exported.offload()
+    assert torch.equal(before, exported.compute_logp(data))
+    return {"straight": losses[1:], "resumed": again}
+
+
+def notices() -> dict[str, Any]:
+    """What the watch says of single operations: a wait's kind, or the error."""
+    numbers, host = torch.arange(4.0, device="cuda"), torch.ones(4)
+    pinned = torch.empty(4, pin_memory=True)
+
+    def early() -> Tensor:
+        pinned.copy_(numbers, non_blocking=True)
+        return pinned + 1
+
+    def late() -> Tensor:
+        pinned.copy_(numbers, non_blocking=True)
+        torch.cuda.synchronize()
+        return pinned + 1
+
+    calls: dict[str, Any] = {
+        "item": lambda: numbers[0].item(),
+        "float": lambda: float(numbers[0]),
+        "bool": lambda: bool(numbers.any()),
+        "tolist": numbers.tolist,
+        "cpu": numbers.cpu,
+        "nonzero": lambda: numbers.nonzero(),
+        "mask": lambda: numbers[numbers > 1],
+        "fill by mask": lambda: numbers.clone().__setitem__(numbers > 1, 0),
+        "repeat": lambda: torch.ones(2, device="cuda").repeat_interleave(numbers[:2].long()),
+        "tensor": lambda: torch.tensor([1.0], device="cuda"),
+        "to": lambda: host.to("cuda"),
+        "to without waiting": lambda: host.to("cuda", non_blocking=True),
+        "add a number": lambda: numbers + torch.tensor(1.0),
+        "add host": lambda: numbers + host,
+        "index by host": lambda: numbers.index_select(0, torch.tensor([1])),
+        "numpy": numbers.numpy,
+        "reduce host": lambda: torch.distributed.all_reduce(host),
+        "read early": early,
+        "read late": late,
+    }
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    heard = {}
+    for name, call in calls.items():
+        WATCH.arriving.clear()
+        try:
+            heard[name] = sorted({place.rpartition(": ")[2] for place in WATCH.counted(call)[1]})
+        except (RuntimeError, TypeError) as error:
+            heard[name] = [type(error).__name__]
+    return heard
+
+
+def planted(path: str, fault: str) -> dict[str, Any]:
+    """`sft` by an engine with a fault."""
+    to, finite = PackedBatch.to, engine_module.gradients_are_finite
+
+    def to_device_but_masks(self: PackedBatch, device: Any) -> PackedBatch:
+        moved = to(self, device)
+        moved.tokens["loss_mask"] = self["loss_mask"]
+        return moved
+
+    def labels_on_host(ids: Tensor, device: torch.device) -> Labels:
+        return Labels(ids.to(device), (ids != -1).nonzero().squeeze(1))
+
+    def each_buffer_read(ddps: list[Any]) -> bool:
+        return finite(ddps) and all(float(p.main_grad.sum()) < 1e9 for ddp in ddps for p in ddp.parameters())
+
+    if fault == "mask on the host":
+        PackedBatch.to = to_device_but_masks  # type: ignore[method-assign]
+    elif fault == "rows on the host":
+        Labels.of = staticmethod(labels_on_host)  # type: ignore[method-assign,assignment]
+    else:
+        engine_module.gradients_are_finite = each_buffer_read
+    return sft(path)

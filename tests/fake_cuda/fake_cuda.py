@@ -1,0 +1,119 @@
+"""A CUDA device in host memory, for a torch without CUDA.
+
+`load()` comes before `import torch`. Tensors of device "cuda" are then real tensors of torch: their types, autograd,
+views and storages are those of a GPU, and the CPU's kernels compute them (`host_memory_device.cpp`). `watch.py` refuses
+what a GPU refuses, and notes what makes the host wait.
+
+Covered: the devices and dtypes of every operation, megarl's operators with their checks, Megatron's branches for GPUs,
+and each wait of the host, with the line that asked for it. Not covered: streams and events (all runs in order, so no
+race shows), kernels that exist for CUDA alone (the CPU's run), NCCL (gloo carries collectives), memory and speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SOURCE = Path(__file__).with_name("host_memory_device.cpp")
+TORCH = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
+
+
+def build(folder: Path) -> Path:
+    """Compiles the device's library into `folder`, once per version of its source. 4 s."""
+    library = folder / f"host_memory_device-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    if not library.exists():
+        includes = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
+        libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+        command = [os.environ.get("CXX", "g++"), "-std=c++20", "-shared", "-fPIC", "-O0", *includes, str(SOURCE)]
+        subprocess.run([*command, "-o", str(library), *libraries], check=True, timeout=600)
+    return library
+
+
+def ignore(kind: str) -> None:
+    """Does nothing with a wait of the host."""
+
+
+note = ignore  # called at each `synchronize`; `watch.Watch` sets it
+
+
+def load(library: Path) -> None:
+    """Loads the device into this process, which must not have imported torch."""
+    assert "torch" not in sys.modules, "torch has looked for its devices already"
+    for path in (TORCH / "lib/libtorch_cpu.so", library):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    _answer_for_torch_cuda()
+
+
+class _Stream:
+    """A stream or event of the device: everything has run already."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        note("synchronize")
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
+
+def _answer_for_torch_cuda() -> None:
+    """Gives `torch.cuda` the answers of a machine with one GPU."""
+    import torch
+
+    generator = torch.Generator()
+    properties = SimpleNamespace(name="host memory", major=9, minor=0, total_memory=2**30, uuid="GPU-0")
+    answers: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "_lazy_call": lambda call, **_: call(),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (9, 0),
+        "synchronize": lambda *_: note("synchronize"),
+        "current_stream": _Stream,
+        "default_stream": _Stream,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "empty_cache": lambda: None,
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "default_generators": (generator,),
+        "get_rng_state": lambda *_, **__: generator.get_state(),
+        "set_rng_state": lambda state, *_, **__: generator.set_state(state),
+    }
+    for name, answer in answers.items():
+        for module in (torch.cuda, torch.cuda.random):
+            if hasattr(module, name):
+                setattr(module, name, answer)
+
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    resize_on_host = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return resize_on_host(storage, size)
+        torch.ops.fake_cuda.resize(storage, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

@@ -1,0 +1,237 @@
+"""The code that a GPU runs, on a CUDA device in host memory: devices, dtypes, results, and each wait of the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from batches import batch, config, without  # noqa: E402
+from fake_cuda import build  # noqa: E402
+
+from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
+
+NUMBERS = HERE.parents[1] / "docs/numbers.md"
+Case = tuple[str, dict[str, Any], dict[str, int]]
+
+# Waits of the host in one update: place and kind -> why. `docs/numbers.md` has them as a table.
+STEP = {
+    "megarl/actor/engine.py _as_floats: copy to the host": "losses and metrics of all microbatches, read together",
+    "megarl/actor/health.py gradients_are_finite: copy to the host": "a step with infinite gradients is left out",
+    "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32: value": "gradients are clipped by a number",
+    "megatron/core/utils.py local_multi_tensor_l2_norm: copy from the host": "not with Transformer Engine",
+}
+LOGPROBS = {"megarl/actor/engine.py _rows_on_all_ranks: copy to the host": "log-probs go to the host"}
+RANKS = {
+    "megarl/actor/health.py on_all_ranks: value": "all ranks leave a step out, or none",
+    "megarl/parallel/broadcast.py gather_json: copy to the host": "metrics of all ranks: their sizes, then their text",
+}
+EXPERTS = {
+    "megatron/core/transformer/moe/token_dispatcher.py _maybe_dtoh_and_synchronize: synchronize": "tokens by expert"
+}
+_P2P = "megatron/core/pipeline_parallel/p2p_communication.py"
+STAGES = {
+    f"{_P2P} _communicate: synchronize": "Megatron's rule after batched sends",
+    f"{_P2P} _communicate_shapes: synchronize": "the same, for shapes",
+    f"{_P2P} _communicate_shapes: copy from the host": "microbatches differ in length",
+    f"{_P2P} _communicate_shapes: copy to the host": "the same, on the receiving side",
+}
+FAULTS = {
+    "mask on the host": "MixedDevices: megarl/actor/batch/microbatch.py _shift_left",
+    "rows on the host": "MixedDevices: megarl/actor/model/heads.py logprobs",
+    "a read per parameter": "",
+}
+
+
+@pytest.fixture(scope="module")
+def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Every case by its name."""
+    dense, deep = (str(checkpoints("qwen3", tied=True, num_hidden_layers=n)) for n in (2, 3))
+    experts = str(checkpoints("qwen3_moe", tied=False))
+    folder = tmp_path_factory.mktemp("states")
+    three = {"path": dense, "max_tokens_per_mb": 30}
+    sixteen = {"path": dense, "dtype": "bfloat16"}
+    named: dict[str, Case] = {
+        "sft": ("sft", {"path": dense}, {}),
+        "3 layers, 3 microbatches": ("sft", {**three, "path": deep}, {}),
+        "shared prompts": ("sft", {"path": dense, "shared_prefix": True}, {}),
+        "GRPO": ("policy", sixteen, {}),
+        "GSPO, recomputed logits": ("policy", {**sixteen, "algorithm": "GSPO", "kept_logits_mb": 0}, {}),
+        "GRPO, float32 head": ("policy", {**sixteen, "float32_head": True, "recompute": "selective"}, {}),
+        **{name: ("preference", {"path": dense, "name": name}, {}) for name in ("DPO", "KTO", "RewardModel")},
+        "critic": ("critic", {"path": dense}, {}),
+        "logits": ("logits", {"path": dense}, {}),
+        "experts": ("sft", {**three, "path": experts}, {}),
+        "experts, ep 2": ("sft", {"path": experts}, {"dp_size": 2, "ep_size": 2}),
+        "tp 2": ("sft", three, {"tp_size": 2, "sequence_parallel": True}),
+        "cp 2": ("sft", three, {"cp_size": 2}),
+        "dp 2": ("sft", three, {"dp_size": 2}),
+        "pp 2": ("sft", three, {"pp_size": 2}),
+        "float32 state": ("state", {"path": dense, "folder": str(folder / "float32")}, {}),
+        "bfloat16 state": ("state", {**sixteen, "folder": str(folder / "bfloat16")}, {}),
+        **{name: ("exact", {"transport": name}, {}) for name in ("gloo", "shm", "nccl", "cuda_ipc")},
+        "full": ("full", {"folder": str(folder / "full")}, {}),
+        "notices": ("notices", {}, {}),
+        **{name: ("planted", {"path": dense, "fault": name}, {}) for name in FAULTS},
+    }
+    return named
+
+
+@pytest.fixture(scope="module")
+def outcomes(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Outcomes of all cases, run in one process: {"result": ...} or {"error": traceback}."""
+    if torch.version.cuda is not None:
+        pytest.skip(f"torch {torch.__version__} has a CUDA of its own; this device is for torch's CPU build")
+    folder = tmp_path_factory.mktemp("device")
+    command = [sys.executable, str(HERE / "worker.py"), str(build(folder)), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    with (folder / "log").open("w") as log:
+        out = subprocess.run(
+            command,
+            input=json.dumps(list(cases.values())),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            timeout=900,
+            env=environment,
+        )
+    lines = [json.loads(line) for line in out.stdout.splitlines()]
+    assert len(lines) == len(cases), (folder / "log").read_text()[-3000:]
+    return dict(zip(cases, lines, strict=True))
+
+
+def result(outcomes: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    """The result of a case, which must have ended well."""
+    assert "error" not in outcomes[name], outcomes[name]["error"]
+    return outcomes[name]["result"]
+
+
+@pytest.mark.parametrize("name", ["sft", "3 layers, 3 microbatches", "shared prompts"])
+def test_an_update_waits_four_times_whatever_its_layers_and_microbatches(outcomes: Any, name: str) -> None:
+    found = result(outcomes, name)
+    assert found["waits"] == dict.fromkeys(STEP, 1)
+    assert found["logprob_waits"] == dict.fromkeys(LOGPROBS, 1)
+    assert len(found["evaluation_waits"]) == 1
+
+
+@pytest.mark.parametrize("name", ["GRPO", "GSPO, recomputed logits", "GRPO, float32 head"])
+def test_a_policy_update_also_hands_its_log_probs_to_the_host(outcomes: Any, name: str) -> None:
+    assert result(outcomes, name)["waits"] == dict.fromkeys({**STEP, **LOGPROBS}, 1)
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "RewardModel", "critic", "logits"])
+def test_the_other_methods_wait_four_times(outcomes: Any, name: str) -> None:
+    assert result(outcomes, name)["waits"] == dict.fromkeys(STEP, 1)
+
+
+@pytest.mark.parametrize("name", ["tp 2", "cp 2", "dp 2", "experts, ep 2"])
+def test_several_ranks_wait_three_times_more(outcomes: Any, name: str) -> None:
+    waits = result(outcomes, name)["waits"]
+    assert {place: count for place, count in waits.items() if place not in EXPERTS} == {
+        **dict.fromkeys({**STEP, **RANKS}, 1),
+        "megarl/parallel/broadcast.py gather_json: copy to the host": 2,
+    }
+
+
+def test_experts_cost_a_wait_for_each_layer_and_microbatch(outcomes: Any) -> None:
+    assert result(outcomes, "experts")["waits"] == {**dict.fromkeys(STEP, 1), **dict.fromkeys(EXPERTS, 2 * 3)}
+
+
+def test_pipeline_stages_wait_at_each_exchange(outcomes: Any) -> None:
+    waits = result(outcomes, "pp 2")["waits"]
+    assert set(waits) <= {*STEP, *RANKS, *STAGES}
+    assert {waits[place] for place in STAGES} <= {3, 3 + 1}, "exchanges of the first stage: sends beside receives"
+
+
+def test_the_table_of_waits_stands_in_the_numbers() -> None:
+    rows = [
+        *((place, "1 a step", why) for place, why in STEP.items()),
+        *((place, "1 a pass", why) for place, why in LOGPROBS.items()),
+        *((place, f"{1 + ('gather' in place)} a step of several ranks", why) for place, why in RANKS.items()),
+        *((place, "1 a layer with experts and microbatch", why) for place, why in EXPERTS.items()),
+        *((place, "1 an exchange between stages", why) for place, why in STAGES.items()),
+    ]
+    text = NUMBERS.read_text()
+    for place, count, why in rows:
+        where, _, kind = place.partition(": ")
+        file, function = where.split()
+        assert f"| `{file}` | `{function}` | {kind} | {count} | {why} |" in text
+
+
+def test_results_on_the_device_are_those_of_the_host(outcomes: Any, cases: dict[str, Case]) -> None:
+    engine = MegatronLMEngine(config(**cases["sft"][1]))
+    engine.initialize()
+    data = without(batch(), "group_ids", "pair_ids")
+    steps = [engine.train_lm(data) for _ in range(2)]
+    logprobs = engine.logprobs(data, trained_only=True)
+    found = result(outcomes, "sft")
+    assert found["losses"] == pytest.approx([step["loss"] for step in steps], rel=1e-5)
+    assert found["norm"] == pytest.approx(steps[1]["grad_norm"], rel=1e-5)
+    assert found["logprobs"] == pytest.approx(logprobs.tolist(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tp 2", "cp 2", "dp 2", "pp 2", "shared prompts"])
+def test_layouts_agree_on_the_device(outcomes: Any, name: str) -> None:
+    assert result(outcomes, name)["losses"] == pytest.approx(result(outcomes, "sft")["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["float32 state", "bfloat16 state"])
+def test_a_resume_and_rests_on_the_host_change_no_bit(outcomes: Any, name: str) -> None:
+    found = result(outcomes, name)
+    assert found["resumed"] == found["straight"]
+
+
+@pytest.mark.parametrize("name", ["gloo", "shm", "nccl", "cuda_ipc"])
+def test_weights_arrive_and_only_digests_bring_them_to_the_host(outcomes: Any, name: str) -> None:
+    found = result(outcomes, name)
+    through_host = found["parts"] if name in ("gloo", "shm") else 0
+    assert found["reads"][1] == [through_host, through_host], "without digests"
+    assert found["reads"][0] == [found["parts"], through_host], "with digests of all parts"
+
+
+def test_full_tensors_go_to_the_host_once(outcomes: Any) -> None:
+    found = result(outcomes, "full")
+    assert list(found["waits"].values()) == [found["digests"]]
+
+
+def test_the_watch_notices_what_a_gpu_does(outcomes: Any) -> None:
+    value, read, size, write = ["value"], ["copy to the host"], ["size"], ["copy from the host"]
+    assert result(outcomes, "notices") == {
+        "item": value,
+        "float": value,
+        "bool": value,
+        "tolist": read,
+        "cpu": read,
+        "nonzero": size,
+        "mask": size,
+        "fill by mask": [],
+        "repeat": size,
+        "tensor": write,
+        "to": write,
+        "to without waiting": [],
+        "add a number": [],
+        "add host": ["MixedDevices"],
+        "index by host": ["MixedDevices"],
+        "numpy": ["TypeError"],
+        "reduce host": ["MixedDevices"],
+        "read early": ["RuntimeError"],
+        "read late": ["synchronize"],
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(outcomes: Any, fault: str) -> None:
+    if FAULTS[fault]:
+        assert FAULTS[fault] in outcomes[fault]["error"]
+    else:
+        assert result(outcomes, fault)["waits"] != dict.fromkeys(STEP, 1)

@@ -1,0 +1,152 @@
+"""Watches the operations on the device: refuses mixed devices, and counts the waits of the host."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import fake_cuda
+import megatron.core
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import megarl
+
+ROOTS = {"megarl": Path(megarl.__file__).parent, "megatron/core": Path(megatron.core.__file__).parent}
+
+# Operations whose result has a size or value that the host takes from the device.
+READS = {
+    **dict.fromkeys(("nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount", "equal"), "size"),
+    "_local_scalar_dense": "value",
+}
+COPIES = ("_to_copy", "copy_")
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+ON_HOST = torch.ops.fake_cuda.on_host
+
+
+class MixedDevices(RuntimeError):
+    """An operation got tensors of host and device, or a collective a tensor of the host."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts what makes the host wait for the device, by the function of megarl or Megatron that asks for it.
+
+    Raises MixedDevices where a GPU refuses. A tensor of the host without dimensions is a number to most operations. A
+    copy from the host with `non_blocking=True` does not wait: CUDA first copies pageable memory to a buffer of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[tuple[str, str]] = Counter()  # by place and kind
+        self.arriving: set[int] = set()  # host memory to which a copy may still be on its way, by address
+
+    def __enter__(self) -> Watch:
+        fake_cuda.note = self.note
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        fake_cuda.note = fake_cuda.ignore
+        super().__exit__(kind, value, traceback)
+
+    def counted(self, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+        """Runs `call` and returns its result and its waits, by place and kind."""
+        self.waits.clear()
+        result = call()
+        return result, {f"{place}: {kind}": count for (place, kind), count in sorted(self.waits.items())}
+
+    def note(self, kind: str) -> None:
+        self.waits[_place(), kind] += 1
+        self.arriving.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        on_device = [x for x in tensors if x.is_cuda]
+        on_host = [x for x in tensors if x.device.type == "cpu"]
+        name = func._schema.name.split("::")[1]
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs, on_host)
+        reads = not any(returned.alias_info for returned in func._schema.returns)  # a view reads nothing yet
+        if self.arriving and reads and any(x.untyped_storage().data_ptr() in self.arriving for x in on_host):
+            raise RuntimeError(f"{_place()}: {name} reads host memory before a copy from the device has arrived")
+        if func._overloadname == "dtype_out":
+            return _widened(name, *args, **kwargs)
+        if name not in COPIES and on_device:
+            self._compute(func, name, args, kwargs, on_host)
+        result = func(*args, **kwargs)
+        if name == "lift_fresh" and result.is_cuda:  # torch.tensor(numbers, device="cuda") has copied them, unseen
+            self.note("copy from the host")
+        if name in COPIES:
+            self._copied(name, args, kwargs, result)
+        return result
+
+    def _copied(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        source = args[1] if name == "copy_" else args[0]
+        target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
+        blocking = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        if not source.numel() or source.device.type == target.type:
+            return
+        if source.is_cuda and not blocking:
+            self.arriving.add(result.untyped_storage().data_ptr())
+        elif blocking:
+            self.note("copy to the host" if source.is_cuda else "copy from the host")
+
+    def _compute(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_host: list[Tensor]
+    ) -> None:
+        if name in INDEXING:
+            indices = [x for x in args[1] if x is not None]
+            masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8)]
+            fills = name != "index" and len(masks) == len(indices) and not args[2].is_cuda and args[2].dim() == 0
+            if masks and not fills:
+                self.note("size")
+            if any(not x.is_cuda for x in indices):
+                self.note("copy from the host")
+            on_host = [x for x in on_host if not any(x is y for y in indices)]
+        if name in READS:
+            self.note(READS[name])
+        if str(func) == "aten.repeat_interleave.Tensor" and kwargs.get("output_size") is None:
+            self.note("size")
+        if wrong := [tuple(x.shape) for x in on_host if x.dim()]:
+            raise MixedDevices(f"{_place()}: {func} got {wrong} on the host and other tensors on the device")
+
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_host: list[Tensor]) -> Any:
+        if on_host and "barrier" not in str(func):
+            shapes = [tuple(x.shape) for x in on_host]
+            raise MixedDevices(f"{_place()}: {func} got {shapes} on the host, where NCCL is not")
+        pairs = {id(x): (ON_HOST(x), x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
+        args, kwargs = tree_map(lambda x: pairs[id(x)][0] if id(x) in pairs else x, (args, kwargs))
+        back = {id(host): own for host, own in pairs.values()}
+        return tree_map(lambda x: back.get(id(x), x), func(*args, **kwargs))
+
+
+WATCH = Watch()  # open while a case runs
+
+
+def _place() -> str:
+    """Names the innermost function of megarl, or else of Megatron, that is running: `megarl/actor/engine.py _step`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        for package, root in ROOTS.items():
+            if path.is_relative_to(root):
+                return f"{package}/{path.relative_to(root)} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
+
+
+def _widened(name: str, *args: Any, out: Tensor) -> Tensor:
+    """`mm` or `addmm` of 16-bit factors into float32, which torch has on CUDA alone; the conditions are ATen's."""
+    *bias, a, b, dtype = args
+    assert dtype == out.dtype == torch.float32
+    assert a.dtype == b.dtype in (torch.bfloat16, torch.float16)
+    assert all(x.dtype == dtype for x in bias)
+    return getattr(torch, name)(*bias, a.float(), b.float(), out=out)
