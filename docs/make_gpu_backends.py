@@ -1,7 +1,8 @@
 """Writes the table of SGLang's backends into docs/install_gpu.md: `python docs/make_gpu_backends.py`, on any machine.
 
 SGLang resolves the arguments that megarl passes, with a mocked GPU. The mock covers what resolution asks the machine:
-torch.cuda's device count, capability, properties and memory, the version of CUDA, and that flashinfer is installed.
+torch.cuda's device count, capability, properties and memory, the version of CUDA, and that flashinfer and the memory
+saver are installed.
 It launches no kernel, so the table says what SGLang chooses, and not that it runs.
 """
 
@@ -27,6 +28,7 @@ from megarl.config import Config
 from megarl.cpu import sglang_launch
 from megarl.families import FAMILIES
 from megarl.preflight.report import folder_of
+from megarl.rollout.servers import server_config
 from megarl.rollout.servers.server_config import server_arg_options
 from megarl.rollout.servers.sglang_server import SGLangServers
 
@@ -56,6 +58,7 @@ def mocked_gpu(architecture: str) -> Iterator[None]:
         "mem_get_info": (MEMORY, MEMORY),
     }
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(server_config, "has_memory_saver", return_value=True))
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))

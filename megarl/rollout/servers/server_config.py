@@ -109,7 +109,7 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
     if uses_gpu(config):
         gpu_backends.check_backends(config.dtype, sglang)
     check_server_counts(config)
-    if config.colocate and uses_gpu(config) and importlib.util.find_spec("torch_memory_saver") is None:
+    if config.colocate and uses_gpu(config) and not has_memory_saver():
         raise UserError(
             "server.colocate=true needs the package torch_memory_saver, with which servers give up their memory; "
             "pip install -r requirements/gpu.txt, or set it to false"
@@ -170,6 +170,11 @@ def uses_gpu(config: SGLangServerConfig) -> bool:
     if config.device != "auto":
         return config.device == "cuda"
     return gpu_count() > 0
+
+
+def has_memory_saver() -> bool:
+    """True if servers can give up GPU memory: SGLang does it by this package."""
+    return importlib.util.find_spec("torch_memory_saver") is not None
 
 
 def gpu_count() -> int:

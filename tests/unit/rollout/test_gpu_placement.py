@@ -21,12 +21,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(server_config.importlib.util, "find_spec", _find_spec(server_config.importlib.util.find_spec))
-
-
-def _find_spec(find: object) -> object:
-    """Finds the memory saver too, which only machines with GPUs have."""
-    return lambda name, *more: object() if name == "torch_memory_saver" else find(name, *more)  # type: ignore[operator]
+    monkeypatch.setattr(server_config, "has_memory_saver", lambda: True)
 
 
 def own_gpus(servers: SGLangServers) -> list[str]:
