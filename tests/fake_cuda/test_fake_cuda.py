@@ -31,6 +31,7 @@ STEP = {
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32: value": "gradients are clipped by a number",
     "megatron/core/utils.py local_multi_tensor_l2_norm: copy from the host": "not with Transformer Engine",
 }
+TE_STEP = [place for place, why in STEP.items() if why != "not with Transformer Engine"]
 LOGPROBS = {"megarl/actor/engine.py _rows_on_all_ranks: copy to the host": "log-probs go to the host"}
 RANKS = {
     "megarl/actor/health.py on_all_ranks: value": "all ranks leave a step out, or none",
@@ -90,11 +91,28 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def outcomes(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Outcomes of all cases, run in one process: {"result": ...} or {"error": traceback}."""
+    return run_on_device(cases, tmp_path_factory.mktemp("device"), HERE.parents[1])
+
+
+@pytest.fixture(scope="module")
+def te_outcomes(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Outcomes of updates by the backend `te`, on the stand-in for Transformer Engine."""
+    te = {"dtype": "bfloat16", "backend": "te"}
+    dense, deep = (str(checkpoints("qwen3", tied=True, num_hidden_layers=n)) for n in (2, 3))
+    cases: dict[str, Case] = {
+        "te": ("sft", {"path": dense, **te}, {}),
+        "te, 3 layers, 3 microbatches": ("sft", {"path": deep, "max_tokens_per_mb": 30, **te}, {}),
+        "te, GRPO": ("policy", {"path": dense, **te}, {}),
+    }
+    return run_on_device(cases, tmp_path_factory.mktemp("te"), HERE.parent / "te" / "stand_in", HERE.parents[1])
+
+
+def run_on_device(cases: dict[str, Case], folder: Path, *path: Path) -> dict[str, dict[str, Any]]:
+    """Runs cases in one process, which imports from `path`."""
     if torch.version.cuda is not None:
         pytest.skip(f"torch {torch.__version__} has a CUDA of its own; this device is for torch's CPU build")
-    folder = tmp_path_factory.mktemp("device")
     command = [sys.executable, str(HERE / "worker.py"), str(build(folder)), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
     with (folder / "log").open("w") as log:
         out = subprocess.run(
             command,
@@ -122,6 +140,13 @@ def test_an_update_waits_four_times_whatever_its_layers_and_microbatches(outcome
     assert found["waits"] == dict.fromkeys(STEP, 1)
     assert found["logprob_waits"] == dict.fromkeys(LOGPROBS, 1)
     assert len(found["evaluation_waits"]) == 1
+
+
+@pytest.mark.parametrize("name", ["te", "te, 3 layers, 3 microbatches", "te, GRPO"])
+def test_an_update_by_transformer_engine_waits_three_times(te_outcomes: Any, name: str) -> None:
+    """Its own kernels are not run; Megatron's calls around them, and megarl's code, are."""
+    waits = result(te_outcomes, name)["waits"]
+    assert waits == dict.fromkeys([*TE_STEP, *(LOGPROBS if name == "te, GRPO" else [])], 1)
 
 
 @pytest.mark.parametrize("name", ["GRPO", "GSPO, recomputed logits", "GRPO, float32 head"])

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import megarl
 
 ROOTS = {"megarl": Path(megarl.__file__).parent, "megatron/core": Path(megatron.core.__file__).parent}
+STAND_IN = Path(__file__).parents[1] / "te" / "stand_in"  # its reads are not Transformer Engine's
 
 # Operations whose result has a size or value that the host takes from the device.
 READS = {
@@ -63,7 +64,8 @@ class Watch(TorchDispatchMode):
         return result, {f"{place}: {kind}": count for (place, kind), count in sorted(self.waits.items())}
 
     def note(self, kind: str) -> None:
-        self.waits[_place(), kind] += 1
+        if (place := _place()) != "stand-in":
+            self.waits[place, kind] += 1
         self.arriving.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -132,10 +134,12 @@ WATCH = Watch()  # open while a case runs
 
 
 def _place() -> str:
-    """Names the innermost function of megarl, or else of Megatron, that is running: `megarl/actor/engine.py _step`."""
+    """Names the innermost function of megarl or Megatron that is running, such as `megarl/actor/engine.py _step`."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(STAND_IN):
+            return "stand-in"
         for package, root in ROOTS.items():
             if path.is_relative_to(root):
                 return f"{package}/{path.relative_to(root)} {frame.f_code.co_name}"

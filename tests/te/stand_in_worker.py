@@ -50,7 +50,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
 
 
 def fuse(patch: pytest.MonkeyPatch) -> None:
-    """Turns on Transformer Engine's rotation, accumulation of weight gradients and grouped experts.
+    """Turns on Transformer Engine's accumulation of weight gradients and its grouped experts.
 
     Megatron's own linear layers cannot accumulate without a GPU and are told that they can: of theirs, only the head
     is left, which megarl computes itself.
@@ -58,7 +58,7 @@ def fuse(patch: pytest.MonkeyPatch) -> None:
 
     def transformer_config(*args: Any, **kwargs: Any) -> Any:
         config = plain(*args, **kwargs)
-        config.apply_rope_fusion = config.gradient_accumulation_fusion = True
+        config.gradient_accumulation_fusion = True
         config.moe_grouped_gemm = config.num_moe_experts is not None
         return config
 

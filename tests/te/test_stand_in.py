@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "tied": False},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [1]},
 }
-FUSED = "fused"  # in place of recompute: rotation, accumulation and grouped experts by Transformer Engine
+FUSED = "fused"  # in place of recompute: accumulation and grouped experts by Transformer Engine
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
     1: [
         ("qwen2_tied", {}, "none"),

@@ -166,7 +166,8 @@ def _transformer_engine() -> LayerBackend:
         attention=provider.core_attention(),
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
-        config_fields={"activation_func": F.silu},
+        # Unfused, Megatron reads the bounds of sequences from the GPU in every layer (rope_utils.py:226).
+        config_fields={"activation_func": F.silu, "apply_rope_fusion": True},
     )
 
 
