@@ -29,7 +29,7 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/* tests/fake_cuda/*.cpp))
 
 .DELETE_ON_ERROR:
-.PHONY: setup gpu-env doctor train test test-unit test-asan test-gpu gpu-acceptance lint format bench docs lock clean
+.PHONY: setup gpu-env doctor train test test-long test-unit test-asan test-gpu gpu-acceptance lint format bench docs lock clean
 
 setup: $(STAMPS)/package
 
@@ -45,8 +45,12 @@ train: setup
 
 # Without ARGS, tests of the code that has branches for GPUs run once more on these branches.
 test: setup
-	@$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(if $(ARGS),$(ARGS),-m "not long")
 	@$(if $(ARGS),,$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --gpu-options $(GPU_BRANCHES))
+
+# Tests that take minutes and rarely fail.
+test-long: setup
+	@exec $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m long $(ARGS)
 
 test-unit: setup
 	@exec $(BIN)/python -m pytest tests/unit $(ARGS)

@@ -84,10 +84,8 @@ def on_gpus() -> list[Part]:
     te = installed["Transformer Engine"]
     apex = "fused Adam and clipping, which Transformer Engine has too: nothing beside it"
     return [
-        Part(
-            "torch on CUDA", _cuda_of_torch(), NEEDED, "without it nothing here runs on the GPU", "docs/install_gpu.md"
-        ),
-        Part("driver", _driver(), NEEDED, "runs the CUDA version that torch is built for", "a newer NVIDIA driver"),
+        Part("torch on CUDA", _cuda_of_torch(), NEEDED, "anything on the GPU", "docs/install_gpu.md"),
+        Part("driver", _driver(), NEEDED, "runs torch's CUDA version", "a newer NVIDIA driver"),
         Part("CUDA kernels", _kernels_here(), NEEDED, "megarl._C on these GPUs", build),
         Part("NCCL", installed["NCCL"], NEEDED, "collectives between GPUs", "it comes with torch's CUDA build"),
         Part("sglang-kernel", version_of("sglang-kernel"), NEEDED, "SGLang's own CUDA kernels", "docs/install_gpu.md"),
@@ -101,9 +99,7 @@ def on_gpus() -> list[Part]:
         Part(
             "Transformer Engine", te, FASTER, "fused layers, attention that is never stored, fused Adam", requirements
         ),
-        Part(
-            "flash-attn", installed["flash-attn"], FASTER, "attention that Transformer Engine may choose", requirements
-        ),
+        Part("flash-attn", installed["flash-attn"], FASTER, "attention for the former", requirements),
         Part("apex", installed["apex"], OPTIONAL if te else FASTER, apex, "docs/install_gpu.md"),
         Part("nvcc", _program("nvcc"), OPTIONAL, "builds the CUDA kernels", "the CUDA 13 toolkit"),
     ]

@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Covers options of models, pipelines and servers in the tests' own processes. Tensors stay on the CPU, Megatron keeps
     its patches, and collectives go over gloo. Processes that a test starts by a command take the CPU's options.
     """
+    config.addinivalue_line("markers", "long: takes minutes and rarely fails; left to `make test-long`")
     config.addinivalue_line(
         "markers", "cpu_options(reason): the test is about the CPU's options; --gpu-options skips it"
     )

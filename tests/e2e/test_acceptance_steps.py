@@ -11,6 +11,8 @@ from acceptance import table
 from acceptance.plan import JSON_LINES, Machine, Step, plan
 from acceptance.runner import run_all
 
+pytestmark = pytest.mark.long
+
 STEPS = {step.name: step for step in plan(Machine(0, frozenset())) if not step.skip and step.figures == JSON_LINES}
 DEARER = {"transport shm", "transport disk"}  # they differ from gloo's in what tests/sglang covers
 # Labels that say how large the work was, or where: they differ from a GPU's by design.

@@ -11,6 +11,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from tests.e2e.test_main_job import Command, steps_in
@@ -43,6 +45,7 @@ def test_servers_and_trainer_take_turns_and_every_sync_is_proven(tmp_path: Path)
     assert calls_of(run) == [*STEP * 5, *CALLS[:2]]
 
 
+@pytest.mark.long
 def test_a_killed_server_comes_back_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     first = Command(tmp_path, *COLOCATED, "total_train_steps=1000")
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")

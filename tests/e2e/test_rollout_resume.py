@@ -19,7 +19,7 @@ ARGUMENTS = [
     f"total_train_steps={STEPS}", "saver.every_steps=3", "saver.keep=9",
 ]  # fmt: skip
 # Wall times, and what the next step's completions record before or after a step is logged.
-MEASURED = ("time", "tokens_per_s", "truncated")
+MEASURED = ("time", "tokens_per_s", "truncated", "canary_logprob")  # a canary is sampled anew, on no tape
 
 
 class Taped(Command):

@@ -35,6 +35,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -> None:
     job = slurm.sbatch("sft.sh", ["--nodes=2"], OVERRIDES)
