@@ -40,13 +40,10 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServe
     """A ready server of the bundled model."""
     config = cli.load(["+experiment=gsm8k_grpo"])
     folder = tmp_path_factory.mktemp("server")
-    servers = SGLangServers(config.server, Path(config.actor.path), folder, WEIGHT_LOADER, config.sglang)
-    servers.start()
-    try:
+    with SGLangServers(config.server, Path(config.actor.path), folder, WEIGHT_LOADER, config.sglang) as servers:
+        servers.start()
         servers.wait_ready()
         yield servers
-    finally:
-        servers.stop()
 
 
 @pytest.fixture

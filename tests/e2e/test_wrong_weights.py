@@ -43,13 +43,10 @@ TOLERANCE = 1e-4  # nats, float32
 def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServers]:
     config = cli.load(OVERRIDES)
     model, logs = Path(config.actor.path), tmp_path_factory.mktemp("servers")
-    servers = SGLangServers(config.server, model, logs, WEIGHT_LOADER, config.sglang)
-    servers.start()
-    try:
+    with SGLangServers(config.server, model, logs, WEIGHT_LOADER, config.sglang) as servers:
+        servers.start()
         servers.wait_ready()
         yield servers
-    finally:
-        servers.stop()
 
 
 class Sampler:
