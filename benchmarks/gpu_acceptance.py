@@ -3,6 +3,7 @@
     python benchmarks/gpu_acceptance.py [--gpus 1|2|8] [--model FOLDER] [--out FOLDER]
     python benchmarks/gpu_acceptance.py --dry-run --gpus 8        prints the steps; needs no GPU
     python benchmarks/gpu_acceptance.py --device cpu              the steps that a CPU can take, at small sizes
+    python benchmarks/gpu_acceptance.py --only transport "grpo c"     steps whose names begin so
 
 Each step has a log and a deadline of its own, and a step that fails does not stop the next. On GPUs the figures also go
 into the GPU table of docs/numbers.md. Exit code 1 if a step failed, 2 if there is no GPU.
@@ -43,6 +44,11 @@ def show(steps: list[Step]) -> None:
     print(f"{len(steps)} steps, at most {BUDGET_S / 60:g} minutes in all")
 
 
+def chosen(steps: list[Step], beginnings: list[str]) -> list[Step]:
+    """Steps whose names begin with one of `beginnings`."""
+    return [step for step in steps if step.name.startswith(tuple(beginnings))]
+
+
 def largest_supported(count: int) -> int:
     """The most of this machine's GPUs that a plan is written for."""
     return max((gpus for gpus in GPU_COUNTS if gpus <= count), default=0)
@@ -53,6 +59,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the steps and end")
     parser.add_argument("--gpus", type=int, choices=GPU_COUNTS, help="default: as many as there are")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="steps whose names begin so")
     parser.add_argument("--model", default="", help="HF checkpoint of the GRPO runs; default: a random model")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-acceptance", help="folder of the reports")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "numbers.md", help="page whose table is filled")
@@ -60,7 +67,7 @@ def main() -> int:
     if args.dry_run:
         # The machine may be another one: every optional part counts as present.
         gpus = 0 if args.device == "cpu" else args.gpus or largest_supported(gpus_here()) or 1
-        show(plan(Machine(gpus, OPTIONAL_PARTS), args.model))
+        show(chosen(plan(Machine(gpus, OPTIONAL_PARTS), args.model), args.only))
         return 0
     available = gpus_here() if args.device == "cuda" else 0
     if args.device == "cuda" and available < (args.gpus or 1):
@@ -77,6 +84,10 @@ def main() -> int:
     elif args.gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(args.gpus)))
     machine = Machine(0 if args.device == "cpu" else args.gpus or largest_supported(available), packages_here())
+    names = [step.name for step in plan(machine)]
+    if unknown := [name for name in args.only if not any(step.startswith(name) for step in names)]:
+        print(f"gpu_acceptance: --only {unknown[0]!r} begins no step; there are {', '.join(names)}", file=sys.stderr)
+        return 2
     return accept(machine, args)
 
 
@@ -88,7 +99,7 @@ def accept(machine: Machine, args: argparse.Namespace) -> int:
     folder.mkdir(parents=True)
     began = time.monotonic()
     model = str(Path(args.model).resolve()) if args.model else ""
-    results = runner.run_all(plan(machine, model), folder)
+    results = runner.run_all(chosen(plan(machine, model), args.only), folder)
     facts = report.collect(machine, results, time.monotonic() - began)
     json_file, markdown, page = report.write(facts, folder)
     print(f"report    {page}\n          {markdown}")
