@@ -51,13 +51,14 @@ PATHS = {"gloo": ("full", "exact"), "disk": ("full",), "shm": ("exact",), "nccl"
 
 
 def model(args: argparse.Namespace) -> Qwen3Config:
-    heads = max(2, args.hidden // 64)
+    head_dim = 128 if args.device == "cuda" else 64  # models for GPUs have 128
+    heads = max(2, args.hidden // head_dim)
     return Qwen3Config(
         hidden_size=args.hidden,
         num_hidden_layers=args.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
-        head_dim=64,
+        head_dim=head_dim,
         intermediate_size=3 * args.hidden,
         vocab_size=32000,
         tie_word_embeddings=True,
