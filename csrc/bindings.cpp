@@ -5,6 +5,7 @@ namespace megarl {
 void register_logprob(py::module_& m);
 void register_advantage(py::module_& m);
 void register_loss(py::module_& m);
+void register_digest(py::module_& m);
 void register_cpu_only(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
@@ -20,6 +21,7 @@ PYBIND11_MODULE(_C, m) {
   register_logprob(m);
   register_advantage(m);
   register_loss(m);
+  register_digest(m);
   register_cpu_only(m);
 }
 

@@ -182,7 +182,7 @@ def _transports(machine: Machine) -> list[Step]:
                 f"transport {transport}",
                 f"weights reach a server of tp {max(1, tp)} by {transport} and are proven equal there",
                 script("reshard.py", *options.split(), *(["--same-gpus"] if shared and gpus else [])),
-                150,
+                240 if transport == "gloo" else 150,  # the first server compiles SGLang's kernels
                 JSON_LINES,
                 skip="" if gpus >= needed else enough,
             )

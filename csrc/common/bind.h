@@ -39,12 +39,17 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Runs the CPU or the CUDA side of a kernel, with Python's global interpreter lock released.
+// Runs the CPU or the CUDA side of a kernel, with Python's global interpreter lock released. A null side is
+// missing.
 template <class Args>
-void launch(const Where& where, const Args& args, void (*cpu)(const Args&, int),
+void launch(const Where& where, const Args& args, void (*cpu)(const std::common_type_t<Args>&, int),
             void (*cuda)(const std::common_type_t<Args>&, void*)) {
   py::gil_scoped_release release;
-  if (!where.cuda) return cpu(args, where.threads);
+  if (!where.cuda) {
+    if (!cpu)
+      throw std::invalid_argument("this kernel runs on CUDA devices only; its tensors are on the CPU");
+    return cpu(args, where.threads);
+  }
   if (!cuda)
     throw std::runtime_error("this build of megarl has no CUDA kernels; build it with MEGARL_CUDA=1");
 #ifdef MEGARL_WITH_CUDA

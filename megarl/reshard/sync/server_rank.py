@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.ops.digest import digest
 from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, read_spec
 from megarl.reshard.sync.server_order import ServerOrder
 from megarl.reshard.sync.world import local_address, make_plan, publish_fragments
-from megarl.reshard.transfer.digests import BucketSample, digest
+from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.full_tensor_transfer import receive_full
 from megarl.reshard.transfer.shard_transfer import Counts, Route, ShardReceiver, TransferError
 from megarl.reshard.transfer.store import Deadline, join_store, read, read_bulk, write

@@ -11,9 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-import xxhash
-from torch import Tensor
 
 from megarl.reshard.plan.holdings import Box
 from megarl.reshard.plan.transfer_plan import TransferPlan
@@ -47,13 +44,6 @@ class VerificationError(RuntimeError):
     def __init__(self, message: str, tensor: str):
         super().__init__(message)
         self.tensor = tensor
-
-
-def digest(tensor: Tensor) -> str:
-    """Hex XXH3-128 of a tensor's dtype, shape and bytes in row-major order."""
-    state = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return state.hexdigest()
 
 
 def check_names(sent: Iterable[str], held: Iterable[str]) -> None:

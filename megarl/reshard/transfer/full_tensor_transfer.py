@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from megarl.ops.digest import digest
 from megarl.reshard.plan.holdings import Box, dtype_of
-from megarl.reshard.transfer.digests import VerificationError, digest
+from megarl.reshard.transfer.digests import VerificationError
 from megarl.reshard.transfer.store import Deadline, read
 from megarl.reshard.transfer.transports import disk
 from megarl.reshard.transfer.transports.gloo import GlooTransport, wait

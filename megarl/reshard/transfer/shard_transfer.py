@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megarl.ops.digest import digest
 from megarl.reshard.plan.holdings import Fragment, dtype_of
 from megarl.reshard.plan.transfer_plan import RankMessage, TransferPlan
 from megarl.reshard.transfer import delta
-from megarl.reshard.transfer.digests import BucketSample, digest
+from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports.base import PendingMessage, Staging, Transport
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from megarl.knobs import UserError
+from megarl.ops.digest import digest
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.plan.holdings import Box
-from megarl.reshard.transfer.digests import VerificationError, check_digests, check_names, digest
+from megarl.reshard.transfer.digests import VerificationError, check_digests, check_names
 from megarl.reshard.transfer.full_tensor_transfer import (
     ABANDONED,
     DeliveryError,

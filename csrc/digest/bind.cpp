@@ -1,0 +1,18 @@
+#include "../common/bind.h"
+
+#include "api.h"
+
+namespace megarl {
+
+void register_digest(py::module_& m) {
+  m.attr("leaf_bytes") = kLeafBytes;
+  m.def(
+      "leaf_digests",
+      [](const Where& where, uintptr_t bytes, int64_t size, uintptr_t leaves) {
+        const LeafDigestsArgs args{pointer<uint8_t>(bytes), size, pointer<uint8_t>(leaves)};
+        launch(where, args, nullptr, MEGARL_CUDA_KERNEL(leaf_digests_cuda));
+      },
+      py::arg("where"), py::arg("bytes"), py::arg("size"), py::arg("leaves"));
+}
+
+}  // namespace megarl
