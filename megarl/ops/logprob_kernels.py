@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ops.native import _C, DTYPE_CODES, check, where
+from megarl.ops.native import _C, DTYPE_CODES, check, values_checked, where
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
@@ -30,10 +30,10 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
-    """Checks the labels `[rows]`, on CPU also their range, and converts them to contiguous int64."""
+    """Checks the labels `[rows]` and their range (see `values_checked`), and converts them to contiguous int64."""
     rows = logits.shape[:1]
     check("labels", labels, dtype=(torch.int64, torch.int32), shape=tuple(rows), device=logits.device, contiguous=False)
-    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+    if labels.numel() and values_checked(labels):
         low, high = (int(v) for v in labels.aminmax())
         if low < -1 or high >= vocab_valid:
             raise ValueError(
@@ -49,7 +49,7 @@ def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
         return torch.full((1,), 1.0 / temperature, dtype=torch.float64, device=logits.device)
-    if temperature.device.type == "cpu" and temperature.numel() and not torch.compiler.is_compiling():
+    if temperature.numel() and values_checked(temperature):
         lowest = float(temperature.min())
         if not lowest > 0:
             raise ValueError(f"the lowest temperature is {lowest}, it must be positive in every row")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.knobs import knob
-from megarl.ops.native import _C, DTYPE_CODES, address, check, where
+from megarl.ops.native import _C, DTYPE_CODES, address, check, check_cu_seqlens, where
 
 # A name's index is its code in the kernel.
 OBJECTIVES = ("clip", "cispo")
@@ -91,7 +91,7 @@ def policy_loss(
         ref_logprobs: of the reference policy; needed unless `settings.kl_estimator` is "none".
         rollout_logprobs: of the policy that sampled; needed unless `settings.correction` is "none".
         entropy: of the policy; a bonus if `settings.entropy_coef` is not 0, else only a metric.
-        cu_seqlens: int32 `[num_seqs + 1]`, needed for the sequence ratio.
+        cu_seqlens: int32 `[num_seqs + 1]`, rising from 0 to `tokens`; needed for the sequence ratio.
 
     Returns:
         The loss of each token, not yet averaged, and the metric sums (see `policy_loss_metrics`).
@@ -260,9 +260,7 @@ def segment_sum(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     shape, sequences = (x.numel(),), cu_seqlens.numel() - 1
     check("x", x, dtype=(torch.float32, torch.float64), shape=shape, device=x.device)
     check("mask", mask, dtype=torch.bool, shape=shape, device=x.device)
-    check("cu_seqlens", cu_seqlens, dtype=torch.int32, shape=(max(sequences, 0) + 1,), device=x.device)
-    if x.device.type == "cpu" and int(cu_seqlens[-1]) != shape[0]:
-        raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {shape[0]} tokens")
+    check_cu_seqlens(cu_seqlens, shape[0], x.device)
     sums = torch.empty(sequences, 2, dtype=torch.float64, device=x.device)
     _C.segment_sum(
         where(x), sequences, DTYPE_CODES[x.dtype], x.data_ptr(), mask.data_ptr(), cu_seqlens.data_ptr(), sums.data_ptr()

@@ -13,6 +13,19 @@ from megarl.ops.native import HAS_CUDA
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, -1])
 F, M = torch.randn(4), torch.ones(4, dtype=torch.bool)
 CU = torch.tensor([0, 4], dtype=torch.int32)
+SEQUENCE = PolicyLossSettings(ratio="sequence")
+HOSTILE = {  # bounds -> the error
+    (1, 4): r"begins at 1.*rise from 0 to the 4 tokens",
+    (-1, 4): r"begins at -1",
+    (0, 6, 4): r"falls from 6 to 4 in sequence 1",
+    (0, 3, -5, 4): r"falls from 3 to -5 in sequence 1",
+    (0, 2, 1, 4): r"falls from 2 to 1 in sequence 1",
+    (0, 1, 1, 2**31 - 1, 4): r"falls from 2147483647 to 4 in sequence 3",
+    (0, 2**31 - 1, -(2**31), 4): r"falls from 2147483647 to -2147483648",
+    (0, 5): r"ends at 5, but there are 4 tokens",
+    (0,): r"ends at 0, but there are 4 tokens",
+    (): r"shape \(0,\), expected \(1,\)",
+}
 
 CASES = {
     "logits dtype": (lambda: vocab_parallel_logprobs(X.int(), Y, vocab_valid=6), r"torch.int32.*torch.float32"),
@@ -74,6 +87,21 @@ def test_invalid_arguments_are_refused_with_both_values(name):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bounds", HOSTILE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_of_sequences_are_checked_to_the_last(bounds, dtype):
+    """Each would have a kernel read or write outside of its tensors, or leave tokens unwritten."""
+    cu = torch.tensor(bounds, dtype=dtype)
+    for call in (
+        lambda: gae_packed(F, F, M, cu),
+        lambda: segment_sum(F, M, cu),
+        lambda: policy_loss(F, F, F, M, settings=SEQUENCE, cu_seqlens=cu),
+    ):
+        with pytest.raises(ValueError, match=HOSTILE[bounds] if dtype == torch.int32 else "torch.int64") as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_build_without_cuda_says_so():
