@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.native import _C, CPU, check_cu_seqlens, check_on_cpu
 
 
@@ -92,7 +92,7 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("packed_attention", "megarl.cpu.torch_twins.packed_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, log_sums = ctx.saved_tensors
         grad = grad.contiguous()

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.ops import logprob_kernels as kernels
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
 from megarl.ops.native import check
 
@@ -205,7 +205,6 @@ class WideProduct(torch.autograd.Function):
         return product(x, weight, x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype)
@@ -243,7 +242,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_logprobs", "megarl.ops.torch_twins.linear_logprobs")
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, context = ctx.saved_tensors
         head: _Head = ctx.head
@@ -288,7 +287,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         return total, logprob, entropy
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_token_loss", "megarl.ops.torch_twins.linear_logprobs")
     def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Any, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         if hidden_grad is not None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.ops import logprob_kernels as kernels
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.linear_logprob import linear_logprobs, linear_token_loss
 from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
 
@@ -128,7 +128,7 @@ class _RowLogprobs(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("vocab_parallel_logprobs", "megarl.ops.torch_twins.vocab_parallel_logprobs")
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         logits, labels, inv_temp, context = ctx.saved_tensors
         h = grad_entropy.contiguous() if ctx.with_entropy else None

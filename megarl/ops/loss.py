@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.knobs import knob
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.native import _C, DTYPE_CODES, address, check, check_cu_seqlens, where
 
 # A name's index is its code in the kernel.
@@ -153,7 +153,7 @@ class _PolicyLoss(torch.autograd.Function):
         return loss, sums
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("policy_loss", "megarl.ops.torch_twins.policy_loss")
     def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Any, ...]:
         mask, d_logprob, d_ratio, cu_seqlens = ctx.saved_tensors
         grad = grad_loss * d_logprob
