@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from megarl.ops import logprob_kernels as kernels
 from megarl.ops.first_derivative import first_derivative_only
@@ -42,7 +43,8 @@ def linear_logprobs(
 
     Only rows with a label are computed, a chunk at a time. Backward computes each chunk's logits again: 8 T*H*V
     operations in all instead of 6. `linear_token_loss` avoids this if each token's loss needs only that token's
-    log-prob and entropy. `vocab_parallel_logprobs` describes the arguments that are not listed here.
+    log-prob and entropy. Autocast changes no dtype. `vocab_parallel_logprobs` describes the arguments that are not
+    listed here.
 
     Args:
         hidden: `[tokens, hidden]`, identical on all ranks of `group`; its gradient is summed over them.
@@ -122,11 +124,13 @@ class _Head:
     ) -> _Head:
         kernels.check_rows("hidden", hidden)
         check("weight", weight, dtype=hidden.dtype, shape=(weight.shape[0], hidden.shape[1]), device=hidden.device)
+        if group is None and weight.shape[0] < 1:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected at least one row of the vocabulary")
         if main_grad is not None:
             check("main_grad", main_grad, dtype=torch.float32, shape=tuple(weight.shape), device=hidden.device)
         labels = as_labels(labels, hidden, vocab[0])
         if rows is None:
-            rows = (labels != -1).nonzero().squeeze(1)
+            rows = _labelled_rows(labels)
         check("rows", rows, dtype=torch.int64, shape=(rows.numel(),), device=hidden.device)
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows is {chunk_rows}, it must be at least 1; None chooses")
@@ -161,13 +165,20 @@ class _Head:
         kernels.logprob_backward_(logits, labels, inv_temp, context, g.contiguous(), h, *self.vocab)
         logits = logits.to(x.dtype)  # the products below take one dtype
         if grads.hidden is not None:
-            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight))
+            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight, out=torch.empty_like(x)))
         if grads.weight is not None:
             add_weight_grad(grads.weight, logits, x)
 
     def finish(self, grads: _HeadGrads) -> None:
         if grads.hidden is not None and self.group is not None and dist.get_world_size(self.group) > 1:
             dist.all_reduce(grads.hidden, group=self.group)
+
+
+def _labelled_rows(labels: Tensor) -> Tensor:
+    """Returns the positions with a label; of fake labels, which have no values, all positions."""
+    if is_fake(labels):
+        return torch.arange(labels.numel(), device=labels.device)
+    return (labels != -1).nonzero().squeeze(1)
 
 
 @dataclass
@@ -188,7 +199,10 @@ class _HeadGrads:
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """Computes `x @ weight.T` into `out`, whose dtype may be wider: it is rounded once, from the float32 sums."""
+    """Computes `x @ weight.T` into `out`, whose dtype may be wider: it is rounded once, from the float32 sums.
+
+    As with all products here, an output that is given keeps autocast from changing the dtype.
+    """
     if out.dtype == x.dtype:
         return torch.mm(x, weight.t(), out=out)
     if x.device.type == "cuda":
@@ -209,7 +223,8 @@ class WideProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype)
         for_x, for_weight = ctx.needs_input_grad[:2]
-        return grad @ weight if for_x else None, grad.t() @ x if for_weight else None, None
+        with torch.autocast(x.device.type, enabled=False):
+            return grad @ weight if for_x else None, grad.t() @ x if for_weight else None, None
 
 
 def add_weight_grad(grad: Tensor, d_logits: Tensor, hidden: Tensor) -> None:

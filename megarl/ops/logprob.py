@@ -45,7 +45,7 @@ def vocab_parallel_logprobs(
         labels: i32 or i64 `[tokens]`, global vocabulary ids. Rows with label -1 have log-prob, entropy and gradient 0.
         vocab_valid: true size of the vocabulary; columns past it are padding with probability 0.
         vocab_start: global id of this shard's first column.
-        temperature: a positive number, or one for each token `[tokens]`.
+        temperature: a number between 1e-30 and 1e30, or one for each token `[tokens]`.
         group: ranks with the shards of the vocabulary, in vocabulary order. One all-gather of four floats per token.
         with_entropy: also return the entropy in nats.
         inplace_backward: backward overwrites `logits` with their gradient. Nothing else may read them by then, and
@@ -59,6 +59,8 @@ def vocab_parallel_logprobs(
         ValueError: a dtype, shape, stride, device, temperature or (on CPU) label out of range.
     """
     kernels.check_rows("logits", logits)
+    if group is None and logits.shape[1] < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}, expected at least one column of the vocabulary")
     labels = as_labels(labels, logits, vocab_valid)
     inv_temp = inverse_temperature(temperature, logits)
     logprob, entropy = _RowLogprobs.apply(
@@ -86,14 +88,20 @@ def gather_logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float |
 def _gather(
     logits: Tensor, labels: Tensor, temperature: float | Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
+    if logits.ndim < 1 or logits.shape[:-1] != labels.shape or logits.shape[-1] < 1:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} and labels {tuple(labels.shape)}; "
-            "logits must have the labels' shape and then the vocabulary"
+            "logits must have the labels' shape and then the vocabulary, of at least one entry"
         )
     vocab = logits.shape[-1]
-    if isinstance(temperature, Tensor) and temperature.numel() > 1:
-        temperature = temperature.expand(labels.shape).reshape(-1)
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
+        try:
+            temperature = temperature.expand(labels.shape).reshape(-1)
+        except RuntimeError as error:
+            raise ValueError(
+                f"temperature has shape {tuple(temperature.shape)}, which does not expand to the labels' "
+                f"{tuple(labels.shape)}; pass one number, or one for each label"
+            ) from error
     logprob, entropy = vocab_parallel_logprobs(
         logits.reshape(-1, vocab),
         labels.reshape(-1),

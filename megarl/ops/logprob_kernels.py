@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megarl.ops.native import _C, DTYPE_CODES, check, values_checked, where
 
+TEMPERATURES = (1e-30, 1e30)  # lowest and highest: a temperature and its reciprocal must be float32 numbers
+
 
 def check_rows(name: str, tensor: Tensor) -> None:
     """Raises ValueError unless `tensor` is a matrix on a supported device whose rows are contiguous."""
@@ -45,14 +47,16 @@ def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
 
 def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """Returns `1 / temperature` as float64 `[1]` or `[tokens]`."""
+    low, high = TEMPERATURES
+    rule = f"must be a positive number between {low:g} and {high:g}; use greedy decoding for 0"
     if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
+        if not low <= temperature <= high:
+            raise ValueError(f"temperature is {temperature}, it {rule}")
         return torch.full((1,), 1.0 / temperature, dtype=torch.float64, device=logits.device)
     if temperature.numel() and values_checked(temperature):
-        lowest = float(temperature.min())
-        if not lowest > 0:
-            raise ValueError(f"the lowest temperature is {lowest}, it must be positive in every row")
+        lowest, highest = (float(v) for v in temperature.detach().aminmax())
+        if not low <= lowest <= highest <= high:
+            raise ValueError(f"temperatures lie in [{lowest}, {highest}], each {rule}")
     value = temperature.detach().double().reciprocal()
     return value.reshape(1) if value.numel() == 1 else value.contiguous()
 

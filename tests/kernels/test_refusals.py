@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -42,6 +44,15 @@ CASES = {
     "vocab_valid": (lambda: vocab_parallel_logprobs(X, torch.full((4,), -1), vocab_valid=0), r"vocab_valid is 0"),
     "temperature": (lambda: gather_logprobs(X, Y, 0.0), r"temperature is 0.0.*positive"),
     "temperatures": (lambda: gather_logprobs(X, Y, torch.tensor([1.0, -1, 1, 1])), r"-1.0.*positive"),
+    "temperature infinite": (lambda: gather_logprobs(X, Y, math.inf), r"temperature is inf.*1e-30 and 1e\+30"),
+    "temperature nan": (lambda: gather_logprobs(X, Y, math.nan), r"temperature is nan.*positive"),
+    "temperature tiny": (lambda: gather_logprobs(X, Y, 1e-320), r"temperature is 1e-320.*positive"),
+    "temperatures infinite": (lambda: gather_logprobs(X, Y, F.new_tensor([1, math.inf, 1, 1])), r"1.0, inf.*positive"),
+    "temperatures nan": (lambda: gather_logprobs(X, Y, F.new_tensor([1, 1, math.nan, 1])), r"nan.*positive"),
+    "temperatures shape": (lambda: gather_logprobs(X, Y, torch.ones(3)), r"\(3,\).*\(4,\)"),
+    "no vocabulary": (lambda: vocab_parallel_logprobs(X[:, :0], Y - 3, vocab_valid=6), r"\(4, 0\).*one column"),
+    "no vocabulary to gather": (lambda: gather_logprobs(X[:, :0], Y), r"\(4, 0\).*at least one entry"),
+    "no rows of weights": (lambda: linear_logprobs(X, X[:0], Y, vocab_valid=4), r"\(0, 6\).*at least one row"),
     "temperature shape": (
         lambda: vocab_parallel_logprobs(X, Y, vocab_valid=6, temperature=torch.ones(3)),
         r"\(3,\).*\(4,\)",
