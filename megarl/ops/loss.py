@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.knobs import knob
+from megarl.knobs import UserError, knob
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.native import _C, DTYPE_CODES, address, check, check_cu_seqlens, where
 
@@ -53,11 +54,18 @@ class PolicyLossSettings:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or null for none")
+                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise UserError(f"dual_clip is {self.dual_clip}; it must be above 1, or null for none")
         if not self.clip_low >= 0 or not self.clip_high >= 0:
-            raise ValueError(f"clip_low is {self.clip_low} and clip_high {self.clip_high}; both must be at least 0")
+            raise UserError(f"clip_low is {self.clip_low} and clip_high {self.clip_high}; both must be at least 0")
+        if not (math.isfinite(self.kl_coef) and math.isfinite(self.entropy_coef)):
+            raise UserError(f"kl_coef is {self.kl_coef} and entropy_coef {self.entropy_coef}; both must be finite")
+        if not 0 <= self.correction_low <= self.correction_high:
+            raise UserError(
+                f"correction_low is {self.correction_low} and correction_high {self.correction_high}; they must rise "
+                "from 0"
+            )
 
 
 class PolicyLoss(NamedTuple):
@@ -140,6 +148,7 @@ class _PolicyLoss(torch.autograd.Function):
         sequence_ratio = None
         if settings.ratio == "sequence":
             assert cu_seqlens is not None
+            check("old_logprobs", old, dtype=logprobs.dtype, shape=tuple(logprobs.shape), device=logprobs.device)
             sums = segment_sum(logprobs - old, mask, cu_seqlens)
             sequence_ratio = (sums[:, 0] / sums[:, 1].clamp(min=1)).to(logprobs.dtype)
             ctx.counts = sums[:, 1]

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megarl.knobs import UserError
 from megarl.ops.advantage import gae_packed, group_advantage, moments, whiten
 from megarl.ops.logprob import gather_logprobs, linear_logprobs, vocab_parallel_logprobs
 from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
@@ -86,9 +87,24 @@ CASES = {
         r"cu_seqlens is missing",
     ),
     "segment cu": (lambda: segment_sum(F, M, CU * 2), r"ends at 8.*4 tokens"),
-    "objective": (lambda: PolicyLossSettings(objective="tanh"), r"'tanh'.*clip, cispo"),
-    "dual clip": (lambda: PolicyLossSettings(dual_clip=0.5), r"dual_clip is 0.5.*above 1"),
-    "clip low": (lambda: PolicyLossSettings(clip_low=-1.0), r"clip_low is -1.0.*at least 0"),
+    "loss shape, sequence": (
+        lambda: policy_loss(F, F[:3], F, M, settings=SEQUENCE, cu_seqlens=CU),
+        r"old_logprobs has shape \(3,\).*\(4,\)",
+    ),
+}
+SETTINGS = {
+    r"objective is 'tanh'.*clip, cispo": {"objective": "tanh"},
+    r"ratio is 'word'.*token, sequence": {"ratio": "word"},
+    r"kl_estimator is 'k9'.*none, k1": {"kl_estimator": "k9"},
+    r"correction is 'clamp'.*truncate": {"correction": "clamp"},
+    r"dual_clip is 0.5.*above 1": {"dual_clip": 0.5},
+    r"dual_clip is nan.*above 1": {"dual_clip": math.nan},
+    r"clip_low is -1.0.*at least 0": {"clip_low": -1.0},
+    r"clip_high nan.*at least 0": {"clip_high": math.nan},
+    r"kl_coef is inf.*finite": {"kl_coef": math.inf},
+    r"entropy_coef nan.*finite": {"entropy_coef": math.nan},
+    r"correction_low is 3.0 and correction_high 2.0.*rise": {"correction_low": 3.0},
+    r"correction_high nan.*rise": {"correction_high": math.nan},
 }
 
 
@@ -97,6 +113,14 @@ def test_invalid_arguments_are_refused_with_both_values(name):
     call, message = CASES[name]
     with pytest.raises(ValueError, match=message) as caught:
         call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("message", SETTINGS)
+def test_settings_that_no_run_could_use_are_a_users_mistake(message):
+    """The commands print a UserError's line and exit with 2; another error would be a traceback."""
+    with pytest.raises(UserError, match=message) as caught:
+        PolicyLossSettings(**SETTINGS[message])
     assert "\n" not in str(caught.value)
 
 
