@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from megarl.ops import logprob_kernels as kernels
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
-from megarl.ops.native import check
+from megarl.ops.native import check, values_checked
 
 # Takes log-probs `[rows]`, entropy `[rows]` or None, and the rows' positions. Returns their losses, which are summed.
 TokenLossFn = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -123,15 +123,14 @@ class _Head:
         logits_dtype: torch.dtype,
     ) -> _Head:
         kernels.check_rows("hidden", hidden)
-        check("weight", weight, dtype=hidden.dtype, shape=(weight.shape[0], hidden.shape[1]), device=hidden.device)
+        weight_shape = (weight.shape[:1].numel(), hidden.shape[1])
+        check("weight", weight, dtype=hidden.dtype, shape=weight_shape, device=hidden.device)
         if group is None and weight.shape[0] < 1:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected at least one row of the vocabulary")
         if main_grad is not None:
             check("main_grad", main_grad, dtype=torch.float32, shape=tuple(weight.shape), device=hidden.device)
         labels = as_labels(labels, hidden, vocab[0])
-        if rows is None:
-            rows = _labelled_rows(labels)
-        check("rows", rows, dtype=torch.int64, shape=(rows.numel(),), device=hidden.device)
+        rows = _labelled_rows(labels) if rows is None else _check_rows(rows, labels)
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows is {chunk_rows}, it must be at least 1; None chooses")
         chunk = chunk_rows or min(max(-(-rows.numel() // 16), 256), 1024)
@@ -172,6 +171,16 @@ class _Head:
     def finish(self, grads: _HeadGrads) -> None:
         if grads.hidden is not None and self.group is not None and dist.get_world_size(self.group) > 1:
             dist.all_reduce(grads.hidden, group=self.group)
+
+
+def _check_rows(rows: Tensor, labels: Tensor) -> Tensor:
+    check("rows", rows, dtype=torch.int64, shape=(rows.numel(),), device=labels.device)
+    if values_checked(rows) and not torch.equal(rows.sort().values, _labelled_rows(labels)):
+        raise ValueError(
+            f"rows name {rows.numel()} positions, which are not those of the {int((labels != -1).sum())} labels, each "
+            "once; leave rows out, or pass all positions with a label"
+        )
+    return rows
 
 
 def _labelled_rows(labels: Tensor) -> Tensor:

@@ -53,6 +53,9 @@ def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
         if not low <= temperature <= high:
             raise ValueError(f"temperature is {temperature}, it {rule}")
         return torch.full((1,), 1.0 / temperature, dtype=torch.float64, device=logits.device)
+    dtypes = (*DTYPE_CODES, torch.int64, torch.int32)
+    if temperature.dtype not in dtypes:
+        raise ValueError(f"temperature has dtype {temperature.dtype}, expected one of {', '.join(map(str, dtypes))}")
     if temperature.numel() and values_checked(temperature):
         lowest, highest = (float(v) for v in temperature.detach().aminmax())
         if not low <= lowest <= highest <= high:
