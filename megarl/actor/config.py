@@ -70,6 +70,9 @@ class EngineConfig:
     )
     offload_optimizer: bool = knob(False, "run Adam on the host, where its moments are kept; needs a GPU")
     max_skipped_steps: int = knob(3, "steps in a row that may be skipped for a loss or gradient that is not finite")
+    debug_kernels: bool = knob(
+        False, "on GPUs, check labels, temperatures and cu_seqlens before a kernel reads them; each check waits"
+    )
     optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")
 
 

@@ -38,6 +38,7 @@ from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_nor
 from megarl.actor.weights import hf_weights
 from megarl.families import as_scalar, is_scalar, read_config
 from megarl.knobs import UserError, run_all
+from megarl.ops.native import check_values_on_gpu
 from megarl.parallel import groups as process_groups
 from megarl.parallel import megatron_patches, platform
 from megarl.parallel.broadcast import gather_json
@@ -82,6 +83,8 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
         self.backend = choose_backend(config, self.hf_config, deterministic)
+        if config.debug_kernels:
+            check_values_on_gpu()
         self._weight_updates: WeightUpdates | None = None
         self._skipped = SkippedSteps(config.max_skipped_steps)
         # Set by `initialize`, which joins the process groups.

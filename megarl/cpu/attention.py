@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megarl.ops.native import _C, check_on_cpu
+from megarl.ops.first_derivative import first_derivative_only
+from megarl.ops.native import _C, CPU, check_cu_seqlens, check_on_cpu
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,16 @@ class Sequences:
     skipped: Tensor  # int64 [num_seqs], tokens at the start without queries
 
     def __post_init__(self) -> None:
-        num_seqs, lengths = self.skipped.numel(), self.cu_seqlens.diff().long()
-        check_on_cpu("cu_seqlens", self.cu_seqlens, (num_seqs + 1,), torch.int32)
-        check_on_cpu("rows", self.rows, (int(self.cu_seqlens[-1]),), torch.int64)
-        check_on_cpu("skipped", self.skipped, (num_seqs,), torch.int64)
-        if int(self.cu_seqlens[0]) != 0 or bool(((self.skipped < 0) | (self.skipped > lengths)).any()):
-            raise ValueError(
-                f"cu_seqlens {self.cu_seqlens.tolist()[:8]}... must rise from 0, and skipped "
-                f"{self.skipped.tolist()[:8]}... be between 0 and the lengths"
-            )
+        check_on_cpu("rows", self.rows, (self.rows.numel(),), torch.int64)
+        check_cu_seqlens(self.cu_seqlens, self.rows.numel(), CPU)
+        lengths = self.cu_seqlens.diff().long()
+        check_on_cpu("skipped", self.skipped, (lengths.numel(),), torch.int64)
+        if bool(((self.skipped < 0) | (self.skipped > lengths)).any()):
+            raise ValueError(f"skipped {self.skipped.tolist()[:8]}... must be between 0 and the sequences' lengths")
         first_query = (self.cu_seqlens[:-1] + self.skipped).repeat_interleave(lengths)
         queries = self.rows[torch.arange(self.rows.numel()) >= first_query]
-        if not torch.equal(queries.sort().values, torch.arange(self.tokens)) or bool((self.rows >= self.tokens).any()):
+        outside = (self.rows < 0) | (self.rows >= self.tokens)
+        if bool(outside.any()) or not torch.equal(queries.sort().values, torch.arange(self.tokens)):
             raise ValueError(
                 f"the sequences' {self.tokens} queries are not the tokens 0 to {self.tokens - 1}, each once"
             )
@@ -94,7 +92,7 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("packed_attention", "megarl.cpu.torch_twins.packed_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, log_sums = ctx.saved_tensors
         grad = grad.contiguous()

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.cpu import decode
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.native import _C, check_on_cpu
 
 
@@ -59,7 +59,7 @@ class _RmsNorm(torch.autograd.Function):
         return decode.add_rms_norm(rows, None, weight, eps).view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("rms_norm", "megarl.cpu.torch_twins.add_rms_norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         (rows, width), grad_rows = x.shape, _rows(grad)
@@ -80,7 +80,7 @@ class _SiluMul(torch.autograd.Function):
         return decode.silu_mul(rows).view(*gate_up.shape[:-1], rows.shape[1] // 2)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("silu_mul", "megarl.cpu.torch_twins.silu_mul")
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         rows, width, grad_rows = len(gate_up), grad.shape[-1], _rows(grad)
@@ -99,7 +99,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(x, cos_sin, back=False)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("rotate", "megarl.cpu.torch_twins.rotate")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (cos_sin,) = ctx.saved_tensors
         return _rotated(grad, cos_sin, back=True), None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ops.native import _C, check, where
+from megarl.ops.native import _C, check, check_cu_seqlens, where
 
 GroupMode = Literal["mean_std", "mean", "leave_one_out"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
@@ -66,7 +66,7 @@ def gae_packed(
         rewards: float32 `[tokens]`.
         values: float32 `[tokens]`.
         mask: bool `[tokens]`; False tokens (prompt, tool output) are skipped and get 0.
-        cu_seqlens: int32 `[num_seqs + 1]`.
+        cu_seqlens: int32 `[num_seqs + 1]`, rising from 0 to `tokens`.
         gamma: discount per token.
         lam: lambda, a number or float32 `[num_seqs]`.
         bootstrap: float32 `[num_seqs]`, the value after a truncated sequence; None is 0.
@@ -142,13 +142,11 @@ def _gae(
     check("rewards", rewards, dtype=torch.float32, shape=shape, device=device)
     check("values", values, dtype=torch.float32, shape=shape, device=device)
     check("mask", mask, dtype=torch.bool, shape=shape, device=device)
-    check("cu_seqlens", cu_seqlens, dtype=torch.int32, shape=(max(sequences, 0) + 1,), device=device)
+    check_cu_seqlens(cu_seqlens, shape[0], device)
     if bootstrap is not None:
         check("bootstrap", bootstrap, dtype=torch.float32, shape=(sequences,), device=device)
     lambda_shape = (1,) if lambdas.shape == (1,) else (sequences,)
     check("lam", lambdas, dtype=torch.float32, shape=lambda_shape, device=device)
-    if device.type == "cpu" and int(cu_seqlens[-1]) != shape[0]:
-        raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {shape[0]} tokens")
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     _C.gae(
         *(where(rewards), sequences, rewards.data_ptr(), values.data_ptr(), mask.data_ptr(), cu_seqlens.data_ptr()),

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import is_fake
 
 from megarl.ops import logprob_kernels as kernels
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
-from megarl.ops.native import check
+from megarl.ops.native import check, values_checked
 
 # Takes log-probs `[rows]`, entropy `[rows]` or None, and the rows' positions. Returns their losses, which are summed.
 TokenLossFn = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -42,7 +43,8 @@ def linear_logprobs(
 
     Only rows with a label are computed, a chunk at a time. Backward computes each chunk's logits again: 8 T*H*V
     operations in all instead of 6. `linear_token_loss` avoids this if each token's loss needs only that token's
-    log-prob and entropy. `vocab_parallel_logprobs` describes the arguments that are not listed here.
+    log-prob and entropy. Autocast changes no dtype. `vocab_parallel_logprobs` describes the arguments that are not
+    listed here.
 
     Args:
         hidden: `[tokens, hidden]`, identical on all ranks of `group`; its gradient is summed over them.
@@ -121,13 +123,14 @@ class _Head:
         logits_dtype: torch.dtype,
     ) -> _Head:
         kernels.check_rows("hidden", hidden)
-        check("weight", weight, dtype=hidden.dtype, shape=(weight.shape[0], hidden.shape[1]), device=hidden.device)
+        weight_shape = (weight.shape[:1].numel(), hidden.shape[1])
+        check("weight", weight, dtype=hidden.dtype, shape=weight_shape, device=hidden.device)
+        if group is None and weight.shape[0] < 1:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, expected at least one row of the vocabulary")
         if main_grad is not None:
             check("main_grad", main_grad, dtype=torch.float32, shape=tuple(weight.shape), device=hidden.device)
         labels = as_labels(labels, hidden, vocab[0])
-        if rows is None:
-            rows = (labels != -1).nonzero().squeeze(1)
-        check("rows", rows, dtype=torch.int64, shape=(rows.numel(),), device=hidden.device)
+        rows = _labelled_rows(labels) if rows is None else _check_rows(rows, labels)
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows is {chunk_rows}, it must be at least 1; None chooses")
         chunk = chunk_rows or min(max(-(-rows.numel() // 16), 256), 1024)
@@ -161,13 +164,30 @@ class _Head:
         kernels.logprob_backward_(logits, labels, inv_temp, context, g.contiguous(), h, *self.vocab)
         logits = logits.to(x.dtype)  # the products below take one dtype
         if grads.hidden is not None:
-            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight))
+            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight, out=torch.empty_like(x)))
         if grads.weight is not None:
             add_weight_grad(grads.weight, logits, x)
 
     def finish(self, grads: _HeadGrads) -> None:
         if grads.hidden is not None and self.group is not None and dist.get_world_size(self.group) > 1:
             dist.all_reduce(grads.hidden, group=self.group)
+
+
+def _check_rows(rows: Tensor, labels: Tensor) -> Tensor:
+    check("rows", rows, dtype=torch.int64, shape=(rows.numel(),), device=labels.device)
+    if values_checked(rows) and not torch.equal(rows.sort().values, _labelled_rows(labels)):
+        raise ValueError(
+            f"rows name {rows.numel()} positions, which are not those of the {int((labels != -1).sum())} labels, each "
+            "once; leave rows out, or pass all positions with a label"
+        )
+    return rows
+
+
+def _labelled_rows(labels: Tensor) -> Tensor:
+    """Returns the positions with a label; of fake labels, which have no values, all positions."""
+    if is_fake(labels):
+        return torch.arange(labels.numel(), device=labels.device)
+    return (labels != -1).nonzero().squeeze(1)
 
 
 @dataclass
@@ -188,7 +208,10 @@ class _HeadGrads:
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """Computes `x @ weight.T` into `out`, whose dtype may be wider: it is rounded once, from the float32 sums."""
+    """Computes `x @ weight.T` into `out`, whose dtype may be wider: it is rounded once, from the float32 sums.
+
+    As with all products here, an output that is given keeps autocast from changing the dtype.
+    """
     if out.dtype == x.dtype:
         return torch.mm(x, weight.t(), out=out)
     if x.device.type == "cuda":
@@ -205,12 +228,12 @@ class WideProduct(torch.autograd.Function):
         return product(x, weight, x.new_empty(x.shape[0], weight.shape[0], dtype=dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = grad.to(x.dtype)
         for_x, for_weight = ctx.needs_input_grad[:2]
-        return grad @ weight if for_x else None, grad.t() @ x if for_weight else None, None
+        with torch.autocast(x.device.type, enabled=False):
+            return grad @ weight if for_x else None, grad.t() @ x if for_weight else None, None
 
 
 def add_weight_grad(grad: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
@@ -243,7 +266,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_logprobs", "megarl.ops.torch_twins.linear_logprobs")
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, context = ctx.saved_tensors
         head: _Head = ctx.head
@@ -288,7 +311,7 @@ class _LinearTokenLoss(torch.autograd.Function):
         return total, logprob, entropy
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("linear_token_loss", "megarl.ops.torch_twins.linear_logprobs")
     def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Any, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         if hidden_grad is not None:

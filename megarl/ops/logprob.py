@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.ops import logprob_kernels as kernels
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.linear_logprob import linear_logprobs, linear_token_loss
 from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
 
@@ -45,7 +45,7 @@ def vocab_parallel_logprobs(
         labels: i32 or i64 `[tokens]`, global vocabulary ids. Rows with label -1 have log-prob, entropy and gradient 0.
         vocab_valid: true size of the vocabulary; columns past it are padding with probability 0.
         vocab_start: global id of this shard's first column.
-        temperature: a positive number, or one for each token `[tokens]`.
+        temperature: a number between 1e-30 and 1e30, or one for each token `[tokens]`.
         group: ranks with the shards of the vocabulary, in vocabulary order. One all-gather of four floats per token.
         with_entropy: also return the entropy in nats.
         inplace_backward: backward overwrites `logits` with their gradient. Nothing else may read them by then, and
@@ -59,6 +59,8 @@ def vocab_parallel_logprobs(
         ValueError: a dtype, shape, stride, device, temperature or (on CPU) label out of range.
     """
     kernels.check_rows("logits", logits)
+    if group is None and logits.shape[1] < 1:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}, expected at least one column of the vocabulary")
     labels = as_labels(labels, logits, vocab_valid)
     inv_temp = inverse_temperature(temperature, logits)
     logprob, entropy = _RowLogprobs.apply(
@@ -86,14 +88,20 @@ def gather_logprobs_entropy(logits: Tensor, labels: Tensor, temperature: float |
 def _gather(
     logits: Tensor, labels: Tensor, temperature: float | Tensor, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
+    if logits.ndim < 1 or logits.shape[:-1] != labels.shape or logits.shape[-1] < 1:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} and labels {tuple(labels.shape)}; "
-            "logits must have the labels' shape and then the vocabulary"
+            "logits must have the labels' shape and then the vocabulary, of at least one entry"
         )
     vocab = logits.shape[-1]
-    if isinstance(temperature, Tensor) and temperature.numel() > 1:
-        temperature = temperature.expand(labels.shape).reshape(-1)
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
+        try:
+            temperature = temperature.expand(labels.shape).reshape(-1)
+        except RuntimeError as error:
+            raise ValueError(
+                f"temperature has shape {tuple(temperature.shape)}, which does not expand to the labels' "
+                f"{tuple(labels.shape)}; pass one number, or one for each label"
+            ) from error
     logprob, entropy = vocab_parallel_logprobs(
         logits.reshape(-1, vocab),
         labels.reshape(-1),
@@ -128,7 +136,7 @@ class _RowLogprobs(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("vocab_parallel_logprobs", "megarl.ops.torch_twins.vocab_parallel_logprobs")
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         logits, labels, inv_temp, context = ctx.saved_tensors
         h = grad_entropy.contiguous() if ctx.with_entropy else None

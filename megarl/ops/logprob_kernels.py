@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.ops.native import _C, DTYPE_CODES, check, where
+from megarl.ops.native import _C, DTYPE_CODES, check, values_checked, where
+
+TEMPERATURES = (1e-30, 1e30)  # lowest and highest: a temperature and its reciprocal must be float32 numbers
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
@@ -30,10 +32,10 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
-    """Checks the labels `[rows]`, on CPU also their range, and converts them to contiguous int64."""
+    """Checks the labels `[rows]` and their range (see `values_checked`), and converts them to contiguous int64."""
     rows = logits.shape[:1]
     check("labels", labels, dtype=(torch.int64, torch.int32), shape=tuple(rows), device=logits.device, contiguous=False)
-    if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+    if labels.numel() and values_checked(labels):
         low, high = (int(v) for v in labels.aminmax())
         if low < -1 or high >= vocab_valid:
             raise ValueError(
@@ -45,14 +47,19 @@ def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
 
 def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """Returns `1 / temperature` as float64 `[1]` or `[tokens]`."""
+    low, high = TEMPERATURES
+    rule = f"must be a positive number between {low:g} and {high:g}; use greedy decoding for 0"
     if not isinstance(temperature, Tensor):
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}, it must be positive; use greedy decoding for 0")
+        if not low <= temperature <= high:
+            raise ValueError(f"temperature is {temperature}, it {rule}")
         return torch.full((1,), 1.0 / temperature, dtype=torch.float64, device=logits.device)
-    if temperature.device.type == "cpu" and temperature.numel() and not torch.compiler.is_compiling():
-        lowest = float(temperature.min())
-        if not lowest > 0:
-            raise ValueError(f"the lowest temperature is {lowest}, it must be positive in every row")
+    dtypes = (*DTYPE_CODES, torch.int64, torch.int32)
+    if temperature.dtype not in dtypes:
+        raise ValueError(f"temperature has dtype {temperature.dtype}, expected one of {', '.join(map(str, dtypes))}")
+    if temperature.numel() and values_checked(temperature):
+        lowest, highest = (float(v) for v in temperature.detach().aminmax())
+        if not low <= lowest <= highest <= high:
+            raise ValueError(f"temperatures lie in [{lowest}, {highest}], each {rule}")
     value = temperature.detach().double().reciprocal()
     return value.reshape(1) if value.numel() == 1 else value.contiguous()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megarl.knobs import knob
-from megarl.ops.native import _C, DTYPE_CODES, address, check, where
+from megarl.knobs import UserError, knob
+from megarl.ops.first_derivative import first_derivative_only
+from megarl.ops.native import _C, DTYPE_CODES, address, check, check_cu_seqlens, where
 
 # A name's index is its code in the kernel.
 OBJECTIVES = ("clip", "cispo")
@@ -53,11 +54,18 @@ class PolicyLossSettings:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or null for none")
+                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise UserError(f"dual_clip is {self.dual_clip}; it must be above 1, or null for none")
         if not self.clip_low >= 0 or not self.clip_high >= 0:
-            raise ValueError(f"clip_low is {self.clip_low} and clip_high {self.clip_high}; both must be at least 0")
+            raise UserError(f"clip_low is {self.clip_low} and clip_high {self.clip_high}; both must be at least 0")
+        if not (math.isfinite(self.kl_coef) and math.isfinite(self.entropy_coef)):
+            raise UserError(f"kl_coef is {self.kl_coef} and entropy_coef {self.entropy_coef}; both must be finite")
+        if not 0 <= self.correction_low <= self.correction_high:
+            raise UserError(
+                f"correction_low is {self.correction_low} and correction_high {self.correction_high}; they must rise "
+                "from 0"
+            )
 
 
 class PolicyLoss(NamedTuple):
@@ -91,7 +99,7 @@ def policy_loss(
         ref_logprobs: of the reference policy; needed unless `settings.kl_estimator` is "none".
         rollout_logprobs: of the policy that sampled; needed unless `settings.correction` is "none".
         entropy: of the policy; a bonus if `settings.entropy_coef` is not 0, else only a metric.
-        cu_seqlens: int32 `[num_seqs + 1]`, needed for the sequence ratio.
+        cu_seqlens: int32 `[num_seqs + 1]`, rising from 0 to `tokens`; needed for the sequence ratio.
 
     Returns:
         The loss of each token, not yet averaged, and the metric sums (see `policy_loss_metrics`).
@@ -140,6 +148,7 @@ class _PolicyLoss(torch.autograd.Function):
         sequence_ratio = None
         if settings.ratio == "sequence":
             assert cu_seqlens is not None
+            check("old_logprobs", old, dtype=logprobs.dtype, shape=tuple(logprobs.shape), device=logprobs.device)
             sums = segment_sum(logprobs - old, mask, cu_seqlens)
             sequence_ratio = (sums[:, 0] / sums[:, 1].clamp(min=1)).to(logprobs.dtype)
             ctx.counts = sums[:, 1]
@@ -153,7 +162,7 @@ class _PolicyLoss(torch.autograd.Function):
         return loss, sums
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("policy_loss", "megarl.ops.torch_twins.policy_loss")
     def backward(ctx: Any, grad_loss: Tensor, grad_sums: Tensor) -> tuple[Any, ...]:
         mask, d_logprob, d_ratio, cu_seqlens = ctx.saved_tensors
         grad = grad_loss * d_logprob
@@ -260,9 +269,7 @@ def segment_sum(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     shape, sequences = (x.numel(),), cu_seqlens.numel() - 1
     check("x", x, dtype=(torch.float32, torch.float64), shape=shape, device=x.device)
     check("mask", mask, dtype=torch.bool, shape=shape, device=x.device)
-    check("cu_seqlens", cu_seqlens, dtype=torch.int32, shape=(max(sequences, 0) + 1,), device=x.device)
-    if x.device.type == "cpu" and int(cu_seqlens[-1]) != shape[0]:
-        raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {shape[0]} tokens")
+    check_cu_seqlens(cu_seqlens, shape[0], x.device)
     sums = torch.empty(sequences, 2, dtype=torch.float64, device=x.device)
     _C.segment_sum(
         where(x), sequences, DTYPE_CODES[x.dtype], x.data_ptr(), mask.data_ptr(), cu_seqlens.data_ptr(), sums.data_ptr()

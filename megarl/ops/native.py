@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 try:
     import megarl._C as _C
@@ -17,6 +18,20 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.floa
 HAS_CUDA: bool = _C.has_cuda
 CUDA_ARCHITECTURES: tuple[str, ...] = tuple(_C.cuda_architectures.split(",")) if HAS_CUDA else ()
 CPU = torch.device("cpu")
+_values_checked = {"cpu"}  # device types
+
+
+def check_values_on_gpu() -> None:
+    """Has every later call check the values of its CUDA tensors too: cu_seqlens, labels and temperatures.
+
+    Each check waits for the GPU, so it is for finding a fault. `actor.debug_kernels` turns it on.
+    """
+    _values_checked.add("cuda")
+
+
+def values_checked(tensor: Tensor) -> bool:
+    """True if the values of `tensor` are to be checked. Traced and fake tensors have none."""
+    return not torch.compiler.is_compiling() and tensor.device.type in _values_checked and not is_fake(tensor)
 
 
 def check(
@@ -43,6 +58,29 @@ def check(
         raise ValueError(f"{name} is on {tensor.device}, the other arguments are on {device}; move it first")
     if contiguous and not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}, it must be contiguous; call .contiguous() first")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
+    """Checks the bounds of packed sequences: int32 `[num_seqs + 1]`, rising from 0 to `tokens`.
+
+    Raises:
+        ValueError: with the first bound that does not fit.
+    """
+    check("cu_seqlens", cu_seqlens, dtype=torch.int32, shape=(max(cu_seqlens.numel(), 1),), device=device)
+    if not values_checked(cu_seqlens):
+        return
+    falls = cu_seqlens[1:] < cu_seqlens[:-1]
+    if not bool(falls.any() | (cu_seqlens[0] != 0) | (cu_seqlens[-1] != tokens)):
+        return
+    if begin := int(cu_seqlens[0]):
+        raise ValueError(f"cu_seqlens begins at {begin}; it must rise from 0 to the {tokens} tokens")
+    if bool(falls.any()):
+        at = int(falls.int().argmax())
+        before, after = cu_seqlens[at : at + 2].tolist()
+        raise ValueError(
+            f"cu_seqlens falls from {before} to {after} in sequence {at}; it must rise from 0 to the {tokens} tokens"
+        )
+    raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {tokens} tokens; it must end there")
 
 
 def check_on_cpu(

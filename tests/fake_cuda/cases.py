@@ -19,6 +19,8 @@ from megarl.actor.offload import PARTS, EngineMemory
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.reference import MegatronReference
 from megarl.actor.supervised import MegatronLMEngine
+from megarl.ops.logprob import vocab_parallel_logprobs
+from megarl.ops.loss import segment_sum
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 
@@ -145,6 +147,32 @@ def state(path: str, folder: str, **fields: Any) -> dict[str, Any]:
     exported.offload()
     assert torch.equal(before, exported.compute_logp(data))
     return {"straight": losses[1:], "resumed": again}
+
+
+def debug_kernels(path: str) -> dict[str, Any]:
+    """Errors and waits of operations whose values do not fit, before and after an engine with `debug_kernels`.
+
+    The values do no harm: the kernels of this device, which are the CPU's, give NaN or sums of other tokens.
+    """
+    x, mask = torch.ones(4, device="cuda"), torch.ones(4, dtype=torch.bool, device="cuda")
+    logits, labels = torch.ones(4, 6, device="cuda"), torch.tensor([0, 1, 2, 6], device="cuda")
+    bounds, temperatures = torch.tensor([0, 3, 2, 4], dtype=torch.int32, device="cuda"), -x
+    calls: dict[str, Any] = {
+        "cu_seqlens": lambda: segment_sum(x, mask, bounds),
+        "labels": lambda: vocab_parallel_logprobs(logits, labels, vocab_valid=6),
+        "temperatures": lambda: vocab_parallel_logprobs(logits, labels - 1, vocab_valid=6, temperature=temperatures),
+    }
+
+    def said(call: Any) -> str:
+        try:
+            _, waits = WATCH.counted(call)
+        except ValueError as error:
+            return str(error)
+        return f"{len(waits)} waits"
+
+    before = {name: said(call) for name, call in calls.items()}
+    MegatronEngine(config(path, debug_kernels=True))
+    return {"before": before, "after": {name: said(call) for name, call in calls.items()}}
 
 
 def notices() -> dict[str, Any]:

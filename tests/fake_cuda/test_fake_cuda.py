@@ -82,6 +82,7 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "bfloat16 state": ("state", {**sixteen, "folder": str(folder / "bfloat16")}, {}),
         **{name: ("exact", {"transport": name}, {}) for name in ("gloo", "shm", "nccl", "cuda_ipc")},
         "full": ("full", {"folder": str(folder / "full")}, {}),
+        "debug_kernels": ("debug_kernels", {"path": dense}, {}),
         "notices": ("notices", {}, {}),
         **{name: ("planted", {"path": dense, "fault": name}, {}) for name in FAULTS},
     }
@@ -227,6 +228,17 @@ def test_weights_arrive_and_only_digests_bring_them_to_the_host(outcomes: Any, n
 def test_full_tensors_go_to_the_host_once(outcomes: Any) -> None:
     found = result(outcomes, "full")
     assert list(found["waits"].values()) == [found["digests"]]
+
+
+def test_values_on_a_gpu_are_checked_with_debug_kernels_and_cost_no_wait_without(outcomes: Any) -> None:
+    found = result(outcomes, "debug_kernels")
+    assert set(found["before"].values()) == {"0 waits"}
+    assert found["after"] == {
+        "cu_seqlens": "cu_seqlens falls from 3 to 2 in sequence 1; it must rise from 0 to the 4 tokens",
+        "labels": "labels lie in [0, 6], the vocabulary has 6 entries; use -1 where a row has no label",
+        "temperatures": "temperatures lie in [-1.0, -1.0], each must be a positive number between 1e-30 and 1e+30; "
+        "use greedy decoding for 0",
+    }
 
 
 def test_the_watch_notices_what_a_gpu_does(outcomes: Any) -> None:

@@ -102,11 +102,13 @@ def sequences_of(bounds: list[int], rows: list[int], skipped: list[int]) -> Sequ
 @pytest.mark.parametrize(
     ("bounds", "rows", "skipped", "message"),
     [
-        ([0, 2, 4], [0, 1, 2], [0, 0], "rows has shape"),
-        ([0, 2], [0, 1], [0, 0], "cu_seqlens has shape"),
+        ([0, 2, 4], [0, 1, 2], [0, 0], "ends at 4, but there are 3 tokens"),
+        ([0, 2], [0, 1], [0, 0], "skipped has shape"),
         ([1, 2], [0, 1], [0], "must rise from 0"),
         ([0, 3, 2], [0, 1], [0, 0], "must rise from 0"),
-        ([0, 2], [0, 1], [3], "between 0 and the lengths"),
+        ([0, 2**31 - 1, -(2**31), 2], [0, 1], [0, 0, 0], "must rise from 0"),
+        ([0, 2], [0, 1], [3], "between 0 and the sequences' lengths"),
+        ([0, 2, 4], [0, 1, -5, 2], [0, 1], "each once"),
         ([0, 2, 4], [0, 1, 1, 2], [0, 0], "each once"),
         ([0, 2, 4], [0, 1, 5, 2], [0, 1], "each once"),
         ([0, 2], [0, -1], [0], "each once"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megarl.ops import torch_twins
+from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, linear_token_loss
 
 
@@ -140,3 +141,22 @@ def test_a_token_loss_takes_float32_logits_too():
     loss.backward()
     assert x.grad.isfinite().all()
     assert w.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(dtype, autocast):
+    x, w, labels = problem(dtype=dtype)
+
+    def everything():
+        both = gradients(linear_logprobs, x, w, labels, chunk_rows=9)
+        loss, *_ = linear_token_loss(x, w, labels, loss_of, vocab_valid=301, with_entropy=True, chunk_rows=9)
+        wide = WideProduct.apply(x, w, torch.float64)
+        return *both, *torch.autograd.grad(loss, (x, w)), wide, *torch.autograd.grad(wide.square().sum(), (x, w))
+
+    plain = everything()
+    with torch.autocast("cpu", dtype=autocast):
+        cast = everything()
+    for got, want in zip(cast, plain, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)

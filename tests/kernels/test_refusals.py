@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from megarl.knobs import UserError
 from megarl.ops.advantage import gae_packed, group_advantage, moments, whiten
 from megarl.ops.logprob import gather_logprobs, linear_logprobs, vocab_parallel_logprobs
 from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
@@ -13,6 +16,19 @@ from megarl.ops.native import HAS_CUDA
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, -1])
 F, M = torch.randn(4), torch.ones(4, dtype=torch.bool)
 CU = torch.tensor([0, 4], dtype=torch.int32)
+SEQUENCE = PolicyLossSettings(ratio="sequence")
+HOSTILE = {  # bounds -> the error
+    (1, 4): r"begins at 1.*rise from 0 to the 4 tokens",
+    (-1, 4): r"begins at -1",
+    (0, 6, 4): r"falls from 6 to 4 in sequence 1",
+    (0, 3, -5, 4): r"falls from 3 to -5 in sequence 1",
+    (0, 2, 1, 4): r"falls from 2 to 1 in sequence 1",
+    (0, 1, 1, 2**31 - 1, 4): r"falls from 2147483647 to 4 in sequence 3",
+    (0, 2**31 - 1, -(2**31), 4): r"falls from 2147483647 to -2147483648",
+    (0, 5): r"ends at 5, but there are 4 tokens",
+    (0,): r"ends at 0, but there are 4 tokens",
+    (): r"shape \(0,\), expected \(1,\)",
+}
 
 CASES = {
     "logits dtype": (lambda: vocab_parallel_logprobs(X.int(), Y, vocab_valid=6), r"torch.int32.*torch.float32"),
@@ -29,6 +45,15 @@ CASES = {
     "vocab_valid": (lambda: vocab_parallel_logprobs(X, torch.full((4,), -1), vocab_valid=0), r"vocab_valid is 0"),
     "temperature": (lambda: gather_logprobs(X, Y, 0.0), r"temperature is 0.0.*positive"),
     "temperatures": (lambda: gather_logprobs(X, Y, torch.tensor([1.0, -1, 1, 1])), r"-1.0.*positive"),
+    "temperature infinite": (lambda: gather_logprobs(X, Y, math.inf), r"temperature is inf.*1e-30 and 1e\+30"),
+    "temperature nan": (lambda: gather_logprobs(X, Y, math.nan), r"temperature is nan.*positive"),
+    "temperature tiny": (lambda: gather_logprobs(X, Y, 1e-320), r"temperature is 1e-320.*positive"),
+    "temperatures infinite": (lambda: gather_logprobs(X, Y, F.new_tensor([1, math.inf, 1, 1])), r"1.0, inf.*positive"),
+    "temperatures nan": (lambda: gather_logprobs(X, Y, F.new_tensor([1, 1, math.nan, 1])), r"nan.*positive"),
+    "temperatures shape": (lambda: gather_logprobs(X, Y, torch.ones(3)), r"\(3,\).*\(4,\)"),
+    "no vocabulary": (lambda: vocab_parallel_logprobs(X[:, :0], Y - 3, vocab_valid=6), r"\(4, 0\).*one column"),
+    "no vocabulary to gather": (lambda: gather_logprobs(X[:, :0], Y), r"\(4, 0\).*at least one entry"),
+    "no rows of weights": (lambda: linear_logprobs(X, X[:0], Y, vocab_valid=4), r"\(0, 6\).*at least one row"),
     "temperature shape": (
         lambda: vocab_parallel_logprobs(X, Y, vocab_valid=6, temperature=torch.ones(3)),
         r"\(3,\).*\(4,\)",
@@ -62,9 +87,24 @@ CASES = {
         r"cu_seqlens is missing",
     ),
     "segment cu": (lambda: segment_sum(F, M, CU * 2), r"ends at 8.*4 tokens"),
-    "objective": (lambda: PolicyLossSettings(objective="tanh"), r"'tanh'.*clip, cispo"),
-    "dual clip": (lambda: PolicyLossSettings(dual_clip=0.5), r"dual_clip is 0.5.*above 1"),
-    "clip low": (lambda: PolicyLossSettings(clip_low=-1.0), r"clip_low is -1.0.*at least 0"),
+    "loss shape, sequence": (
+        lambda: policy_loss(F, F[:3], F, M, settings=SEQUENCE, cu_seqlens=CU),
+        r"old_logprobs has shape \(3,\).*\(4,\)",
+    ),
+}
+SETTINGS = {
+    r"objective is 'tanh'.*clip, cispo": {"objective": "tanh"},
+    r"ratio is 'word'.*token, sequence": {"ratio": "word"},
+    r"kl_estimator is 'k9'.*none, k1": {"kl_estimator": "k9"},
+    r"correction is 'clamp'.*truncate": {"correction": "clamp"},
+    r"dual_clip is 0.5.*above 1": {"dual_clip": 0.5},
+    r"dual_clip is nan.*above 1": {"dual_clip": math.nan},
+    r"clip_low is -1.0.*at least 0": {"clip_low": -1.0},
+    r"clip_high nan.*at least 0": {"clip_high": math.nan},
+    r"kl_coef is inf.*finite": {"kl_coef": math.inf},
+    r"entropy_coef nan.*finite": {"entropy_coef": math.nan},
+    r"correction_low is 3.0 and correction_high 2.0.*rise": {"correction_low": 3.0},
+    r"correction_high nan.*rise": {"correction_high": math.nan},
 }
 
 
@@ -74,6 +114,29 @@ def test_invalid_arguments_are_refused_with_both_values(name):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("message", SETTINGS)
+def test_settings_that_no_run_could_use_are_a_users_mistake(message):
+    """The commands print a UserError's line and exit with 2; another error would be a traceback."""
+    with pytest.raises(UserError, match=message) as caught:
+        PolicyLossSettings(**SETTINGS[message])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bounds", HOSTILE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_of_sequences_are_checked_to_the_last(bounds, dtype):
+    """Each would have a kernel read or write outside of its tensors, or leave tokens unwritten."""
+    cu = torch.tensor(bounds, dtype=dtype)
+    for call in (
+        lambda: gae_packed(F, F, M, cu),
+        lambda: segment_sum(F, M, cu),
+        lambda: policy_loss(F, F, F, M, settings=SEQUENCE, cu_seqlens=cu),
+    ):
+        with pytest.raises(ValueError, match=HOSTILE[bounds] if dtype == torch.int32 else "torch.int64") as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_build_without_cuda_says_so():

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Literal
 
 import orjson
@@ -15,6 +16,8 @@ from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 log = logging.getLogger(__name__)
 EXCERPT = 500  # bytes of an answer in error messages
+TOKEN_LIMIT = 2**31  # token ids are below
+VERSION_DIGITS = 18  # of a weight version, which fits into int64
 
 
 @dataclass(frozen=True)
@@ -98,19 +101,29 @@ def parse_answer(body: bytes, count: int, address: str) -> list[CompletionPart]:
         raise GenerationError(f"{address} gave a malformed answer ({named(error)}): {excerpt(body)}") from error
 
 
-def _parse_part(output_ids: list[int], meta: dict[str, Any]) -> CompletionPart:
+def _parse_part(output_ids: Any, meta: dict[str, Any]) -> CompletionPart:
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason {reason!r}")
+    if type(output_ids) is not list or set(map(type, output_ids)) - {int}:
+        raise ValueError("output_ids are not a list of token ids")
+    if output_ids and not 0 <= min(output_ids) <= max(output_ids) < TOKEN_LIMIT:
+        raise ValueError(f"output_ids lie in [{min(output_ids)}, {max(output_ids)}], which no vocabulary has")
     if not output_ids and reason == "abort":
         return CompletionPart([], [], [], reason)
     scored = meta["output_token_logprobs"]
+    if wrong := {type(entry[0]) for entry in scored} - {float, int, NoneType}:
+        raise ValueError(f"a log-prob is of type {wrong.pop().__name__}")
     logprobs = [math.nan if entry[0] is None else float(entry[0]) for entry in scored]  # null: not finite
     versions: list[int] = []
     consistent = [entry[1] for entry in scored] == output_ids
     for span in meta["weight_versions"]:
-        consistent = consistent and span["start"] == len(versions)
-        versions += [version_of(span["version"])] * (span["end"] - span["start"])
+        start, end, version = span["start"], span["end"], version_of(span["version"])
+        if type(start) is not int or type(end) is not int:
+            raise ValueError(f"weight version {version} is of tokens {start!r} to {end!r}")
+        consistent = consistent and start == len(versions) and end <= len(output_ids)
+        if consistent:  # an end that is wrong may be a huge number
+            versions += [version] * (end - start)
     if not consistent or len(versions) != len(output_ids):
         count = len(output_ids)
         log.warning("a completion of %d tokens with %d log-probs, %d versions", count, len(scored), len(versions))
@@ -120,7 +133,7 @@ def _parse_part(output_ids: list[int], meta: dict[str, Any]) -> CompletionPart:
 
 def version_of(label: Any) -> int:
     """Parses the number that a server labels its weights with. Raises ValueError if it is no number."""
-    if not isinstance(label, str) or not label.isdecimal():
+    if not isinstance(label, str) or not label.isdecimal() or len(label) > VERSION_DIGITS:
         raise ValueError(f"weight version {label!r} is not a number")
     return int(label)
 
@@ -131,5 +144,5 @@ def named(error: BaseException) -> str:
 
 
 def excerpt(body: bytes) -> str:
-    """The start of an answer, for error messages."""
-    return body[:EXCERPT].decode(errors="replace")
+    """The start of an answer in one line, for error messages."""
+    return " ".join(body[:EXCERPT].decode(errors="replace").splitlines())
