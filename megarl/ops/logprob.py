@@ -95,7 +95,7 @@ def _gather(
     if isinstance(temperature, Tensor) and temperature.numel() > 1:
         temperature = temperature.expand(labels.shape).reshape(-1)
     logprob, entropy = vocab_parallel_logprobs(
-        logits.reshape(-1, vocab),
+        logits.reshape(labels.numel(), vocab),
         labels.reshape(-1),
         vocab_valid=vocab,
         temperature=temperature,
