@@ -20,7 +20,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
         "prefix": lambda: PrefixStore("part", served),
     }
     yield kinds[request.param]()
-    del served  # it serves the client until here
+    assert served.port  # it serves the client until here
 
 
 def test_a_watched_wait_prints_nothing(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
