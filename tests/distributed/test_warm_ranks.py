@@ -1,4 +1,4 @@
-"""Processes from `tests/warm.py` end with a test process that is terminated or killed: no fork server and no rank stays."""
+"""Processes from `tests/warm.py` end with a test process that is terminated or killed."""
 
 from __future__ import annotations
 
