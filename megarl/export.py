@@ -105,28 +105,42 @@ def export(config: ExportConfig) -> Path:
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = AutoConfig.from_pretrained(small_files)
-    if config.dtype:
-        hf_config.dtype = config.dtype
+    weights = _Conversion(stored, config.dtype)
     temporary = output.with_name(output.name + manifest.WRITING)
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
-        hf_files.write(temporary, _with_progress(stored, config.dtype, checkpoint.step), hf_config, small_files)
+        hf_files.write(temporary, weights.tensors(checkpoint.step), hf_config, small_files)
         temporary.replace(output)
     except OSError as error:
         raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
+    if weights.rounded:
+        print(
+            f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
+        )
     return output
 
 
-def _with_progress(stored: StoredState, dtype: str, step: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields the converted weights, and shows a progress bar."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    with Progress(*columns) as progress:
-        task = progress.add_task(f"export of step {step}", total=stored.weight_bytes)
-        for name, tensor in stored.tensors():
-            yield name, tensor.to(DTYPES[dtype]) if dtype else tensor
-            progress.advance(task, tensor.nbytes)
+class _Conversion:
+    """Converts a checkpoint's weights to `dtype` ("": as they are), and counts the ones that it rounds."""
+
+    def __init__(self, stored: StoredState, dtype: str) -> None:
+        self.stored = stored
+        self.dtype = DTYPES[dtype] if dtype else stored.dtype
+        self.rounded = self.total = 0
+
+    def tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
+        """Yields the converted weights, and shows a progress bar."""
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        )  # fmt: skip
+        with Progress(*columns) as progress:
+            task = progress.add_task(f"export of step {step}", total=self.stored.weight_bytes)
+            for name, tensor in self.stored.tensors():
+                converted = tensor.to(self.dtype)
+                self.rounded += int((converted != tensor).sum())
+                self.total += tensor.numel()
+                yield name, converted
+                progress.advance(task, tensor.nbytes)
 
 
 def main(arguments: list[str]) -> int:

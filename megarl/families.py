@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 
+SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"
+)  # fmt: skip
 VOCAB_MULTIPLE = 8  # each rank's embedding shard has a multiple of this many rows; padding rows are never trained
 
 
@@ -74,14 +78,17 @@ def read_config(path: str) -> PretrainedConfig:
         UserError: see `local_folder`. Also raised for an unsupported family or an unsupported field of its config.
     """
     folder = local_folder(path)
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted(FAMILIES))}")
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"actor.path={path} has no readable HF config ({reason}); save it again") from error
+        fields = json.loads((folder / "config.json").read_text())
+        kind = fields.get("model_type")
+        config = AutoConfig.from_pretrained(folder) if kind in FAMILIES else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"actor.path={path} has no readable HF config ({reason}); correct it or save it again"
+        ) from error
+    if config is None:
+        raise UserError(f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted(FAMILIES))}")
     _check_fields(path, config)
     return config
 
@@ -95,6 +102,14 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
         )
     if getattr(config, "mlp_bias", False):
         raise UserError(f"actor.path={path} has mlp_bias=true, which is not supported; use a model without MLP biases")
+    if (dropout := getattr(config, "attention_dropout", 0.0)) != 0.0:
+        raise UserError(
+            f"actor.path={path} has attention_dropout={dropout}, which megarl does not apply; set it to 0 in its "
+            "config.json"
+        )
+    for name in SIZES:
+        if (size := getattr(config, name)) < 1:
+            raise UserError(f"actor.path={path} has {name}={size} in config.json; it must be at least 1")
     if config.hidden_act != "silu":
         raise UserError(f"actor.path={path} has hidden_act={config.hidden_act}; supported is silu")
     rope_type = _rope_parameters(config).get("rope_type", "default")

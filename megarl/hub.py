@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from megarl.knobs import UserError
 
 HUB_TIMEOUT_S = 10.0
-CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
+CHECKPOINT_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 
 
 def local_folder(path: str) -> Path:

@@ -136,6 +136,7 @@ class MegatronEngine(TrainEngine):
     def destroy(self) -> None:
         self._state = self.scheduler = self.optimizer = None
         self.ddps, self.modules = [], []
+        self.__dict__.pop("groups", None)  # a group's threads end with its last reference
         process_groups.destroy()
 
     @property

@@ -1,4 +1,4 @@
-"""Runs SGLang without a GPU: `python -m megarl.cpu.sglang_launch <arguments of sglang.launch_server>`.
+"""Prepares SGLang's import on a machine without a GPU, for `megarl/rollout/servers/guarded_launch.py`.
 
 SGLang imports packages that exist for GPUs only, or that text models never call. An import finder stands in for them.
 Names resolve and decorators at module level pass; a call from a function raises. All other code is SGLang's own.
@@ -128,15 +128,9 @@ def fork_workers() -> None:
     os.register_at_fork(before=gc.freeze)
 
 
-def main() -> None:
-    import runpy
-
+def prepare() -> None:
+    """Lets this process import and run SGLang's server."""
     install()
     fork_workers()
     if not os.environ.get(DETERMINISTIC):
         importlib.import_module("megarl.cpu.sglang_models.several_steps")  # SGLang's arguments may name it
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-LAUNCH_MODULE = "megarl.cpu.sglang_launch"  # run in place of sglang.launch_server
+PREPARE_MODULE = "megarl.cpu.sglang_launch"  # its `prepare` runs before SGLang is imported
 LONGEST_PROMPT = 256  # new tokens of a sequence for `fused_step`; beyond, SGLang's own attention is faster
 SEVERAL_STEPS = "SEVERAL_STEPS"  # name of `sglang_models/several_steps.py` among SGLang's algorithms
 DETERMINISTIC = "MEGARL_DETERMINISTIC"  # set in the environment of a server that takes `sglang_models/deterministic.py`

@@ -103,7 +103,7 @@ def _gather(
                 f"{tuple(labels.shape)}; pass one number, or one for each label"
             ) from error
     logprob, entropy = vocab_parallel_logprobs(
-        logits.reshape(-1, vocab),
+        logits.reshape(labels.numel(), vocab),
         labels.reshape(-1),
         vocab_valid=vocab,
         temperature=temperature,

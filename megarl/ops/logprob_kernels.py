@@ -33,6 +33,8 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
     """Checks the labels `[rows]` and their range (see `values_checked`), and converts them to contiguous int64."""
+    if vocab_valid < 1:
+        raise ValueError(f"the vocabulary has {vocab_valid} entries, it must have at least 1")
     rows = logits.shape[:1]
     check("labels", labels, dtype=(torch.int64, torch.int32), shape=tuple(rows), device=logits.device, contiguous=False)
     if labels.numel() and values_checked(labels):

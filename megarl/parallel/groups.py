@@ -19,6 +19,9 @@ from megarl.knobs import UserError
 from megarl.parallel import megatron_patches, platform, rendezvous, watchdog
 from megarl.parallel.config import ParallelConfig
 
+# Globals that Megatron's destroy_model_parallel (parallel_state.py:2506) does not reset.
+LEFT_BY_MEGATRON = ("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -110,7 +113,7 @@ def initialize(config: ParallelConfig) -> Groups:
             f"dp_size={layout.dp_size} needs {world} ranks, {dist.get_world_size()} were started"
         )
     if not parallel_state.model_parallel_is_initialized():
-        with megatron_patches.scope():
+        with megatron_patches.scope(), megatron_patches.one_group(world):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp_size,
                 pipeline_model_parallel_size=layout.pp_size,
@@ -166,7 +169,7 @@ def leave_layout() -> None:
     """
     if not parallel_state.model_parallel_is_initialized():
         return
-    parallel_state.destroy_model_parallel()
+    _forget_layout()
     dist.barrier()  # no rank closes a group that another still uses
     for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
@@ -175,6 +178,16 @@ def leave_layout() -> None:
 def destroy() -> None:
     """Closes all groups and leaves the world."""
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        _forget_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _forget_layout() -> None:
+    """Drops Megatron's references to its groups. A group's threads end with its last reference."""
+    for name, group in list(vars(parallel_state).items()):
+        if group is dist.group.WORLD:  # of a lone rank; Megatron would close it among its gloo groups
+            setattr(parallel_state, name, None)
+    parallel_state.destroy_model_parallel()
+    for name in LEFT_BY_MEGATRON:
+        setattr(parallel_state, name, None)

@@ -153,6 +153,26 @@ def scope() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def one_group(world: int) -> Iterator[None]:
+    """Gives a world of one rank its only group wherever Megatron asks for one. A larger world is left alone.
+
+    Megatron makes 24 groups (parallel_state.py:232), and gloo starts three threads for each. One of them wakes 100
+    times a second.
+    """
+    from megatron.core import parallel_state
+
+    if world > 1:
+        yield
+        return
+    create = parallel_state.create_group
+    parallel_state.create_group = lambda *_, **__: torch.distributed.group.WORLD
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
+
+
 def _exchange_shapes(
     self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> tuple[list[int], list[int]]:

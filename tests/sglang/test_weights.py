@@ -161,19 +161,37 @@ def expected_checksums(weights: dict[str, Tensor], rank: int, size: int) -> dict
 
 
 def test_requests_in_flight_carry_the_version_of_each_token_and_its_exact_logprob(mended: Served) -> None:
+    """Pushes as soon as tokens of the newest version arrive, until each of four streams has had three versions."""
+    pool = [make_model("qwen3", True, seed=200 + i) for i in range(4)]
     models = {mended.version: make_model("qwen3", True, seed=100)}
     answers: list[dict[str, Any]] = []
-    prompts = [list(range(10 + i, 30 + i)) for i in range(4)]
-    threads = [threading.Thread(target=lambda p=p: answers.append(mended.generate(450, p))) for p in prompts]
+    arrived, enough = threading.Condition(), threading.Event()
+    newest = [0] * 4  # version under which each stream last sent tokens
+
+    def ask(number: int) -> None:
+        def told(version: int) -> None:
+            with arrived:
+                newest[number] = version
+                arrived.notify()
+
+        while not enough.is_set():
+            answers.append(mended.stream(450, list(range(10 + number, 30 + number)), told))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-    for model in [make_model("qwen3", True, seed=200 + i) for i in range(5)]:
-        time.sleep(0.05)
-        mended.push(weights_of(model))
-        models[mended.version] = model
-    for thread in threads:
-        thread.join(60)
-    assert len(answers) == len(prompts)
+    try:
+        mixed = 0
+        while mixed < 4:
+            with arrived:
+                assert arrived.wait_for(lambda: max(newest) == mended.version, timeout=300)
+            mended.push(weights_of(model := pool[len(models) % 4]))
+            models[mended.version] = model
+            mixed = sum(len(answer["meta_info"]["weight_versions"]) >= 3 for answer in list(answers))
+    finally:
+        enough.set()
+        for thread in threads:
+            thread.join(300)
     seen = set()
     for answer in answers:
         meta = answer["meta_info"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,22 @@ class Served:
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
+
+    def stream(self, new_tokens: int, prompt: list[int], told: Callable[[int], None]) -> dict[str, Any]:
+        """Generates like `generate`; calls `told(version)` at each part, with the version it was sent under."""
+        sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.servers.api_key}"}
+        request = urllib.request.Request(
+            f"http://{self.servers.addresses[0]}/generate", json.dumps(body | {"stream": True}).encode(), headers
+        )
+        last: dict[str, Any] = {}
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    last = json.loads(line[6:])
+                    told(int(last["meta_info"]["weight_version"]))
+        return last
 
     def difference(self, model: nn.Module, server: int = 0) -> float:
         """Largest log-prob difference to `model`, over a prompt and its sampled completion, in nats."""

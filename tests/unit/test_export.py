@@ -77,6 +77,19 @@ def test_an_export_may_convert_and_transformers_loads_it(saved: Path, tmp_path: 
     assert torch.equal(model.state_dict()["model.norm.weight"], after["model.norm.weight"])
 
 
+def test_an_export_says_what_it_rounds(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exported(saved, tmp_path / "same", engine="critic") == 0
+    assert exported(saved, tmp_path / "wider", dtype="float32") == 0
+    assert "rounded" not in capsys.readouterr().out
+    assert exported(saved, tmp_path / "narrower", dtype="bfloat16", engine="critic") == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("same", "narrower"))
+    rounded = sum(int((before[name] != after[name].float()).sum()) for name in before)
+    total = sum(tensor.numel() for tensor in before.values())
+    assert rounded > total / 2
+    assert f"rounded {rounded:,} of {total:,} weights from float32 to bfloat16\n" in capsys.readouterr().out
+    assert '"dtype": "bfloat16"' in (tmp_path / "narrower" / "config.json").read_text()
+
+
 def test_an_export_in_several_files_holds_one_of_them_at_a_time(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,11 @@ from megarl.parallel.config import ParallelConfig
         ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "sliding_window=128, below .*=512"),
         ("mistral", {"sliding_window": 511}, "sliding_window=511, below max_position_embeddings=512"),
         ("mixtral", {"sliding_window": 64}, "sliding_window=64, below"),
+        ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0\.1, which megarl does not apply; set it to 0"),
+        ("qwen3", {"head_dim": 15}, "even rotary dimension, but got `head_dim`=15"),
+        ("llama", {"head_dim": None, "hidden_size": 60}, "even rotary dimension, but got `head_dim`=15"),
+        ("qwen3", {"vocab_size": 0}, "vocab_size=0 in config.json; it must be at least 1"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0 in config.json; it must be at least 1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1: routing must be deterministic"),
         ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok=5; it must be from 1 to 4"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and normalised weights"),
@@ -66,6 +71,14 @@ def test_a_model_that_is_nowhere_is_refused(path: str, message: str, monkeypatch
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no config\.json"):
         read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"model_type": "qwen3", "vocab_size": "many"}', "\0"])
+def test_a_damaged_config_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="has no readable HF config") as refusal:
+        read_config(str(tmp_path))
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_window_as_long_as_the_model_is_full_attention(checkpoints: Callable[..., Path]) -> None:

@@ -115,7 +115,7 @@ class Snapshot:
                 written.append(folder / name)
             (folder / HF).mkdir(exist_ok=True)
             hf_files.write_small_files(folder / HF, self.config, self.source)
-            written += sorted((folder / HF).iterdir())
+            written += sorted(path for path in (folder / HF).rglob("*") if path.is_file())
         return written
 
 

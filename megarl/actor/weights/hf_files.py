@@ -1,15 +1,17 @@
-"""Files of a HF checkpoint: read box by box, written as sharded safetensors with config and tokenizer."""
+"""Files of a HF checkpoint: read box by box, written as sharded safetensors beside all other files of its source."""
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -19,7 +21,10 @@ from megarl.hub import local_folder
 from megarl.knobs import UserError
 
 MAX_FILE_BYTES = 5 * 2**30
-TOKENIZER_FILES = ("tokenizer", "special_tokens", "vocab", "merges", "chat_template", "generation_config")
+INDEX = "model.safetensors.index.json"
+WRITING = ".writing"  # subfolder of unfinished files
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+REPLACED = ("*.safetensors", INDEX, "pytorch_model*.bin", "pytorch_model.bin.index.json")  # read by some loader
 
 
 @dataclass(frozen=True)
@@ -42,20 +47,35 @@ class Checkpoint:
             UserError: see `local_folder`. Also raised if the folder has no or incomplete safetensors files.
         """
         self.folder = local_folder(path)
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            files = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        files = self._weight_files(path)
         missing = [f for f in files if not (self.folder / f).is_file()]
         if missing or not files:
             problem = f"lacks {missing[0]}" if missing else "holds no *.safetensors"
             raise UserError(f"actor.path={path} {problem}; give a HF checkpoint saved with save_pretrained")
         self._tensors: dict[str, StoredTensor] = {}
         for file in files:
-            opened = safe_open(self.folder / file, framework="pt")
+            try:
+                opened = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"actor.path={path}: {file} ({(self.folder / file).stat().st_size} bytes) is cut off or no "
+                    f"safetensors file ({error}); copy or download it again"
+                ) from error
             self._tensors.update({name: StoredTensor(opened, name) for name in opened.keys()})  # noqa: SIM118 (not a dict)
         self._split_fused_experts(config)
+
+    def _weight_files(self, path: str) -> list[str]:
+        """Names of the weight files: as in the index, or all if there is none."""
+        index = self.folder / INDEX
+        if not index.is_file():
+            return sorted(p.name for p in self.folder.glob("*.safetensors"))
+        try:
+            return sorted({str(file) for file in json.loads(index.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"actor.path={path}: {INDEX} is no index of weights ({type(error).__name__}: {error}); copy or "
+                "download it again"
+            ) from error
 
     def _split_fused_experts(self, config: PretrainedConfig) -> None:
         """Adds an entry per expert if the checkpoint has all experts of a layer in one tensor.
@@ -107,37 +127,79 @@ class Checkpoint:
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path) -> None:
-    """Writes a HF checkpoint to `folder`, with the tokenizer of `source`. Holds at most one file's tensors."""
+    """Writes a HF checkpoint to `folder`, with all other files of `source`. Holds at most one file's tensors.
+
+    The config's dtype becomes the tensors'. Weights that `folder` held before are replaced, once everything is written
+    below it; other files stay. `folder` may be `source`.
+    """
+    temporary = folder / WRITING
+    shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted write
+    temporary.mkdir(parents=True)
     index: dict[str, str] = {}
     pending: dict[str, Tensor] = {}  # tensors of the next file
     files: list[str] = []
     total = 0
+    dtype = None
 
     def flush() -> None:
         if pending:
             files.append(f"part-{len(files):05d}.safetensors")
-            save_file(pending, folder / files[-1], metadata={"format": "pt"})
-            (folder / files[-1]).chmod(0o644)  # save_file makes it readable by its owner only
+            save_file(pending, temporary / files[-1], metadata={"format": "pt"})
+            (temporary / files[-1]).chmod(0o644)  # save_file makes it readable by its owner only
             index.update(dict.fromkeys(pending, files[-1]))
             pending.clear()
 
-    folder.mkdir(parents=True, exist_ok=True)
     for name, tensor in tensors:
         if sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_FILE_BYTES:
             flush()
         pending[name] = tensor
         total += tensor.nbytes
+        dtype = tensor.dtype
     flush()
-    _name_files(folder, files, index, total)
-    write_small_files(folder, config, source)
+    _name_files(temporary, files, index, total)
+    config = copy.deepcopy(config)
+    config.dtype = dtype
+    write_small_files(temporary, config, source)
+    _publish(temporary, folder)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Moves written files into `folder`, in place of its old weights.
+
+    Old weights go first and new ones come last, so an interruption leaves no mix that loads.
+    """
+    for pattern in REPLACED:
+        for old in folder.glob(pattern):
+            old.unlink()
+    written = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
+    for name in sorted(written, key=lambda name: (name.suffix == ".safetensors", name.name == INDEX, name)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (temporary / name).replace(folder / name)
+    shutil.rmtree(temporary)
 
 
 def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> None:
-    """Writes the config, and copies the tokenizer files of `source`."""
+    """Writes the config, and copies everything else of `source` that is no weight.
+
+    Left out are hidden files, links to folders, and folders with a model of their own.
+    """
     config.save_pretrained(folder)
-    for file in source.iterdir():
-        if file.name.startswith(TOKENIZER_FILES):
-            shutil.copyfile(file, folder / file.name)
+    if folder.resolve().is_relative_to(source.resolve() / WRITING):
+        return  # the files are there already
+    for parent, folders, files in os.walk(source):
+        inside = Path(parent).relative_to(source)
+        folders[:] = [
+            name
+            for name in sorted(folders)
+            if not name.startswith(".") and not (Path(parent) / name / "config.json").is_file()
+        ]
+        for name in sorted(files):
+            file = Path(parent) / name
+            if name.startswith(".") or name.endswith(WEIGHTS) or inside / name == Path("config.json"):
+                continue
+            if file.is_file():  # neither a pipe nor a broken link
+                (folder / inside).mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, folder / inside / name)
 
 
 def _name_files(folder: Path, files: list[str], index: dict[str, str], total: int) -> None:
@@ -149,6 +211,4 @@ def _name_files(folder: Path, files: list[str], index: dict[str, str], total: in
     for old, new in names.items():
         (folder / old).rename(folder / new)
     weight_map = {name: names[file] for name, file in index.items()}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    )
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))

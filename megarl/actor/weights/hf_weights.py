@@ -35,6 +35,9 @@ TE_SPELLINGS = (
     (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r"experts.\2.weight\1"),
 )
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_ROWS = 4096  # bounds the memory of a comparison
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -102,8 +105,8 @@ def load(
     normal(0, `new_head_std`).
 
     Raises:
-        UserError: on every rank, if a tensor of the model is missing or has another shape, or the checkpoint has an
-            unknown tensor.
+        UserError: on every rank. A tensor of the model is missing or has another shape, or the checkpoint has an
+            unknown tensor. Or it has a head of its own though the config ties it to the embedding.
     """
     checkpoint = hf_files.Checkpoint(path, config)
     needed, present = tensor_shapes(config), checkpoint.names()
@@ -112,12 +115,14 @@ def load(
         raise UserError(
             f"actor.path={path} lacks the tensor {missing[0]} ({len(missing)} missing); is the checkpoint complete?"
         )
-    extra = sorted(n for n in present - set(needed) - {"lm_head.weight"} if not n.endswith("rotary_emb.inv_freq"))
+    extra = sorted(n for n in present - set(needed) - {HEAD} if not n.endswith("rotary_emb.inv_freq"))
     if extra:
         raise UserError(
             f"actor.path={path} has the tensor {extra[0]}, unknown to {config.model_type} ({len(extra)} in total); "
             "if it is a fine-tuned variant, export it as a plain model"
         )
+    if config.tie_word_embeddings and HEAD in present:
+        _check_tied(checkpoint, needed[EMBEDDING], path)
     with torch.no_grad():
         for param in parameters(modules):
             param.zero_()
@@ -126,6 +131,17 @@ def load(
                 shard.view.copy_(checkpoint.read(shard.name, shard.shape, shard.index))
             else:
                 shard.view.copy_(_drawn(shard, seed=0) * new_head_std)
+
+
+def _check_tied(checkpoint: hf_files.Checkpoint, shape: tuple[int, ...], path: str) -> None:
+    """Refuses a stored head that differs from the embedding to which the config ties it."""
+    for first in range(0, shape[0], COMPARED_ROWS):
+        box = (slice(first, min(first + COMPARED_ROWS, shape[0])), slice(0, shape[1]))
+        if not torch.equal(checkpoint.read(HEAD, shape, box), checkpoint.read(EMBEDDING, shape, box)):
+            raise UserError(
+                f"actor.path={path} has tie_word_embeddings=true, and its {HEAD} differs from {EMBEDDING}; set "
+                "tie_word_embeddings to false in its config.json, or remove that tensor"
+            )
 
 
 def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, seed: int) -> None:

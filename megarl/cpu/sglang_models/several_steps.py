@@ -129,14 +129,17 @@ class SeveralStepsAlgorithm(CustomSpecAlgo):
         return SpeculativeAlgorithm.create_future_map(self, *args, **kwargs)
 
 
-def only_temperature(info: Any, top_logprobs_nums: list[int], token_ids_logprobs: list[Any]) -> bool:
-    """True if only the temperature shapes the distribution and only sampled tokens' log-probs are asked for."""
+def only_temperature(info: Any, top_logprobs_nums: list[int] | None, token_ids_logprobs: list[Any] | None) -> bool:
+    """True if only the temperature shapes the distribution and only sampled tokens' log-probs are asked for.
+
+    SGLang's lists are None if no request of the batch asks for log-probs.
+    """
     filtered = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
     special = (
         info.is_any_greedy or info.sampling_seed is not None or info.sampling_mask_batch_indices is not None
         or info.grammars
     )  # fmt: skip
-    return not (filtered or special or any(top_logprobs_nums) or any(token_ids_logprobs))
+    return not (filtered or special or any(top_logprobs_nums or ()) or any(token_ids_logprobs or ()))
 
 
 def _ends_elsewhere(request: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 
 import torch
 from torch import Tensor
@@ -41,14 +41,22 @@ class ServerOrder:
     def parse(named_tensors: Iterable[tuple[str, Tensor]]) -> ServerOrder:
         """Reads the order from the tensors that SGLang hands to its weight loader.
 
-        Raises ValueError if the trainer speaks another protocol.
+        Raises ValueError if it is missing, has values out of range, or the trainer speaks another protocol.
         """
-        values = dict(named_tensors)[ORDER].tolist()
-        if values[0] != PROTOCOL:
+        tensors = dict(named_tensors)
+        if ORDER not in tensors:
+            raise ValueError(f"the request holds {', '.join(map(repr, tensors)) or 'nothing'}, expected {ORDER!r}")
+        values = tensors[ORDER].flatten().tolist()
+        if values[:1] != [PROTOCOL]:
             raise ValueError(
-                f"the trainer speaks weight protocol {values[0]}, this server {PROTOCOL}: update one of them"
+                f"the trainer speaks weight protocol {values[:1]}, this server {PROTOCOL}: update one of them"
             )
-        return ServerOrder(*values)
+        if len(values) != len(fields(ServerOrder)) or not all(isinstance(value, int) for value in values):
+            raise ValueError(f"the order {values} must be {len(fields(ServerOrder))} integers")
+        order = ServerOrder(*values)
+        if not (0 <= order.host < 2**32 and 0 < order.port < 2**16 and min(values) >= 0):
+            raise ValueError(f"the order {values} has no valid address, or a negative number")
+        return order
 
     @property
     def address(self) -> str:

@@ -160,4 +160,9 @@ def carry_out(
                 order.attempt_number,
             )
         return
-    _server_rank.report(order.attempt_number, result)
+    try:
+        _server_rank.report(order.attempt_number, result)
+    except RuntimeError:  # the trainer has left meanwhile
+        log.exception("attempt %d succeeded in rank %d and could not be reported", order.attempt_number, rank)
+        _server_rank.leave()
+        _server_rank = None

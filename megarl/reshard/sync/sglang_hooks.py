@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import pickle
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,8 @@ from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync import server_rank
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments
 from megarl.reshard.sync.server_order import ORDER, ServerOrder
+
+log = logging.getLogger(__name__)
 
 WEIGHT_LOADER = "megarl.reshard.sync.sglang_hooks.receive"  # for SGLang's --custom-weight-loader
 
@@ -68,9 +71,18 @@ def sleep_while_paused() -> None:
 
 
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Carries out the trainer's order in one rank. SGLang calls this and ignores the result."""
+    """Carries out the trainer's order in one rank. SGLang calls this and ignores the result.
+
+    A request without a valid order is logged and changes nothing: an exception would end the server. The trainer learns
+    that the server answered early.
+    """
     from sglang.srt.runtime_context import get_parallel
 
+    try:
+        order = ServerOrder.parse(named_tensors)
+    except (ValueError, TypeError, AttributeError) as error:
+        log.error("a weight update was refused: %s", error)
+        return
     parallel = get_parallel()
     sleep_while_paused()
 
@@ -79,5 +91,4 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
         geometry = Geometry.of(model.config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size)
         return list(live_fragments(model.named_parameters(), geometry))
 
-    order = ServerOrder.parse(named_tensors)
     server_rank.carry_out(order, fragments, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]

@@ -73,12 +73,16 @@ def read_bulk(store: Store, key: str, deadline: Deadline, watch: Callable[[], No
 
 def await_key(store: Store, key: str, deadline: Deadline, watch: Callable[[], None] | None = None) -> None:
     """Returns once `key` exists. Raises TimeoutError after the deadline, and any error of `watch`."""
-    while True:
-        seconds_left = deadline.left()
+    if watch is None:
         try:
-            store.wait([key], timedelta(seconds=seconds_left if watch is None else min(seconds_left, WATCH_S)))
-            return
+            store.wait([key], timedelta(seconds=deadline.left()))
         except DistStoreError as error:
-            if watch is None:
-                raise TimeoutError(f"{key} did not come within {deadline.seconds:g} s: {error}") from error
+            raise TimeoutError(f"{key} did not come within {deadline.seconds:g} s: {error}") from error
+        return
+    next_watch = time.monotonic() + WATCH_S
+    while not store.check([key]):  # a `wait` that times out prints two warnings
+        deadline.left()
+        if time.monotonic() >= next_watch:
             watch()
+            next_watch = time.monotonic() + WATCH_S
+        time.sleep(POLL_S)

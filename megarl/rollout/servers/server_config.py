@@ -186,10 +186,10 @@ def gpu_count() -> int:
 
 @dataclass(frozen=True)
 class ServerPlatform:
-    """Everything about a server that depends on its device: SGLang's launcher, arguments and environment."""
+    """Everything about a server that depends on its device: SGLang's arguments and environment."""
 
     device: str
-    launch_module: str
+    prepare_module: str  # its `prepare` runs before SGLang is imported; "": none
     arguments: Mapping[str, Any]
     environment: Callable[[str], dict[str, str]]  # by the server's scratch folder
     gpus: int = 0  # of this machine
@@ -205,14 +205,14 @@ def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deter
         arguments, environment = gpu_backends.arguments(config.dtype), gpu_backends.environment(config.dtype)
         if config.colocate:
             arguments["enable_memory_saver"] = True
-        return ServerPlatform("cuda", "sglang.launch_server", arguments, lambda scratch: environment, gpu_count())
+        return ServerPlatform("cuda", "", arguments, lambda scratch: environment, gpu_count())
     if importlib.util.find_spec("megarl.cpu") is None:
         raise UserError("SGLang runs on CPU by the folder megarl/cpu, which is missing; restore it, or use a GPU")
     from megarl.cpu import sglang_platform
 
     return ServerPlatform(
         "cpu",
-        sglang_platform.LAUNCH_MODULE,
+        sglang_platform.PREPARE_MODULE,
         sglang_platform.arguments(config.tp_size, deterministic, given=sglang),
         lambda scratch: sglang_platform.environment(scratch, config.tp_size, config.cpu_threads, deterministic),
     )

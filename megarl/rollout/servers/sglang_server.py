@@ -1,8 +1,8 @@
 """SGLang servers as child processes of the trainer: launch, wait until ready, stop, leave nothing behind.
 
 A server process begins with this file, as `python -m megarl.rollout.servers.sglang_server PARENT_PID MODULE`. It ties
-the server's life to the trainer's, then runs MODULE: SGLang's launcher, or the one of `megarl/cpu`. So it imports
-neither torch nor SGLang.
+the server's life to the trainer's, then has MODULE, if any, prepare SGLang's import for the device, and runs SGLang by
+`guarded_launch.py`. So it imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import importlib
 import json
 import logging
 import os
-import runpy
 import secrets
 import shutil
 import signal
@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from megarl.processes import die_with_parent
+from megarl.rollout.servers import guarded_launch
 from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
 from megarl.rollout.servers.server_config import (
     ServerPlatform,
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 10.0
 LOG_TAIL_LINES = 25
+SHARED_MEMORY = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")
 
 
 class ServerError(RuntimeError):
@@ -75,6 +77,7 @@ class SGLangServer:
         self.scratch: str | None = None
         self.started_at = 0.0
         self._family: list[psutil.Process] = []  # SGLang's worker processes, known once the server answers
+        self._shared_memory: set[str] = set()  # their files, which outlive them
 
     @property
     def address(self) -> str:
@@ -96,7 +99,7 @@ class SGLangServer:
         launcher = [sys.executable, "-m", __name__]
         with open(self.log_path, "ab", opener=private) as log_file:
             self.process = subprocess.Popen(
-                [*launcher, str(os.getpid()), self.platform.launch_module, "--config", str(self.args_path)],
+                [*launcher, str(os.getpid()), self.platform.prepare_module, "--config", str(self.args_path)],
                 env=self._environment(self.scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
@@ -116,6 +119,7 @@ class SGLangServer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 everyone = psutil.Process(self.process.pid).children(recursive=True)
                 self._family = [p for p in everyone if any("sglang::" in part for part in p.cmdline())]
+            self._shared_memory = {path for member in self._family for path in shared_memory_of(member)}
         return answered
 
     def fault(self) -> ServerError | None:
@@ -183,15 +187,16 @@ class SGLangServer:
                 family = [*root.children(recursive=True), root, *self._family]
             except psutil.NoSuchProcess:
                 family = self._family
-            shared = {path for member in family for path in shared_memory_of(member)}
+            self._shared_memory |= {path for member in family for path in shared_memory_of(member)}
             for member in family:
                 if member.is_running():
                     member.kill()
             _, alive = psutil.wait_procs(family, timeout=STOP_DEADLINE_S)
             if alive:
                 raise ServerError(f"SGLang server {self.index} left processes that a SIGKILL did not end: {alive}")
-            for path in shared:
+            for path in self._shared_memory:
                 Path(path).unlink(missing_ok=True)
+            self._shared_memory = set()
             self.process.wait(STOP_DEADLINE_S)
             self.process = None
             self._family = []
@@ -213,9 +218,12 @@ def answers_at(address: str, api_key: str, timeout_s: float) -> bool:
 
 
 def shared_memory_of(process: psutil.Process) -> list[str]:
-    """Shared-memory files of SGLang's load statistics that `process` has mapped; SGLang does not remove them."""
+    """Shared-memory files of SGLang that `process` has mapped: load statistics, and queues between ranks.
+
+    SGLang does not remove them when it is killed.
+    """
     try:
-        return [m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/sglang_loads_")]
+        return [m.path for m in process.memory_maps() if m.path.startswith(SHARED_MEMORY)]
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
 
@@ -321,6 +329,6 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     # Slurm signals all processes of a job at its end; the trainer may still need this server for its last step.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    entry = sys.argv[2]
-    sys.argv = [entry, *sys.argv[3:]]
-    runpy.run_module(entry, run_name="__main__", alter_sys=True)
+    if sys.argv[2]:
+        importlib.import_module(sys.argv[2]).prepare()
+    guarded_launch.launch(sys.argv[3:])

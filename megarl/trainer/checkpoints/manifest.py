@@ -45,11 +45,19 @@ class Manifest:
     def check_content(self, part: int = 0, parts: int = 1) -> None:
         """Raises Damaged if a file's content changed. Reads share `part` of the files, out of `parts`."""
         for name in sorted(self.files)[part::parts]:
-            path = self.folder / name
-            if not path.is_file():
-                raise Damaged(f"{name} is missing")
-            if _sha256(path) != self.files[name][1]:
-                raise Damaged(f"{name} is not what was written: its SHA-256 differs")
+            self.check_file(name)
+
+    def check_file(self, name: str) -> None:
+        """Raises Damaged if the file is missing, cannot be read, or its content changed."""
+        path = self.folder / name
+        if not path.is_file():
+            raise Damaged(f"{name} is missing")
+        try:
+            digest = _sha256(path)
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read ({error})") from error
+        if digest != self.files[name][1]:
+            raise Damaged(f"{name} is not what was written: its SHA-256 differs")
 
 
 def describe(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, str]]:
@@ -76,13 +84,13 @@ def read(folder: Path) -> Manifest:
         Damaged: the manifest is missing or was changed.
         UserError: a newer format.
     """
+    if not (folder / NAME).is_file():  # a pipe would be waited for
+        raise Damaged(f"{NAME} is missing")
     try:
         text = (folder / NAME).read_text()
         body = json.loads(text)
         version, files = body["format"], body["files"]
-    except FileNotFoundError:
-        raise Damaged(f"{NAME} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(f"{NAME} cannot be read ({error})") from error
     if isinstance(version, int) and version > FORMAT and _is_unchanged(body):
         raise UserError(

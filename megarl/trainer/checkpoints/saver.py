@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from megarl.actor.api import TrainEngine
-from megarl.actor.checkpoint.stored_state import check_facts
+from megarl.actor.checkpoint.stored_state import FACTS, check_facts
 from megarl.config import SaverConfig
 from megarl.knobs import UserError
 from megarl.parallel import platform
@@ -235,7 +235,8 @@ def _generators(checkpoint: Path, rank: int) -> Path:
 def check_resumable(run: Path, model: PretrainedConfig, dtype: str) -> None:
     """Refuses to resume a run whose newest checkpoint does not fit the model, before anything is started.
 
-    Compares file sizes only; `Saver.restore` verifies the content, shared out over the ranks.
+    Compares file sizes, and the content of the facts that are read here. `Saver.restore` verifies all content, shared
+    out over the ranks.
 
     Raises:
         UserError: no checkpoint is whole, or its format is newer, or its model or dtype another.
@@ -243,7 +244,10 @@ def check_resumable(run: Path, model: PretrainedConfig, dtype: str) -> None:
     why = "there is none"
     for folder in manifest.step_folders(run / "checkpoints"):
         try:
-            manifest.read(folder).check_sizes()
+            read = manifest.read(folder)
+            read.check_sizes()
+            if (facts := f"{ACTOR}/{FACTS}") in read.files:
+                read.check_file(facts)
         except Damaged as error:
             why = f"{folder.name}: {error}" if why == "there is none" else why
             continue

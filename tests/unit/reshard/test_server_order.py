@@ -7,9 +7,10 @@ import pickletools
 from base64 import b64decode
 
 import megatron.core  # noqa: F401 - replaces the function of torch that pickles of storages name
+import pytest
 import torch
 
-from megarl.reshard.sync.server_order import ServerOrder
+from megarl.reshard.sync.server_order import ORDER, PROTOCOL, ServerOrder
 from megarl.reshard.sync.sglang_hooks import order_body
 
 
@@ -20,3 +21,26 @@ def test_an_order_is_pickled_without_megatrons_function() -> None:
     assert ServerOrder.parse(pickle.loads(b64decode(pickled))) == order
     words = [argument for _, argument, _ in pickletools.genops(b64decode(pickled)) if isinstance(argument, str)]
     assert words == ["megarl.order", "torch", torch.LongTensor.__name__]
+
+
+VALID = (PROTOCOL, 0x7F000001, 29500, 3, 1, 0, 1, 7, 1000)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ([], "the request holds nothing, expected 'megarl.order'"),
+        ([("x", torch.zeros(9))], "the request holds 'x', expected"),
+        ([(ORDER, torch.tensor([], dtype=torch.int64))], r"speaks weight protocol \[\], this server"),
+        ([(ORDER, torch.tensor([PROTOCOL + 1, *VALID[1:]]))], "update one of them"),
+        ([(ORDER, torch.tensor(VALID[:5]))], "must be 9 integers"),
+        ([(ORDER, torch.tensor(VALID).double())], "must be 9 integers"),
+        ([(ORDER, torch.tensor([PROTOCOL, 2**40, *VALID[2:]]))], "no valid address"),
+        ([(ORDER, torch.tensor([*VALID[:2], 70000, *VALID[3:]]))], "no valid address"),
+        ([(ORDER, torch.tensor([*VALID[:8], -1]))], "or a negative number"),
+    ],
+)
+def test_an_order_that_no_trainer_sends_is_refused(named: list[tuple[str, torch.Tensor]], message: str) -> None:
+    assert ServerOrder.parse([(ORDER, torch.tensor(VALID))]).port == 29500
+    with pytest.raises(ValueError, match=message):
+        ServerOrder.parse(named)

@@ -1,0 +1,134 @@
+"""Launches SGLang so that no single request ends a server, and none is answered without the key.
+
+An exception in SGLang's scheduler process ends the whole server, and its HTTP process lets pass what the scheduler
+cannot compute. `launch` adds the missing checks to the HTTP process. Schedulers answer failed control requests, such
+as weight updates. SGLang is imported inside functions: without a GPU, `megarl/cpu` prepares its import first.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health", "/ready", "/metrics")  # SGLang answers these without a key; /health_generate runs the model
+BARRIERS = (  # requests at whose end SGLang's ranks wait for each other
+    "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromIPCReqInput", "BeginWeightUpdateReqInput",
+    "EndWeightUpdateReqInput",
+)  # fmt: skip
+
+
+def launch(arguments: list[str]) -> None:
+    """Runs a server with the command-line arguments of `sglang.launch_server`; returns when it has ended."""
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import auth, kill_process_tree
+
+    load_plugins()
+    auth.decide_request_auth = key_everywhere(auth.decide_request_auth)
+    TokenizerManager._validate_one_request = checked(TokenizerManager._validate_one_request)
+    server_args = prepare_server_args(arguments)
+    server_args.resolve_once()
+    try:
+        launch_server(server_args, run_scheduler_process_func=run_scheduler)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def key_everywhere(decide: Any) -> Any:
+    """Wraps SGLang's decision on a request: every path needs the key, and a key that is no ASCII is a wrong one."""
+
+    @functools.wraps(decide)
+    def decide_with_key(*, path: str, authorization_header: str | None, **others: Any) -> Any:
+        if path.startswith(OPEN_PATHS):
+            path = f"/closed{path}"
+        if authorization_header and not authorization_header.isascii():
+            authorization_header = None
+        return decide(path=path, authorization_header=authorization_header, **others)
+
+    return decide_with_key
+
+
+def checked(validate: Any) -> Any:
+    """Wraps SGLang's validation of a request, whose ValueErrors are answered with 400."""
+
+    @functools.wraps(validate)
+    def validate_all(manager: Any, request: Any, input_ids: list[int] | None) -> None:
+        validate(manager, request, input_ids)
+        check_request(request, input_ids, manager.model_config.vocab_size, manager.model_config.is_multimodal)
+
+    return validate_all
+
+
+def check_request(request: Any, input_ids: list[int] | None, vocab_size: int, multimodal: bool = False) -> None:
+    """Refuses values that SGLang's scheduler cannot compute.
+
+    Raises:
+        ValueError: naming the field, its value and the rule.
+    """
+    if not input_ids and getattr(request, "input_embeds", None) is None:
+        raise ValueError("the prompt has no tokens; give at least one")
+    if input_ids and not multimodal:  # elsewhere ids past the vocabulary stand for images
+        low, high = min(input_ids), max(input_ids)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"input_ids lie in [{low}, {high}]; the vocabulary is [0, {vocab_size})")
+    start, top = getattr(request, "logprob_start_len", None), getattr(request, "top_logprobs_num", None)
+    if start is not None and start < -1:
+        raise ValueError(f"logprob_start_len={start} must be at least -1, which means output tokens only")
+    if top is not None and top > vocab_size:
+        raise ValueError(f"top_logprobs_num={top} must be at most the vocabulary's {vocab_size} tokens")
+    overrides = getattr(request, "positional_embed_overrides", None)
+    if overrides is not None and not hasattr(overrides, "embeds"):
+        raise ValueError("positional_embed_overrides are tensors, which HTTP does not carry; leave them out")
+    patterns = (request.sampling_params or {}).get("stop_regex") or ()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"stop_regex={pattern!r} is no regular expression: {error}") from error
+
+
+def run_scheduler(*arguments: Any) -> None:
+    """Runs a scheduler process, whose failed control requests are answered."""
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+
+    make_dispatcher = Scheduler.init_request_dispatcher
+
+    @functools.wraps(make_dispatcher)
+    def make_guarded_dispatcher(scheduler: Any) -> None:
+        make_dispatcher(scheduler)
+        dispatch = scheduler._request_dispatcher
+
+        def guarded(request: Any) -> Any:
+            try:
+                return dispatch(request)
+            except Exception as error:
+                answer = refusal(request, error)
+                if answer is None:
+                    raise
+                log.exception("%s failed", type(request).__name__)
+                if type(request).__name__ in BARRIERS:
+                    scheduler.weight_updater.tp_cpu_group.barrier().wait()
+                return answer
+
+        scheduler._request_dispatcher = guarded
+
+    Scheduler.init_request_dispatcher = make_guarded_dispatcher
+    run_scheduler_process(*arguments)
+
+
+def refusal(request: Any, error: Exception) -> Any:
+    """SGLang's answer `success=False` to a control request; None for a request whose answer has no such form."""
+    from sglang.srt.managers import io_struct
+
+    name = type(request).__name__
+    answer = getattr(io_struct, name.removesuffix("Input") + "Output", None) if name.endswith("ReqInput") else None
+    if answer is None or not {"success", "message"} <= set(answer.__struct_fields__):
+        return None
+    return answer(success=False, message=f"{type(error).__name__}: {error}")

@@ -1,0 +1,38 @@
+"""Log-probs under a vocabulary without entries are refused; they would be 0 for every label."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.ops.logprob import (
+    gather_logprobs,
+    gather_logprobs_entropy,
+    linear_logprobs,
+    linear_token_loss,
+    vocab_parallel_logprobs,
+)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("label", [-1, 0])
+def test_an_empty_vocabulary_is_refused(rows: int, label: int) -> None:
+    logits, hidden, weight, labels = (
+        torch.zeros(rows, 0), torch.zeros(rows, 4), torch.zeros(0, 4), torch.full((rows,), label)
+    )  # fmt: skip
+    calls = (
+        lambda: gather_logprobs(logits, labels),
+        lambda: gather_logprobs_entropy(logits, labels),
+        lambda: vocab_parallel_logprobs(logits, labels, vocab_valid=0),
+        lambda: linear_logprobs(hidden, weight, labels, vocab_valid=0),
+        lambda: linear_token_loss(hidden, weight, labels, lambda logprobs, rows: logprobs, vocab_valid=0),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="the vocabulary has 0 entries, it must have at least 1"):
+            call()
+
+
+def test_a_shard_without_columns_has_no_part_in_the_sum() -> None:
+    labels = torch.full((2,), -1)
+    logprobs, _ = vocab_parallel_logprobs(torch.zeros(2, 0), labels, vocab_valid=3)
+    assert torch.equal(logprobs, torch.zeros(2))
