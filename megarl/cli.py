@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 import re
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
 from megarl.checks import config_checks
 from megarl.config import Config
-from megarl.knobs import UserError, does_not_exist, run_all
+from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
 
 PACKAGE = Path(__file__).resolve().parent
@@ -66,23 +67,30 @@ def load(overrides: list[str]) -> Config:
 
 
 def composed(overrides: list[str]) -> Config:
-    """Composes the configuration of a command line. Checks keys and types, and no rule that spans stages.
+    """Composes the configuration of a command line. Checks keys, types and ranges, and no rule between knobs.
 
     Raises:
-        UserError: an unknown key, or a value of the wrong type.
+        UserError: an unknown key, a value of the wrong type, or one outside the knob's range.
     """
     _check_keys(overrides)
-    OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
-    store = ConfigStore.instance()
-    store.store("schema", _writable(OmegaConf.structured(Config(algorithm=AlgorithmConfig()))))
-    for name, (kind, _) in ALGORITHMS.items():  # each file of the group starts from its schema
-        store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
+    _register_schemas()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config: Config = OmegaConf.to_object(compose("config", overrides))  # type: ignore[assignment]
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
+    check_ranges(config)
     return config
+
+
+@functools.cache
+def _register_schemas() -> None:
+    """Makes the dataclasses known to Hydra, as the schemas of configs/. Once, as it takes a tenth of a second."""
+    OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
+    store = ConfigStore.instance()
+    store.store("schema", _writable(OmegaConf.structured(Config(algorithm=AlgorithmConfig()))))
+    for name, (kind, _) in ALGORITHMS.items():  # each file of the group starts from its schema
+        store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
 
 
 def run_command(command: Callable[[Config], int]) -> None:
@@ -237,7 +245,7 @@ def _check_keys(overrides: list[str]) -> None:
     """Refuses keys that are neither a knob nor a group, and suggests the nearest name."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # ValueError: an integer of thousands of digits
         raise UserError(_one_line(error)) from error
     knobs = knob_paths()
     open_ended = tuple(f"{path}." for path, field in knobs.items() if "dict[" in str(field.type))

@@ -181,7 +181,7 @@ def test_a_custom_reward_is_imported_by_module_and_name(tmp_path: Path, monkeypa
         ({"weights": [1.0, 2.0]}, "weights has 2 values and rewards.functions 1"),
         ({"time_limit_s": 0.0}, "time_limit_s=0.0 must be above 0"),
         ({"memory_limit_mb": 1}, "memory_limit_mb=1"),
-        ({"workers": 0}, "workers=0 must lie between 1"),
+        ({"workers": 0}, "workers=0 must be at least 1"),
         ({"workers": 9, "max_workers": 8}, "workers=9"),
     ],
 )
