@@ -33,6 +33,8 @@ CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
     next(p for p in (PACKAGE / name, PACKAGE.parent / name) if p.is_dir()) for name in ("configs", "assets")
 )
 
+LONGEST_LINE = 1000  # characters of an error message of Hydra
+
 
 def knob_paths(schema: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
     """Every knob by its dotted path. A knob of a dict type accepts any key below its path."""
@@ -77,7 +79,9 @@ def composed(overrides: list[str]) -> Config:
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config: Config = OmegaConf.to_object(compose("config", overrides))  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException) as error:
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
         raise UserError(_one_line(error)) from error
     check_ranges(config)
     return config
@@ -289,4 +293,5 @@ def _one_line(error: Exception) -> str:
         )
     lines = [line.strip() for line in f"{text}\n{cause}".splitlines() if line.strip()]
     messages = [line for line in lines if not line.startswith(("reference_type", "object_type", "See https"))]
-    return "; ".join(dict.fromkeys(messages))
+    line = "; ".join(dict.fromkeys(messages))
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.knobs import MAX_SECONDS, UserError, check_ranges, knob
 
-MAX_RANKS = 65536
+MAX_RANKS = 16_384  # a plan for more would take gigabytes
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,11 @@ class ParallelConfig:
                 f"the world has {world} ranks, but parallel.tp_size={self.tp_size} x pp_size={self.pp_size} x "
                 f"cp_size={self.cp_size} x dp_size={self.dp_size or 'any'} does not make {world}; change the sizes or "
                 "the number of ranks"
+            )
+        if world > MAX_RANKS:
+            raise UserError(
+                f"parallel.tp_size={self.tp_size} x pp_size={self.pp_size} x cp_size={self.cp_size} x dp_size="
+                f"{self.dp_size or 'any'} makes {world} ranks, over the {MAX_RANKS} of the largest run; lower one"
             )
         experts = self.expert_tp_size * self.ep_size
         if (world // self.pp_size) % experts:

@@ -40,6 +40,7 @@ MUST_BE_ONE = {
     "tokenizer_worker_num": "SGLang checks no API key with several tokenizer workers",
 }
 
+MAX_RANKS = 4096  # of all servers; a plan for more would take gigabytes
 # ServerArgs that a plan reads, with the numbers that they take.
 NUMBERS = {
     "mem_fraction_static": Range(above=0, below=1),
@@ -54,7 +55,7 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 class SGLangServerConfig:
     """Start and supervision of the SGLang servers of a run."""
 
-    n_servers: int = knob(1, "SGLang servers started on this machine", least=1, most=65536)
+    n_servers: int = knob(1, "SGLang servers started on this machine", least=1, most=MAX_RANKS)
     tp_size: int = knob(1, "tensor-parallel ranks of one server", least=1, most=1024)
     host: str = knob("127.0.0.1", "address a server listens on")
     port: int = knob(0, "port of the first server, the others follow it; 0 picks free ports", least=0, most=65535)
@@ -82,6 +83,11 @@ class SGLangServerConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "server")
+        if (ranks := self.n_servers * self.tp_size) > MAX_RANKS:
+            raise UserError(
+                f"server.n_servers={self.n_servers} x server.tp_size={self.tp_size} makes {ranks} ranks, over the "
+                f"{MAX_RANKS} that a run can have; lower one of them"
+            )
         if self.port and self.port + self.n_servers > 2**16:
             raise UserError(
                 f"server.port={self.port} with server.n_servers={self.n_servers} needs ports above 65535; lower it"
