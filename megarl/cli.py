@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import functools
 import logging
 import os
@@ -33,6 +34,7 @@ CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
     next(p for p in (PACKAGE / name, PACKAGE.parent / name) if p.is_dir()) for name in ("configs", "assets")
 )
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 LONGEST_LINE = 1000  # characters of an error message of Hydra
 
 
@@ -103,7 +105,10 @@ def run_command(command: Callable[[Config], int]) -> None:
 
 
 def exit_with(command: Callable[[list[str]], int]) -> None:
-    """Runs a command on sys.argv and exits with its code. A UserError prints one line and exits with 2."""
+    """Runs a command on sys.argv and exits with its code.
+
+    Two errors print one line in place of a traceback: a UserError, with exit code 2, and a full disk, with 1.
+    """
     arguments = sys.argv[1:]
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
         warnings.filterwarnings("ignore", module=module)  # missing Apex and TE, deprecated names
@@ -120,6 +125,24 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if not (line := _full_disk(error)):
+            raise
+        print(f"megarl: {line}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _full_disk(error: Exception) -> str:
+    """Line about a full disk or a used up quota in an error's chain of causes; "" if there is none."""
+    cause: BaseException | None = error
+    texts = [os.strerror(number) for number in FULL_DISK]
+    while cause is not None:
+        if getattr(cause, "errno", None) in FULL_DISK or any(text in str(cause) for text in texts):
+            reported = " ".join(dict.fromkeys([str(error), str(cause)]))
+            remedy = "free space there or set run_root to another disk, then go on with resume=RUN_FOLDER"
+            return f"{' '.join(reported.split())}; {remedy}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def load_expr_config(

@@ -269,6 +269,11 @@ def test_a_run_root_that_cannot_be_written_stops_the_run(run: Callable[..., tupl
             "checkpoints come every saver.every_steps=20",
             0,
         ),
+        (
+            {"SLURM_JOB_NUM_NODES": "12", "SLURM_JOB_END_TIME": str(int(time.time()) + 300)},
+            "and its script is told to stop 600 s before (--signal=B:USR1): it stops after its first step; raise the",
+            0,
+        ),
     ],
 )
 def test_an_allocation_that_does_not_fit_the_run_is_told(
