@@ -51,7 +51,7 @@ h1 { font-size: 24px; margin: 0 } h2 { font-size: 18px; margin: 32px 0 8px }
 .fact { border: 1px solid #e4e7eb; border-radius: 8px; padding: 8px 14px } .fact b { display: block; font-size: 20px }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(360px, 1fr)); gap: 16px }
 .charts svg { width: 100%; height: auto } table { border-collapse: collapse; width: 100%; font-size: 13px }
-td, th { border-bottom: 1px solid #e4e7eb; padding: 6px 8px; text-align: left; vertical-align: top }
+td, th { min-width: 4em; border-bottom: 1px solid #e4e7eb; padding: 6px 8px; text-align: left; vertical-align: top }
 th { position: sticky; top: 0; background: #fff }
 pre { white-space: pre-wrap; word-break: break-word; margin: 0; font-size: 12px }
 .solved { color: #2e7d32 } .wrong { color: #c62828 }

@@ -174,3 +174,18 @@ def test_an_attempt_that_slurm_ended_says_so_and_not_only_its_code(tmp_path: Pat
     assert ended == 0
     assert "stopped by Slurm, job state COMPLETING: Slurm itself requeues it after a failed node" in text
     assert "scontrol requeue" not in text
+
+
+def test_a_job_is_not_submitted_from_a_folder_that_cannot_take_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/bash\nexit 99\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    config = cli.load(["+experiment=sft_8b"])
+    assert slurm.launch(config, ["+experiment=sft_8b"]) == 99
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)  # root may write everywhere
+    with pytest.raises(UserError, match=f"job's output to {tmp_path}, which cannot be written"):
+        slurm.launch(config, ["+experiment=sft_8b"])

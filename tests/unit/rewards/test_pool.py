@@ -188,3 +188,11 @@ def test_a_custom_reward_is_imported_by_module_and_name(tmp_path: Path, monkeypa
 def test_knobs_that_cannot_work_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         RewardConfig(**knobs)
+
+
+@pytest.mark.parametrize("name", ["os.system", "os.getpid", "builtins.max", "os.path.join"])
+def test_a_function_that_takes_no_completions_is_refused_before_it_is_called(name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"rewards.functions: {name} is no reward function: it takes neither prompt_ids"
+    ):
+        reward_fn_of(name)
