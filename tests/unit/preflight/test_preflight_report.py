@@ -299,6 +299,16 @@ def test_an_allocation_that_does_not_fit_the_run_is_told(
         ([GRPO, "resume=no/such/run"], "resume=no/such/run is not a folder", 1),
         ([GRPO, "server.dtype=bfloat16"], "serves bfloat16 weights of actor.dtype=float32", 0),
         ([GRPO, "actor.dtype=bfloat16"], "actor.path holds float32 weights and actor.dtype=bfloat16", 0),
+        (
+            [BIG],
+            "actor.recompute=full leaves 46.8 GiB of a trainer GPU unused; actor.recompute=selective needs 50.2",
+            0,
+        ),
+        (
+            ["+experiment=grpo_moe_235b"],
+            "the servers take 191 s of a step and the trainer 33 s, on GPUs of their own: move GPUs (server",
+            0,
+        ),
         ([BIG, "rollout.max_connections=64"], "keeps 16 completions under way on each, which could take", 0),
         ([BIG, "rollout.request_timeout_s=5"], "rollout.request_timeout_s=5 cuts off completions of 4096 tokens", 0),
         ([BIG, "rollout.batch_timeout_s=9"], "rollout.batch_timeout_s=9 is below the", 0),
@@ -340,3 +350,9 @@ def test_models_beside_the_actor_are_counted(run: Callable[..., tuple[int, str]]
     (stage,) = memory_of(config, read_config(config.actor.path))
     assert beside_actor(config, stage) == {"critic": stage.weights + stage.gradients + stage.optimizer}
     assert beside_actor(cli.composed([GRPO]), stage) == {}
+
+
+def test_a_layout_that_is_even_and_full_gets_no_remark(run: Callable[..., tuple[int, str]]) -> None:
+    text = run(BIG, "actor.recompute=selective", "show=batch")[1]
+    assert "GPU unused" not in text
+    assert "on GPUs of their own" not in text
