@@ -22,7 +22,8 @@ line hold differences from these defaults:
 python -m megarl.train +experiment=gsm8k_grpo actor.optimizer.lr=1e-4
 ```
 
-An unknown key is refused with the nearest known name. `required` marks a knob without a default.
+An unknown key is refused with the nearest known name, and a value outside its range with the range: one line, exit
+code 2. Numbers must be finite. The range of a list is that of each entry. `required` marks a knob without a default.
 """
 
 
@@ -74,7 +75,7 @@ def render(root: type) -> str:
         seen.add(section.prefix)
         lines += [f"## {f'`{section.prefix}`' if section.prefix else 'The root'}{kind}", ""]
         lines += [f"{_first_line(section.owner)} Owner: `{section.owner.__name__}` in `{_file(section.owner)}`.", ""]
-        lines += ["| Knob | Type | Default | Meaning |", "|---|---|---|---|"]
+        lines += ["| Knob | Type | Default | Range | Meaning |", "|---|---|---|---|---|"]
         lines += [_row(section, knob) for knob in section.knobs]
         lines.append("")
     return "\n".join(lines)
@@ -82,7 +83,8 @@ def render(root: type) -> str:
 
 def _row(section: Section, knob: dataclasses.Field) -> str:
     kind = knob.type if isinstance(knob.type, str) else inspect.formatannotation(knob.type)
-    cells = [f"`{section.path(knob.name)}`", f"`{kind}`", _default(knob), knob.metadata.get("meaning", "")]
+    meaning, values = knob.metadata.get("meaning", ""), str(knob.metadata.get("range", ""))
+    cells = [f"`{section.path(knob.name)}`", f"`{kind}`", _default(knob), values, meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -24,21 +24,17 @@ from transformers import PretrainedConfig
 
 from megarl import versions
 from megarl.actor import checks as actor_checks
-from megarl.actor.config import OFFLOAD_WHILE_SAMPLING
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
-from megarl.knobs import UserError, does_not_exist
+from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, addresses_in_environment
 from megarl.rollout.servers.gpu_backends import check_backends
 from megarl.rollout.servers.gpu_placement import check_gpu_count
-from megarl.rollout.servers.server_config import check_server_config, check_server_counts, gpu_count, uses_gpu
+from megarl.rollout.servers.server_config import check_numbers, check_server_config, gpu_count, uses_gpu
 from megarl.rollout.workflows.choose import check_workflow
 
 Check = Callable[[], object]
-
-METHODS = ("rl", "sft", "preference")
-LAUNCHERS = ("local", "slurm", "ray")
 
 
 # -- lists ------------------------------------------------------------------------------------------------------------
@@ -59,21 +55,19 @@ def config_checks(config: Config) -> Sequence[Check]:
         "preference": (_check_preferences,),
     }
     rules = (
-        _check_names,
         _check_backend,
         _check_steps,
-        _check_counts,
         _check_deterministic,
         *by_method.get(config.method, ()),
         _check_tokens,
     )
-    return [*(partial(rule, config) for rule in rules), *_engine_checks(config)]
+    return [partial(check_numbers, config.sglang), *(partial(rule, config) for rule in rules), *_engine_checks(config)]
 
 
 def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
     """Checks of counts and layout. Ranks, batches and bytes can be worked out once all of them pass."""
     return [
-        partial(_check_counts, config),
+        partial(check_numbers, config.sglang),
         *_engine_checks(config),
         config.parallel.world_size,
         *actor_checks.model_checks(config.actor, config.parallel, model, config.deterministic),
@@ -134,13 +128,6 @@ def failures(checks: Iterable[Check]) -> list[str]:
 # -- rules between knobs ----------------------------------------------------------------------------------------------
 
 
-def _check_names(config: Config) -> None:
-    if config.method not in METHODS:
-        raise UserError(f"method={config.method} must be rl, sft or preference")
-    if config.launcher not in LAUNCHERS:
-        raise UserError(does_not_exist(f"launcher={config.launcher}", config.launcher, LAUNCHERS))
-
-
 def _check_backend(config: Config) -> None:
     if config.actor.backend == "cpu" and config.cluster.gpus_per_node > 0:
         raise UserError(
@@ -150,21 +137,16 @@ def _check_backend(config: Config) -> None:
 
 
 def _check_steps(config: Config) -> None:
-    if config.total_train_steps < 1:
-        raise UserError(f"total_train_steps={config.total_train_steps} must be at least 1")
-    if config.actor.optimizer.warmup_steps >= config.total_train_steps:
-        raise UserError(
-            f"actor.optimizer.warmup_steps={config.actor.optimizer.warmup_steps} must be below total_train_steps="
-            f"{config.total_train_steps}; lower one or raise the other"
-        )
-    config.actor.optimizer.check_length(config.total_train_steps)
-
-
-def _check_counts(config: Config) -> None:
-    if config.method == "rl":
-        check_server_counts(config.server)
-    if config.train_dataset.batch_size < 1:
-        raise UserError(f"train_dataset.batch_size={config.train_dataset.batch_size} must be at least 1")
+    steps = config.total_train_steps
+    optimizers = {"actor.optimizer": config.actor.optimizer, "critic_optimizer": config.critic_optimizer}
+    for path, optimizer in optimizers.items():
+        optimizer.check(path)
+        if optimizer.warmup_steps >= steps:
+            raise UserError(
+                f"{path}.warmup_steps={optimizer.warmup_steps} must be below total_train_steps={steps}; lower one or "
+                "raise the other"
+            )
+        optimizer.check_length(steps, path)
 
 
 def _check_deterministic(config: Config) -> None:
@@ -227,10 +209,6 @@ def _check_minibatches(config: Config) -> None:
 
 def _check_colocation(config: Config) -> None:
     """Refuses co-located servers where the GPUs cannot go from one side to the other."""
-    given_up = config.actor.offload_while_sampling
-    if given_up not in OFFLOAD_WHILE_SAMPLING:
-        what = f"actor.offload_while_sampling={given_up}"
-        raise UserError(does_not_exist(what, given_up, OFFLOAD_WHILE_SAMPLING))
     if not config.server.colocate:
         return
     if config.launcher != "local":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
+import functools
 import logging
 import os
 import re
@@ -24,13 +26,16 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
 from megarl.checks import config_checks
 from megarl.config import Config
-from megarl.knobs import UserError, does_not_exist, run_all
+from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
     next(p for p in (PACKAGE / name, PACKAGE.parent / name) if p.is_dir()) for name in ("configs", "assets")
 )
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+LONGEST_LINE = 1000  # characters of an error message of Hydra
 
 
 def knob_paths(schema: Any = None, prefix: str = "") -> dict[str, dataclasses.Field[Any]]:
@@ -66,23 +71,32 @@ def load(overrides: list[str]) -> Config:
 
 
 def composed(overrides: list[str]) -> Config:
-    """Composes the configuration of a command line. Checks keys and types, and no rule that spans stages.
+    """Composes the configuration of a command line. Checks keys, types and ranges, and no rule between knobs.
 
     Raises:
-        UserError: an unknown key, or a value of the wrong type.
+        UserError: an unknown key, a value of the wrong type, or one outside the knob's range.
     """
     _check_keys(overrides)
+    _register_schemas()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config: Config = OmegaConf.to_object(compose("config", overrides))  # type: ignore[assignment]
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
+        raise UserError(_one_line(error)) from error
+    check_ranges(config)
+    return config
+
+
+@functools.cache
+def _register_schemas() -> None:
+    """Makes the dataclasses known to Hydra, as the schemas of configs/. Once, as it takes a tenth of a second."""
     OmegaConf.register_new_resolver("assets", lambda name: str(ASSETS / name), replace=True)
     store = ConfigStore.instance()
     store.store("schema", _writable(OmegaConf.structured(Config(algorithm=AlgorithmConfig()))))
     for name, (kind, _) in ALGORITHMS.items():  # each file of the group starts from its schema
         store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config: Config = OmegaConf.to_object(compose("config", overrides))  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_one_line(error)) from error
-    return config
 
 
 def run_command(command: Callable[[Config], int]) -> None:
@@ -91,7 +105,10 @@ def run_command(command: Callable[[Config], int]) -> None:
 
 
 def exit_with(command: Callable[[list[str]], int]) -> None:
-    """Runs a command on sys.argv and exits with its code. A UserError prints one line and exits with 2."""
+    """Runs a command on sys.argv and exits with its code.
+
+    Two errors print one line in place of a traceback: a UserError, with exit code 2, and a full disk, with 1.
+    """
     arguments = sys.argv[1:]
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
         warnings.filterwarnings("ignore", module=module)  # missing Apex and TE, deprecated names
@@ -108,6 +125,24 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if not (line := _full_disk(error)):
+            raise
+        print(f"megarl: {line}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _full_disk(error: Exception) -> str:
+    """Line about a full disk or a used up quota in an error's chain of causes; "" if there is none."""
+    cause: BaseException | None = error
+    texts = [os.strerror(number) for number in FULL_DISK]
+    while cause is not None:
+        if getattr(cause, "errno", None) in FULL_DISK or any(text in str(cause) for text in texts):
+            reported = " ".join(dict.fromkeys([str(error), str(cause)]))
+            remedy = "free space there or set run_root to another disk, then go on with resume=RUN_FOLDER"
+            return f"{' '.join(reported.split())}; {remedy}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def load_expr_config(
@@ -237,7 +272,7 @@ def _check_keys(overrides: list[str]) -> None:
     """Refuses keys that are neither a knob nor a group, and suggests the nearest name."""
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # ValueError: an integer of thousands of digits
         raise UserError(_one_line(error)) from error
     knobs = knob_paths()
     open_ended = tuple(f"{path}." for path, field in knobs.items() if "dict[" in str(field.type))
@@ -281,4 +316,5 @@ def _one_line(error: Exception) -> str:
         )
     lines = [line.strip() for line in f"{text}\n{cause}".splitlines() if line.strip()]
     messages = [line for line in lines if not line.startswith(("reference_type", "object_type", "See https"))]
-    return "; ".join(dict.fromkeys(messages))
+    line = "; ".join(dict.fromkeys(messages))
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."

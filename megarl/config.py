@@ -12,8 +12,9 @@ from typing import Any
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.algorithms import AlgorithmConfig, GRPOConfig, algorithm_of
 from megarl.data.config import DataConfig, DatasetConfig
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, check_ranges, knob
 from megarl.observe.logger import LoggerConfig
+from megarl.observe.run_folder import check_name
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.rewards.pool import RewardConfig
@@ -22,6 +23,8 @@ from megarl.rollout.evaluate import EvaluatorConfig
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.types import GenerationHyperparameters
 
+METHODS = ("rl", "sft", "preference")
+LAUNCHERS = ("local", "slurm", "ray")
 REFERENCE_MODES = ("precompute", "online")
 
 
@@ -30,73 +33,80 @@ class ReferenceConfig:
     """Source of the start policy's log-probs, for the preference methods."""
 
     mode: str = knob(
-        "precompute", "precompute: once, before the first step, kept for later runs; online: a frozen model beside"
+        "precompute",
+        "precompute: once, before the first step, kept for later runs; online: a frozen model beside",
+        choices=REFERENCE_MODES,
     )
 
     def __post_init__(self) -> None:
-        if self.mode not in REFERENCE_MODES:
-            raise UserError(f"reference.mode={self.mode} must be one of {', '.join(REFERENCE_MODES)}")
+        check_ranges(self, "reference")
 
 
 @dataclass(frozen=True)
 class SaverConfig:
     """Checkpoints during a run, and the export at its end."""
 
-    every_steps: int = knob(50, "steps between checkpoints; 0 writes one only when the run ends or is stopped")
-    keep: int = knob(2, "checkpoints kept; older ones are removed")
+    every_steps: int = knob(
+        50, "steps between checkpoints; 0 writes one only when the run ends or is stopped", least=0, most=MAX_COUNT
+    )
+    keep: int = knob(2, "checkpoints kept; older ones are removed", least=1, most=MAX_COUNT)
     asynchronous: bool = knob(True, "train on while a checkpoint is written, from a copy of the state on the host")
-    timeout_s: float = knob(3600.0, "seconds that the writing of a checkpoint may take")
+    timeout_s: float = knob(3600.0, "seconds that the writing of a checkpoint may take", above=0, most=MAX_SECONDS)
     export_hf: bool = knob(True, "write the trained model as a HF checkpoint to hf/ at the end")
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0 or self.keep < 1:
-            raise UserError(
-                f"saver.every_steps={self.every_steps}, saver.keep={self.keep}: they must be at least 0 and 1"
-            )
-        if self.timeout_s <= 0:
-            raise UserError(f"saver.timeout_s={self.timeout_s} must be above 0")
+        check_ranges(self, "saver")
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """The machines that a run is planned for; launchers and `megarl.preflight` lay it out on them."""
 
-    gpus_per_node: int = knob(0, "GPUs of a node; 0: everything runs on the CPUs of this machine")
-    gpu_memory_gib: float = knob(80.0, "memory of a GPU in GiB")
-    network_gb_s: float = knob(50.0, "bandwidth of a GPU's network link, GB/s each way; for the time of a weight sync")
-    gpu_tflops: float = knob(989.0, "dense bfloat16 peak of a GPU in TFLOP/s, for expected times; 989 is an H100 SXM")
-    gpu_memory_gb_s: float = knob(3350.0, "bandwidth of a GPU's memory in GB/s, for expected times; an H100 SXM's")
-    train_utilisation: float = knob(0.35, "part of gpu_tflops that training and prefill are expected to reach")
-    decode_utilisation: float = knob(0.5, "part of gpu_memory_gb_s that decoding is expected to reach")
-    mean_length: float = knob(0.5, "expected mean length of prompts and completions, as a part of the longest allowed")
+    gpus_per_node: int = knob(0, "GPUs of a node; 0: everything runs on the CPUs of this machine", least=0, most=128)
+    gpu_memory_gib: float = knob(80.0, "memory of a GPU in GiB", least=0.001, most=1e5)
+    network_gb_s: float = knob(
+        50.0, "bandwidth of a GPU's network link, GB/s each way; for the time of a weight sync", least=0.001, most=1e6
+    )
+    gpu_tflops: float = knob(
+        989.0, "dense bfloat16 peak of a GPU in TFLOP/s, for expected times; 989 is an H100 SXM", least=0.001, most=1e6
+    )
+    gpu_memory_gb_s: float = knob(
+        3350.0, "bandwidth of a GPU's memory in GB/s, for expected times; an H100 SXM's", least=0.001, most=1e6
+    )
+    train_utilisation: float = knob(
+        0.35, "part of gpu_tflops that training and prefill are expected to reach", least=0.001, most=1
+    )
+    decode_utilisation: float = knob(
+        0.5, "part of gpu_memory_gb_s that decoding is expected to reach", least=0.001, most=1
+    )
+    mean_length: float = knob(
+        0.5, "expected mean length of prompts and completions, as a part of the longest allowed", least=0.001, most=1
+    )
 
     def __post_init__(self) -> None:
-        if self.gpus_per_node < 0:
-            raise UserError(
-                f"cluster.gpus_per_node={self.gpus_per_node} must be at least 0; 0 is a machine without GPUs"
-            )
-        for name in ("gpu_memory_gib", "network_gb_s", "gpu_tflops", "gpu_memory_gb_s"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"cluster.{name}={getattr(self, name)} must be above 0")
-        for name in ("train_utilisation", "decode_utilisation", "mean_length"):
-            if not 0 < getattr(self, name) <= 1:
-                raise UserError(f"cluster.{name}={getattr(self, name)} must lie above 0 and at most at 1")
+        check_ranges(self, "cluster")
 
 
 @dataclass(frozen=True)
 class Config:
     """One run."""
 
-    experiment_name: str = knob("unnamed", "name of the run's folder under run_root")
-    method: str = knob("rl", "rl (rollouts and policy updates), sft (supervised) or preference (DPO and its kin)")
-    seed: int = knob(1, "seed of the data order and of the sampling streams")
-    total_train_steps: int = knob(100, "optimizer batches to train on; learning-rate schedules end there")
-    run_root: str = knob("runs", "folder that run folders are made in")
+    experiment_name: str = knob("unnamed", "name of the run's folder under run_root", path=True)
+    method: str = knob(
+        "rl", "rl (rollouts and policy updates), sft (supervised) or preference (DPO and its kin)", choices=METHODS
+    )
+    seed: int = knob(1, "seed of the data order and of the sampling streams", least=0, most=MAX_SEED)
+    total_train_steps: int = knob(
+        100, "optimizer batches to train on; learning-rate schedules end there", least=1, most=MAX_COUNT
+    )
+    run_root: str = knob("runs", "folder that run folders are made in", path=True)
     deterministic: bool = knob(
         False, "log-probs of rollout and trainer equal in every bit, or the run stops; method=rl on CPU, and slower"
     )
-    resume: str | None = knob(None, "run folder to go on from, at its last checkpoint")
-    launcher: str = knob("local", "what starts ranks and servers: local (this machine), slurm or ray")
+    resume: str | None = knob(None, "run folder to go on from, at its last checkpoint", path=True)
+    launcher: str = knob(
+        "local", "what starts ranks and servers: local (this machine), slurm or ray", choices=LAUNCHERS
+    )
     actor: EngineConfig = knob(factory=EngineConfig, meaning="the model that is trained")
     parallel: ParallelConfig = knob(factory=ParallelConfig, meaning="its layout over trainer ranks")
     algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the algorithm, by its group: algorithm=dapo")
@@ -117,6 +127,9 @@ class Config:
     evaluator: EvaluatorConfig = knob(factory=EvaluatorConfig, meaning="held-out evaluation during the run")
     logger: LoggerConfig = knob(factory=LoggerConfig, meaning="where metrics go")
     cluster: ClusterConfig = knob(factory=ClusterConfig, meaning="the machines that the run is planned for")
+
+    def __post_init__(self) -> None:
+        check_name(self.experiment_name)
 
 
 def longest_sequence(config: Config) -> int | None:

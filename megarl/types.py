@@ -13,34 +13,40 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, UserError, check_ranges, knob
 
 
 @dataclass(frozen=True)
 class GenerationHyperparameters:
     """Sampling parameters, read by the workflows and the rollout client."""
 
-    n_samples: int = knob(1, "completions sampled per prompt (the group size)")
-    max_new_tokens: int = knob(256, "maximum tokens of a completion")
-    min_new_tokens: int = knob(0, "minimum tokens before an end-of-sequence token is allowed")
+    n_samples: int = knob(1, "completions sampled per prompt (the group size)", least=1, most=MAX_COUNT)
+    max_new_tokens: int = knob(256, "maximum tokens of a completion", least=1, most=MAX_COUNT)
+    min_new_tokens: int = knob(0, "minimum tokens before an end-of-sequence token is allowed", least=0, most=MAX_COUNT)
     greedy: bool = knob(False, "take the most likely token instead of sampling")
-    temperature: float = knob(1.0, "softmax temperature; log-probs are taken from the tempered distribution")
-    top_p: float = knob(1.0, "nucleus sampling mass; below 1 rollout log-probs no longer match the trainer's")
-    top_k: int = knob(-1, "sample among the k most likely tokens; -1 means all")
+    temperature: float = knob(
+        1.0, "softmax temperature; log-probs are taken from the tempered distribution", above=0, most=100
+    )
+    top_p: float = knob(
+        1.0, "nucleus sampling mass; below 1 rollout log-probs no longer match the trainer's", above=0, most=1
+    )
+    top_k: int = knob(-1, "sample among the k most likely tokens; -1 means all", least=-1, most=MAX_COUNT)
     stop: list[str] = knob(meaning="strings that end a completion", factory=list)
-    stop_token_ids: list[int] = knob(meaning="token ids that end a completion, besides eos", factory=list)
+    stop_token_ids: list[int] = knob(
+        meaning="token ids that end a completion, besides eos", factory=list, least=0, most=2**31 - 1
+    )
 
     def __post_init__(self) -> None:
-        ranges = {
-            "n_samples": (self.n_samples >= 1, "at least 1"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature > 0, "above 0; greedy=true takes the most likely token"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": (self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
-        }
-        for name, (holds, rule) in ranges.items():
-            if not holds:
-                raise UserError(f"gconfig.{name}={getattr(self, name)} must be {rule}")
+        check_ranges(self, "gconfig")
+        if self.top_k == 0:
+            raise UserError("gconfig.top_k=0 must be -1, for all tokens, or at least 1")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"gconfig.min_new_tokens={self.min_new_tokens} must be at most gconfig.max_new_tokens="
+                f"{self.max_new_tokens}; change one of them"
+            )
+        if "" in self.stop:
+            raise UserError("gconfig.stop holds an empty string, which every completion ends with; leave it out")
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Returns a copy with some fields changed, such as `gconfig.new(greedy=True)`."""

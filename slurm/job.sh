@@ -6,7 +6,7 @@
 #
 # A job ends with the run's exit code. It is requeued and continues from its last checkpoint
 #   - before its time limit: Slurm sends this shell USR1 (#SBATCH --signal=B:USR1@SECONDS), and the trainers stop after
-#     their step, with a checkpoint;
+#     their step, with a checkpoint. An attempt without a checkpoint is not repeated;
 #   - when it is preempted: Slurm sends TERM to all tasks, with the same effect on the trainers;
 #   - when a node fails: nodes that start no task are excluded from the next attempt.
 # scancel ends it: the trainers get TERM, and then the time of Slurm's KillWait. An error of the run is not retried.
@@ -24,6 +24,7 @@ fi
 # The node plan (megarl/launcher/slurm.py), in the order of the job's nodes.
 RANKS=0 RANKS_PER_NODE=0 RANK_NODES=0 SERVERS=0 SERVERS_PER_NODE=0 SERVER_NODES=0 FIRST_SERVER_NODE=0 FIRST_SERVER_GPU=0
 RUN_FOLDER="" LOGS="" JOB_FOLDER="" RESUME=""
+CHECKPOINT="" # newest one at the start of this attempt
 nodes=() # names of the job's nodes
 asked="" # "requeue" or "end", after a signal
 say() { echo "$(date +%T) $*"; }
@@ -127,14 +128,27 @@ failed_nodes() {
   (IFS=, && echo "${failed[*]}")
 }
 
+# newest_checkpoint: prints the name of the run's newest checkpoint, or nothing.
+newest_checkpoint() {
+  local folders=("$RUN_FOLDER"/checkpoints/step_*[0-9]) # in the order of their steps
+  if [[ -n $RUN_FOLDER && -d ${folders[0]} ]]; then basename "${folders[-1]}"; fi
+}
+
 # finish CODE: requeues the job, or ends it with the exit code of the trainers.
 finish() {
   local code=$1 state failed log
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -n $asked && $state == RUNNING ]]; then # near the time limit or preempted; COMPLETING after scancel
     if ((code)) || grep -qs '"stopped_early": true' "$RUN_FOLDER/summary.json"; then
+      if [[ $asked == requeue && $(newest_checkpoint) == "$CHECKPOINT" ]]; then
+        say "stopped before its time limit without a checkpoint of this attempt: the next would get no further. Not" \
+          "requeued; give more time (sbatch --time), or a later signal (--signal=B:USR1@SECONDS)"
+        exit 1
+      fi
       requeue
     fi
+  elif [[ -n $asked ]]; then
+    say "stopped by Slurm, job state ${state:-unknown}: Slurm itself requeues it after a failed node or a preemption"
   elif ((code)) && [[ -z $asked ]]; then
     failed=$(failed_nodes)
     if [[ -n $failed ]]; then leave "$failed"; fi
@@ -159,6 +173,7 @@ prepare() {
   eval "$(grep -E '^[A-Z_]+=' <<<"$plan")" # ignores other output of the command
   export MEGARL_RUN_FOLDER=$RUN_FOLDER MEGARL_JOB_FOLDER=$JOB_FOLDER MEGARL_LOGS=$LOGS
   export MEGARL_FIRST_SERVER_GPU=$FIRST_SERVER_GPU
+  CHECKPOINT=$(newest_checkpoint)
   say "run folder $RUN_FOLDER, logs $LOGS"
 }
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from megarl.actor.config import BACKENDS, LR_STYLES, RECOMPUTE, WSD_STYLES, EngineConfig
+from megarl.actor.config import EngineConfig
 from megarl.families import MoeShape, head_dim, moe_shape
-from megarl.knobs import UserError
+from megarl.knobs import UserError, check_ranges
 from megarl.parallel.config import ParallelConfig
 
 
@@ -26,9 +26,8 @@ def knob_checks(
     naming the knob, the rule and the remedy.
     """
     return (
-        functools.partial(_check_choices, config),
-        functools.partial(_check_optimizer, config),
-        functools.partial(_check_ranges, config),
+        functools.partial(check_ranges, config, "actor"),
+        functools.partial(config.optimizer.check, "actor.optimizer"),
         functools.partial(_check_backend, config, deterministic),
         parallel.check,
         functools.partial(_check_shared_prefix, config, parallel),
@@ -103,54 +102,6 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
     else:
         _check_expert_layout(moe, parallel)
     parallel.stage_layers(model.num_hidden_layers)
-
-
-def _check_choices(config: EngineConfig) -> None:
-    choices = {
-        "dtype": (config.dtype, ("float32", "bfloat16")),
-        "init": (config.init, ("checkpoint", "random")),
-        "backend": (config.backend, BACKENDS),
-        "recompute": (config.recompute, RECOMPUTE),
-        "optimizer.lr_decay_style": (config.optimizer.lr_decay_style, LR_STYLES),
-        "optimizer.lr_wsd_decay_style": (config.optimizer.lr_wsd_decay_style, WSD_STYLES),
-    }
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise UserError(f"actor.{name}={value} must be one of {', '.join(allowed)}")
-
-
-def _check_optimizer(config: EngineConfig) -> None:
-    adam = config.optimizer
-    ranges = {
-        "lr": (adam.lr > 0, "above 0"),
-        "min_lr_ratio": (0 <= adam.min_lr_ratio <= 1, "from 0 to 1"),
-        "warmup_steps": (adam.warmup_steps >= 0, "at least 0"),
-        "wsd_decay_steps": (adam.wsd_decay_steps >= 0, "at least 0"),
-        "weight_decay": (adam.weight_decay >= 0, "at least 0"),
-        "adam_beta1": (0 <= adam.adam_beta1 < 1, "from 0 to below 1"),
-        "adam_beta2": (0 <= adam.adam_beta2 < 1, "from 0 to below 1"),
-        "adam_eps": (adam.adam_eps > 0, "above 0"),
-        "clip_grad": (adam.clip_grad >= 0, "at least 0"),
-    }
-    for name, (holds, rule) in ranges.items():
-        if not holds:
-            raise UserError(f"actor.optimizer.{name}={getattr(adam, name)} must be {rule}")
-    if (adam.lr_decay_style == "WSD") != (adam.wsd_decay_steps > 0):
-        raise UserError(
-            f"actor.optimizer.wsd_decay_steps={adam.wsd_decay_steps} with lr_decay_style={adam.lr_decay_style}: WSD "
-            "needs at least 1, the other styles take 0"
-        )
-
-
-def _check_ranges(config: EngineConfig) -> None:
-    if config.max_skipped_steps < 0:
-        raise UserError(f"actor.max_skipped_steps={config.max_skipped_steps} must be at least 0; 0 skips none")
-    for name in ("value_head_std", "kept_logits_mb"):
-        if getattr(config, name) < 0:
-            raise UserError(f"actor.{name}={getattr(config, name)} must be at least 0")
-    for name in ("max_tokens_per_mb", "temperature"):
-        if getattr(config, name) <= 0:
-            raise UserError(f"actor.{name}={getattr(config, name)} must be above 0")
 
 
 def _check_backend(config: EngineConfig, deterministic: bool) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, MAX_SEED, UserError, check_ranges, knob
 
+INITS = ("checkpoint", "random")
+DTYPES = ("float32", "bfloat16")
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 OFFLOAD_WHILE_SAMPLING = ("all", "optimizer", "none")
@@ -18,21 +20,36 @@ RECOMPUTE = ("none", "selective", "full")
 class OptimizerConfig:
     """Adam and its learning-rate schedule."""
 
-    lr: float = knob(1e-6, "peak learning rate")
-    min_lr_ratio: float = knob(0.0, "learning rate at the end of decay, as a part of lr")
+    lr: float = knob(1e-6, "peak learning rate", above=0, most=1000)
+    min_lr_ratio: float = knob(0.0, "learning rate at the end of decay, as a part of lr", least=0, most=1)
     lr_decay_style: str = knob(
-        "constant", "constant, linear, cosine, inverse-square-root or WSD (constant, decay last)"
+        "constant", "constant, linear, cosine, inverse-square-root or WSD (constant, decay last)", choices=LR_STYLES
     )
-    wsd_decay_steps: int = knob(0, "lr_decay_style=WSD: steps of the decay at the end")
-    lr_wsd_decay_style: str = knob("linear", "lr_decay_style=WSD: linear, cosine, exponential or minus_sqrt")
-    warmup_steps: int = knob(0, "steps over which the learning rate rises from 0")
-    weight_decay: float = knob(0.0, "decoupled weight decay; not applied to norms and biases")
-    adam_beta1: float = knob(0.9, "decay of Adam's first moment")
-    adam_beta2: float = knob(0.999, "decay of Adam's second moment")
-    adam_eps: float = knob(1e-8, "Adam's denominator floor")
-    clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off")
+    wsd_decay_steps: int = knob(0, "lr_decay_style=WSD: steps of the decay at the end", least=0, most=MAX_COUNT)
+    lr_wsd_decay_style: str = knob(
+        "linear", "lr_decay_style=WSD: linear, cosine, exponential or minus_sqrt", choices=WSD_STYLES
+    )
+    warmup_steps: int = knob(0, "steps over which the learning rate rises from 0", least=0, most=MAX_COUNT)
+    weight_decay: float = knob(0.0, "decoupled weight decay; not applied to norms and biases", least=0, most=1000)
+    adam_beta1: float = knob(0.9, "decay of Adam's first moment", least=0, below=1)
+    adam_beta2: float = knob(0.999, "decay of Adam's second moment", least=0, below=1)
+    adam_eps: float = knob(1e-8, "Adam's denominator floor", above=0, most=1)
+    clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off", least=0, most=1e9)
 
-    def check_length(self, steps: int) -> None:
+    def check(self, path: str) -> None:
+        """Refuses knobs outside their range, and a decay that the style does not take; `path` is that of the knobs.
+
+        Raises:
+            UserError: naming the knob.
+        """
+        check_ranges(self, path)
+        if (self.lr_decay_style == "WSD") != (self.wsd_decay_steps > 0):
+            raise UserError(
+                f"{path}.wsd_decay_steps={self.wsd_decay_steps} with lr_decay_style={self.lr_decay_style}: WSD needs "
+                "at least 1, the other styles take 0"
+            )
+
+    def check_length(self, steps: int, path: str = "actor.optimizer") -> None:
         """Refuses a decay longer than a run of `steps` steps.
 
         Raises:
@@ -40,7 +57,7 @@ class OptimizerConfig:
         """
         if self.warmup_steps + self.wsd_decay_steps > steps and self.lr_decay_style == "WSD":
             raise UserError(
-                f"actor.optimizer.warmup_steps={self.warmup_steps} + wsd_decay_steps={self.wsd_decay_steps} exceed the "
+                f"{path}.warmup_steps={self.warmup_steps} + wsd_decay_steps={self.wsd_decay_steps} exceed the "
                 f"run's {steps} steps; lower one of them, or train for longer"
             )
 
@@ -49,27 +66,47 @@ class OptimizerConfig:
 class EngineConfig:
     """One model: its checkpoint and how it is trained."""
 
-    path: str = knob("", "local folder of a HF checkpoint, or a hub name")
-    init: str = knob("checkpoint", "checkpoint: load the weights of path; random: only its config and tokenizer")
-    init_seed: int = knob(1, "seed of init=random")
-    dtype: str = knob("float32", "float32 or bfloat16 parameters; main parameters and gradients are float32")
-    max_tokens_per_mb: int = knob(16384, "most tokens in one packed microbatch; bounds activation memory")
-    kept_logits_mb: int = knob(256, "MiB of logits kept for backward; where there are more, they are computed twice")
+    path: str = knob("", "local folder of a HF checkpoint, or a hub name", path=True)
+    init: str = knob(
+        "checkpoint", "checkpoint: load the weights of path; random: only its config and tokenizer", choices=INITS
+    )
+    init_seed: int = knob(1, "seed of init=random", least=0, most=MAX_SEED)
+    dtype: str = knob(
+        "float32", "float32 or bfloat16 parameters; main parameters and gradients are float32", choices=DTYPES
+    )
+    max_tokens_per_mb: int = knob(
+        16384, "most tokens in one packed microbatch; bounds activation memory", least=1, most=MAX_COUNT
+    )
+    kept_logits_mb: int = knob(
+        256, "MiB of logits kept for backward; where there are more, they are computed twice", least=0, most=2**20
+    )
     shared_prefix: bool = knob(False, "compute the prompt that a group shares once a microbatch; cp_size=1 only")
-    value_head_std: float = knob(0.0, "standard deviation of a new critic's or reward model's head; 0 starts at zero")
-    temperature: float = knob(1.0, "logits are divided by this before log-probs; must be the sampling temperature")
+    value_head_std: float = knob(
+        0.0, "standard deviation of a new critic's or reward model's head; 0 starts at zero", least=0, most=1000
+    )
+    temperature: float = knob(
+        1.0, "logits are divided by this before log-probs; must be the sampling temperature", above=0, most=100
+    )
     backend: str = knob(
-        "auto", "layers: torch, te (Transformer Engine), cpu (float32, no GPU); auto: te, else cpu, where they can run"
+        "auto",
+        "layers: torch, te (Transformer Engine), cpu (float32, no GPU); auto: te, else cpu, where they can run",
+        choices=BACKENDS,
     )
     float32_head: bool = knob(
         False, "logits of bfloat16 models in float32, here and on the servers: a log-prob rounds at 2^-24, not 2^-8"
     )
-    recompute: str = knob("none", "activations computed again in backward: none, selective (attention, MLP), full")
+    recompute: str = knob(
+        "none", "activations computed again in backward: none, selective (attention, MLP), full", choices=RECOMPUTE
+    )
     offload_while_sampling: str = knob(
-        "all", "with server.colocate: all, optimizer (with gradients; parameters stay on the GPU), or none"
+        "all",
+        "with server.colocate: all, optimizer (with gradients; parameters stay on the GPU), or none",
+        choices=OFFLOAD_WHILE_SAMPLING,
     )
     offload_optimizer: bool = knob(False, "run Adam on the host, where its moments are kept; needs a GPU")
-    max_skipped_steps: int = knob(3, "steps in a row that may be skipped for a loss or gradient that is not finite")
+    max_skipped_steps: int = knob(
+        3, "steps in a row that may be skipped for a loss or gradient that is not finite", least=0, most=MAX_COUNT
+    )
     debug_kernels: bool = knob(
         False, "on GPUs, check labels, temperatures and cu_seqlens before a kernel reads them; each check waits"
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl_penalty import KL_ESTIMATORS
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.ops.loss import CORRECTIONS
 from megarl.types import PackedBatch
 
@@ -29,82 +29,75 @@ class AlgorithmConfig:
     """Base of all algorithm configs."""
 
     def check(self) -> None:
-        """Refuses values that no run could use.
+        """Refuses values that no run could use. Derived classes add rules between knobs.
 
         Raises:
             UserError: with the name of the knob.
         """
+        check_ranges(self, "algorithm")
 
 
 @dataclass(frozen=True)
 class RLConfig(AlgorithmConfig):
     """Knobs of every RL algorithm."""
 
-    n_minibatches: int = knob(1, "optimizer steps on each rollout batch; each step takes a different part of the batch")
+    n_minibatches: int = knob(
+        1,
+        "optimizer steps on each rollout batch; each step takes a different part of the batch",
+        least=1,
+        most=MAX_COUNT,
+    )
     aggregate: str = knob(
-        "token", "mean of the loss: token (all tokens), sequence (each sequence first) or constant (aggregate_tokens)"
+        "token",
+        "mean of the loss: token (all tokens), sequence (each sequence first) or constant (aggregate_tokens)",
+        choices=AGGREGATIONS,
     )
-    aggregate_tokens: int = knob(0, "aggregate=constant: each sequence's summed loss is divided by this many tokens")
-    entropy_coef: float = knob(0.0, "weight of an entropy bonus")
-    kl_coef: float = knob(0.0, "weight of the KL to the reference policy; above 0 loads a frozen reference")
-    kl_in: str = knob("loss", "where the KL to the reference is applied: loss or reward")
-    kl_estimator: str = knob("k3", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)")
+    aggregate_tokens: int = knob(
+        0, "aggregate=constant: each sequence's summed loss is divided by this many tokens", least=0, most=MAX_COUNT
+    )
+    entropy_coef: float = knob(0.0, "weight of an entropy bonus", least=0, most=MAX_WEIGHT)
+    kl_coef: float = knob(
+        0.0, "weight of the KL to the reference policy; above 0 loads a frozen reference", least=0, most=MAX_WEIGHT
+    )
+    kl_in: str = knob("loss", "where the KL to the reference is applied: loss or reward", choices=KL_PLACES)
+    kl_estimator: str = knob(
+        "k3", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)", choices=KL_ESTIMATORS
+    )
     correction: str = knob(
-        "none", "weight each token by trainer/rollout probability: none, truncate (TIS) or mask (IcePop)"
+        "none",
+        "weight each token by trainer/rollout probability: none, truncate (TIS) or mask (IcePop)",
+        choices=CORRECTIONS,
     )
-    correction_low: float = knob(0.5, "mask: tokens with a smaller weight are left out")
-    correction_high: float = knob(2.0, "truncate: the largest weight; mask: tokens with a larger weight are left out")
+    correction_low: float = knob(0.5, "mask: tokens with a smaller weight are left out", least=0, most=UNBOUNDED)
+    correction_high: float = knob(
+        2.0, "truncate: the largest weight; mask: tokens with a larger weight are left out", above=0, most=UNBOUNDED
+    )
 
     def check(self) -> None:
-        _at_least("n_minibatches", self.n_minibatches, 1)
-        _one_of("aggregate", self.aggregate, AGGREGATIONS)
-        _one_of("kl_in", self.kl_in, KL_PLACES)
-        _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _one_of("correction", self.correction, CORRECTIONS)
-        _at_least("kl_coef", self.kl_coef, 0)
-        _at_least("correction_low", self.correction_low, 0)
+        super().check()
         if self.correction_high <= self.correction_low:
             raise UserError(
                 f"algorithm.correction_high={self.correction_high} must be above algorithm.correction_low="
                 f"{self.correction_low}"
             )
-        if self.aggregate == "constant":
-            _at_least("aggregate_tokens", self.aggregate_tokens, 1)
+        if self.aggregate == "constant" and self.aggregate_tokens == 0:
+            raise UserError("algorithm.aggregate=constant needs algorithm.aggregate_tokens above 0, such as 1024")
 
 
 @dataclass(frozen=True)
 class ClipConfig(RLConfig):
     """Knobs of algorithms with PPO's clip."""
 
-    eps_clip: float = knob(0.2, "the ratio to the proximal policy is clipped to 1 - eps_clip .. 1 + eps_clip")
-
-    def check(self) -> None:
-        super().check()
-        if not 0 < self.eps_clip < 1:
-            raise UserError(f"algorithm.eps_clip={self.eps_clip} must lie between 0 and 1")
+    eps_clip: float = knob(
+        0.2, "the ratio to the proximal policy is clipped to 1 - eps_clip .. 1 + eps_clip", above=0, below=1
+    )
 
 
 @dataclass(frozen=True)
 class GroupConfig(RLConfig):
     """Knobs of algorithms that normalise rewards within a group."""
 
-    advantage_eps: float = knob(1e-6, "added to the standard deviation of a group's rewards")
-
-
-def check_clips(low: float, high: float) -> None:
-    """Refuses clip bounds 1 - low .. 1 + high that are empty or allow negative ratios."""
-    if not (0 < low <= 1 and high > 0):
-        raise UserError(f"algorithm.clip_low={low} must lie in (0, 1] and algorithm.clip_high={high} above 0")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"algorithm.{name}={value} is not one of {', '.join(allowed)}")
-
-
-def _at_least(name: str, value: float, minimum: float) -> None:
-    if not value >= minimum:
-        raise UserError(f"algorithm.{name}={value} must be at least {minimum}")
+    advantage_eps: float = knob(1e-6, "added to the standard deviation of a group's rewards", above=0, most=MAX_WEIGHT)
 
 
 class Algorithm(ABC):

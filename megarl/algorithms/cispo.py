@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.algorithms.base import GroupConfig, check_clips
+from megarl.algorithms.base import UNBOUNDED, GroupConfig
 from megarl.algorithms.policy_gradient import GroupRelative
 from megarl.knobs import knob
 
@@ -20,12 +20,8 @@ from megarl.knobs import knob
 class CISPOConfig(GroupConfig):
     """Knobs of CISPO."""
 
-    clip_low: float = knob(1.0, "lower bound of the weight is 1 - clip_low; 1 is no bound")
-    clip_high: float = knob(4.0, "upper bound of the weight is 1 + clip_high")
-
-    def check(self) -> None:
-        super().check()
-        check_clips(self.clip_low, self.clip_high)
+    clip_low: float = knob(1.0, "lower bound of the weight is 1 - clip_low; 1 is no bound", above=0, most=1)
+    clip_high: float = knob(4.0, "upper bound of the weight is 1 + clip_high", above=0, most=UNBOUNDED)
 
 
 class CISPO(GroupRelative):

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import GroupConfig, check_clips, trained_tokens
+from megarl.algorithms.base import UNBOUNDED, GroupConfig, trained_tokens
 from megarl.algorithms.policy_gradient import GroupRelative
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, UserError, knob
 from megarl.types import PackedBatch
 
 
@@ -28,18 +28,21 @@ from megarl.types import PackedBatch
 class DAPOConfig(GroupConfig):
     """Knobs of DAPO."""
 
-    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low")
-    clip_high: float = knob(0.28, "the ratio is clipped above at 1 + clip_high")
+    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low", above=0, most=1)
+    clip_high: float = knob(0.28, "the ratio is clipped above at 1 + clip_high", above=0, most=UNBOUNDED)
     dynamic_sampling: bool = knob(True, "drop groups with equal rewards, and sample other prompts in their place")
-    overlong_buffer: int = knob(0, "tokens before overlong_budget over which the reward falls by up to 1; 0: off")
-    overlong_budget: int = knob(0, "longest completion in tokens; its last overlong_buffer tokens reduce the reward")
+    overlong_buffer: int = knob(
+        0, "tokens before overlong_budget over which the reward falls by up to 1; 0: off", least=0, most=MAX_COUNT
+    )
+    overlong_budget: int = knob(
+        0, "longest completion in tokens; its last overlong_buffer tokens reduce the reward", least=0, most=MAX_COUNT
+    )
 
     def check(self) -> None:
         super().check()
-        check_clips(self.clip_low, self.clip_high)
-        if not 0 <= self.overlong_buffer <= max(self.overlong_budget, 0):
+        if self.overlong_buffer > self.overlong_budget:
             raise UserError(
-                f"algorithm.overlong_buffer={self.overlong_buffer} must lie between 0 and algorithm.overlong_budget="
+                f"algorithm.overlong_buffer={self.overlong_buffer} must be at most algorithm.overlong_budget="
                 f"{self.overlong_budget}"
             )
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.algorithms.base import ClipConfig, GroupConfig
+from megarl.algorithms.base import UNBOUNDED, ClipConfig, GroupConfig
 from megarl.algorithms.policy_gradient import GroupRelative
 from megarl.knobs import UserError, knob
+from megarl.ops.loss import CORRECTIONS
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,14 @@ class DecoupledPPOConfig(ClipConfig, GroupConfig):
     """Knobs of decoupled PPO."""
 
     correction: str = knob(
-        "truncate", "weight each token by trainer/rollout probability: none, truncate (TIS) or mask (IcePop)"
+        "truncate",
+        "weight each token by trainer/rollout probability: none, truncate (TIS) or mask (IcePop)",
+        choices=CORRECTIONS,
     )
-    correction_low: float = knob(0.0, "mask: tokens with a smaller weight are left out")
-    correction_high: float = knob(5.0, "truncate: the largest weight; mask: tokens with a larger weight are left out")
+    correction_low: float = knob(0.0, "mask: tokens with a smaller weight are left out", least=0, most=UNBOUNDED)
+    correction_high: float = knob(
+        5.0, "truncate: the largest weight; mask: tokens with a larger weight are left out", above=0, most=UNBOUNDED
+    )
 
     def check(self) -> None:
         super().check()

@@ -14,7 +14,6 @@ from torch import Tensor
 from megarl.algorithms.preference import (
     PreferenceAlgorithm,
     PreferenceConfig,
-    check_label_smoothing,
     completion_logprobs,
     log_sigmoid_loss,
     pair_metrics,
@@ -28,11 +27,7 @@ from megarl.types import PackedBatch
 class DPOConfig(PreferenceConfig):
     """Knobs of DPO."""
 
-    label_smoothing: float = knob(0.0, "assumed share of wrong labels")
-
-    def check(self) -> None:
-        super().check()
-        check_label_smoothing(self.label_smoothing)
+    label_smoothing: float = knob(0.0, "assumed share of wrong labels", least=0, below=0.5)
 
 
 class DPO(PreferenceAlgorithm):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algorithms.base import ClipConfig, broadcast_to_tokens
+from megarl.algorithms.base import AGGREGATIONS, ClipConfig, broadcast_to_tokens
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import knob
 from megarl.ops.advantage import group_advantage
@@ -29,6 +29,7 @@ class DrGRPOConfig(ClipConfig):
     aggregate: str = knob(
         "constant",
         "mean of the loss: token (all tokens), sequence (each sequence first) or constant (aggregate_tokens)",
+        choices=AGGREGATIONS,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.algorithms.base import ClipConfig, GroupConfig, broadcast_to_tokens, trained_tokens
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_WEIGHT, UserError, knob
 from megarl.ops.advantage import group_advantage, whiten
 from megarl.types import PackedBatch
 
@@ -26,7 +26,9 @@ from megarl.types import PackedBatch
 class GDPOConfig(ClipConfig, GroupConfig):
     """Knobs of GDPO."""
 
-    reward_weights: list[float] = knob(factory=list, meaning="weight of each reward; empty: 1 for all")
+    reward_weights: list[float] = knob(
+        factory=list, meaning="weight of each reward; empty: 1 for all", least=-MAX_WEIGHT, most=MAX_WEIGHT
+    )
     normalize_batch: bool = knob(True, "normalise the summed advantages to mean 0 and variance 1 over the batch")
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.algorithms.base import GroupConfig, check_clips
+from megarl.algorithms.base import AGGREGATIONS, UNBOUNDED, GroupConfig
 from megarl.algorithms.policy_gradient import GroupRelative
 from megarl.knobs import knob
 
@@ -24,13 +24,10 @@ class GSPOConfig(GroupConfig):
     aggregate: str = knob(
         "sequence",
         "mean of the loss: token (all tokens), sequence (each sequence first) or constant (aggregate_tokens)",
+        choices=AGGREGATIONS,
     )
-    clip_low: float = knob(3e-4, "the sequence ratio is clipped below at 1 - clip_low")
-    clip_high: float = knob(4e-4, "the sequence ratio is clipped above at 1 + clip_high")
-
-    def check(self) -> None:
-        super().check()
-        check_clips(self.clip_low, self.clip_high)
+    clip_low: float = knob(3e-4, "the sequence ratio is clipped below at 1 - clip_low", above=0, most=1)
+    clip_high: float = knob(4e-4, "the sequence ratio is clipped above at 1 + clip_high", above=0, most=UNBOUNDED)
 
 
 class GSPO(GroupRelative):

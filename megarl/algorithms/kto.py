@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.preference import PreferenceAlgorithm, PreferenceConfig, completion_logprobs
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_WEIGHT, knob
 from megarl.types import PackedBatch
 
 
@@ -28,14 +28,8 @@ from megarl.types import PackedBatch
 class KTOConfig(PreferenceConfig):
     """Knobs of KTO."""
 
-    desirable_weight: float = knob(1.0, "weight of desirable completions")
-    undesirable_weight: float = knob(1.0, "weight of undesirable completions")
-
-    def check(self) -> None:
-        super().check()
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"algorithm.{name}={getattr(self, name)} must be above 0")
+    desirable_weight: float = knob(1.0, "weight of desirable completions", above=0, most=MAX_WEIGHT)
+    undesirable_weight: float = knob(1.0, "weight of undesirable completions", above=0, most=MAX_WEIGHT)
 
 
 class KTO(PreferenceAlgorithm):

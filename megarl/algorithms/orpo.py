@@ -21,7 +21,7 @@ from megarl.algorithms.preference import (
     pair_metrics,
     pairs,
 )
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_WEIGHT, knob
 from megarl.types import PackedBatch
 
 
@@ -29,11 +29,12 @@ from megarl.types import PackedBatch
 class ORPOConfig(AlgorithmConfig):
     """Knobs of ORPO."""
 
-    alpha: float = knob(0.1, "weight of the odds ratio relative to the chosen completion's likelihood")
-
-    def check(self) -> None:
-        if not self.alpha > 0:
-            raise UserError(f"algorithm.alpha={self.alpha} must be above 0; without the odds ratio use method=sft")
+    alpha: float = knob(
+        0.1,
+        "weight of the odds ratio relative to the chosen completion's likelihood; without it use method=sft",
+        above=0,
+        most=MAX_WEIGHT,
+    )
 
 
 class ORPO(PreferenceAlgorithm):

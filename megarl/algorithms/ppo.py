@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import ClipConfig, token_weights
+from megarl.algorithms.base import KL_PLACES, UNBOUNDED, ClipConfig, token_weights
+from megarl.algorithms.kl_penalty import KL_ESTIMATORS
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.knobs import UserError, knob
+from megarl.knobs import knob
 from megarl.ops.advantage import gae_packed, whiten
 from megarl.types import PackedBatch
 
@@ -26,22 +27,18 @@ from megarl.types import PackedBatch
 class PPOConfig(ClipConfig):
     """Knobs of PPO."""
 
-    kl_in: str = knob("reward", "where the KL to the reference is applied: loss or reward")
-    kl_estimator: str = knob("k1", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)")
-    dual_clip: float | None = knob(None, "bound on the loss for a negative advantage, as a multiple of it; above 1")
-    gamma: float = knob(1.0, "discount of later rewards, per token")
-    gae_lambda: float = knob(0.95, "lambda of generalised advantage estimation")
-    value_clip: float = knob(0.2, "the critic's new value is clipped to this distance from its old one")
-
-    def check(self) -> None:
-        super().check()
-        if self.dual_clip is not None and self.dual_clip <= 1:
-            raise UserError(f"algorithm.dual_clip={self.dual_clip} must be above 1, or null")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"algorithm.{name}={getattr(self, name)} must lie in [0, 1]")
-        if self.value_clip <= 0:
-            raise UserError(f"algorithm.value_clip={self.value_clip} must be above 0")
+    kl_in: str = knob("reward", "where the KL to the reference is applied: loss or reward", choices=KL_PLACES)
+    kl_estimator: str = knob(
+        "k1", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)", choices=KL_ESTIMATORS
+    )
+    dual_clip: float | None = knob(
+        None, "bound on the loss for a negative advantage, as a multiple of it; above 1", above=1, most=UNBOUNDED
+    )
+    gamma: float = knob(1.0, "discount of later rewards, per token", least=0, most=1)
+    gae_lambda: float = knob(0.95, "lambda of generalised advantage estimation", least=0, most=1)
+    value_clip: float = knob(
+        0.2, "the critic's new value is clipped to this distance from its old one", above=0, most=UNBOUNDED
+    )
 
 
 class PPO(PolicyGradient):

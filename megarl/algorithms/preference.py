@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.algorithms.base import AlgorithmConfig, trained_tokens
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_WEIGHT, knob
 from megarl.types import PackedBatch
 
 
@@ -22,11 +22,12 @@ from megarl.types import PackedBatch
 class PreferenceConfig(AlgorithmConfig):
     """Knobs of every method on preferences."""
 
-    beta: float = knob(0.1, "strength of the preferences; in DPO and KTO, strength of the pull to the reference")
-
-    def check(self) -> None:
-        if not self.beta > 0:
-            raise UserError(f"algorithm.beta={self.beta} must be above 0")
+    beta: float = knob(
+        0.1,
+        "strength of the preferences; in DPO and KTO, strength of the pull to the reference",
+        above=0,
+        most=MAX_WEIGHT,
+    )
 
 
 class PreferenceAlgorithm(ABC):
@@ -82,9 +83,3 @@ def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         "margin": (chosen - rejected).mean(),
         "accuracy": (0.5 + 0.5 * (chosen - rejected).sign()).mean(),
     }
-
-
-def check_label_smoothing(value: float) -> None:
-    """Refuses an assumed share of wrong labels outside [0, 0.5); at 0.5 nothing could be learned."""
-    if not 0 <= value < 0.5:
-        raise UserError(f"algorithm.label_smoothing={value} must lie in [0, 0.5)")

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import ClipConfig
+from megarl.algorithms.base import KL_PLACES, ClipConfig
+from megarl.algorithms.kl_penalty import KL_ESTIMATORS
 from megarl.algorithms.policy_gradient import PolicyGradient
-from megarl.knobs import UserError, knob
+from megarl.knobs import knob
 from megarl.ops.advantage import gae_packed, group_advantage, whiten
 from megarl.types import PackedBatch
 
@@ -27,15 +28,12 @@ from megarl.types import PackedBatch
 class ReinforcePPConfig(ClipConfig):
     """Knobs of REINFORCE++."""
 
-    kl_in: str = knob("reward", "where the KL to the reference is applied: loss or reward")
-    kl_estimator: str = knob("k1", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)")
-    gamma: float = knob(1.0, "discount of later rewards, per token")
+    kl_in: str = knob("reward", "where the KL to the reference is applied: loss or reward", choices=KL_PLACES)
+    kl_estimator: str = knob(
+        "k1", "estimator of the KL to the reference: k1, k2 or k3 (Schulman)", choices=KL_ESTIMATORS
+    )
+    gamma: float = knob(1.0, "discount of later rewards, per token", above=0, most=1)
     group_baseline: bool = knob(False, "first subtract the mean reward of the prompt's completions")
-
-    def check(self) -> None:
-        super().check()
-        if not 0 < self.gamma <= 1:
-            raise UserError(f"algorithm.gamma={self.gamma} must lie in (0, 1]")
 
 
 class ReinforcePP(PolicyGradient):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.base import AlgorithmConfig
-from megarl.algorithms.preference import check_label_smoothing, log_sigmoid_loss, pair_metrics, pairs
-from megarl.knobs import UserError, knob
+from megarl.algorithms.preference import log_sigmoid_loss, pair_metrics, pairs
+from megarl.knobs import MAX_WEIGHT, knob
 from megarl.types import PackedBatch
 
 
@@ -24,13 +24,8 @@ from megarl.types import PackedBatch
 class RewardModelConfig(AlgorithmConfig):
     """Knobs of the reward model."""
 
-    center_coef: float = knob(0.0, "weight of the squared sum of a pair's scores")
-    label_smoothing: float = knob(0.0, "assumed share of wrong labels")
-
-    def check(self) -> None:
-        check_label_smoothing(self.label_smoothing)
-        if self.center_coef < 0:
-            raise UserError(f"algorithm.center_coef={self.center_coef} must be at least 0")
+    center_coef: float = knob(0.0, "weight of the squared sum of a pair's scores", least=0, most=MAX_WEIGHT)
+    label_smoothing: float = knob(0.0, "assumed share of wrong labels", least=0, below=0.5)
 
 
 class RewardModel:

@@ -17,14 +17,13 @@ from torch import Tensor
 from megarl.algorithms.preference import (
     PreferenceAlgorithm,
     PreferenceConfig,
-    check_label_smoothing,
     completion_lengths,
     completion_logprobs,
     log_sigmoid_loss,
     pair_metrics,
     pairs,
 )
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_WEIGHT, knob
 from megarl.types import PackedBatch
 
 
@@ -32,17 +31,10 @@ from megarl.types import PackedBatch
 class SimPOConfig(PreferenceConfig):
     """Knobs of SimPO."""
 
-    beta: float = knob(2.0, "scale of the mean log-probs")
-    gamma: float = knob(0.5, "target margin of the chosen over the rejected completion")
-    cpo_alpha: float = knob(0.0, "weight of the chosen completion's negative log-likelihood")
-    label_smoothing: float = knob(0.0, "assumed share of wrong labels")
-
-    def check(self) -> None:
-        super().check()
-        check_label_smoothing(self.label_smoothing)
-        for name in ("gamma", "cpo_alpha"):
-            if getattr(self, name) < 0:
-                raise UserError(f"algorithm.{name}={getattr(self, name)} must be at least 0")
+    beta: float = knob(2.0, "scale of the mean log-probs", above=0, most=MAX_WEIGHT)
+    gamma: float = knob(0.5, "target margin of the chosen over the rejected completion", least=0, most=MAX_WEIGHT)
+    cpo_alpha: float = knob(0.0, "weight of the chosen completion's negative log-likelihood", least=0, most=MAX_WEIGHT)
+    label_smoothing: float = knob(0.0, "assumed share of wrong labels", least=0, below=0.5)
 
 
 class SimPO(PreferenceAlgorithm):

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, MAX_SEED, UserError, check_ranges, knob
 
 BUNDLED = "arithmetic"
 BUNDLED_PAIRS, BUNDLED_JUDGED = "arithmetic_pairs", "arithmetic_judged"
@@ -18,45 +18,57 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # owner/name
 class DataConfig:
     """Preparation of rows, for all data sets of a run."""
 
-    on_bad_row: str = knob("error", "rows that do not fit their format: error (list all of them and stop) or skip")
+    on_bad_row: str = knob(
+        "error", "rows that do not fit their format: error (list all of them and stop) or skip", choices=ON_BAD_ROW
+    )
     chat_template: str = knob("", "chatml, llama3, a file or Jinja text, in place of the tokenizer's chat template")
 
     def __post_init__(self) -> None:
-        if self.on_bad_row not in ON_BAD_ROW:
-            raise UserError(f"data.on_bad_row={self.on_bad_row} must be error or skip")
+        check_ranges(self, "data")
 
 
 @dataclass(frozen=True)
 class SourceConfig:
     """One of several mixed data sets, as in sources=[{path: a.jsonl, type: chatml.intel, weight: 2}]."""
 
-    path: str = knob("", "as in the data set itself; so are name, split, type and options")
-    name: str = knob("", "configuration on the hub, subfolder on disk; empty: its only one")
+    path: str = knob("", "as in the data set itself; so are name, split, type and options", path=True)
+    name: str = knob("", "configuration on the hub, subfolder on disk; empty: its only one", path=True)
     split: str = knob("train", "split, optionally with a slice")
     type: str = knob("gsm8k", "how rows are read")
     options: dict[str, Any] = knob(factory=dict, meaning="field names and format strings that the type takes")
-    weight: float = knob(0.0, "share of an epoch's rows relative to the other weights; all 0: every row once")
+    weight: float = knob(
+        0.0, "share of an epoch's rows relative to the other weights; all 0: every row once", least=0, most=1e9
+    )
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
     """A data set, or several mixed ones, and the batches made of it."""
 
-    path: str = knob(BUNDLED, f"{BUNDLED} (bundled), a hub name such as openai/gsm8k, or a local folder or file")
-    name: str = knob("main", "the data set's configuration on the hub, its subfolder on disk; empty: its only one")
+    path: str = knob(
+        BUNDLED, f"{BUNDLED} (bundled), a hub name such as openai/gsm8k, or a local folder or file", path=True
+    )
+    name: str = knob(
+        "main", "the data set's configuration on the hub, its subfolder on disk; empty: its only one", path=True
+    )
     split: str = knob("train", "split, optionally with a slice: train[:100]")
     type: str = knob("gsm8k", "how rows are read: gsm8k, messages, or a format of docs/data_formats.md")
     options: dict[str, Any] = knob(factory=dict, meaning="field names and format strings that the type takes")
     sources: list[SourceConfig] = knob(factory=list, meaning="several data sets to mix, in place of path")
     instruction: str = knob("", "type=gsm8k: appended to every question, such as an order to end with '#### N'")
     max_length: int | None = knob(
-        None, "rows over this many tokens are skipped (RL: the prompt; SFT, preferences: with the answer)"
+        None,
+        "rows over this many tokens are skipped (RL: the prompt; SFT, preferences: with the answer)",
+        least=1,
+        most=MAX_COUNT,
     )
-    batch_size: int = knob(32, "rows per step, over all ranks; a pair of completions is one row")
+    batch_size: int = knob(
+        32, "rows per step, over all ranks; a pair of completions is one row", least=1, most=MAX_COUNT
+    )
     shuffle: bool = knob(True, "draw a new order every epoch; false keeps the file's order")
-    seed: int = knob(0, "seed of the order")
+    seed: int = knob(0, "seed of the order", least=0, most=MAX_SEED)
     drop_last: bool = knob(True, "leave out an epoch's last batch if it is not full")
-    num_workers: int = knob(0, "processes that load rows; 0 loads in the trainer")
+    num_workers: int = knob(0, "processes that load rows; 0 loads in the trainer", least=0, most=1024)
 
     def parts(self) -> list[SourceConfig]:
         """Lists the sources, or the data set itself as the only source.

@@ -88,7 +88,7 @@ def _cluster(job: Job) -> Iterator[Any]:
                 num_gpus=None if job.gpus_per_node else 0,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=scratch,
+                _temp_dir=os.path.join(scratch, "ray"),  # Ray makes it 0777; its parent is 0700
                 **quiet,
             )
         yield ray

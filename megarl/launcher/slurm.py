@@ -107,7 +107,7 @@ def launch(config: Config, arguments: list[str]) -> int:
     """Submits the run, or runs it inside an allocation. Returns the exit code of sbatch or of the run.
 
     Raises:
-        UserError: Slurm is not installed here.
+        UserError: Slurm is not installed here, or this folder cannot take the job's output.
     """
     scripts = [argument for argument in arguments if argument.endswith(".py") and "=" not in argument]
     script = rendered(config, [*scripts, *(argument for argument in arguments if argument not in scripts)])
@@ -115,6 +115,11 @@ def launch(config: Config, arguments: list[str]) -> int:
         return subprocess.run(["bash", "-c", script]).returncode
     if shutil.which("sbatch") is None:
         raise UserError("launcher=slurm: sbatch is not installed here; start it on a login node of the cluster")
+    if not os.access(Path.cwd(), os.W_OK | os.X_OK):
+        raise UserError(
+            f"launcher=slurm: Slurm writes the job's output to {Path.cwd()}, which cannot be written: the job would "
+            "fail without a word; submit it from a folder of your own that all nodes see"
+        )
     return subprocess.run(["sbatch"], input=script, text=True).returncode
 
 

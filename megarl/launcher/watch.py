@@ -54,19 +54,29 @@ def watch(
     Ctrl-C and SIGTERM are passed to rank 0, which stops the run in order. A rank or server that fails is printed with
     its stage, its last collective and the end of its log. The other ranks get FAILURE_GRACE_S seconds, then SIGKILL.
     If a rank is stuck (see `Monitor`), all get SIGKILL at once. In the job's `folder` the servers learn that the ranks
-    have ended. `meanwhile` is called between polls.
+    have ended. `meanwhile` is called between polls. The first failure is printed again at the end, below all that the
+    other processes said about it.
     """
+    causes: list[str] = []
     try:
         with _passed_on(ranks[0]):
-            return _wait(ranks, servers, monitor, meanwhile, every_s)
+            return _wait(ranks, servers, monitor, meanwhile, every_s, causes)
     finally:
         _end(ranks, servers, folder)
         meanwhile()
+        if causes:
+            print(f"megarl: the run ended because {causes[0]}", file=sys.stderr)
 
 
 def _wait(
-    ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor, meanwhile: Callable[[], None], every_s: float
+    ranks: Sequence[Task],
+    servers: Sequence[Task],
+    monitor: Monitor,
+    meanwhile: Callable[[], None],
+    every_s: float,
+    causes: list[str],
 ) -> int:
+    """Polls until all ranks have ended or must be ended. Appends the failures that it prints to `causes`."""
     deadline, last_check = None, time.monotonic()
     while True:
         rank_codes, server_codes = [task.poll() for task in ranks], [task.poll() for task in servers]
@@ -76,7 +86,7 @@ def _wait(
         if ended and deadline is None:
             failed = any(rank_codes) or any(code is not None for code in server_codes)
             deadline = now + (FAILURE_GRACE_S if failed else STOP_DEADLINE_S)
-            _report(ranks, servers, monitor)
+            causes += _report(ranks, servers, monitor)
         if None not in rank_codes:
             return next((code for code in (*rank_codes, *server_codes) if code), 0)
         if deadline is None and now > last_check + BEAT_S:
@@ -103,22 +113,25 @@ def _end(ranks: Sequence[Task], servers: Sequence[Task], folder: Path | None) ->
             task.kill()
 
 
-def _report(ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor) -> None:
-    """Prints the processes that failed, their last stage and the end of their logs.
+def _report(ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor) -> list[str]:
+    """Prints the processes that failed, their last stage and the end of their logs. Returns a line for each.
 
     Leaves out ranks that write to this terminal, unless a signal killed them.
     """
+    failures = []
     for number, task in enumerate([*ranks, *servers]):
         code, is_rank = task.poll(), number < len(ranks)
         if code is None or (is_rank and (code == 0 or (task.log is None and code > 0))):
             continue
-        line = f"megarl: {task.name} {task.lost() or how_it_ended(code)}"
+        line = f"{task.name} {task.lost() or how_it_ended(code)}"
         if is_rank:
             line += f" {monitor.describe(number)}"
+        failures.append(line)
         if task.log is not None and task.log.exists():
             tail = task.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
             line += f"; its log {task.log} ends:\n" + "\n".join("  " + text for text in tail)
-        print(line, file=sys.stderr)
+        print(f"megarl: {line}", file=sys.stderr)
+    return failures
 
 
 def how_it_ended(code: int) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, UserError, check_ranges, knob
 from megarl.observe.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -28,14 +28,15 @@ class LoggerConfig:
         1,
         "steps a line of metrics covers: means are over them, sums (time_s/...) add up, *_max is their largest; lines "
         "also end at evaluations, checkpoints and the last step",
+        least=1,
+        most=MAX_COUNT,
     )
     tensorboard: bool = knob(True, "write TensorBoard event files into the run folder")
     wandb: bool = knob(False, "send metrics to Weights & Biases too; needs the package wandb")
     wandb_project: str = knob("megarl", "the wandb project")
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1:
-            raise UserError(f"logger.every_steps={self.every_steps} must be at least 1; 1 writes every step's metrics")
+        check_ranges(self, "logger")
         if self.wandb and importlib.util.find_spec("wandb") is None:
             raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or set logger.wandb=false")
 

@@ -21,27 +21,27 @@ from megarl.observe.timers import clock
 MAX_SAMPLES = 400  # shown of the last evaluation
 INK, GRID, COLORS = "#1f2933", "#e4e7eb", ("#1769aa", "#2e7d32", "#b45309", "#7b1fa2", "#c62828", "#00838f", "#5d4037")
 
-# Title, unit and metrics of each chart. A chart is skipped if the run has none of its metrics.
-CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Held-out accuracy", "part of problems solved", (metrics.ACCURACY,)),
-    ("Training reward", "mean reward of a step", (metrics.REWARD,)),
-    ("Preferences in order", "part of pairs", ("train/accuracy", "eval/pair_accuracy")),
-    ("Margin", "reward of chosen less rejected", ("train/margin",)),
-    ("Loss", "mean of the step", (metrics.LOSS, "train/critic_loss")),
-    ("Gradient norm", "before clipping", ("train/grad_norm",)),
-    ("Entropy", "nats a token", ("train/entropy",)),
-    ("Clipped tokens", "part of tokens", ("train/clip_fraction",)),
+# Title, unit, and metrics with their labels. A chart is skipped if the run has none of its metrics.
+CHARTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    ("Held-out accuracy", "part of problems solved", {metrics.ACCURACY: "held out"}),
+    ("Training reward", "mean reward of a step", {metrics.REWARD: "reward"}),
+    ("Preferences in order", "part of pairs", {"train/accuracy": "trained", "eval/pair_accuracy": "held out"}),
+    ("Margin", "reward of chosen less rejected", {"train/margin": "trained"}),
+    ("Loss", "mean of the step", {metrics.LOSS: "policy or model", "train/critic_loss": "critic"}),
+    ("Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
+    ("Entropy", "nats a token", {"train/entropy": "entropy"}),
+    ("Clipped tokens", "part of tokens", {"train/clip_fraction": "clipped"}),
     (
         "Rollout against trainer",
         "nats, |difference| of log-probs",
-        ("train/logprob_diff_max", "train/logprob_diff_mean"),
+        {"train/logprob_diff_max": "largest", "train/logprob_diff_mean": "mean"},
     ),
-    ("KL of rollout and trainer", "nats a token", ("train/rollout_kl",)),
-    ("Staleness", "versions", (metrics.STALENESS, "rollout/staleness_max")),
-    ("Completion length", "tokens", ("rollout/completion_len", "rollout/completion_len_max")),
-    ("Speed", "tokens a second", (metrics.ROLLOUT_TOKENS_PER_S, metrics.TRAIN_TOKENS_PER_S)),
-    ("Weight syncs", "MB sent", ("sync/mbytes",)),
-    ("Left out", "prompts and samples a step", ("rollout/rejected", "rollout/dropped_samples")),
+    ("KL of rollout and trainer", "nats a token", {"train/rollout_kl": "KL"}),
+    ("Staleness", "versions", {metrics.STALENESS: "mean", "rollout/staleness_max": "largest"}),
+    ("Completion length", "tokens", {"rollout/completion_len": "mean", "rollout/completion_len_max": "longest"}),
+    ("Speed", "tokens a second", {metrics.ROLLOUT_TOKENS_PER_S: "rollout", metrics.TRAIN_TOKENS_PER_S: "training"}),
+    ("Weight syncs", "MB sent", {"sync/mbytes": "sent"}),
+    ("Left out", "a step", {"rollout/rejected": "prompts", "rollout/dropped_samples": "samples"}),
 )
 STYLE = """
 :root { color-scheme: light }
@@ -56,6 +56,10 @@ th { position: sticky; top: 0; background: #fff }
 pre { white-space: pre-wrap; word-break: break-word; margin: 0; font-size: 12px }
 .solved { color: #2e7d32 } .wrong { color: #c62828 }
 input, select { font: inherit; padding: 4px 8px; margin-right: 8px }
+@media (max-width: 720px) {
+  body { padding: 12px } .charts { grid-template-columns: 1fr } .wide { overflow-x: auto }
+  #samples td:nth-child(2), #samples td:nth-child(3) { min-width: 240px }
+}
 """
 FILTER = """
 const rows = [...document.querySelectorAll('#samples tbody tr')];
@@ -97,7 +101,8 @@ def write_page(folder: Path) -> Path:
     ]
     page = run.path / "report.html"
     title = html.escape(f"{name}: megarl run")
-    head = f"<meta charset='utf-8'><title>{title}</title><style>{STYLE}</style>"
+    viewport = "<meta name='viewport' content='width=device-width'>"
+    head = f"<meta charset='utf-8'>{viewport}<title>{title}</title><style>{STYLE}</style>"
     page.write_text(f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>", "utf-8")
     return page
 
@@ -124,7 +129,7 @@ def _facts(summary: Mapping[str, Any], rows: Sequence[Mapping[str, float]]) -> s
 
 def _charts(rows: Sequence[Mapping[str, float]]) -> Iterator[str]:
     for title, unit, names in CHARTS:
-        series = {name: points for name in names if (points := _points(rows, name))}
+        series = {label: points for name, label in names.items() if (points := _points(rows, name))}
         if series:
             yield _draw(title, unit, series)
 
@@ -178,7 +183,8 @@ def _timings(rows: Sequence[Mapping[str, float]]) -> str:
     for key in names:
         name = key.removeprefix(metrics.TIME)
         series[name] = [(row["step"], row.get(key, 0.0) / covered[row["step"]]) for row in steps]
-        values, total = sorted(value for _, value in series[name]), sum(row.get(key, 0.0) for row in steps)
+        values = sorted(row[key] / covered[row["step"]] for row in steps if key in row)  # of steps with the stage
+        total = sum(row.get(key, 0.0) for row in steps)
         cells = (name, f"{values[len(values) // 2]:.3f}", f"{values[-1]:.3f}", f"{total:.1f}")
         lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     table = f"<table><tr><th>stage</th><th>median s</th><th>longest s</th><th>all s</th></tr>{''.join(lines)}</table>"
@@ -227,7 +233,8 @@ def _samples(folder: Path) -> str:
         "<span id='count'></span></p>"
     )
     table = f"<table id='samples'><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table>"
-    return f"<h2>Samples of {html.escape(files[-1].stem)}</h2>{tools}{table}<script>{FILTER}</script>"
+    samples_of = html.escape(files[-1].stem)
+    return f"<h2>Samples of {samples_of}</h2>{tools}<div class='wide'>{table}</div><script>{FILTER}</script>"
 
 
 def _config(path: Path) -> str:

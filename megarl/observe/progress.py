@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Mapping
 
@@ -18,6 +21,18 @@ from megarl.observe.timers import StageTimes, clock
 
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH = 24
+
+
+def wrapped(line: str, width: int, indent: int = 10) -> str:
+    """Breaks a line at words, to `width` columns, and indents what follows. Paths and commands stay whole."""
+    return textwrap.fill(
+        line, max(width, 2 * indent), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def print_wrapped(line: str) -> None:
+    """Prints a line of a name and its text. In a terminal it is wrapped; a file or pipe gets it whole."""
+    print(wrapped(line, shutil.get_terminal_size().columns) if sys.stdout.isatty() else line, flush=True)
 
 
 class Progress:

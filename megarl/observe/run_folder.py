@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.knobs import UserError
+from megarl.knobs import UserError, shown
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,16 @@ class RunFolder:
         return attempt
 
 
+def check_name(experiment: str) -> None:
+    """Refuses an experiment's name that is no folder of its own.
+
+    Raises:
+        UserError: it is empty, has several parts, or is a name that megarl uses.
+    """
+    if not experiment or "/" in experiment or experiment in {".", "..", "latest"}:
+        raise UserError(f"experiment_name={shown(experiment)} must be one folder name other than 'latest', without '/'")
+
+
 def new_run(root: str | Path, experiment: str, name: str = "") -> RunFolder:
     """Makes `root/experiment/<time>/` with its subfolders and points `latest` at it.
 
@@ -68,8 +78,7 @@ def new_run(root: str | Path, experiment: str, name: str = "") -> RunFolder:
     Raises:
         UserError: `experiment` is not a plain name, or the folder cannot be written.
     """
-    if not experiment or "/" in experiment or experiment in {".", "..", "latest"}:
-        raise UserError(f"experiment name {experiment!r} must be one folder name other than 'latest', without '/'")
+    check_name(experiment)
     parent = Path(root) / experiment
     try:
         parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.native import _C, DTYPE_CODES, address, check, check_cu_seqlens, where
 
@@ -33,38 +33,33 @@ class PolicyLossSettings:
     The defaults are PPO's and GRPO's. DAPO has clip_high above clip_low, GSPO has ratio "sequence".
     """
 
-    objective: str = knob("clip", "clip (PPO), or cispo: the clipped ratio is a constant weight of the log-prob")
-    ratio: str = knob("token", "importance ratio per token or per sequence (GSPO: mean log-ratio)")
-    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low")
-    clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high")
-    dual_clip: float | None = knob(None, "bound on the loss for a negative advantage, as a multiple of it; above 1")
-    kl_estimator: str = knob("none", "KL penalty against the reference policy: none, k1, k2 or k3")
-    kl_coef: float = knob(0.0, "weight of the KL penalty")
-    entropy_coef: float = knob(0.0, "weight of the entropy bonus")
-    correction: str = knob("none", "weight old/rollout policy: none, truncate (TIS) or mask (IcePop)")
-    correction_low: float = knob(0.0, "mask: weights below become 0")
-    correction_high: float = knob(2.0, "truncate: the largest weight; mask: weights above become 0")
+    objective: str = knob(
+        "clip", "clip (PPO), or cispo: the clipped ratio is a constant weight of the log-prob", choices=OBJECTIVES
+    )
+    ratio: str = knob(
+        "token", "importance ratio per token or per sequence (GSPO: mean log-ratio)", choices=RATIO_LEVELS
+    )
+    clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low", least=0, most=1e9)
+    clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high", least=0, most=1e9)
+    dual_clip: float | None = knob(
+        None, "bound on the loss for a negative advantage, as a multiple of it; above 1", above=1, most=1e9
+    )
+    kl_estimator: str = knob(
+        "none", "KL penalty against the reference policy: none, k1, k2 or k3", choices=KL_ESTIMATORS
+    )
+    kl_coef: float = knob(0.0, "weight of the KL penalty", least=-MAX_WEIGHT, most=MAX_WEIGHT)
+    entropy_coef: float = knob(0.0, "weight of the entropy bonus", least=-MAX_WEIGHT, most=MAX_WEIGHT)
+    correction: str = knob(
+        "none", "weight old/rollout policy: none, truncate (TIS) or mask (IcePop)", choices=CORRECTIONS
+    )
+    correction_low: float = knob(0.0, "mask: weights below become 0", least=0, most=1e9)
+    correction_high: float = knob(2.0, "truncate: the largest weight; mask: weights above become 0", above=0, most=1e9)
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("objective", OBJECTIVES),
-            ("ratio", RATIO_LEVELS),
-            ("kl_estimator", KL_ESTIMATORS),
-            ("correction", CORRECTIONS),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise UserError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise UserError(f"dual_clip is {self.dual_clip}; it must be above 1, or null for none")
-        if not self.clip_low >= 0 or not self.clip_high >= 0:
-            raise UserError(f"clip_low is {self.clip_low} and clip_high {self.clip_high}; both must be at least 0")
-        if not (math.isfinite(self.kl_coef) and math.isfinite(self.entropy_coef)):
-            raise UserError(f"kl_coef is {self.kl_coef} and entropy_coef {self.entropy_coef}; both must be finite")
-        if not 0 <= self.correction_low <= self.correction_high:
+        check_ranges(self)
+        if self.correction_low > self.correction_high:
             raise UserError(
-                f"correction_low is {self.correction_low} and correction_high {self.correction_high}; they must rise "
-                "from 0"
+                f"correction_low is {self.correction_low} and correction_high {self.correction_high}; they must rise"
             )
 
 

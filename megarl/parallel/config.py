@@ -5,26 +5,45 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_SECONDS, UserError, check_ranges, knob
 
-SIZES = ("tp_size", "pp_size", "vpp_size", "cp_size", "dp_size", "ep_size", "etp_size")
+MAX_RANKS = 16_384  # a plan for more would take gigabytes
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Layout of the actor over tp x pp x cp x dp trainer ranks."""
 
-    tp_size: int = knob(1, "tensor parallel ranks: each layer's matrices are split over them")
-    pp_size: int = knob(1, "pipeline parallel ranks: the layers are split over them")
-    vpp_size: int = knob(1, "virtual stages of each pipeline rank; above 1 they interleave, for a shorter bubble")
-    cp_size: int = knob(1, "context parallel ranks: each sequence is cut over them")
-    dp_size: int | None = knob(None, "data parallel replicas; none: all ranks that torchrun gives, else 1")
-    ep_size: int = knob(1, "expert parallel ranks, out of tp x cp x dp: a MoE layer's experts are split over them")
-    etp_size: int | None = knob(None, "tensor parallel ranks of each expert; none: tp_size")
+    tp_size: int = knob(1, "tensor parallel ranks: each layer's matrices are split over them", least=1, most=MAX_RANKS)
+    pp_size: int = knob(1, "pipeline parallel ranks: the layers are split over them", least=1, most=MAX_RANKS)
+    vpp_size: int = knob(
+        1,
+        "virtual stages of each pipeline rank; above 1 they interleave, for a shorter bubble",
+        least=1,
+        most=MAX_RANKS,
+    )
+    cp_size: int = knob(1, "context parallel ranks: each sequence is cut over them", least=1, most=MAX_RANKS)
+    dp_size: int | None = knob(
+        None, "data parallel replicas; none: all ranks that torchrun gives, else 1", least=1, most=MAX_RANKS
+    )
+    ep_size: int = knob(
+        1,
+        "expert parallel ranks, out of tp x cp x dp: a MoE layer's experts are split over them",
+        least=1,
+        most=MAX_RANKS,
+    )
+    etp_size: int | None = knob(None, "tensor parallel ranks of each expert; none: tp_size", least=1, most=MAX_RANKS)
     sequence_parallel: bool = knob(False, "split tokens over tp ranks where a layer's matrices are not split")
-    first_stage_layers: int = knob(0, "layers of the first pipeline rank; 0: as many as the others")
-    last_stage_layers: int = knob(0, "layers of the last pipeline rank; 0: as many as the others")
-    timeout_s: float = knob(3600.0, "seconds without a new stage or collective on a rank, after which the run is ended")
+    first_stage_layers: int = knob(
+        0, "layers of the first pipeline rank; 0: as many as the others", least=0, most=10_000
+    )
+    last_stage_layers: int = knob(0, "layers of the last pipeline rank; 0: as many as the others", least=0, most=10_000)
+    timeout_s: float = knob(
+        3600.0,
+        "seconds without a new stage or collective on a rank, after which the run is ended",
+        above=0,
+        most=MAX_SECONDS,
+    )
 
     @property
     def expert_tp_size(self) -> int:
@@ -57,6 +76,11 @@ class ParallelConfig:
                 f"cp_size={self.cp_size} x dp_size={self.dp_size or 'any'} does not make {world}; change the sizes or "
                 "the number of ranks"
             )
+        if world > MAX_RANKS:
+            raise UserError(
+                f"parallel.tp_size={self.tp_size} x pp_size={self.pp_size} x cp_size={self.cp_size} x dp_size="
+                f"{self.dp_size or 'any'} makes {world} ranks, over the {MAX_RANKS} of the largest run; lower one"
+            )
         experts = self.expert_tp_size * self.ep_size
         if (world // self.pp_size) % experts:
             raise UserError(
@@ -72,22 +96,15 @@ class ParallelConfig:
         Raises:
             UserError: with the name of the knob.
         """
-        for name in SIZES:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"parallel.{name}={value} must be at least 1")
+        check_ranges(self, "parallel")
         for name in ("first_stage_layers", "last_stage_layers"):
             value = getattr(self, name)
-            if value < 0:
-                raise UserError(f"parallel.{name}={value} must be at least 0; 0 gives it as many layers as the others")
             if value and self.pp_size == 1:
                 raise UserError(f"parallel.{name}={value} needs pipeline stages; set parallel.pp_size above 1")
         if self.vpp_size > 1 and self.pp_size == 1:
             raise UserError(f"parallel.vpp_size={self.vpp_size} needs parallel.pp_size above 1; set it, or vpp_size=1")
         if self.sequence_parallel and self.tp_size == 1:
             raise UserError("parallel.sequence_parallel=true needs parallel.tp_size above 1; set it, or turn it off")
-        if self.timeout_s <= 0:
-            raise UserError(f"parallel.timeout_s={self.timeout_s} must be above 0")
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:
         """Returns the layers, counted from 0, of `[pp rank][virtual stage]`, in Megatron's order.

@@ -27,6 +27,7 @@ GRACE_S = 30.0  # collectives fail this long after parallel.timeout_s, so that t
 EXIT_STUCK = 70  # EX_SOFTWARE
 SHOWN = 4  # ranks described in one line
 
+START, AFTER = "start", "after "  # stage of a rank before its first stage, and prefix of one between two
 COMPUTES, WAITS, FAILED = range(3)
 _RECORD = struct.Struct("<qqqq48s104s")  # beats, changes, state, collectives joined, stage, last collective
 _BEATS = struct.Struct("<q")
@@ -67,7 +68,7 @@ class _Recorder:
             file.truncate(_RECORD.size)
             self._map = mmap.mmap(file.fileno(), _RECORD.size)
         self.beats = self.changes = self.joined = 0
-        self.state, self.stage, self.collective = COMPUTES, "start", ""
+        self.state, self.stage, self.collective = COMPUTES, START, ""
 
     def beat(self) -> None:
         self.beats += 1
@@ -126,14 +127,14 @@ def _beat(recorder: _Recorder, guard: bool, monitor: Monitor | None) -> None:
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Records `name` as the rank's stage inside the context."""
+    """Records `name` as the rank's stage inside the context. After the outermost one the stage is "after `name`"."""
     if (recorder := _recorder) is None:
         yield
         return
     before, recorder.stage = recorder.stage, name
     recorder.write()
     yield  # after an error the record keeps this stage
-    recorder.stage = before
+    recorder.stage = f"{AFTER}{name}" if before == START or before.startswith(AFTER) else before
     recorder.write()
 
 
@@ -221,10 +222,11 @@ class Monitor:
         if record is None:
             return "before it had joined the other ranks"
         _, _, state, joined, stage, collective = record
+        where = stage if stage.startswith(AFTER) else f"in stage {stage}"
         if not joined:
-            return f"in stage {stage}, no collective yet"
+            return f"{where}, no collective yet"
         relation = {COMPUTES: "past", WAITS: "waits in", FAILED: "failed in"}[state]
-        return f"in stage {stage}, {relation} collective {joined}, {collective}"
+        return f"{where}, {relation} collective {joined}, {collective}"
 
     def _line(self, ranks: list[int], clock: str, problem: str) -> str:
         def description(rank: int) -> str:

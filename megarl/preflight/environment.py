@@ -24,6 +24,7 @@ from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, HUB_NAME
 from megarl.families import as_scalar
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
+from megarl.launcher.slurm import GRACE_S
 from megarl.observe.run_folder import open_run
 from megarl.preflight.findings import Finding, refusals
 from megarl.preflight.roofline import estimate_step
@@ -130,7 +131,7 @@ def _of_allocation(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Differences between the run and the Slurm allocation around this process."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES")
     per_node = config.cluster.gpus_per_node
-    problems: list[Finding] = []
+    problems = _of_stop_signal()
     if nodes is None or not per_node:
         return problems
     machines = machines_of(config)
@@ -152,6 +153,15 @@ def _of_allocation(config: Config, model: PretrainedConfig) -> list[Finding]:
     if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal() and longest_sequence(config):
         problems += _of_time_limit(config, model, int(end) - time.time())
     return problems
+
+
+def _of_stop_signal() -> list[Finding]:
+    """A time limit so short that Slurm asks the job to stop as soon as it has started."""
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if not end.isdecimal() or (left_s := int(end) - time.time()) > GRACE_S:
+        return []
+    text = f"the job's time ends in {max(left_s, 0):.0f} s, and its script is told to stop {GRACE_S} s before "
+    return [Finding(text + "(--signal=B:USR1): it stops after its first step; raise the time limit", stops=False)]
 
 
 def _of_time_limit(config: Config, model: PretrainedConfig, left_s: float) -> list[Finding]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 from transformers import PretrainedConfig
 
+from megarl.actor.config import RECOMPUTE
 from megarl.actor.memory import TrainerMemory
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
@@ -30,6 +31,8 @@ from megarl.preflight.sizing import (
     size,
 )
 
+LOPSIDED = 3.0  # times as long as the other side
+ROOMY = 0.85  # part of a GPU that another recompute may fill, so that estimates may err
 FULL = 0.95  # usable part of a device's memory; allocators leave holes
 REMEDY = (
     "lower actor.max_tokens_per_mb, set actor.recompute=full or actor.dtype=bfloat16, or raise tp_size, pp_size or "
@@ -132,7 +135,7 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         return _of_phases(config, model, stages)
     max_bytes = FULL * config.cluster.gpu_memory_gib * GIB
     limit = f"{FULL:.0%} of cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}"
-    problems = []
+    problems = _of_unused_memory(config, model, stages)
     for rank, stage in enumerate(stages):
         beside = beside_actor(config, stage)
         needed = stage.total + sum(beside.values())
@@ -143,6 +146,32 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
         problems.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
     return problems
+
+
+def _of_unused_memory(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[Finding]:
+    """Room for activations that a run computes again."""
+    gib = config.cluster.gpu_memory_gib
+    for recompute in RECOMPUTE[: RECOMPUTE.index(config.actor.recompute)]:  # the one with most memory first
+        lighter = replace(config, actor=replace(config.actor, recompute=recompute))
+        needed = max(stage.total + sum(beside_actor(config, stage).values()) for stage in memory_of(lighter, model))
+        if needed <= ROOMY * gib * GIB:
+            peak = max(stage.total + sum(beside_actor(config, stage).values()) for stage in stages)
+            text = f"actor.recompute={config.actor.recompute} leaves {size(gib * GIB - peak)} of a trainer GPU unused; "
+            remedy = f"actor.recompute={recompute} needs {size(needed)} and computes less"
+            return [Finding(text + remedy, stops=False)]
+    return []
+
+
+def _of_balance(config: Config, model: PretrainedConfig) -> list[Finding]:
+    """Servers and trainer of which one waits for most of a step."""
+    step = estimate_step(config, model)
+    sides = sorted((("the servers", step.rollout_s), ("the trainer", step.train_s)), key=lambda side: side[1])
+    (fast, short), (slow, long) = sides
+    if config.server.colocate or long < LOPSIDED * short:
+        return []
+    remedy = "server.n_servers up, parallel.dp_size down" if slow == "the servers" else "parallel.dp_size up"
+    text = f"{slow} take {long:.0f} s of a step and {fast} {short:.0f} s, on GPUs of their own: "
+    return [Finding(f"{text}move GPUs ({remedy}), or set server.colocate=true on one machine", stops=False)]
 
 
 def _of_phases(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[Finding]:
@@ -167,7 +196,7 @@ def _of_times(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Deadlines and limits that the expected times exceed."""
     if not config.cluster.gpus_per_node or config.method != "rl" or not longest_sequence(config):
         return []
-    problems = []
+    problems = _of_balance(config, model)
     if limit := limits_rollout(config, model):
         problems.append(Finding(limit, stops=False))
     step, rollout = estimate_step(config, model), config.rollout

@@ -4,6 +4,8 @@
     log-probs   forward FLOPs x passes x (1 + bubble) / the same
     prefill     forward FLOPs of the prompts, each once a server / (GPUs of a server x peak x train_utilisation)
     decode      steps x max(bytes read / (bandwidth x decode_utilisation), FLOPs / (peak x train_utilisation))
+    longest     tokens of the longest completion beyond the mean x bytes read for it alone / the same bandwidth;
+                0 where servers sample ahead
     weights     bytes of the busiest rank / network_gb_s, by the plan of the sync: a floor
 
 FLOPs are counted as the trainer counts them to balance its ranks (`actor/batch/balance.py`): 2 a weight and token,
@@ -151,17 +153,20 @@ def _rollout(config: Config, model: PretrainedConfig, cost: SequenceCost) -> tup
     )
     under_way = max(1, min(limits))
     compute = server.tp_size * cluster.gpu_tflops * 1e12 * cluster.train_utilisation
+    memory = cluster.gpu_memory_gb_s * 1e9 * cluster.decode_utilisation
     step_s = max(
-        _bytes_read(config, model, under_way, (prompt + new / 2) * cache.token_bytes)
-        / (cluster.gpu_memory_gb_s * 1e9 * cluster.decode_utilisation),
+        _bytes_read(config, model, under_way, (prompt + new / 2) * cache.token_bytes) / memory,
         under_way * (cost.linear + 2 * cost.quadratic * (prompt + new / 2)) / compute,
     )
     prefill = math.ceil(batch.rows / server.n_servers) * cost(math.ceil(prompt))
     steps = completions * new / under_way
+    lone_s = _bytes_read(config, model, 1, (prompt + new) * cache.token_bytes) / memory
+    tail = 0.0 if config.rollout.max_head_offpolicyness else config.gconfig.max_new_tokens - new
     how = f"{steps:,.0f} steps of {step_s * 1e3:.3g} ms, {under_way} completions under way on a server"
     stages = [
         StageEstimate("prefill", prefill / compute, f"{prefill / 1e15:.3g} PFLOP a server: each prompt once"),
         StageEstimate("decode", steps * step_s, how),
+        StageEstimate("longest", tail * lone_s, f"{tail:,.0f} steps of {lone_s * 1e3:.3g} ms, for the longest alone"),
     ]
     return stages, under_way, config.gconfig.max_new_tokens * step_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from megarl.knobs import UserError, function_of
@@ -31,7 +32,7 @@ def reward_fn_of(name: str) -> RewardFn:
     A function `f(completions, **columns) -> list[float]`, as in TRL and axolotl, is wrapped by `one_by_one`.
 
     Raises:
-        UserError: the name is unknown, or the function cannot be imported.
+        UserError: the name is unknown, the function cannot be imported, or takes no completions.
     """
     if name in REWARDS:
         return REWARDS[name]
@@ -40,7 +41,17 @@ def reward_fn_of(name: str) -> RewardFn:
             f"rewards.functions: {name} is none of {', '.join(REWARDS)}; a function of your own is MODULE.FUNCTION"
         )
     function: RewardFn = function_of(name, f"rewards.functions: {name}")
-    return function if "prompt_ids" in _parameters(function) else one_by_one(function)
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some functions written in C
+        parameters = MappingProxyType({})
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "prompt_ids" not in parameters and "completions" not in parameters and not takes_any:
+        raise UserError(
+            f"rewards.functions: {name} is no reward function: it takes neither prompt_ids (one completion a call) nor "
+            "completions (lists, as in TRL); see docs/adding_a_reward.md"
+        )
+    return function if "prompt_ids" in parameters else one_by_one(function)
 
 
 def one_by_one(function: RewardFn) -> RewardFn:

@@ -27,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_SECONDS, MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.rewards import worker
 from megarl.types import Reward, RewardError
 
@@ -43,13 +43,21 @@ class RewardConfig:
     functions: list[str] = knob(
         factory=lambda: ["gsm8k"], meaning="reward functions: names of megarl.rewards, or MODULE.FUNCTION of your own"
     )
-    weights: list[float] = knob(factory=list, meaning="weight of each function in the reward; empty: 1 for all")
-    time_limit_s: float = knob(10.0, "seconds to score one completion; after that its sample is masked and counted")
-    memory_limit_mb: int = knob(4096, "address space of a scoring process, in MiB")
-    workers: int = knob(2, "scoring processes while none of them hangs")
-    max_workers: int = knob(64, "maximum scoring processes, if some hang or are slow")
+    weights: list[float] = knob(
+        factory=list,
+        meaning="weight of each function in the reward; empty: 1 for all",
+        least=-MAX_WEIGHT,
+        most=MAX_WEIGHT,
+    )
+    time_limit_s: float = knob(
+        10.0, "seconds to score one completion; after that its sample is masked and counted", above=0, most=MAX_SECONDS
+    )
+    memory_limit_mb: int = knob(4096, "address space of a scoring process, in MiB", least=64, most=2**24)
+    workers: int = knob(2, "scoring processes while none of them hangs", least=1, most=4096)
+    max_workers: int = knob(64, "maximum scoring processes, if some hang or are slow", least=1, most=4096)
 
     def __post_init__(self) -> None:
+        check_ranges(self, "rewards")
         if not self.functions:
             raise UserError("rewards.functions is empty; name at least one, such as gsm8k")
         if self.weights and len(self.weights) != len(self.functions):
@@ -57,13 +65,10 @@ class RewardConfig:
                 f"rewards.weights has {len(self.weights)} values and rewards.functions {len(self.functions)}; give one "
                 "weight per function, or none"
             )
-        if not self.time_limit_s > 0:
-            raise UserError(f"rewards.time_limit_s={self.time_limit_s} must be above 0")
-        if self.memory_limit_mb < 64:
-            raise UserError(f"rewards.memory_limit_mb={self.memory_limit_mb} must be at least 64")
-        if not 1 <= self.workers <= self.max_workers:
+        if self.workers > self.max_workers:
             raise UserError(
-                f"rewards.workers={self.workers} must lie between 1 and rewards.max_workers={self.max_workers}"
+                f"rewards.workers={self.workers} must be at most rewards.max_workers="
+                f"{self.max_workers}; change one of them"
             )
 
 

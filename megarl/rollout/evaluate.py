@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.types import GenerationHyperparameters, PackedBatch
@@ -21,17 +21,17 @@ from megarl.types import GenerationHyperparameters, PackedBatch
 class EvaluatorConfig:
     """Schedule and sampling of held-out evaluations."""
 
-    every_steps: int = knob(20, "training steps between evaluations; 0 is none in between")
+    every_steps: int = knob(20, "training steps between evaluations; 0 is none in between", least=0, most=MAX_COUNT)
     at_start: bool = knob(True, "evaluate before the first step")
     at_end: bool = knob(True, "evaluate after the last step")
-    n_samples: int = knob(1, "completions per problem; accuracy is the mean over all of them")
-    temperature: float = knob(1.0, "sampling temperature of the evaluation; 0 is greedy")
-    correct_reward: float = knob(1.0, "least reward of a sample that counts as solved")
+    n_samples: int = knob(1, "completions per problem; accuracy is the mean over all of them", least=1, most=MAX_COUNT)
+    temperature: float = knob(1.0, "sampling temperature of the evaluation; 0 is greedy", least=0, most=100)
+    correct_reward: float = knob(
+        1.0, "least reward of a sample that counts as solved", least=-MAX_WEIGHT, most=MAX_WEIGHT
+    )
 
     def __post_init__(self) -> None:
-        for name, least in (("every_steps", 0), ("n_samples", 1), ("temperature", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"evaluator.{name}={getattr(self, name)} must be at least {least}")
+        check_ranges(self, "evaluator")
 
     def sampling(self, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
         """The training's `gconfig` with the evaluation's sample count and temperature, for the workflow."""

@@ -6,6 +6,7 @@ from megarl import __version__
 from megarl.actor.memory import count_parameters
 from megarl.config import Config
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS
+from megarl.observe.progress import print_wrapped
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
 from megarl.rollout.servers.server_config import uses_gpu
@@ -37,7 +38,7 @@ def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
     if tiny or bundled:
         lines["for real"] = f"python -m megarl.train +experiment={config.experiment_name} {REAL[config.method]}"
     for name, text in lines.items():
-        print(f"{name:<9} {text}", flush=True)
+        print_wrapped(f"{name:<9} {text}")
 
 
 def _length(config: Config) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from megarl.config import Config
 from megarl.observe import metrics
 from megarl.observe.logger import StatsLogger, read_metrics
 from megarl.observe.metrics import stats_tracker
-from megarl.observe.progress import Progress
+from megarl.observe.progress import Progress, print_wrapped
 from megarl.observe.report import draw_curve, summary_lines, write_summary
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import watchdog
@@ -193,8 +192,8 @@ class Run:
         if any(k in row for row in rows for k in (metrics.ACCURACY, metrics.REWARD, metrics.LOSS)):
             draw_curve(self.folder.metrics, self.folder.curve, self.config.experiment_name)
         write_summary(self.folder.path, summary)
-        print("\n".join(summary_lines(summary, self.folder.path)))
-        sys.stdout.flush()
+        for line in summary_lines(summary, self.folder.path):
+            print_wrapped(line)
 
 
 def _with_rate(stats: dict[str, float], steps: int) -> dict[str, float]:

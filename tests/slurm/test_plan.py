@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -114,3 +115,77 @@ def test_a_run_that_its_user_resumes_stays_where_it_was(tmp_path: Path) -> None:
     values = slurm.prepare(cli.load(["+experiment=gsm8k_grpo", f"run_root={tmp_path}", f"resume={folder.path}"]))
     assert values["RUN_FOLDER"] == str(folder.path)
     assert values["RESUME"] == ""
+
+
+SLURM = {
+    "squeue": 'echo "$STATE"',
+    "scontrol": 'echo "scontrol $*"; [[ $1 != show ]] || echo "ExcNodeList=(null)"',
+    "srun": "true",
+}
+
+
+def finished(folder: Path, code: int, **variables: str) -> tuple[int, str]:
+    """Ends a job by job.sh's `finish`, under a Slurm that only prints what it is told.
+
+    The stand-in covers the script's decision to requeue or end; requeues by a real Slurm are in test_recovery.py.
+    """
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    for name, body in SLURM.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    settings = "\n".join(f"{name}={value!r}" for name, value in variables.items())
+    script = f"source {SCRIPTS / 'job.sh'}\nRUN_FOLDER={folder} LOGS={folder} nodes=(node0)\n{settings}\nfinish {code}"
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment["STATE"] = variables.get("STATE", "RUNNING")
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "is_requeued"),
+    [("", 0, True), ("step_000010", 0, True), ("step_000020", 0, False), ("step_000020", 1, False)],
+)
+def test_a_job_near_its_time_limit_is_requeued_only_after_a_checkpoint_of_this_attempt(
+    tmp_path: Path, before: str, code: int, is_requeued: bool
+) -> None:
+    for name in ("step_000010", "step_000020", "step_000030.writing"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "summary.json").write_text('{"stopped_early": true}')
+    ended, text = finished(tmp_path, code, asked="requeue", CHECKPOINT=before)
+    assert ("scontrol requeue 7" in text) == is_requeued, text
+    assert ended == (0 if is_requeued else 1)
+    assert is_requeued or "give more time (sbatch --time)" in text
+
+
+def test_a_job_told_to_stop_before_its_run_has_a_folder_is_not_requeued(tmp_path: Path) -> None:
+    ended, text = finished(tmp_path, 1, asked="requeue", RUN_FOLDER="")
+    assert ended == 1
+    assert "scontrol requeue" not in text
+    assert "the next would get no further" in text
+
+
+def test_a_preempted_job_is_requeued_without_a_checkpoint_too(tmp_path: Path) -> None:
+    assert "scontrol requeue 7" in finished(tmp_path, 1, asked="end")[1]
+
+
+def test_an_attempt_that_slurm_ended_says_so_and_not_only_its_code(tmp_path: Path) -> None:
+    ended, text = finished(tmp_path, 0, asked="end", STATE="COMPLETING")
+    assert ended == 0
+    assert "stopped by Slurm, job state COMPLETING: Slurm itself requeues it after a failed node" in text
+    assert "scontrol requeue" not in text
+
+
+def test_a_job_is_not_submitted_from_a_folder_that_cannot_take_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/bash\nexit 99\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    config = cli.load(["+experiment=sft_8b"])
+    assert slurm.launch(config, ["+experiment=sft_8b"]) == 99
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)  # root may write everywhere
+    with pytest.raises(UserError, match=f"job's output to {tmp_path}, which cannot be written"):
+        slurm.launch(config, ["+experiment=sft_8b"])

@@ -129,7 +129,7 @@ def test_the_configuration_page_is_up_to_date():
 class Inner:
     """An inner part."""
 
-    rate: float = knob(1e-6, "how fast")
+    rate: float = knob(1e-6, "how fast", above=0, most=10**6)
     names: list[str] = knob(meaning="who | whom", factory=list)
     extra: dict[str, Any] = knob(meaning="anything", factory=dict)
 
@@ -173,14 +173,14 @@ def test_the_page_shows_path_type_default_meaning_and_owner():
     assert "## The root\n\nThe whole, in one line. Owner: `Outer`" in page
     assert "## `kind`\n\nKnobs of both kinds." in page
     assert "## `kind`: KindA\n\nOne kind." in page
-    assert "| `path` | `str` | required | needed |" in page
-    assert "| `inner.rate` | `float` | `1e-06` | how fast |" in page
-    assert r"| `inner.names` | `list[str]` | `[]` | who \| whom |" in page
+    assert "| `path` | `str` | required |  | needed |" in page
+    assert "| `inner.rate` | `float` | `1e-06` | above 0 and at most 1,000,000 | how fast |" in page
+    assert r"| `inner.names` | `list[str]` | `[]` |  | who \| whom |" in page
     assert "| `maybe.rate` |" in page
     assert "| `kind.only_a` |" in page
     assert "| `kind.only_b` |" in page
     assert page.count("| `kind.shared` |") == 1
-    assert "| `bare` | `bool` | `true` |" in page
+    assert "| `bare` | `bool` | `true` |  |" in page
 
 
 def test_the_checks_find_what_breaks_a_rule(tmp_path: Path):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, Range, UserError, check_ranges, knob, shown
 from megarl.rollout.servers import gpu_backends
 
 FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range: no outgoing connection takes one meanwhile
@@ -40,24 +40,71 @@ MUST_BE_ONE = {
     "tokenizer_worker_num": "SGLang checks no API key with several tokenizer workers",
 }
 
+MAX_RANKS = 4096  # of all servers; a plan for more would take gigabytes
+# ServerArgs that a plan reads, with the numbers that they take.
+NUMBERS = {
+    "mem_fraction_static": Range(above=0, below=1),
+    "ep_size": Range(least=1, most=1024),
+    "context_length": Range(least=1, most=MAX_COUNT),
+}
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+
 
 @dataclass(frozen=True)
 class SGLangServerConfig:
     """Start and supervision of the SGLang servers of a run."""
 
-    n_servers: int = knob(1, "SGLang servers started on this machine")
-    tp_size: int = knob(1, "tensor-parallel ranks of one server")
+    n_servers: int = knob(1, "SGLang servers started on this machine", least=1, most=MAX_RANKS)
+    tp_size: int = knob(1, "tensor-parallel ranks of one server", least=1, most=1024)
     host: str = knob("127.0.0.1", "address a server listens on")
-    port: int = knob(0, "port of the first server, the others follow it; 0 picks free ports")
-    device: str = knob("auto", "auto | cpu | cuda; auto is cuda where torch finds a GPU")
-    dtype: str = knob("float32", "dtype of the served weights: float32, bfloat16, float16 or auto (the checkpoint's)")
-    max_total_tokens: int = knob(65536, "tokens the key/value cache holds; 0 lets SGLang size it from free memory")
-    random_seed: int = knob(0, "seed of a server's sampling stream; server i gets random_seed + i")
-    cpu_threads: int = knob(1, "OpenMP threads of a rank on CPU; more than one collapses beside busy processes")
-    ready_timeout_s: float = knob(600.0, "seconds a server may take until it answers")
-    heartbeat_s: float = knob(10.0, "seconds between looks at a server, and until it must have answered one")
-    max_restarts: int = knob(3, "times each server is started again after it died, hung or failed; 0: never")
+    port: int = knob(0, "port of the first server, the others follow it; 0 picks free ports", least=0, most=65535)
+    device: str = knob("auto", "auto | cpu | cuda; auto is cuda where torch finds a GPU", choices=DEVICES)
+    dtype: str = knob(
+        "float32", "dtype of the served weights: float32, bfloat16, float16 or auto (the checkpoint's)", choices=DTYPES
+    )
+    max_total_tokens: int = knob(
+        65536, "tokens the key/value cache holds; 0 lets SGLang size it from free memory", least=0, most=10**12
+    )
+    random_seed: int = knob(
+        0, "seed of a server's sampling stream; server i gets random_seed + i", least=0, most=MAX_SEED
+    )
+    cpu_threads: int = knob(
+        1, "OpenMP threads of a rank on CPU; more than one collapses beside busy processes", least=1, most=4096
+    )
+    ready_timeout_s: float = knob(600.0, "seconds a server may take until it answers", above=0, most=MAX_SECONDS)
+    heartbeat_s: float = knob(
+        10.0, "seconds between looks at a server, and until it must have answered one", above=0, most=MAX_SECONDS
+    )
+    max_restarts: int = knob(
+        3, "times each server is started again after it died, hung or failed; 0: never", least=0, most=MAX_COUNT
+    )
     colocate: bool = knob(False, "share the trainer's GPUs in turn: servers give up their memory while it trains")
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "server")
+        if (ranks := self.n_servers * self.tp_size) > MAX_RANKS:
+            raise UserError(
+                f"server.n_servers={self.n_servers} x server.tp_size={self.tp_size} makes {ranks} ranks, over the "
+                f"{MAX_RANKS} that a run can have; lower one of them"
+            )
+        if self.port and self.port + self.n_servers > 2**16:
+            raise UserError(
+                f"server.port={self.port} with server.n_servers={self.n_servers} needs ports above 65535; lower it"
+            )
+
+
+def check_numbers(sglang: Mapping[str, Any]) -> None:
+    """Refuses numbers that no SGLang takes, and what is no number where a plan reads one. Needs no SGLang.
+
+    Raises:
+        UserError: naming the argument.
+    """
+    for key, value in sglang.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        declared = NUMBERS.get(key, Range(least=0 if isinstance(value, float) else -1))  # -1 turns many a limit off
+        if (is_number and not declared.holds(value)) or (key in NUMBERS and value is not None and not is_number):
+            raise UserError(f"sglang.{key}={shown(value)} must be {declared}; change it or leave it out")
 
 
 @functools.cache
@@ -108,36 +155,17 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
             raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
     if uses_gpu(config):
         gpu_backends.check_backends(config.dtype, sglang)
-    check_server_counts(config)
     if config.colocate and uses_gpu(config) and not has_memory_saver():
         raise UserError(
             "server.colocate=true needs the package torch_memory_saver, with which servers give up their memory; "
             "pip install -r requirements/gpu.txt, or set it to false"
         )
-    if config.heartbeat_s <= 0 or config.max_restarts < 0:
-        raise UserError(
-            f"server.heartbeat_s={config.heartbeat_s} must be above 0, server.max_restarts={config.max_restarts} "
-            "at least 0"
-        )
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"server.device={config.device!r} is not one of auto, cpu, cuda")
     if not (Path(model_path) / "config.json").is_file():
         raise UserError(f"{model_path} is not a model folder: it has no config.json; give a local HF checkpoint folder")
     if config.port:
         for port in range(config.port, config.port + config.n_servers):
             if not port_is_free(config.host, port):
                 raise UserError(f"port {port} on {config.host} is in use; free it, or set server.port=0 for a free one")
-
-
-def check_server_counts(config: SGLangServerConfig) -> None:
-    """Refuses counts below 1.
-
-    Raises:
-        UserError: naming the knob.
-    """
-    for name in ("n_servers", "tp_size", "cpu_threads"):
-        if getattr(config, name) < 1:
-            raise UserError(f"server.{name}={getattr(config, name)} must be at least 1")
 
 
 def port_is_free(host: str, port: int) -> bool:

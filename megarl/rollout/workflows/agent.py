@@ -26,7 +26,7 @@ from typing import Any
 from aiohttp import web
 from torch import Tensor
 
-from megarl.knobs import UserError, function_of, knob
+from megarl.knobs import MAX_SECONDS, UserError, check_ranges, function_of, knob
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.reward_call import is_async
 from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
@@ -44,14 +44,15 @@ class AgentConfig:
     """An agent of your own that asks the policy by OpenAI's chat protocol."""
 
     function: str = knob("", "MODULE.FUNCTION of your own: f(base_url, api_key, data) -> reward, sync or async")
-    time_limit_s: float = knob(300.0, "seconds that one run of the function may take; then its sample is masked")
-    max_threads: int = knob(64, "runs of a sync function at once; an async function has no such limit")
+    time_limit_s: float = knob(
+        300.0, "seconds that one run of the function may take; then its sample is masked", above=0, most=MAX_SECONDS
+    )
+    max_threads: int = knob(
+        64, "runs of a sync function at once; an async function has no such limit", least=1, most=4096
+    )
 
     def __post_init__(self) -> None:
-        if not self.time_limit_s > 0:
-            raise UserError(f"rollout.agent.time_limit_s={self.time_limit_s} must be above 0")
-        if self.max_threads < 1:
-            raise UserError(f"rollout.agent.max_threads={self.max_threads} must be at least 1")
+        check_ranges(self, "rollout.agent")
 
     def check(self) -> None:
         """Refuses an agent without a function.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.knobs import UserError, knob
+from megarl.knobs import MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.reward_call import RewardFn, call_reward
 from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
@@ -19,16 +19,17 @@ from megarl.types import GenerationHyperparameters, Reward, RewardError
 class MultiTurnConfig:
     """Several tries at one problem, with feedback between them."""
 
-    max_turns: int = knob(3, "most answers of a conversation")
-    turn_discount: float = knob(0.9, "the reward is multiplied by this for every answer before the last")
-    good_enough: float = knob(1.0, "an answer of at least this reward ends the conversation")
+    max_turns: int = knob(3, "most answers of a conversation", least=1, most=10_000)
+    turn_discount: float = knob(
+        0.9, "the reward is multiplied by this for every answer before the last", least=0, most=1
+    )
+    good_enough: float = knob(
+        1.0, "an answer of at least this reward ends the conversation", least=-MAX_WEIGHT, most=MAX_WEIGHT
+    )
     feedback: str = knob("That is not right. Try again.", "the user's turn after an answer of a smaller reward")
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise UserError(f"rollout.multi_turn.max_turns={self.max_turns} must be at least 1")
-        if not 0 <= self.turn_discount <= 1:
-            raise UserError(f"rollout.multi_turn.turn_discount={self.turn_discount} must lie between 0 and 1")
+        check_ranges(self, "rollout.multi_turn")
         if not self.feedback.strip():
             raise UserError("rollout.multi_turn.feedback is empty; say what the model reads after a wrong answer")
 

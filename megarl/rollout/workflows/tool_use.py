@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 from torch import Tensor
 
-from megarl.knobs import UserError, does_not_exist, function_of, knob
+from megarl.knobs import MAX_COUNT, MAX_SECONDS, UserError, check_ranges, does_not_exist, function_of, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.reward_call import RewardFn, call_reward
 from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
@@ -40,23 +40,15 @@ class ToolUseConfig:
         factory=lambda: ["calculator"],
         meaning="calculator, python, search, or MODULE.FUNCTION of your own that returns a Tool",
     )
-    max_turns: int = knob(4, "most answers of a conversation; a call in the last one is not made")
-    max_result_chars: int = knob(4096, "characters of a tool's result that the model reads")
-    python_time_limit_s: float = knob(5.0, "python: seconds that a program may run")
-    python_memory_limit_mb: int = knob(512, "python: address space of a program, in MiB")
-    corpus: str = knob("", "search: text file with one passage a line")
-    search_results: int = knob(3, "search: passages in a result")
+    max_turns: int = knob(4, "most answers of a conversation; a call in the last one is not made", least=1, most=10_000)
+    max_result_chars: int = knob(4096, "characters of a tool's result that the model reads", least=1, most=MAX_COUNT)
+    python_time_limit_s: float = knob(5.0, "python: seconds that a program may run", above=0, most=MAX_SECONDS)
+    python_memory_limit_mb: int = knob(512, "python: address space of a program, in MiB", least=64, most=2**24)
+    corpus: str = knob("", "search: text file with one passage a line", path=True)
+    search_results: int = knob(3, "search: passages in a result", least=1, most=MAX_COUNT)
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_result_chars", "search_results"):
-            if getattr(self, name) < 1:
-                raise UserError(f"rollout.tool_use.{name}={getattr(self, name)} must be at least 1")
-        if not self.python_time_limit_s > 0:
-            raise UserError(f"rollout.tool_use.python_time_limit_s={self.python_time_limit_s} must be above 0")
-        if self.python_memory_limit_mb < 64:
-            raise UserError(
-                f"rollout.tool_use.python_memory_limit_mb={self.python_memory_limit_mb} must be at least 64"
-            )
+        check_ranges(self, "rollout.tool_use")
         if not self.tools:
             raise UserError("rollout.tool_use.tools is empty; name one at least, such as calculator")
         for name in self.tools:

@@ -417,7 +417,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
     [
         ({"dtype": "float8"}, "actor.dtype=float8 must be one of float32, bfloat16"),
         ({"init": "zeros"}, "actor.init=zeros must be one of"),
-        ({"max_tokens_per_mb": 0}, "max_tokens_per_mb=0 must be above 0"),
+        ({"max_tokens_per_mb": 0}, "max_tokens_per_mb=0 must be at least 1"),
         ({"temperature": 0.0}, r"temperature=0\.0 must be above 0"),
         ({"optimizer": {"lr_decay_style": "step"}}, "lr_decay_style=step must be one of"),
     ],

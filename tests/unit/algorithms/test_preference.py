@@ -195,7 +195,7 @@ def test_a_reward_model_scores_the_last_token() -> None:
     ("name", "knobs", "message"),
     [
         ("dpo", {"beta": 0.0}, "beta=0.0 must be above 0"),
-        ("dpo", {"label_smoothing": 0.5}, r"label_smoothing=0.5 must lie in \[0, 0.5\)"),
+        ("dpo", {"label_smoothing": 0.5}, "label_smoothing=0.5 must be at least 0 and below 0.5"),
         ("kto", {"desirable_weight": 0.0}, "desirable_weight=0.0 must be above 0"),
         ("orpo", {"alpha": 0.0}, "use method=sft"),
         ("simpo", {"gamma": -1.0}, "gamma=-1.0 must be at least 0"),

@@ -26,7 +26,7 @@ def test_a_launchers_command_is_the_trains_with_that_launcher(monkeypatch: pytes
 
 
 def test_an_unknown_launcher_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match="launcher=slrm does not exist; did you mean slurm"):
+    with pytest.raises(UserError, match="launcher=slrm must be one of local, slurm, ray; did you mean slurm"):
         cli.load([GRPO, "launcher=slrm"])
 
 

@@ -41,14 +41,19 @@ def test_a_rank_that_fails_is_shown_and_ends_the_others(
     rank_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watch, "FAILURE_GRACE_S", 0.5)
-    rank_module.write_text(RANK.format(body="sys.exit(7) if rank == '1' else time.sleep(60)"))
+    others = "print('gloo: connection closed by peer', file=sys.stderr, flush=True)"
+    body = f"sys.exit(7) if rank == '1' else (time.sleep(1), {others}, time.sleep(60))"
+    rank_module.write_text(RANK.format(body=body))
     started = time.monotonic()
     assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 7
     assert time.monotonic() - started < 30
+    text = capsys.readouterr().err
     assert (
         f"rank 1 ended with code 7 before it had joined the other ranks; its log {tmp_path}/rank_1.log ends:\n  rank 1"
-        in capsys.readouterr().err
+        in text
     )
+    last = text.splitlines()[-1]  # below what the other ranks said
+    assert last == "megarl: the run ended because rank 1 ended with code 7 before it had joined the other ranks"
 
 
 def test_ranks_die_with_the_process_that_started_them(rank_module: Path, tmp_path: Path) -> None:

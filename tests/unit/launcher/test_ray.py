@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,3 +51,29 @@ def test_without_ray_one_line_says_how_to_install_what_pyproject_pins(monkeypatc
     with pytest.raises(UserError, match=f'pip install "{ray.PACKAGE}"'):
         ray.launch(job(1, 0))
     assert f'"{ray.PACKAGE}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_no_other_user_reaches_the_folder_of_a_ray_cluster_that_megarl_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray opens its folder to everybody. The stand-in for its start covers that, and nothing else of Ray."""
+    modes: list[int] = []
+
+    def init(_temp_dir: str, **_: object) -> None:
+        os.makedirs(_temp_dir, exist_ok=True)
+        os.chmod(_temp_dir, 0o777)
+        modes.extend(path.stat().st_mode & 0o777 for path in (Path(_temp_dir), *Path(_temp_dir).parents[:1]))
+        raise ConnectionError("seen enough")
+
+    monkeypatch.setitem(
+        sys.modules, "ray", SimpleNamespace(init=init, is_initialized=lambda: False, shutdown=lambda: None)
+    )
+    tmp_path.chmod(0o755)  # like /tmp, open to all
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in (*ray.OWN_CLUSTER, "RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "MEGARL_INTERFACE"):
+        monkeypatch.setenv(name, "")  # undone after the test
+    monkeypatch.delenv(ray.ADDRESS, raising=False)
+    with pytest.raises(UserError, match="seen enough"):
+        ray.launch(job(1, 0))
+    assert modes == [0o777, 0o700]
+    assert list(tmp_path.iterdir()) == []

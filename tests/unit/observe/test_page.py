@@ -121,3 +121,47 @@ def test_a_browser_shows_the_samples_and_filters_them(run: Path, tmp_path: Path)
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert re.search(r'<span id="count">3 of 3</span>', dom)
     assert "<title>demo: megarl run</title>" in dom
+
+
+def test_the_median_of_a_stage_is_over_the_steps_that_had_it(run: Path) -> None:
+    lines = [
+        {"step": step, "time_s/update": 1.0} | ({"time_s/evaluate": 8.0} if step == 4 else {}) for step in range(1, 5)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "<tr><td>evaluate</td><td>8.000</td><td>8.000</td><td>8.0</td></tr>" in write_page(run).read_text("utf-8")
+
+
+def test_a_legend_has_words_and_not_the_keys_of_metrics(run: Path) -> None:
+    lines = [{"step": step, "rollout/tokens_per_s": 5.0, "train/tokens_per_s": 7.0} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_page(run).read_text(encoding="utf-8")
+    assert "<!-- training -->" in text  # matplotlib writes the text of a label beside its outlines
+    assert "tokens_per_s" not in text
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_on_a_narrow_screen_prompts_keep_a_width_that_can_be_read(run: Path, tmp_path: Path) -> None:
+    page = write_page(run)
+    measure = (
+        "<iframe id='f' style='width:400px;height:900px' srcdoc=''></iframe><p id='widths'></p><script>"
+        "const f = document.getElementById('f'); f.onload = () => { const d = f.contentDocument;"
+        "document.getElementById('widths').textContent = 'widths ' + [2, 3].map(n => "
+        "Math.round(d.querySelector(`#samples td:nth-child(${n})`).getBoundingClientRect().width)) + ' page ' + "
+        "d.documentElement.scrollWidth; }; f.srcdoc = document.getElementById('page').textContent;</script>"
+    )
+    text = page.read_text(encoding="utf-8").replace("</script>", "<\\/script>")
+    frame = tmp_path / "frame.html"
+    frame.write_text(f"<script type='text/plain' id='page'>{text}</script>{measure}", encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        f"file://{frame}",
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    found = re.search(r"widths (\d+),(\d+) page (\d+)", shown)
+    assert found, shown[-2000:]
+    assert min(int(found[1]), int(found[2])) >= 200, found[0]
+    assert int(found[3]) <= 400, found[0]  # the table scrolls, not the page

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megarl.observe import metrics
-from megarl.observe.progress import Progress, sparkline
+from megarl.observe.progress import Progress, sparkline, wrapped
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 STEP = {
@@ -116,3 +116,14 @@ def test_a_sparkline_covers_its_values_within_its_width():
     assert sparkline([0, 1], 10) == "▁█"
     assert sparkline([3.0] * 5, 10) == "▁▁▁▁▁"
     assert sparkline(list(range(100)), 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_line_is_wrapped_at_words_and_a_path_stays_whole() -> None:
+    path = "/scratch/a-user/runs/gsm8k_grpo/2026-01-01_10-00-00/checkpoints"
+    line = f"batch     32 prompts x 8 completions = 256 sequences a step, in {path}"
+    shown = wrapped(line, 50)
+    first, *rest = shown.splitlines()
+    assert first == "batch     32 prompts x 8 completions = 256"
+    assert all(text.startswith(" " * 10) for text in rest)
+    assert rest[-1].strip() == path
+    assert " ".join(shown.split()) == " ".join(line.split())

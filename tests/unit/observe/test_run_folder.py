@@ -37,7 +37,7 @@ def test_an_unwritable_root_is_refused_with_its_name(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "latest"])
 def test_an_experiment_name_that_is_not_a_folder_name_is_refused(tmp_path: Path, name: str):
-    with pytest.raises(UserError, match="experiment name"):
+    with pytest.raises(UserError, match="experiment_name="):
         new_run(tmp_path, name)
 
 

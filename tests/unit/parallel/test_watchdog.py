@@ -34,3 +34,17 @@ def test_a_frozen_rank_is_distinguished_from_one_without_progress(
         now += watchdog.BEAT_S
         report = monitor.check()
     assert re.match(message, report), report
+
+
+def test_a_rank_between_two_stages_says_which_it_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_recorder", watchdog._Recorder(tmp_path, 0))
+    monitor = watchdog.Monitor(tmp_path, 1, 10.0)
+    with watchdog.stage("update"):
+        assert monitor.describe(0) == "in stage update, no collective yet"
+        with watchdog.stage("checkpoint"):
+            pass
+        assert monitor.describe(0) == "in stage update, no collective yet"
+    assert monitor.describe(0) == "after update, no collective yet"
+    with watchdog.stage("evaluate"):
+        pass
+    assert monitor.describe(0) == "after evaluate, no collective yet"

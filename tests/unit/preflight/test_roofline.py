@@ -115,3 +115,12 @@ def test_connections_that_starve_the_servers_are_named_with_a_number_that_does_n
     enough = said.rpartition(" ")[2]
     config = cli.composed(["+experiment=grpo_70b", f"rollout.max_connections={enough}"])
     assert limits_rollout(config, model) is None
+
+
+def test_the_longest_completion_decodes_on_alone_unless_servers_sample_ahead() -> None:
+    alone = next(stage for stage in step(BIG).rollout if stage.name == "longest")
+    assert alone.how.startswith("2,048 steps of ")  # of 4,096 tokens, half of which the mean has
+    weights_s = 70.55e9 * 2 / 8 / (3350e9 * 0.5)  # bytes of a rank over its bandwidth
+    assert alone.seconds == pytest.approx(2048 * weights_s, rel=0.02)
+    ahead = next(stage for stage in step(BIG, "rollout.max_head_offpolicyness=1").rollout if stage.name == "longest")
+    assert ahead.seconds == 0

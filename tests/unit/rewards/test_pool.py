@@ -181,10 +181,18 @@ def test_a_custom_reward_is_imported_by_module_and_name(tmp_path: Path, monkeypa
         ({"weights": [1.0, 2.0]}, "weights has 2 values and rewards.functions 1"),
         ({"time_limit_s": 0.0}, "time_limit_s=0.0 must be above 0"),
         ({"memory_limit_mb": 1}, "memory_limit_mb=1"),
-        ({"workers": 0}, "workers=0 must lie between 1"),
+        ({"workers": 0}, "workers=0 must be at least 1"),
         ({"workers": 9, "max_workers": 8}, "workers=9"),
     ],
 )
 def test_knobs_that_cannot_work_are_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         RewardConfig(**knobs)
+
+
+@pytest.mark.parametrize("name", ["os.system", "os.getpid", "builtins.max", "os.path.join"])
+def test_a_function_that_takes_no_completions_is_refused_before_it_is_called(name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"rewards.functions: {name} is no reward function: it takes neither prompt_ids"
+    ):
+        reward_fn_of(name)

@@ -161,7 +161,7 @@ def test_tokens_are_sampled_from_the_distribution_that_the_trainer_scores() -> N
 
 @pytest.mark.parametrize("knob", ["canary_prompts", "max_logprob_diff", "max_token_logprob_diff"])
 def test_negative_values_are_refused(knob: str) -> None:
-    with pytest.raises(UserError, match=f"reshard.{knob}=-1(.0)? must not be negative"):
+    with pytest.raises(UserError, match=f"reshard.{knob}=-1(.0)? must be at least 0"):
         configured(f"reshard.{knob}=-1")
 
 
