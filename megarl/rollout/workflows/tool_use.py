@@ -42,7 +42,7 @@ class ToolUseConfig:
     )
     max_turns: int = knob(4, "most answers of a conversation; a call in the last one is not made")
     max_result_chars: int = knob(4096, "characters of a tool's result that the model reads")
-    python_time_limit_s: float = knob(5.0, "python: seconds that a program may run")
+    python_time_limit_s: float = knob(5.0, "python: seconds of processor time that a program may use")
     python_memory_limit_mb: int = knob(512, "python: address space of a program, in MiB")
     corpus: str = knob("", "search: text file with one passage a line")
     search_results: int = knob(3, "search: passages in a result")
