@@ -129,6 +129,7 @@ def main() -> None:
                 result = run_python(target.prelude() + code, features=features, time_limit_s=20.0)
                 after = target.state()
                 changed = sorted(key for key in after if after[key] != before.get(key))
+                before = after  # a change is charged to one attack
                 line = {"kernel": kernel, "kind": kind, "name": name, "status": result.status, "changed": changed}
                 lines.append({**line, "last": result.stderr.strip().splitlines()[-1:]})
     close()
