@@ -173,6 +173,14 @@ def told(fact: Callable[[], Any], otherwise: Any) -> Any:
         return otherwise
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_sandbox_stays(nothing_is_left_behind: None) -> Iterator[None]:
+    """Idle servers of the sandbox, which a run leaves for the next one, end with the tests."""
+    yield
+    if sandbox := sys.modules.get("megarl.sandbox"):
+        sandbox.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_world_stays() -> Iterator[None]:
     """A world that a module's tests made in this process ends with them."""

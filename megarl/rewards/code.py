@@ -1,19 +1,20 @@
 """Reward for code: the fraction of unit tests that the completion's program passes, each in a new sandbox.
 
 `tests` is a list of `{"input": ..., "output": ...}`, where the program reads stdin and writes stdout, or of statements
-such as `assert add(1, 2) == 3`, which run after the program. The program has no network, cannot start a process and
-cannot write outside its folder; see `megarl.sandbox`.
+such as `assert add(1, 2) == 3`. A statement runs in a process of its own and calls the program in another one. So a
+program cannot read it, answer for its comparison or end it (`megarl.sandbox.judge`). The program has no network, cannot
+start a process and cannot write outside its folder (`megarl.sandbox`).
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from typing import Any
 
-from megarl.sandbox import run_python
+from megarl.sandbox import SandboxResult, check_statement, run_python
 
-TEST_LIMIT_S = 2.0
+TEST_LIMIT_S = 2.0  # processor time of one test
+SAMPLE_LIMIT_S = 6.0  # processor time of all tests; those that are left then count as failed
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -23,14 +24,13 @@ def extract_code(text: str) -> str:
     return str(blocks[-1]) if blocks else text
 
 
-def passes(code: str, test: dict[str, str] | str) -> bool:
-    """True if the program passes one test. A program that exits before the test's statement does not pass."""
+def run_test(code: str, test: dict[str, str] | str) -> tuple[bool, SandboxResult]:
+    """Runs one test: whether the program passes it, and the run. A program that ends before a statement fails it."""
     if isinstance(test, str):
-        end_marker = secrets.token_hex(16)  # printed last: a program that exits early lacks it
-        result = run_python(f"{code}\n{test}\nprint({end_marker!r}, end='')", time_limit_s=TEST_LIMIT_S)
-        return result.ok and result.stdout.endswith(end_marker)
+        result = check_statement(code, test, time_limit_s=TEST_LIMIT_S)
+        return result.ok, result
     result = run_python(code, test["input"], time_limit_s=TEST_LIMIT_S)
-    return result.ok and result.stdout.split() == test["output"].split()
+    return result.ok and result.stdout.split() == test["output"].split(), result
 
 
 def code_reward_fn(
@@ -41,6 +41,22 @@ def code_reward_fn(
     tests: list[dict[str, str] | str],
     **data: Any,
 ) -> float:
-    """Returns the fraction of `tests` that pass, 0.0 to 1.0."""
+    """Returns the fraction of `tests` that pass, 0.0 to 1.0.
+
+    Raises:
+        TimeoutError: the machine was too busy to give a test its processor time. The sample is left out, not scored 0.
+        SandboxError: this machine cannot isolate code.
+    """
     code = extract_code(completions)
-    return sum(passes(code, test) for test in tests) / len(tests)
+    passed, cpu_s = 0, 0.0
+    for test in tests:
+        if cpu_s >= SAMPLE_LIMIT_S:
+            break
+        ok, result = run_test(code, test)
+        if result.status == "wall":
+            raise TimeoutError(
+                f"a test had {result.cpu_s:.1f} of {TEST_LIMIT_S:g} s of processor time when its wall time ended; the "
+                "sample is left out: the machine is too busy, or the program sleeps"
+            )
+        passed, cpu_s = passed + ok, cpu_s + result.cpu_s
+    return passed / len(tests)

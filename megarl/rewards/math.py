@@ -4,17 +4,22 @@ This module compares numbers, fractions and equal text itself. Other answers are
 math-verify, which knows intervals, sets, matrices and simplification.
 
 Model output is never evaluated as code: math-verify's parser of Python-like expressions is not used. Expressions that
-could grow without bound (towers of powers, factorials, hundreds of signs) are compared as text only. Run the reward in
-a `RewardPool`, whose time and memory limits are the second line of defence.
+could grow without bound (towers of powers, factorials of powers, hundreds of signs) are compared as text only.
+Other comparisons that take more than `LIMIT_S` of processor time count as unequal. A `RewardPool` limits memory, and
+wall time for one long operation that Python cannot interrupt.
 """
 
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 MAX_ANSWER = 400  # characters; a longer answer is compared as text
+LIMIT_S = 2.0  # processor time of one comparison
 MAX_COMPLETION = 200_000  # only the last characters are searched for the answer
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
@@ -22,7 +27,11 @@ _FRACTION = re.compile(r"(-?)\\[dt]?frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}|(-?[0-9]+)/
 _DECORATION = re.compile(r"\\(?:left|right|,|;|:|!| )|\\text\{[^{}]*\}$|\\(?:mathrm|mathbf|text)(?=\{)|\$|\\%|%|°|\s")
 _UNBOUNDED = re.compile(
     r"\^[^{]*\^|\^\{[^}]*\^|\*\*.*\*\*|[0-9]{5,}!|!!|\^\{?-?[0-9]{3,}|[0-9]{40,}|__|\\(?:sum|prod|int)"
+    r"|[!^].*[)}\]]!"  # the factorial of a factorial or power
+    r"|binom\{?[0-9]{6,}|choose[^0-9]*[0-9]{6,}|[0-9]{6,}\\choose"
 )
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_POWER_OF_SUM = re.compile(r"\([^()]*[a-zA-Z][^()]*\)\^\{?(?:[2-9][0-9]|[0-9]{3})")  # has thousands of terms
 _SIGN = re.compile(r"\\[a-zA-Z]+|[-+*/^_!(){}\[\]]")
 MAX_SIGNS = 80
 
@@ -51,7 +60,46 @@ def equal(answer: str, reference: str) -> bool:
         return exact_a == exact_b
     if not (_bounded(a) and _bounded(b)):
         return False
-    from math_verify import LatexExtractionConfig, parse, verify  # imported late, as it takes a second
+    return _within(LIMIT_S, lambda: _verified(answer=a, reference=b))
+
+
+def before_fork() -> None:
+    """Imports math-verify, which takes most of a second; `RewardPool` calls it once for all workers."""
+    _verified(r"\sqrt{2}", r"\sqrt{8}")
+
+
+class _OutOfTimeError(BaseException):
+    """Raised at the limit of processor time. A BaseException, as sympy catches every Exception in places."""
+
+
+def _within(limit_s: float, compare: Callable[[], bool]) -> bool:
+    """Runs `compare` for at most `limit_s` of this process's processor time, then returns False.
+
+    Only the main thread can be interrupted, and a worker of `RewardPool` scores there; other threads have no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return compare()
+
+    def interrupt(*_: object) -> None:
+        raise _OutOfTimeError
+
+    signal.signal(signal.SIGPROF, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, limit_s, 0.1)  # again, if a handler in between swallowed it
+            return compare()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except _OutOfTimeError:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return False
+    finally:
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+
+
+def _verified(answer: str, reference: str) -> bool:
+    """True if math-verify finds two LaTeX expressions equal."""
+    from math_verify import LatexExtractionConfig, parse, verify
 
     latex = [LatexExtractionConfig()]
     parsed = [
@@ -80,8 +128,10 @@ def _rational(text: str) -> Fraction | None:
 
 
 def _bounded(text: str) -> bool:
-    """True if parsing and simplifying the answer cannot take unbounded time or memory."""
-    return len(text) <= MAX_ANSWER and not _UNBOUNDED.search(text) and len(_SIGN.findall(text)) <= MAX_SIGNS
+    """True if parsing and simplifying the answer cannot grow without bound, as far as its text tells."""
+    if len(text) > MAX_ANSWER or len(_SIGN.findall(text)) > MAX_SIGNS:
+        return False
+    return not (_UNBOUNDED.search(text) or _POWER_OF_SUM.search(_COMMAND.sub("", text)))
 
 
 def math_reward_fn(

@@ -106,6 +106,8 @@ def main() -> None:
         path, pickled = pickle.loads(message)
         sys.path[:] = path
         functions = pickle.loads(pickled)
+        for module in {getattr(getattr(function, "func", function), "__module__", "") for function in functions}:
+            getattr(sys.modules.get(module), "before_fork", lambda: None)()  # slow imports, once for all workers
     except Exception as error:  # the parent raises it
         send(control, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return

@@ -42,7 +42,9 @@ class ToolUseConfig:
     )
     max_turns: int = knob(4, "most answers of a conversation; a call in the last one is not made", least=1, most=10_000)
     max_result_chars: int = knob(4096, "characters of a tool's result that the model reads", least=1, most=MAX_COUNT)
-    python_time_limit_s: float = knob(5.0, "python: seconds that a program may run", above=0, most=MAX_SECONDS)
+    python_time_limit_s: float = knob(
+        5.0, "python: seconds of processor time that a program may use", above=0, most=MAX_SECONDS
+    )
     python_memory_limit_mb: int = knob(512, "python: address space of a program, in MiB", least=64, most=2**24)
     corpus: str = knob("", "search: text file with one passage a line", path=True)
     search_results: int = knob(3, "search: passages in a result", least=1, most=MAX_COUNT)

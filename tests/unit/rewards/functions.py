@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from typing import Any
 
@@ -19,8 +20,12 @@ def double(
         os._exit(3)
     elif what == "sys.exit":
         raise SystemExit(0)
+    elif what == "twice the limit":  # of 2 s
+        time.sleep(4)
     elif what == "memory":
-        bytearray(64 * 2**30)
+        bytearray(1024 * 2**20)
+    elif what == "less memory":
+        bytearray(256 * 2**20)
     elif what == "nan":
         return float("nan")
     elif what == "text":
@@ -28,6 +33,12 @@ def double(
     elif what == "none":
         return None  # type: ignore[return-value]
     return 2.0 * i
+
+
+def knows_math_verify(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **_: Any
+) -> float:
+    return float("math_verify" in sys.modules)
 
 
 async def halve(

@@ -33,6 +33,19 @@ HOSTILE: list[str] = [
         rf"\boxed{{{x}}}"
         for x in (r"\gcd(" + ",".join("123456789" for _ in range(30)) + ")", "x^{1000}-1=0", "0.(3)", "1,2,3,,,,4")
     ),
+    *(
+        rf"\boxed{{{x}}}"
+        for x in (
+            r"\binom{999999999}{499999999}",
+            r"{999999999 \choose 499999999}",
+            r"(99!)!",
+            r"9^{99}!",
+            r"\left(9^{99}\right)!",
+            r"(a+b+c+d+e+f+g)^{99}",
+            r"\left(\alpha+b+c+d+e+f+g\right)^{99}",
+            r"\cos(" * 20 + "x" + ")" * 20,
+        )
+    ),
     # code
     r"\boxed{__import__('os').system('touch PWNED')}",
     r"\boxed{exec(\"open('PWNED','w')\")}",

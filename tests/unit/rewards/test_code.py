@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from typing import Any
+
 import pytest
 
+from megarl.rewards import code
 from megarl.rewards.code import code_reward_fn, extract_code
+from megarl.rewards.pool import RewardConfig, RewardPool
+from megarl.types import RewardError
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 ECHO = "```python\nprint(int(input()) * 2)\n```"
@@ -42,3 +49,66 @@ def test_programs_may_read_stdin_and_write_stdout() -> None:
 )
 def test_a_program_that_exits_early_does_not_pass(code: str) -> None:
     assert code_reward_fn("", f"```python\n{code}\n```", [], [], tests=["assert add(1, 2) == 3"]) == 0.0
+
+
+TEST = "assert add(1, 2) == 3"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\ndef add(a, b):\n    f = sys._getframe(1)\n    print(*f.f_code.co_consts, end='')\n    exit()",
+        "class E(int):\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
+        "import sys\nsys.exit('sandbox: Landlock: Function not implemented')",
+        "import sys\nprint('sandbox: x', file=sys.stderr)",
+        "import os\nfor n in range(1, 9):\n    try: os.write(n, b'sandbox: x')\n    except OSError: pass",
+    ],
+    ids=["constants of the frame", "always equal", "exit message", "stderr", "every descriptor"],
+)
+def test_a_forged_verdict_or_error_scores_0(program: str) -> None:
+    for tests in ([TEST], [{"input": "", "output": "3"}]):
+        assert code_reward_fn("", program, [], [], tests=tests) == 0.0
+
+
+def test_a_sample_reaches_its_limit_of_processor_time_before_the_pools_limit() -> None:
+    assert code.TEST_LIMIT_S < code.SAMPLE_LIMIT_S
+    assert RewardConfig().time_limit_s >= code.SAMPLE_LIMIT_S + code.TEST_LIMIT_S
+
+
+def test_tests_after_the_samples_limit_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "SAMPLE_LIMIT_S", 0.1)
+    monkeypatch.setattr(code, "TEST_LIMIT_S", 0.5)
+    slow = "def add(a, b):\n    while a == 0: pass\n    return a + b"
+    tests: list[dict[str, str] | str] = [TEST, "assert add(0, 1) == 1", TEST, TEST]
+    assert code_reward_fn("", slow, [], [], tests=tests) == 0.25
+
+
+def test_a_sample_out_of_wall_time_is_left_out_and_not_scored_0() -> None:
+    def sleeps(*_: Any, tests: list[Any], **__: Any) -> float:
+        from megarl.sandbox import client
+
+        client.LEAST_WALL_S = 0.5
+        code.TEST_LIMIT_S = 0.1
+        return code_reward_fn("", "import time\ntime.sleep(1000)", [], [], tests=tests)
+
+    async def both() -> float:
+        for tests in ([TEST], [{"input": "", "output": ""}]):
+            with pytest.raises(RewardError, match=r"TimeoutError: a test had 0\.\d of 0\.1 s of processor time"):
+                await pool("", "", [], [], tests=tests)
+        return pool.failures["raised"]
+
+    with RewardPool([sleeps], RewardConfig(functions=["code"], time_limit_s=300.0)) as pool:
+        assert asyncio.run(both()) == 2
+
+
+def test_a_busy_machine_does_not_lower_a_reward() -> None:
+    """Three loops a core run beside a program that needs most of its own processor time."""
+    program = "import time\ndef add(a, b):\n    while time.process_time() < 1.0: pass\n    return a + b"
+    loop = ["sh", "-c", "while :; do :; done"]
+    loops = [os.posix_spawn("/bin/sh", loop, {}) for _ in range(3 * (os.cpu_count() or 1))]
+    try:
+        assert code_reward_fn("", program, [], [], tests=[TEST]) == 1.0
+    finally:
+        for pid in loops:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)

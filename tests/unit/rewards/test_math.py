@@ -2,8 +2,13 @@ r"""The reward for MATH-style answers: equal, unequal and never computed express
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+
 import pytest
 
+from megarl.rewards import math
 from megarl.rewards.math import equal, extract_boxed, math_reward_fn
 
 
@@ -39,6 +44,11 @@ def test_the_last_box_with_balanced_braces_is_the_answer(text: str, answer: str 
         (r"$5$", "5"),
         (r"5\text{ cm}", "5"),
         (r"\text{(A)}", r"\text{(A)}"),
+        (r"\binom{10}{5}", "252"),
+        ("6!", "720"),
+        (r"\left(\frac{2}{3}\right)^{50}", r"\frac{2^{50}}{3^{50}}"),
+        ("(x+1)^{2}(x-1)^{2}", "(x^{2}-1)^{2}"),
+        ("(n+1)!", "(1+n)!"),
     ],
 )
 def test_equal_answers_are_equal_in_both_orders(a: str, b: str) -> None:
@@ -69,3 +79,61 @@ def test_the_reference_may_be_a_whole_solution_or_the_answer_alone() -> None:
     for reference in (r"Thus \boxed{\frac12}.", r"\frac{1}{2}", "0.5"):
         assert math_reward_fn("", r"I get \boxed{0.5}", [], [], answer=reference) == 1.0
     assert math_reward_fn("", "I get 0.5", [], [], answer="0.5") == 0.0
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        r"\binom{999999999}{499999999}",
+        r"{999999999 \choose 499999999}",
+        "(99!)!",
+        "9^{99}!",
+        "(a+b+c+d+e+f+g)^{99}",
+        r"\left(\alpha+b+c+d+e+f+g\right)^{99}",
+    ],
+)
+def test_terms_that_grow_without_bound_are_never_computed(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(answer: str, reference: str) -> bool:
+        raise AssertionError(f"{answer} was computed")
+
+    monkeypatch.setattr(math, "_verified", compute)
+    assert not equal(term, r"\sqrt{7}")
+    assert not equal(r"\sqrt{7}", term)
+    assert equal(term, term)
+    with pytest.raises(AssertionError, match="was computed"):
+        equal("x", r"\sqrt{7}")
+
+
+def test_a_comparison_that_runs_out_of_processor_time_is_unequal(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested = r"\cos(" * 20 + "x" + ")" * 20
+    monkeypatch.setattr(math, "LIMIT_S", 0.3)
+    math.before_fork()
+    start = time.process_time()
+    assert not equal(nested, r"\sqrt{7}")
+    assert 0.15 < time.process_time() - start < 30.0  # the timer counts in ticks
+    assert equal(r"2\sqrt{3}", r"\sqrt{12}")  # the next one has a limit of its own
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_limit_holds_where_every_exception_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stubborn(answer: str, reference: str) -> bool:
+        for _ in range(2):
+            try:
+                while True:
+                    pass
+            except BaseException:
+                continue
+        while True:
+            pass
+
+    monkeypatch.setattr(math, "LIMIT_S", 0.1)
+    monkeypatch.setattr(math, "_verified", stubborn)
+    assert not equal("x", "y")
+
+
+def test_another_thread_compares_without_a_limit() -> None:
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(equal(r"2\sqrt{3}", r"\sqrt{12}")))
+    thread.start()
+    thread.join()
+    assert results == [True]

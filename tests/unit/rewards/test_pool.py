@@ -17,7 +17,7 @@ from megarl.knobs import UserError
 from megarl.rewards import REWARDS, one_by_one, reward_fn_of
 from megarl.rewards.pool import RewardConfig, RewardPool
 from megarl.types import RewardError
-from tests.unit.rewards.functions import double, halve
+from tests.unit.rewards.functions import double, halve, knows_math_verify
 from tests.unit.rewards.hostile import HOSTILE
 
 
@@ -61,6 +61,7 @@ def test_a_thousand_rewards_of_which_many_fail_leave_the_others_exact() -> None:
         ("none", "TypeError"),
         ("exit", "died"),
         ("hang", "rewards.time_limit_s=2"),
+        ("twice the limit", "rewards.time_limit_s=2"),
     ],
 )
 def test_a_failure_is_named_and_the_pool_goes_on(what: str, message: str) -> None:
@@ -69,8 +70,19 @@ def test_a_failure_is_named_and_the_pool_goes_on(what: str, message: str) -> Non
             await pool("", "", [], [], i=7, what=what)
         return await pool("", "", [], [], i=7)
 
-    with RewardPool([double], RewardConfig(time_limit_s=2.0 if what == "hang" else 30.0)) as pool:
+    limits = RewardConfig(time_limit_s=2.0 if message.startswith("rewards") else 60.0, memory_limit_mb=1024)
+    with RewardPool([double], limits) as pool:
         assert run(both) == 14.0
+
+
+def test_memory_below_the_limit_is_given() -> None:
+    with RewardPool([double], RewardConfig(memory_limit_mb=1024)) as pool:
+        assert run(lambda: pool("", "", [], [], i=7, what="less memory")) == 14.0
+
+
+def test_slow_imports_of_a_reward_happen_before_the_fork() -> None:
+    with RewardPool([knows_math_verify, REWARDS["math"]], RewardConfig(functions=["a", "b"])) as pool:
+        assert run(lambda: pool.score("", "none", [], [], answer="1")) == [1.0, 0.0]
 
 
 def test_several_rewards_are_weighted_and_async_ones_awaited() -> None:
@@ -132,12 +144,11 @@ def test_hostile_completions_are_judged_and_not_executed(tmp_path: Path, monkeyp
     judges = [REWARDS["math"], REWARDS["gsm8k"], REWARDS["gsm8k_flexible"], REWARDS["think_format"]]
 
     async def judge_all() -> None:
-        await pool.score("", r"\boxed{\sqrt{2}}", [], [], answer=r"\boxed{\sqrt{8}} #### 31337")  # warms up the imports
         for text in HOSTILE:
             values = await pool.score("", text, [], [], answer=r"\boxed{\sqrt{7}} #### 31337")
             assert values == [0.0, 0.0, 0.0, 0.0], text[:80]
 
-    with RewardPool(judges, RewardConfig(functions=["a"] * 4, workers=1, max_workers=1, time_limit_s=5.0)) as pool:
+    with RewardPool(judges, RewardConfig(functions=["a"] * 4, workers=1, max_workers=1, time_limit_s=300.0)) as pool:
         run(judge_all)
         assert not pool.failures
     assert list(tmp_path.iterdir()) == []

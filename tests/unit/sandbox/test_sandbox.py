@@ -1,0 +1,310 @@
+"""Code in the sandbox: its permissions, its limits, and machines that cannot hold it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.sandbox import Features, SandboxError, SandboxResult, close, isolation, run_python, system_calls
+
+EACH_KERNEL = pytest.mark.parametrize(
+    "features", [Features(), Features(landlock=1, namespaces=False)], ids=["this kernel", "Linux 5.13"]
+)
+
+
+@EACH_KERNEL
+def test_code_runs_with_stdin_the_standard_library_and_threads(features: Features) -> None:
+    thread = "t = threading.Thread(target=print, args=(input(),)); t.start(); t.join()"
+    done = run_python(f"import math, threading\n{thread}\nprint(math.pi)", "hello\n", features=features)
+    assert done == SandboxResult("ok", "hello\n3.141592653589793\n", "")
+
+
+ORDINARY = {
+    "input by descriptor": "print(open(0).read())",
+    "input by name": "print(open('/dev/stdin').read())",
+    "sorted input": "import sys; print(sys.stdin.read())",
+    "dataclasses": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'int'\nprint(input())",
+    "modules of many kinds": "import sqlite3, zlib, hashlib, csv, json, decimal, ctypes, bz2, lzma, unittest, asyncio, "
+    "xml.etree.ElementTree, tempfile, pathlib, zoneinfo, multiprocessing, concurrent.futures, logging\nprint(input())",
+    "a temporary file": "import tempfile\nwith tempfile.TemporaryFile('w+') as f: f.write(input()); f.seek(0); "
+    "print(f.read())",
+    "a thread pool": "from concurrent.futures import ThreadPoolExecutor as T\nprint(*T(4).map(str, [input()]))",
+    "a timer": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: print(input()))\nsignal.setitimer("
+    "signal.ITIMER_REAL, 0.01)\nsignal.pause()",
+    "at the exit": "import atexit\natexit.register(lambda: print(input()))",
+    "main": "if __name__ == '__main__':\n    print(input())",
+    "deep recursion": "import sys\nsys.setrecursionlimit(5000)\nf = lambda n: n and f(n - 1)\nf(3000)\nprint(input())",
+    "a folder of files": "import os, shutil\nos.makedirs('a/b')\nopen('a/b/c', 'w').write(input())\nos.rename('a/b/c', "
+    "'a/b/d')\nprint(open('a/b/d').read())\nshutil.rmtree('a')\nassert os.listdir() == []",
+}
+
+
+@EACH_KERNEL
+@pytest.mark.parametrize("code", ORDINARY.values(), ids=ORDINARY)
+def test_ordinary_programs_run(code: str, features: Features) -> None:
+    done = run_python(code, "the input", features=features)
+    assert (done.status, done.stdout.strip()) == ("ok", "the input"), done.stderr
+
+
+@EACH_KERNEL
+def test_files_can_be_written_in_the_temporary_folder_which_is_removed_afterwards(features: Features) -> None:
+    code = "import os; open('a', 'w').write('x'); os.mkdir('d'); print(os.getcwd(), open('a').read())"
+    folder, content = run_python(code, features=features).stdout.split()
+    assert content == "x"
+    run_python("", features=features)  # the server removes a folder before it takes the next request
+    assert not Path(folder).exists()
+
+
+def test_a_folder_that_is_hard_to_remove_is_removed_and_nothing_behind_its_links(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    code = (
+        f"import os\nos.symlink({str(tmp_path)!r}, 'link')\nprint(os.getcwd())\nos.mkdir('locked', 0o300)\n"
+        "os.mkdir('locked/inside')\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+    )
+    done = run_python(code, features=Features(namespaces=False))
+    assert done.ok, done.stderr
+    run_python("")
+    assert not Path(done.stdout.strip()).exists()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
+        ("raise SystemExit(3)", ""),
+        ("raise SystemExit('a reason')", "a reason"),
+        ("import os; os.abort()", ""),
+        ("import os; os.kill(os.getpid(), 9)", ""),
+        ("import ctypes; ctypes.string_at(0)", ""),
+        ("import sys; sys.stdout.close(); print(1)", "ValueError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("(", "SyntaxError"),
+        ("\ud800", "UnicodeDecodeError"),
+        ("def f(): f()\nf()", "RecursionError"),
+    ],
+)
+def test_code_that_fails_is_told_from_code_that_works(code: str, message: str) -> None:
+    done = run_python(code)
+    assert done.status == "failed"
+    assert message in done.stderr
+    assert run_python("print(1)").stdout == "1\n"
+
+
+def test_the_server_holds_nothing_of_other_runs_and_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    close()
+    monkeypatch.setenv("SECRET_TOKEN", "sesame-5151")
+    run_python("x = 'open' + '-4242'\nprint(x)", "an-input-4242")
+    code = "import gc, os, sys\nprint(list(os.environ), [m for m in sys.modules if 'torch' in m], sys.path)\n"
+    code += (
+        "print([o for o in gc.get_objects() if isinstance(o, dict) for o in o.values() if isinstance(o, str | bytes) "
+    )
+    code += "and str(o).endswith(('-' + '4242', '-' + '5151'))])"
+    names, found = run_python(code).stdout.splitlines()
+    assert names.startswith("['HOME', 'TMPDIR', 'LANG'] [] ['', ")
+    assert "site-packages" not in names
+    assert found == "[]"
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, "
+        "ValueError): pass\nwhile True: pass",
+        "import threading\nfor _ in range(8): threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start()",
+        "import resource\ntry: resource.setrlimit(resource.RLIMIT_CPU, (-1, -1))\nexcept ValueError: pass\n"
+        "while True: pass",
+        "import atexit\ndef f():\n    while True: pass\natexit.register(f)",
+        "9 ** 9 ** 9",
+    ],
+    ids=["loop", "signals ignored", "threads", "limit raised", "at the exit", "one long operation"],
+)
+def test_processor_time_is_limited(code: str) -> None:
+    done = run_python(code, time_limit_s=0.5, wall_limit_s=300.0)
+    assert done.status == "time"
+    assert 0.5 <= done.cpu_s < 1.9  # at 2 s the kernel ends it, as a second line
+
+
+def test_processor_time_is_not_wall_time() -> None:
+    """Twelve processes share two cores: the last gets its processor time late, and yet has all of it."""
+    loop = "import time\nwhile time.process_time() < 1.0: pass\nprint('whole')"
+    results: list[SandboxResult] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(run_python(loop, time_limit_s=1.5, wall_limit_s=300.0)))
+        for _ in range(3 * (os.cpu_count() or 1))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [(done.status, done.stdout) for done in results] == [("ok", "whole\n")] * len(threads)
+
+
+@pytest.mark.parametrize(
+    "code", ["import time; time.sleep(1000)", "import os; os.close(1); os.close(2); time = 0; os.read(os.pipe()[0], 1)"]
+)
+def test_a_run_out_of_wall_time_is_no_failure_and_leaves_no_process(code: str) -> None:
+    assert run_python(code, time_limit_s=30.0, wall_limit_s=1.0).status == "wall"
+    servers = [p for p in psutil.Process().children() if "megarl.sandbox" in " ".join(p.cmdline())]
+    assert servers
+    assert not [child for server in servers for child in server.children()]
+
+
+def test_output_is_limited() -> None:
+    for code in ("while True: print('x' * 1000)", "print('x' * 5001)", "import sys; sys.stderr.write('x' * 5001)"):
+        done = run_python(code, output_limit=5000)
+        assert done.status == "output"
+        assert max(len(done.stdout), len(done.stderr)) == 5000
+    assert run_python("print('x' * 4999)", output_limit=5000).ok
+
+
+def test_memory_is_limited_just_above_what_is_allowed() -> None:
+    assert run_python("bytearray(400 * 2**20)", memory_limit_mb=512).ok
+    done = run_python("bytearray(513 * 2**20)", memory_limit_mb=512)
+    assert (done.status, done.stderr.split()[-1]) == ("failed", "MemoryError")
+
+
+def test_many_threads_use_many_sandboxes() -> None:
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda: results.append(run_python("print(1)").stdout)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == ["1\n"] * 8
+    close()
+    assert not [p for p in psutil.Process().children() if "megarl.sandbox" in " ".join(p.cmdline())]
+
+
+def test_a_forked_process_starts_servers_of_its_own() -> None:
+    script = (
+        "import os\nfrom megarl.sandbox import run_python\nprint(run_python('print(1)').stdout, end='', flush=True)\n"
+        "pid = os.fork()\nprint(run_python('print(2)').stdout, end='', flush=True)\n"
+        "if pid: assert os.waitpid(pid, 0)[1] == 0; print(run_python('print(3)').stdout, end='')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert sorted(done.stdout.split()) == ["1", "2", "2", "3"]
+    assert done.stderr == ""
+
+
+def test_a_dead_server_is_replaced() -> None:
+    assert run_python("print(1)").ok
+    for process in psutil.Process().children():
+        if "megarl.sandbox" in " ".join(process.cmdline()):
+            process.kill()
+            process.wait(60)
+    assert run_python("print(1)").ok
+
+
+# --- set-up errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit('sandbox: Landlock: Function not implemented; this kernel cannot isolate code')",
+        "import os; os.write(3, b'Landlock: not here')",
+        "import os\nfor n in range(3, 60):\n    try: os.write(n, b'Landlock: not')\n    except OSError: pass\n1 / 0",
+        "raise OSError('Landlock: not here')",
+        "import os; os.dup2(2, 3); os.write(3, b'seccomp: not here'); os._exit(1)",
+    ],
+)
+def test_a_program_cannot_pretend_that_the_sandbox_failed(code: str) -> None:
+    assert run_python(code).status == "failed"
+
+
+REFUSING = """
+import ctypes, struct, sys
+# a filter under which call {number} fails with ENOSYS, as on a kernel without it
+lines = [(0x20, 0, 0, 0), (0x15, 0, 1, {number}), (6, 0, 0, 0x50026), (6, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack("HxxxxxxP", 4, ctypes.addressof(code)), 0, 0) == 0
+from megarl.sandbox import SandboxError, check_statement, run_python
+for run in (lambda: run_python("print('ran')"), lambda: check_statement("print('ran')", "assert True")):
+    try:
+        print(run())
+    except SandboxError as error:
+        print(error)
+"""
+
+
+def test_a_kernel_without_landlock_is_refused_in_one_line_and_the_code_does_not_run() -> None:
+    script = REFUSING.format(number=isolation.LANDLOCK_CREATE)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    release = re.escape(platform.release())
+    line = rf"Landlock: Function not implemented; code in a sandbox needs Linux 5\.13 or later .* this is {release}"
+    first, second = done.stdout.splitlines()
+    assert re.fullmatch(line, first)
+    assert second == first
+
+
+def test_a_kernel_that_refuses_the_filter_is_refused() -> None:
+    script = (
+        "from megarl.sandbox import isolation\nisolation.seccomp_filter = lambda pid: bytes(8)\n"
+        "isolation.isolate('/', 2**30, 5, isolation.Features())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "OSError: seccomp: Invalid argument; code in a sandbox needs Linux 5.13" in done.stderr.splitlines()[-1]
+
+
+def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(OSError, match="riscv64 is not supported; code in a sandbox needs x86_64 or aarch64"):
+        isolation.isolate("/", 2**30, 5, Features())
+
+
+def test_a_server_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    close()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SandboxError, match="server"):
+        run_python("print(1)")
+
+
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+
+
+@pytest.mark.parametrize(("column", "machine"), list(enumerate(HEADERS)))
+def test_the_numbers_of_the_calls_are_the_kernels(column: int, machine: str) -> None:
+    if not HEADERS[machine].exists():
+        pytest.skip(f"no {HEADERS[machine]}, the kernel's headers for compilers")
+    pairs = re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", HEADERS[machine].read_text())
+    numbers = {name: int(number) for name, number in pairs}
+    numbers.setdefault("newfstatat", numbers.get("fstatat", -1))
+    tables = (
+        system_calls.ALLOWED,
+        system_calls.ON_VALUE,
+        system_calls.ON_ITSELF,
+        system_calls.OPEN,
+        system_calls.ABSENT,
+    )
+    listed = {name: entry[column] for table in tables for name, entry in table.items()}  # type: ignore[attr-defined]
+    assert {name: number for name, number in listed.items() if number is not None and numbers.get(name) != number} == {}
+    assert len(set(listed.values()) - {None}) == len([number for number in listed.values() if number is not None])
+    if machine == "aarch64":
+        assert not [name for name, number in listed.items() if number is None and name in numbers]
+
+
+def test_the_rights_that_landlock_knows_are_all_denied_by_default() -> None:
+    version = ctypes.CDLL(None).syscall(isolation.LANDLOCK_CREATE, None, 0, 1)
+    assert version >= 1
+    rights = sum(bits for since, bits in isolation.FILE_RIGHTS.items() if version >= since)
+    assert rights == (1 << rights.bit_length()) - 1  # no gap between the first and the last
