@@ -49,9 +49,7 @@ def test_log_probs_entropy_and_gradients_equal_transformers(
 ) -> None:
     folder, batch = checkpoints("qwen3", tied=True, vocab_size=343), batch_of()
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
-    config = EngineConfig(
-        path=str(folder), optimizer=optimizer, temperature=TEMPERATURE, kept_logits_mb=kept_logits_mb
-    )
+    config = EngineConfig(path=str(folder), optimizer=optimizer, temperature=TEMPERATURE, kept_logits_mb=kept_logits_mb)
     actor = MegatronPPOActor(config, GRPO(GRPOConfig()))
     actor.initialize()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
