@@ -105,7 +105,8 @@ ACTOR: Bugs = {
                 "the head in chunks ignores the temperature",
                 "temperature=temperature,\n            group=group,\n            with_entropy=with_entropy,\n"
                 "            rows=rows,",
-                "temperature=1.0,\n            group=group,\n            with_entropy=with_entropy,\n            rows=rows,",
+                "temperature=1.0,\n            group=group,\n            with_entropy=with_entropy,\n"
+                "            rows=rows,",
             ),
             (
                 "the head at once ignores the temperature",

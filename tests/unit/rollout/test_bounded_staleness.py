@@ -311,7 +311,7 @@ def test_only_failures_in_a_row_stop_the_run(thread: LoopThread) -> None:
     ends(thread, workflow, min(workflow.open), ValueError("f"))
     assert not batch.done()
     ends(thread, workflow, min(workflow.open), ValueError("g"))
-    with pytest.raises(WorkflowError, match="3 episodes failed in a row, the last: .*g"):
+    with pytest.raises(WorkflowError, match=r"3 episodes failed in a row, the last: .*g"):
         batch.result(30)
     thread.cancel_all()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +16,13 @@ FILES = {f"step_000002/{name}" for name in ("manifest.json", "trainer.json")} | 
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks saw."""
     work = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "subprocess", warm)
         assert local.run_ranks("tests.unit.trainer.saver_ranks_worker", [str(work)], 2, work) == 0
-    yield [json.loads((work / f"seen_{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((work / f"seen_{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def test_damage_that_one_rank_reads_sends_all_to_the_checkpoint_before(seen: list[dict[str, Any]]) -> None:
