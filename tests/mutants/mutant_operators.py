@@ -56,7 +56,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield "junction", f"({ast.unparse(ast.BoolOp(other, node.values))})"
     elif isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
         yield "sign", f"({ast.unparse(ast.BinOp(node.left, SIGNS[type(node.op)](), node.right))})"
-    elif isinstance(node, ast.Call) and len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args):
+    elif isinstance(node, ast.Call) and _two_arguments(node.args):
         swapped = [node.args[1], node.args[0], *node.args[2:]]
         yield "arguments", ast.unparse(ast.Call(node.func, swapped, node.keywords))
     elif (
@@ -66,6 +66,13 @@ def changes(node: ast.AST) -> Iterator[tuple[str, str]]:
         or (isinstance(node, ast.Assign) and not any(isinstance(target, ast.Name) for target in node.targets))
     ):
         yield "statement", "pass"
+
+
+def _two_arguments(arguments: list[ast.expr]) -> bool:
+    """True if the first two arguments can be swapped, and differ."""
+    if len(arguments) < 2 or any(isinstance(argument, ast.Starred) for argument in arguments):
+        return False
+    return ast.dump(arguments[0]) != ast.dump(arguments[1])
 
 
 def _speaks(value: ast.expr) -> bool:

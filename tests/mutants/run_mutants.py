@@ -137,15 +137,15 @@ def built(log: Path) -> bool:
     return done.returncode == 0
 
 
-def judge(mutant: Mutant, tests: list[str]) -> Result:
+def judge(mutant: Mutant) -> Result:
     """Plants the mutant, runs the tests, and restores the copy."""
     log, started = WORK / "log.txt", time.monotonic()
     code, test = None, ""
     with planted(mutant):
         if mutant.build and not built(log):
             code, test = 1, "the compiler"
-        elif tests:
-            code = run_tests(["-x", *tests], log, DEADLINE_S)
+        elif mutant.tests:
+            code = run_tests(["-x", *mutant.tests], log, DEADLINE_S)
             failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", log.read_text(errors="replace"), re.M)
             test = failed[1] if failed else ""
         else:
@@ -225,7 +225,7 @@ def main() -> None:
             before = known.get(key_of(mutant))
             if before and (before.outcome == NOTICED or not arguments.again):
                 continue
-            result = judge(mutant, list(mutant.tests))
+            result = judge(mutant)
             if result.outcome != INVALID:
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(vars(result)) + "\n")
