@@ -38,7 +38,7 @@ def unit(*names: str) -> tuple[str, ...]:
 def flat(bugs: Bugs) -> list[Mutant]:
     """Lists the mutants of a table."""
     return [
-        Mutant(f"{file}: {name}", file, original, mutated, tests)
+        Mutant(f"{file}: {name}", file, original, mutated, tests, file.endswith(".h") and "tests/kernels" in tests[0])
         for file, by_tests in bugs.items()
         for tests, entries in by_tests.items()
         for name, original, mutated in entries

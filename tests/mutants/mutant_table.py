@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mutant_table_csrc as csrc
 import mutant_table_systems as systems
 import mutant_table_training as training
 from mutant import Mutant, flat
@@ -11,6 +12,7 @@ MUTANTS: list[Mutant] = [
     for bugs in (
         *(training.ALGORITHMS, training.ACTOR, training.DATA),
         *(systems.ROLLOUT, systems.REWARDS, systems.TRAINER, systems.LAUNCHER, systems.RESHARD),
+        csrc.HEADERS,
     )
     for mutant in flat(bugs)
 ]

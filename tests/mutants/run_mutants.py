@@ -150,10 +150,12 @@ def judge(mutant: Mutant) -> Result:
             test = failed[1] if failed else ""
         else:
             code = 0
-    outcomes = {0: SURVIVED, 1: NOTICED, 2: NOTICED, None: DEADLINE}  # 2: a test module could not be imported
-    outcome = outcomes.get(code, NOTICED if code is not None and code < 0 else INVALID)
+    outcome = {0: SURVIVED, 1: NOTICED, None: DEADLINE}.get(code, INVALID)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if (code is not None and code < 0) or (outcome == INVALID and "ERROR collecting" in text):
+        outcome = NOTICED  # it crashed, or a test module could not be imported
     if outcome == INVALID:
-        test = log.read_text(errors="replace")[-300:]
+        test = text[-300:]
     return Result(key_of(mutant), mutant.name, outcome, test, time.monotonic() - started, time.strftime("%Y-%m-%d"))
 
 

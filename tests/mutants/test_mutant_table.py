@@ -50,6 +50,7 @@ def test_accepted_survivors_have_a_reason() -> None:
     assert all(part and len(why.split()) > 3 for part, why in mutant_accepted.ACCEPTED.items())
 
 
+@pytest.mark.long
 def test_the_runner_notices_a_planted_bug_and_lets_an_equal_program_pass(tmp_path: Path) -> None:
     """Runs the real runner on one bug and on one change that is none, in a process of its own."""
     code = """

@@ -71,3 +71,20 @@ def test_a_gradient_that_another_rank_counts_in_the_norm_is_scanned_too(
     assert stats["grad_norm"] < 1e6  # finite: the norm has not seen it
     handle.remove()
     assert engine.train_lm(batch)["skipped_steps"] == 0.0
+
+
+@pytest.mark.parametrize("extra", [float("inf"), float("nan")])
+def test_a_loss_that_is_not_finite_takes_no_step_though_its_gradient_is(
+    checkpoints: Callable[..., Path], extra: float
+) -> None:
+    engine = MegatronLMEngine(EngineConfig(path=str(checkpoints("qwen3", tied=True, vocab_size=343))))
+    engine.initialize()
+    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
+    batch = PackedBatch(cu_seqlens_of(torch.tensor([20])), {"input_ids": torch.arange(20)})
+    stats = engine.train_batch(
+        batch, lambda lp, entropy, data: lp.sum() + extra, lambda data: 1.0, loss_input="logprobs"
+    )
+    assert stats["skipped_steps"] == 1.0
+    assert 0 < stats["grad_norm"] < float("inf")
+    for name, tensor in engine.named_weights():
+        assert torch.equal(tensor, before[name])
