@@ -1,6 +1,7 @@
 """Plants one bug at a time in a copy of the tree, and runs the tests that should notice it.
 
-    python tests/mutants/run_mutants.py [--only TEXT] [--again] [--table] [--sampled N] [--seed N] [--reach]
+    python tests/mutants/run_mutants.py [--only TEXT] [--again] [--table] [--deadline-min N] [--sampled N] [--seed N]
+        [--reach]
 
 Mutants are those of `mutant_table.py`, written by hand with their tests, and a seeded sample from the operators of
 `mutant_operators.py`. Tests of a sampled mutant are those that call its function, the quickest first (`--reach` records
@@ -35,7 +36,7 @@ from mutant_table import MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(os.environ.get("MEGARL_MUTANTS", ROOT / "build" / "mutants"))
 TREE, RESULTS, REACH = WORK / "tree", WORK / "results.jsonl", WORK / "reach.json"
-DEADLINE_S = 900.0  # of one mutant's tests
+DEADLINE_MIN = 10.0  # of one mutant's tests
 TEST_BUDGET_S = 120.0  # tests of a sampled mutant are those that took at most so long together, unmutated
 BUILD_DEADLINE_S = 1800.0
 PRELOAD = ("torch", "transformers", "megatron.core", "hypothesis", "datasets", "aiohttp", "pytest", "sympy")
@@ -137,7 +138,7 @@ def built(log: Path) -> bool:
     return done.returncode == 0
 
 
-def judge(mutant: Mutant) -> Result:
+def judge(mutant: Mutant, deadline_min: float = DEADLINE_MIN) -> Result:
     """Plants the mutant, runs the tests, and restores the copy."""
     log, started = WORK / "log.txt", time.monotonic()
     code, test = None, ""
@@ -145,7 +146,7 @@ def judge(mutant: Mutant) -> Result:
         if mutant.build and not built(log):
             code, test = 1, "the compiler"
         elif mutant.tests:
-            code = run_tests(["-x", *mutant.tests], log, DEADLINE_S)
+            code = run_tests(["-x", *mutant.tests], log, 60 * deadline_min)
             failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", log.read_text(errors="replace"), re.M)
             test = failed[1] if failed else ""
         else:
@@ -209,6 +210,7 @@ def main() -> None:
     parser.add_argument("--sampled", type=int, default=mutant_operators.SAMPLE, help="mutants from operators")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--again", action="store_true", help="run again what was not noticed")
+    parser.add_argument("--deadline-min", type=float, default=DEADLINE_MIN, help="minutes for one mutant's tests")
     parser.add_argument("--table", action="store_true", help="run nothing, print the results so far")
     arguments = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
@@ -227,7 +229,7 @@ def main() -> None:
             before = known.get(key_of(mutant))
             if before and (before.outcome == NOTICED or not arguments.again):
                 continue
-            result = judge(mutant)
+            result = judge(mutant, arguments.deadline_min)
             if result.outcome != INVALID:
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(vars(result)) + "\n")
