@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one file. `tests` are test files or ids; `build` compiles `_C` before they run."""
+    """A change of one file. `tests` are test files or ids; `build` compiles `_C` before they run.
+
+    `slower` are tests that run only if `tests` pass.
+    """
 
     name: str
     file: str
@@ -15,6 +18,7 @@ class Mutant:
     mutated: str
     tests: tuple[str, ...]
     build: bool = False
+    slower: tuple[str, ...] = ()
 
     def applied_to(self, text: str) -> str:
         """Returns the file's text with the change.

@@ -22,6 +22,16 @@ from mutant import Mutant
 SAMPLE = 120
 FOLDERS = tuple(f"megarl/{name}" for name in ("algorithms", "actor", "rollout", "reshard", "rewards", "trainer"))
 
+# Tests of several processes, whose calls are not recorded; of a file that begins like this, the first that fits.
+SLOWER: dict[str, tuple[str, ...]] = {
+    "megarl/actor/checkpoint/": ("tests/distributed/test_checkpoint.py",),
+    "megarl/actor/health.py": ("tests/distributed/test_health.py",),
+    "megarl/actor/model/moe.py": ("tests/distributed/test_moe.py",),
+    "megarl/actor/critic.py": ("tests/distributed/test_critic_layouts.py",),
+    "megarl/actor/": ("tests/distributed/test_layouts.py",),
+    "megarl/reshard/": ("tests/nccl_semantics/test_weight_sync.py",),
+}
+
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -156,7 +166,8 @@ def _mutant(
     text = path.read_text()
     old = ast.get_source_segment(text, node) or ""
     name = f"{file}:{node.lineno}: {operator}: {' '.join(old.split())[:60]} -> {' '.join(new.split())[:60]}"
-    return Mutant(name, file, text, replaced(text, node, new), tests_of(file, function))
+    slower = next((tests for start, tests in SLOWER.items() if file.startswith(start)), ())
+    return Mutant(name, file, text, replaced(text, node, new), tests_of(file, function), slower=slower)
 
 
 def _tests_of(reach: dict[str, Any], budget_s: float) -> Callable[[str, int], tuple[str, ...]]:

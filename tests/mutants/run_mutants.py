@@ -147,6 +147,8 @@ def judge(mutant: Mutant, deadline_min: float = DEADLINE_MIN) -> Result:
             code, test = 1, "the compiler"
         elif mutant.tests:
             code = run_tests(["-x", *mutant.tests], log, 60 * deadline_min)
+            if code == 0 and mutant.slower:
+                code = run_tests(["-x", *mutant.slower], log, 60 * deadline_min)
             failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", log.read_text(errors="replace"), re.M)
             test = failed[1] if failed else ""
         else:

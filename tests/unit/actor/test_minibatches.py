@@ -84,6 +84,11 @@ def test_figures_are_of_the_steps_that_were_taken(
     assert (stats["mark"], stats["mark_max"], stats["skipped_steps"]) == (pytest.approx(mean), largest, skipped)
 
 
+def test_fewer_sequences_than_minibatches_are_refused(actor: MegatronPPOActor) -> None:
+    with pytest.raises(ValueError, match=r"9 sequences are too few for algorithm\.n_minibatches=10"):
+        update(actor, [1.0] * 10)
+
+
 def test_first_tokens_have_no_prediction_and_no_weight() -> None:
     batch = batch_of()
     assert int(trained_tokens(batch)) == int(LENGTHS.sum()) - len(LENGTHS)
