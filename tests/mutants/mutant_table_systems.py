@@ -117,7 +117,7 @@ ROLLOUT: Bugs = {
 
 REWARDS: Bugs = {
     "megarl/rewards/worker.py": {
-        unit("rewards/test_pool"): [
+        unit("rewards/test_pool_ends", "rewards/test_pool"): [
             ("a worker outlives its server", "        die_with_parent(server_pid)\n", ""),
             ("the server outlives the run", "    die_with_parent(os.getppid())\n", ""),
             (
