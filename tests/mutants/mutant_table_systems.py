@@ -148,7 +148,7 @@ TRAINER: Bugs = {
                 "",
             ),
         ],
-        unit("trainer/test_saver_ranks"): [
+        unit("trainer/test_saver", "trainer/test_saver_ranks"): [
             (
                 "one rank's report of damage is not heard",
                 "problem = next((text for text in gather_json(problem) if text), None)",

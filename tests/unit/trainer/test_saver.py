@@ -288,6 +288,19 @@ def test_generators_go_on_where_they_stood_and_a_new_rank_has_its_own() -> None:
     assert len({str(values) for values in (expected, *seen)}) == 3
 
 
+def test_damage_that_another_rank_reports_counts(
+    two: tuple[Path, dict[int, Any]], engine: MegatronLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted report stands for the other rank's; test_saver_ranks.py has two real ranks."""
+    reports = iter(["a file of its share is damaged", None])
+
+    def with_another_rank(value: Any) -> list[Any]:
+        return [value] if isinstance(value, bool) else [value, next(reports)]
+
+    monkeypatch.setattr(saver_module, "gather_json", with_another_rank)
+    assert saver_of(two[0]).restore({ACTOR: engine})["step"] == 1
+
+
 def test_a_resumed_run_draws_what_the_saved_one_drew_next(engine: MegatronLMEngine, tmp_path: Path) -> None:
     saver = saver_of(tmp_path / "c")
     draw()
