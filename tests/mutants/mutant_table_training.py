@@ -165,10 +165,10 @@ ACTOR: Bugs = {
                 "math.isfinite(norm) and gradients_are_finite(self.ddps)",
                 "math.isfinite(norm)",
             ),
+            ("a loss that is not finite steps", "on_all_ranks(math.isfinite(loss) and", "on_all_ranks("),
         ],
         unit("actor/test_optimizer", "actor/test_engine"): [
             ("the scheduler steps twice", "self.scheduler.step(1)", "self.scheduler.step(2)"),
-            ("a loss that is not finite steps", "on_all_ranks(math.isfinite(loss) and", "on_all_ranks("),
             ("weights of microbatches are not normalised", "weight / total,", "weight,"),
             ("maxima are weighted", 'v if k.endswith("_max") else weight * v', "weight * v"),
         ],

@@ -285,6 +285,14 @@ def test_a_sender_that_is_silent_ends_the_receiver_by_its_deadline(grouped: Call
     thread.join()
 
 
+def test_a_deadline_that_has_passed_is_raised_with_its_length() -> None:
+    deadline = Deadline(0.01)
+    time.sleep(0.02)
+    with pytest.raises(TimeoutError, match=r"deadline of 0\.01 s passed"):
+        deadline.left()
+    assert 0 < Deadline(60).left() <= 60
+
+
 def test_shared_staging_is_this_users_alone_and_is_removed() -> None:
     staging = ShmTransport.make_staging(4096)
     (path,) = [path for path in FOLDER.glob(f"{PREFIX}*") if path.stat().st_size == 2 * 4096]
