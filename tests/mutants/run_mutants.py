@@ -1,4 +1,4 @@
-"""Plants one bug at a time in a copy of the tree, and runs the tests that should notice it.
+"""Plants bugs in a copy of the tree, one at a time, and runs the tests that should notice each.
 
     python tests/mutants/run_mutants.py [--only TEXT] [--again] [--table] [--deadline-min N] [--sampled N] [--seed N]
         [--reach]
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="mutants whose name or file contains this text")
     parser.add_argument("--sampled", type=int, default=mutant_operators.SAMPLE, help="mutants from operators")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--again", action="store_true", help="run again what was not noticed")
+    parser.add_argument("--again", action="store_true", help="run the survivors again")
     parser.add_argument("--deadline-min", type=float, default=DEADLINE_MIN, help="minutes for one mutant's tests")
     parser.add_argument("--table", action="store_true", help="run nothing, print the results so far")
     arguments = parser.parse_args()
@@ -229,7 +229,7 @@ def main() -> None:
             __import__(name)
         for number, mutant in enumerate(mutants, 1):
             before = known.get(key_of(mutant))
-            if before and (before.outcome == NOTICED or not arguments.again):
+            if before and (before.outcome != SURVIVED or not arguments.again):
                 continue
             result = judge(mutant, arguments.deadline_min)
             if result.outcome != INVALID:

@@ -1,4 +1,4 @@
-"""How a server task ends: its exit code tells the launcher whether the job may go on without it."""
+"""Ends of a server task: its exit code tells the launcher whether the job may go on without it."""
 
 from __future__ import annotations
 

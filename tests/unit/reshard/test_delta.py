@@ -12,7 +12,7 @@ DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64)
 
 
 def test_bits_are_compared_and_not_values() -> None:
-    """The same NaN, another NaN, zero, minus zero, and 1.0 with its last bit set."""
+    """Elements: a NaN as before, another NaN, zero, minus zero, and 1.0 with its last bit set."""
     old = torch.tensor([0x7FC00000, 0x7FC00000, 0, 0, 0x3F800000], dtype=torch.int32)
     new = torch.tensor([0x7FC00000, 0x7FC00001, 0, -(2**31), 0x3F800001], dtype=torch.int32)
     assert delta.changed(new.view(torch.float32), old.view(torch.float32)).tolist() == [1, 3, 4]

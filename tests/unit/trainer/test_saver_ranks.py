@@ -17,7 +17,7 @@ FILES = {f"step_000002/{name}" for name in ("manifest.json", "trainer.json")} | 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks saw."""
+    """The records of both ranks."""
     work = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "subprocess", warm)
