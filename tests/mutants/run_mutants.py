@@ -3,7 +3,7 @@
     python tests/mutants/run_mutants.py [--only TEXT] [--again] [--table] [--deadline-min N] [--sampled N] [--seed N]
         [--reach]
 
-Mutants are those of `mutant_table.py`, written by hand with their tests, and a seeded sample from the operators of
+Mutants come from `mutant_table.py`, written by hand with their tests, and from a seeded sample of the operators in
 `mutant_operators.py`. Tests of a sampled mutant are those that call its function, the quickest first (`--reach` records
 the calls again). Results are kept in build/mutants, so a run that was stopped goes on where it was. Each test run is
 forked from this process, which has imported torch and Megatron but nothing of megarl.
