@@ -229,7 +229,8 @@ def main() -> None:
             __import__(name)
         for number, mutant in enumerate(mutants, 1):
             before = known.get(key_of(mutant))
-            if before and (before.outcome != SURVIVED or not arguments.again):
+            stays = not arguments.again or bool(mutant_accepted.reason(mutant))
+            if before and (before.outcome != SURVIVED or stays):
                 continue
             result = judge(mutant, arguments.deadline_min)
             if result.outcome != INVALID:
