@@ -1,6 +1,7 @@
 # make train   set up, then train the bundled demo          make test    set up, then the whole test suite
 # make lint    style and types of every language            make format  rewrite the files in that style
 # make bench   every script in benchmarks/                  make doctor  what is installed, what is missing and what it is for
+# make mutants plants bugs one at a time and runs the tests that should notice them: hours, outside make test; it resumes
 # make docs    the documentation as a site, in build/site   make clean   remove the environment and what was built
 # make gpu-acceptance   proves megarl on this machine's GPUs within 20 minutes; ARGS="--dry-run --gpus 8" shows the steps
 # make gpu-env   the environment of docs/install_gpu.md in build/gpu-env, about half an hour; needs nvcc and no GPU
@@ -29,7 +30,7 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/* tests/fake_cuda/*.cpp))
 
 .DELETE_ON_ERROR:
-.PHONY: setup gpu-env doctor train test test-long test-unit test-asan test-gpu gpu-acceptance lint format bench docs lock clean
+.PHONY: setup gpu-env doctor train test test-long test-unit test-asan test-gpu mutants gpu-acceptance lint format bench docs lock clean
 
 setup: $(STAMPS)/package
 
@@ -75,6 +76,10 @@ test-gpu:
 	  { echo "make: $(PYTHON) has no pytest, or no torch that sees a GPU: activate the environment of docs/install_gpu.md"; exit 2; }
 	@$(PYTHON) -m pytest tests/gpu -k "not emulat"
 	@compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest tests/gpu -k "not emulat and not 2_to_the"
+
+# Results are kept in build/mutants. ARGS="--table" prints them, ARGS="--again" runs the survivors again.
+mutants: setup
+	@exec nice -n 15 $(BIN)/python -W ignore tests/mutants/run_mutants.py $(ARGS)
 
 # In the active environment, which docs/install_gpu.md makes.
 gpu-acceptance:

@@ -136,6 +136,11 @@ def test_whitening_gives_mean_0_and_variance_1_and_matches_the_twin(shift_mean, 
         assert abs(whitened.mean() - (0 if shift_mean else x[mask].double().mean())) < 1e-5
 
 
+def test_whitening_two_values_gives_their_sample_variance():
+    whitened = whiten(torch.tensor([3.0, 9.0, 7.0]), torch.tensor([True, False, True]))
+    torch.testing.assert_close(whitened, torch.tensor([-(0.5**0.5), 0.0, 0.5**0.5]))
+
+
 def test_whitening_nothing_or_one_value_gives_zeros():
     assert (whiten(torch.full((3,), torch.nan), torch.zeros(3, dtype=torch.bool)) == 0).all()
     assert whiten(torch.tensor([5.0]), torch.ones(1, dtype=torch.bool)).item() == 0

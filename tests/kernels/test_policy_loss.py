@@ -113,6 +113,26 @@ def test_masked_tokens_may_hold_anything():
     assert dirty_logprob.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("at", [0, 5000, 9999])
+def test_the_largest_ratio_and_weight_are_of_all_tokens_wherever_they_stand(at):
+    logprob, old, rollout = (torch.zeros(10000, dtype=torch.float64) for _ in range(3))
+    logprob[at], rollout[at] = math.log(3.0), -math.log(1.25)
+    settings = PolicyLossSettings(correction="truncate", correction_high=2.0)
+    result = policy_loss(
+        logprob, old, torch.ones_like(old), torch.ones(10000, dtype=torch.bool), settings=settings,
+        rollout_logprobs=rollout,
+    )  # fmt: skip
+    sums = dict(zip(POLICY_LOSS_SUMS, result.sums.tolist(), strict=True))
+    assert (sums["ratio_max"], sums["correction_weight_max"]) == (pytest.approx(3.0), pytest.approx(1.25))
+
+
+def test_log_ratios_are_bounded_at_20():
+    logprob = torch.tensor([19.5, 20.5, 30.0], dtype=torch.float64)
+    ones = torch.ones(3, dtype=torch.float64)
+    result = policy_loss(logprob, 0 * ones, -ones, ones.bool(), settings=PolicyLossSettings())
+    torch.testing.assert_close(result.loss, torch.tensor([19.5, 20.0, 20.0], dtype=torch.float64).exp())
+
+
 def test_a_ratio_that_would_overflow_stays_finite_and_passes_no_gradient():
     logprob = torch.tensor([0.0, -1000.0], requires_grad=True)
     old = torch.tensor([-1000.0, 0.0])

@@ -86,6 +86,10 @@ def test_live_parameters_are_those_of_the_table(name: str, checkpoints: Callable
         engine.modules[0].register_parameter("stray", torch.nn.Parameter(torch.zeros(1)))
         with pytest.raises(RuntimeError, match="stray holds no HF tensor"):
             hf_weights.shards(engine.modules, engine.hf_config, engine.groups)
+        norm = next(p for n, p in engine.modules[0].named_parameters() if n.endswith("final_layernorm.weight"))
+        norm.data = norm.data[:-1]
+        with pytest.raises(RuntimeError, match=r"final_layernorm\.weight has shape \(63,\), too small for"):
+            hf_weights.shards(engine.modules, engine.hf_config, engine.groups)
     finally:
         groups.destroy()
 

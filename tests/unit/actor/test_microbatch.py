@@ -42,6 +42,9 @@ def test_microbatches_of_a_rank_are_even() -> None:
     lengths = [40, 40, 8, 8, 8, 8, 8]
     (rank,) = partition(lengths, [float(n) for n in lengths], 1, 64)
     assert [sum(lengths[i] for i in mb) for mb in rank] == [64, 56]
+    lengths = [8, 8, 4, 4, 4, 4]  # evened out, each microbatch has exactly the budget
+    (rank,) = partition(lengths, [float(n * n) for n in lengths], 1, 16)
+    assert [sorted(lengths[i] for i in mb) for mb in rank] == [[4, 4, 8], [4, 4, 8]]
 
 
 def grouped(sizes: list[tuple[int, list[int]]], key: str = "group_ids", vocab: int = 50) -> PackedBatch:

@@ -186,6 +186,13 @@ def test_a_reward_model_scores_the_last_token() -> None:
     expected = -log_sigmoid(margins).mean() + 0.01 * (9 + 1 + 36) / 3
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     assert float(metrics["accuracy"]) == pytest.approx(1 / 2)  # one pair in order, one not, and a tie
+    assert float(metrics["reward_chosen"]) == pytest.approx(5 / 3)
+    assert float(metrics["reward_rejected"]) == pytest.approx(5 / 3)
+    values.data[ends[0]] += 3.0
+    _, metrics = model.loss(values, batch)
+    assert float(metrics["reward_chosen"]) == pytest.approx(8 / 3)
+    assert float(metrics["margin"]) == pytest.approx(1.0)
+    assert float(metrics["accuracy"]) == pytest.approx(1 / 2)
     loss.backward()
     assert values.grad is not None
     assert values.grad.nonzero().squeeze(1).tolist() == ends.tolist()

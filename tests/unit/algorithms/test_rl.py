@@ -19,8 +19,11 @@ PROMPTS = [2, 2, 1, 1, 4, 1, 3, 3]
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2]
 
 
-def make_batch(seed: int = 0, dtype: torch.dtype = torch.float32) -> PackedBatch:
-    """Builds eight completions of three prompts, with every key that an algorithm reads, aligned as in losses."""
+def make_batch(seed: int = 0, tool_turns: bool = False) -> PackedBatch:
+    """Builds eight completions of three prompts, with every key that an algorithm reads, aligned as in losses.
+
+    With `tool_turns`, most completions have untrained tokens inside, and some end in untrained tokens.
+    """
     g = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
 
@@ -28,6 +31,10 @@ def make_batch(seed: int = 0, dtype: torch.dtype = torch.float32) -> PackedBatch
         return -1.5 + scale * torch.randn(total, generator=g)
 
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(LENGTHS, PROMPTS, strict=True)])
+    if tool_turns:  # the middle of each completion, and its last token if that leaves one
+        starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+        mask[[start + (p + n) // 2 for start, n, p in zip(starts, LENGTHS, PROMPTS, strict=True)]] = False
+        mask[[start + n - 1 for start, n in zip(starts[1:-1:2], LENGTHS[1:-1:2], strict=True)]] = False
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.25, 1.0, 0.0, -1.0, 0.5])
     return PackedBatch(
         cu_seqlens_of(torch.tensor(LENGTHS)),
@@ -64,10 +71,6 @@ def std(values: list[float]) -> float:
     return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
 
 
-def spread(per_sequence: list[float]) -> list[list[float]]:
-    return [[v] * (n - p) for v, n, p in zip(per_sequence, LENGTHS, PROMPTS, strict=True)]
-
-
 def whitened(rows: list[list[float]]) -> list[list[float]]:
     flat = [v for row in rows for v in row]
     centre, width = mean(flat), std(flat)
@@ -82,14 +85,26 @@ def centred(values: list[float]) -> list[float]:
     return [v - mean(group) for v, group in zip(values, groups_of(values), strict=True)]
 
 
+def estimated_kl(r: Tensor, estimator: str) -> Tensor:
+    """Schulman's estimators, of r = log pi_ref - log pi."""
+    return {"k1": -r, "k2": r * r / 2, "k3": r.exp() - 1 - r}[estimator]
+
+
 def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list[float]]:
     r = batch["rewards"].tolist()
-    kl = [
-        sum((a - b).tolist())
-        for a, b in zip(split(batch["prox_logp"], batch), split(batch["ref_logp"], batch), strict=True)
-    ]
+    lengths = [len(row) for row in split(batch["values"], batch)]
+    kl = split(estimated_kl(batch["ref_logp"] - batch["prox_logp"], config.kl_estimator), batch)
+
+    def spread(per_sequence: list[float]) -> list[list[float]]:
+        return [[v] * n for v, n in zip(per_sequence, lengths, strict=True)]
+
     if config.kl_coef and config.kl_in == "reward" and name not in ("ppo", "reinforce_pp"):
-        r = [a - config.kl_coef * b for a, b in zip(r, kl, strict=True)]
+        r = [a - config.kl_coef * float(b.sum()) for a, b in zip(r, kl, strict=True)]
+    if name == "dapo" and config.overlong_buffer:
+        free = config.overlong_budget - config.overlong_buffer
+        r = [v - min(max((n - free) / config.overlong_buffer, 0), 1) for v, n in zip(r, lengths, strict=True)]
+    if name == "reinforce_pp" and config.group_baseline:
+        r = centred(r)
     if name in ("grpo", "dapo", "gspo", "cispo", "decoupled_ppo"):
         return spread(normalised(r))
     if name == "dr_grpo":
@@ -97,20 +112,20 @@ def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list
     if name == "rloo":
         return spread([v - (sum(g) - v) / (len(g) - 1) for v, g in zip(r, groups_of(r), strict=True)])
     if name == "reinforce":
-        return spread([v - mean(r) for v in r])
+        return spread([v - mean(r) if config.baseline else v for v in r])
     if name == "remax":
         return spread(r)
     if name == "gdpo":
         first, second = (normalised(column) for column in batch["reward_columns"].T.tolist())
-        summed = [a + b for a, b in zip(first, second, strict=True)]
+        weights = config.reward_weights or [1.0, 1.0]
+        summed = [weights[0] * a + weights[1] * b for a, b in zip(first, second, strict=True)]
         return spread([(v - mean(summed)) / std(summed) for v in summed])
     rows = []
-    for i, n in enumerate(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)):
-        kls = (split(batch["prox_logp"], batch)[i] - split(batch["ref_logp"], batch)[i]).tolist()
-        rewards = [-config.kl_coef * k for k in kls]
+    for i, n in enumerate(lengths):
+        rewards = [-config.kl_coef * k for k in kl[i].tolist()]
         rewards[-1] += r[i]
         if name == "reinforce_pp":
-            rows.append([sum(rewards[t:]) for t in range(n)])
+            rows.append([sum(config.gamma ** (s - t) * rewards[s] for s in range(t, n)) for t in range(n)])
             continue
         v = [*split(batch["values"], batch)[i].tolist(), 0.0]
         deltas = [rewards[t] + config.gamma * v[t + 1] - v[t] for t in range(n)]
@@ -119,10 +134,10 @@ def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list
     return whitened(rows)
 
 
-def expected_loss(name: str, logprobs: Tensor, batch: PackedBatch, config: Any) -> Tensor:
+def expected_loss(name: str, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, config: Any) -> Tensor:
     """Computes the paper's loss, one completion at a time."""
     keys = ("prox_logp", "ref_logp", "rollout_logprobs", "advantages")
-    pi, prox, ref, rollout, adv = (split(x, batch) for x in (logprobs, *(batch[key] for key in keys)))
+    pi, ent, prox, ref, rollout, adv = (split(x, batch) for x in (logprobs, entropy, *(batch[key] for key in keys)))
     losses = []
     for i in range(len(LENGTHS)):
         ratio = (pi[i] - prox[i]).exp()
@@ -135,16 +150,18 @@ def expected_loss(name: str, logprobs: Tensor, batch: PackedBatch, config: Any) 
             low, high = (
                 (config.clip_low, config.clip_high) if name in ("dapo", "gspo") else (config.eps_clip, config.eps_clip)
             )
-            loss = -torch.minimum(ratio * adv[i], ratio.clamp(1 - low, 1 + high) * adv[i])
+            gain = torch.minimum(ratio * adv[i], ratio.clamp(1 - low, 1 + high) * adv[i])
+            if name == "ppo" and config.dual_clip:
+                gain = torch.where(adv[i] < 0, torch.maximum(gain, config.dual_clip * adv[i]), gain)
+            loss = -gain
         if config.correction == "truncate":
             loss = loss * (prox[i] - rollout[i]).exp().clamp(max=config.correction_high)
         if config.correction == "mask":
             weight = (prox[i] - rollout[i]).exp()
             loss = loss * weight * ((weight >= config.correction_low) & (weight <= config.correction_high))
         if config.kl_coef and config.kl_in == "loss":
-            d = ref[i] - pi[i]
-            loss = loss + config.kl_coef * (d.exp() - 1 - d)
-        losses.append(loss)
+            loss = loss + config.kl_coef * estimated_kl(ref[i] - pi[i], config.kl_estimator)
+        losses.append(loss - config.entropy_coef * ent[i])
     if config.aggregate == "token":
         return torch.cat(losses).mean()
     if config.aggregate == "sequence":
@@ -159,31 +176,51 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"kl_coef": 0.3}),
     ("grpo", {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"}),
     ("rloo", {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"}),
+    ("rloo", {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k2"}),
+    ("grpo", {"kl_coef": 0.3, "kl_estimator": "k1"}),
+    ("grpo", {"kl_coef": 0.3, "kl_estimator": "k2"}),
+    ("grpo", {"entropy_coef": 0.05}),
+    ("gspo", {"entropy_coef": 0.05, "aggregate": "sequence"}),
+    ("dapo", {"overlong_buffer": 4, "overlong_budget": 6}),
+    ("cispo", {"clip_low": 0.3, "clip_high": 0.4}),
+    ("gdpo", {"reward_weights": [1.0, 0.25]}),
+    ("reinforce", {"baseline": False}),
     ("reinforce_pp", {"kl_coef": 0.2}),
+    ("reinforce_pp", {"kl_coef": 0.2, "kl_estimator": "k3", "gamma": 0.9}),
+    ("reinforce_pp", {"group_baseline": True}),
+    ("ppo", {"dual_clip": 1.1}),
+    ("ppo", {"kl_coef": 0.2, "kl_estimator": "k2"}),
     ("ppo", {"kl_coef": 0.2, "gamma": 0.9, "gae_lambda": 0.8}),
     ("grpo", {"correction": "truncate", "correction_high": 1.2}),
     ("gspo", {"correction": "mask", "correction_low": 0.7, "correction_high": 1.4}),
 ]
 
 
+@pytest.mark.parametrize("tool_turns", [False, True], ids=["whole", "tool turns"])
 @pytest.mark.parametrize(("name", "knobs"), VARIANTS, ids=[f"{n}-{'-'.join(k) or 'defaults'}" for n, k in VARIANTS])
-def test_advantages_loss_and_gradient_match_the_paper(name: str, knobs: dict[str, Any]) -> None:
+def test_advantages_loss_and_gradient_match_the_paper(name: str, knobs: dict[str, Any], tool_turns: bool) -> None:
     config: Any = ALGORITHMS[name][0](**knobs)  # type: ignore[call-arg]
     config.check()
-    algorithm, batch = algorithm_of(config), make_batch()
+    algorithm, batch = algorithm_of(config), make_batch(tool_turns=tool_turns)
     batch["advantages"] = algorithm.advantages(batch)
     rows = split(batch["advantages"], batch)
     for row, expected in zip(rows, expected_advantages(name, batch, config), strict=True):
         assert row.tolist() == pytest.approx(expected, abs=2e-5)
     assert batch["advantages"][~batch["loss_mask"]].abs().max() == 0
-    logprobs = (
-        batch["prox_logp"] + 0.3 * torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(9))
-    ).detach()
+    g = torch.Generator().manual_seed(9)
+    logprobs = batch["prox_logp"] + 0.6 * torch.randn(sum(LENGTHS), generator=g)
+    entropy = torch.rand(sum(LENGTHS), generator=g).requires_grad_()
+    assert float((logprobs - batch["prox_logp"])[batch["loss_mask"]].max()) > math.log(2)
     ours, theirs = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
-    loss, metrics = algorithm.loss(ours, torch.ones_like(ours), batch)
-    expected = expected_loss(name, theirs, batch, config)
+    loss, metrics = algorithm.loss(ours, entropy, batch)
+    expected = expected_loss(name, theirs, entropy, batch, config)
     loss.backward()
+    bonus = entropy.grad if entropy.grad is not None else torch.zeros_like(entropy)
+    entropy.grad = None
     expected.backward()
+    if entropy.grad is not None:
+        torch.testing.assert_close(bonus, entropy.grad)
+    assert (config.entropy_coef > 0) == bool(bonus.any())
     assert float(loss) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     assert ours.grad[~batch["loss_mask"]].abs().max() == 0
@@ -216,9 +253,14 @@ def test_needs_prox_logp_is_set_if_prox_logp_is_read_before_the_update(
 
 @pytest.mark.parametrize("name", RL_NAMES)
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
-def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_parts(name: str, aggregate: str) -> None:
+@pytest.mark.parametrize("untrained", [None, 2], ids=["", "with an untrained sequence"])
+def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_parts(
+    name: str, aggregate: str, untrained: int | None
+) -> None:
     algorithm = algorithm_of(ALGORITHMS[name][0](aggregate=aggregate, aggregate_tokens=24))  # type: ignore[call-arg]
     batch = make_batch()
+    if untrained is not None:
+        batch["loss_mask"] &= torch.repeat_interleave(torch.arange(8), batch.lengths) != untrained
     batch["advantages"] = algorithm.advantages(batch)
     batch["logprobs"] = batch["prox_logp"] + 0.1
     whole, _ = algorithm.loss(batch["logprobs"], torch.ones(sum(LENGTHS)), batch)
@@ -273,7 +315,7 @@ def test_ppo_gives_the_critic_returns_and_clips_its_values() -> None:
     from megarl.algorithms.ppo import PPO, PPOConfig
 
     batch = make_batch()
-    algorithm = PPO(PPOConfig(gae_lambda=1.0, value_clip=0.2))
+    algorithm = PPO(PPOConfig(gae_lambda=1.0, value_clip=0.3))
     algorithm.advantages(batch)
     rewards = batch["rewards"].tolist()
     for row, reward in zip(split(batch["returns"], batch), rewards, strict=True):
@@ -281,7 +323,7 @@ def test_ppo_gives_the_critic_returns_and_clips_its_values() -> None:
     values = (batch["values"] + 0.5 * torch.randn(sum(LENGTHS))).requires_grad_()
     loss, metrics = algorithm.value_loss(values, batch)
     mask, old, goal = batch["loss_mask"], batch["values"], batch["returns"]
-    clamped = old + (values - old).clamp(-0.2, 0.2)
+    clamped = old + (values - old).clamp(-0.3, 0.3)
     expected = 0.5 * torch.maximum((values - goal) ** 2, (clamped - goal) ** 2)[mask].mean()
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert 0 < float(metrics["value_clip_fraction"]) < 1

@@ -77,6 +77,22 @@ def test_the_seed_decides_the_order() -> None:
     assert len({tuple(f) for f in first}) == 3
 
 
+def test_no_two_pairs_of_seed_and_epoch_share_an_order() -> None:
+    orders = []
+    for seed in range(4):
+        batches = Batches(numbers(50), DatasetConfig(batch_size=50, seed=seed))
+        orders += [tuple(indices(next(batches))) for _ in range(4)]
+    assert len(set(orders)) == 16
+
+
+def test_the_stream_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    batches = Batches(numbers(6), DatasetConfig(batch_size=3))
+    for _ in range(6):  # three epochs
+        next(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_without_shuffle_the_files_order_is_kept_and_the_last_batch_may_be_short() -> None:
     batches = Batches(numbers(5), DatasetConfig(batch_size=2, shuffle=False, drop_last=False))
     assert [indices(next(batches)) for _ in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]

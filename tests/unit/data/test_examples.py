@@ -1,3 +1,4 @@
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -5,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from megarl.data.arithmetic import Sum, split_sums
 from megarl.data.arithmetic_pairs import PAIRS, generate_judged, generate_pairs
 from megarl.data.collate import Batches
 from megarl.data.config import DatasetConfig, SourceConfig
-from megarl.data.examples import get_preference_dataset, pack_preferences
+from megarl.data.examples import get_preference_dataset, pack_judged, pack_preferences, with_mismatched
 from megarl.data.prepare import Mixture
 from megarl.knobs import UserError
 
@@ -84,6 +86,41 @@ def test_a_batch_of_judged_completions_has_their_labels(tokenizer: Any) -> None:
     assert batch["kto_label"].tolist() == [rows[int(i)]["label"] for i in batch["row_ids"]]
     assert batch["kto_label"].dtype == torch.bool
     assert "pair_ids" not in batch
+
+
+def judged_rows(size: int) -> Any:
+    """Row i has the prompt [i, i], 3 + i tokens of completion, and a label that is true for even i."""
+    rows = [
+        {"prompt_ids": [i, i], "completion_ids": list(range(100 * i, 100 * i + 3 + i)), "kto_label": i % 2 == 0}
+        for i in range(size)
+    ]
+    return Dataset.from_list([{**row, "row_id": i} for i, row in enumerate(rows)])
+
+
+@pytest.mark.parametrize("size", [6, 7])
+def test_the_mismatched_completion_is_of_the_row_half_a_data_set_away(size: int) -> None:
+    rows = judged_rows(size)
+    for i, row in enumerate(with_mismatched(rows)):
+        assert row["mismatched_ids"] == rows[(i + size // 2) % size]["completion_ids"]
+        assert row["completion_ids"] == rows[i]["completion_ids"]
+
+
+def test_judged_rows_are_packed_with_their_own_and_a_mismatched_completion_cut_at_its_end() -> None:
+    rows = list(with_mismatched(judged_rows(4)))
+    batch = pack_judged(rows[:2], max_length=5)
+    starts = batch.cu_seqlens.tolist()
+    sequences = [batch["input_ids"][a:b].tolist() for a, b in itertools.pairwise(starts)]
+    assert sequences == [
+        [0, 0, 0, 1, 2],
+        [0, 0, 200, 201, 202],  # 5 tokens of completion, cut to the 3 that fit
+        [1, 1, 100, 101, 102, 103],  # its own completion is never cut
+        [1, 1, 300, 301, 302],
+    ]
+    assert batch["mismatched"].tolist() == [False, True, False, True]
+    assert batch["kto_label"].tolist() == [True, True, False, False]
+    assert batch["row_ids"].tolist() == [0, 0, 1, 1]
+    assert pack_judged(rows[:1], max_length=1)["input_ids"].tolist() == [0, 0, 0, 1, 2, 0, 0, 200]
+    assert len(pack_judged(rows[:1])["input_ids"]) == 5 + 2 + 5
 
 
 def test_a_stream_of_pairs_from_several_sources_resumes_with_the_batch_that_came_next(

@@ -10,6 +10,7 @@ from megarl.data import prepare
 from megarl.data.config import DatasetConfig, SourceConfig
 from megarl.data.examples import get_preference_dataset
 from megarl.data.preference import JUDGED, PAIRS, format_of
+from megarl.data.prepare import LISTED
 from megarl.data.templates import CHATML, LLAMA3
 from megarl.knobs import UserError
 
@@ -84,6 +85,18 @@ def test_many_bad_rows_are_all_listed_in_a_file(tokenizer: Any, tmp_path: Path) 
     assert lines[-1] == "row 30: chosen is 1; expected a list of messages"
 
 
+@pytest.mark.parametrize(("count", "in_a_file"), [(LISTED, False), (LISTED + 1, True)])
+def test_a_file_lists_bad_rows_only_if_the_message_does_not_hold_them(
+    count: int, in_a_file: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    case = PAIR_CASES[0]
+    with pytest.raises(UserError) as caught:
+        dataset_of(case, [case.row, *([{"chosen": 1}] * count)], tokenizer, tmp_path)
+    assert (f"all {count} are listed in" in str(caught.value)) is in_a_file
+    assert f"row {LISTED}: chosen" in str(caught.value)
+    assert f"row {LISTED + 1}: chosen" not in str(caught.value)
+
+
 def test_invalid_json_is_a_bad_row_and_blank_lines_are_skipped(tokenizer: Any, tmp_path: Path) -> None:
     case = PAIR_CASES[0]
     (tmp_path / "a.jsonl").write_text(f"\n{json.dumps(case.row)}\n\n{{'chosen': 1\n\n")
@@ -124,6 +137,14 @@ def test_a_bos_is_written_once_if_the_tokenizer_adds_one(llama3_tokenizer: Any, 
     chat = [*case.row["messages"], case.row["chosen"]]
     assert row["prompt_ids"] + row["chosen_ids"] == llama3_tokenizer.apply_chat_template(chat, return_dict=False)
     assert row["prompt_ids"].count(llama3_tokenizer.bos_token_id) == 1
+
+
+def test_a_cache_is_of_one_tokenizer(tokenizer: Any, llama3_tokenizer: Any, tmp_path: Path) -> None:
+    case = next(case for case in PAIR_CASES if case.type.startswith("user_defined"))
+    rows = [dataset_of(case, [case.row], one, tmp_path)[0] for one in (tokenizer, llama3_tokenizer, tokenizer)]
+    assert rows[0] == rows[2]
+    assert rows[1]["prompt_ids"] == [llama3_tokenizer.bos_token_id, *rows[0]["prompt_ids"]]
+    assert rows[1]["chosen_ids"] == [*rows[0]["chosen_ids"][:-1], llama3_tokenizer.eos_token_id]
 
 
 def test_the_named_templates_write_the_same_text_as_the_fixed_formats(tokenizers: Any) -> None:

@@ -56,6 +56,37 @@ def test_a_rank_that_fails_is_shown_and_ends_the_others(
     assert last == "megarl: the run ended because rank 1 ended with code 7 before it had joined the other ranks"
 
 
+@pytest.mark.parametrize(("rank", "code"), [("0", 5), ("1", 6)])
+def test_the_code_of_a_rank_that_fails_is_the_runs_though_the_others_end_well(
+    rank: str, code: int, rank_module: Path, tmp_path: Path
+) -> None:
+    rank_module.write_text(RANK.format(body=f"sys.exit({code} if rank == '{rank}' else 0)"))
+    assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == code
+
+
+def test_a_rank_that_stays_when_another_has_ended_well_is_killed_and_the_run_fails(
+    rank_module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "STOP_DEADLINE_S", 0.5)
+    body = """
+while not os.path.exists(os.path.join(sys.argv[1], "pid_1")): time.sleep(0.05)
+time.sleep(1000 if rank == "1" else 0)
+"""
+    rank_module.write_text(RANK.format(body=body))
+    assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 1
+    assert not psutil.pid_exists(int((tmp_path / "pid_1").read_text()))
+
+
+def test_a_server_that_fails_as_the_ranks_end_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks wait for the server's end, so both are seen in one look or the server first."""
+    fake_run(
+        monkeypatch,
+        rank="\nwhile not (folder / 'server-ends').exists(): time.sleep(0.05)\ntime.sleep(0.5)",
+        server="(folder / 'server-ends').touch(); sys.exit(4)",
+    )
+    assert local.launch(job_of(tmp_path, 1, 1)) == 4
+
+
 def test_ranks_die_with_the_process_that_started_them(rank_module: Path, tmp_path: Path) -> None:
     rank_module.write_text(RANK.format(body="time.sleep(60)"))
     code = f"from megarl.launcher.local import run_ranks; from pathlib import Path; p = {str(tmp_path)!r}; "

@@ -125,7 +125,7 @@ def test_weights_of_all_ranks_add_up_to_the_model() -> None:
 
 def test_it_needs_seconds_and_loads_no_megatron() -> None:
     code = (
-        "import sys, runpy; sys.argv = ['preflight', '+experiment=grpo_moe_235b', 'show=layout']\n"
+        "import sys, runpy; sys.argv = ['preflight', '+experiment=grpo_70b', 'show=layout']\n"
         "try: runpy.run_module('megarl.preflight', run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
         "loaded = [name for name in ('megatron', 'sglang') if name in sys.modules]\nassert not loaded, loaded"

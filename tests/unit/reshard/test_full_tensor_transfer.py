@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -68,7 +69,7 @@ def link() -> Iterator[Link]:
 
 
 def transfer(
-    link: Link, tensors: dict[str, Tensor], bucket_bytes: int, dtype: torch.dtype
+    link: Link, tensors: dict[str, Tensor], bucket_bytes: int, dtype: torch.dtype, folder: Path | None = None
 ) -> tuple[FullTensorSender, dict]:
     received: dict[str, Tensor] = {}
     failures: list[Exception] = []
@@ -78,7 +79,7 @@ def transfer(
 
     def far_end() -> None:
         try:
-            receive_full(link.far_store, link.far_group, 1, Deadline(5), load)
+            receive_full(link.far_store, None if folder else link.far_group, 1, Deadline(5), load)
         except (RuntimeError, TimeoutError) as error:
             failures.append(error)
 
@@ -90,6 +91,7 @@ def transfer(
         deadline=Deadline(5),
         dtypes=dict.fromkeys(tensors, dtype),
         boxes={name: [Box(name, (0,) * t.dim(), tuple(t.shape))] for name, t in tensors.items()},
+        folder=folder,
     )
     for name, tensor in tensors.items():
         sender.add(name, tensor)
@@ -120,6 +122,18 @@ def test_whole_tensors_arrive_bit_for_bit_in_buckets_of_bounded_size(
     assert sender.nbytes == sum(header["bytes"] for header in buckets)
     if bucket_bytes == 10_000:
         assert len(buckets) == 1
+
+
+def test_whole_tensors_arrive_bit_for_bit_in_files(link: Link, tmp_path: Path) -> None:
+    tensors = {name: torch.randn(shape) for name, shape in {"a": (7, 5), "b": (3,), "c": (40, 10)}.items()}
+    sender, received = transfer(link, tensors, 500, torch.bfloat16, tmp_path / "weights")
+    assert received.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(received[name], tensor.bfloat16())
+    files = sorted((tmp_path / "weights").iterdir())
+    assert [file.name for file in files] == ["model-00000.safetensors", "model-00001.safetensors"]
+    assert [header["file"] for header in link.headers[:-1]] == [str(file) for file in files]
+    assert sender.nbytes == sum(header["bytes"] for header in link.headers[:-1]) >= 2 * (35 + 3 + 400)
 
 
 def test_an_abandoned_push_ends_the_receiver_at_once(link: Link) -> None:

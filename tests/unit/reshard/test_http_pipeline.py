@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.reshard.sync.http_pipeline import HttpPipeline
+from megarl.reshard.sync.server_control import PendingCall
+from megarl.reshard.transfer.store import Deadline
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
 
@@ -89,3 +91,12 @@ def test_a_process_with_more_than_a_thousand_open_files_can_wait() -> None:
                 assert connection.answered(number, 5.0)
             connection.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_call_that_is_answered_late_is_given_up_with_its_deadline(pair: tuple[HttpPipeline, socket.socket]) -> None:
+    connection, peer = pair
+    call = PendingCall(connection, connection.ask("POST", "/load", {}, b"{}", 5.0), "/load")
+    with pytest.raises(TimeoutError, match=r"no answer to /load within 0\.05 s"):
+        call.result(Deadline(0.05))
+    peer.recv(4096)
+    assert peer.recv(1) == b""  # closed: the answer would be taken for the next request's

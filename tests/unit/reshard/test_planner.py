@@ -88,8 +88,19 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_a_plan_of_random_worlds_delivers_every_element_once_and_bit_equal_to_the_whole_tensors(world: World) -> None:
+    check_world(world)
+
+
+@pytest.mark.long
+@given(worlds())
+@settings(max_examples=400)
+def test_a_plan_of_many_random_worlds_delivers_every_element_once(world: World) -> None:
+    check_world(world)
+
+
+def check_world(world: World) -> None:
     checkpoint = checkpoint_of(world.shapes)
     transfer_plan = world.plan()
     check_delivery(transfer_plan, checkpoint)

@@ -252,8 +252,19 @@ def worlds(draw: st.DrawFn) -> Worlds:
 
 
 @given(worlds())
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_a_plan_between_real_layouts_delivers_everything_once_and_bit_equal(worlds: Worlds) -> None:
+    check_plan(worlds)
+
+
+@pytest.mark.long
+@given(worlds())
+@settings(max_examples=500)
+def test_a_plan_between_many_real_layouts_delivers_everything_once_and_bit_equal(worlds: Worlds) -> None:
+    check_plan(worlds)
+
+
+def check_plan(worlds: Worlds) -> None:
     config, parallel = worlds.config, worlds.parallel
     try:
         parallel.check()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology
 from megarl.reshard.plan.planner import plan
-from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.reshard.plan.transfer_plan import Messages, TransferPlan
 from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages
 from megarl.reshard.transfer.shard_transfer import Route, ShardReceiver, ShardSender, TransferError
 from megarl.reshard.transfer.store import Deadline, join_store, open_store
@@ -218,6 +218,44 @@ def test_deltas_bring_what_changed_into_strided_parameters(
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_bucket_that_is_packed_again_for_a_later_receiver_is_the_same_delta(
+    kind: str, grouped: Callable[..., Group]
+) -> None:
+    """Two servers alike, in another order of the messages: all buckets for one rank, then all for the next."""
+    world = make_world(5, 1, 2, torch.float32)
+    world.destinations += [
+        [Fragment(f.rank + 2, f.tensor, f.box, strided(f.box.shape, torch.float32)) for f in rank]
+        for rank in world.destinations
+    ]
+    zeros = np.zeros(4, dtype=np.int64)
+    topology = Topology(source_node=zeros[:1], node=zeros, server=np.array([0, 0, 1, 1]))
+    transfer_plan = plan(holdings_of(world.sources), holdings_of(world.destinations), topology, 512)
+    messages = transfer_plan.messages
+    order = np.lexsort((messages.bucket, messages.destination))
+    reordered = Messages(messages.bucket[order], messages.source[order], messages.destination[order])
+    world.plan = replace(transfer_plan, messages=reordered)
+    group = grouped(world, kind, keep=True)
+    again = [{b for b in sender.buckets if sender.buckets.count(b) > 1} for sender in group.senders if sender.buckets]
+    assert any(again)
+    group.run()
+    assert_delivered(world)
+    for change in (1.0, 2.0):
+        for tensor in world.tensors.values():
+            tensor.view(-1)[:: max(tensor.numel() // 3, 1)] += change
+        counts = [sender.counts() for sender in group.senders]
+        assert any(set(of_sender) & packed for of_sender, packed in zip(counts, again, strict=True))
+        group.run(counts)
+        assert_delivered(world)
+
+
+def test_without_deltas_no_copy_of_the_buckets_is_kept(grouped: Callable[..., Group]) -> None:
+    world = make_world(5, 2, 4, torch.float32)
+    group = grouped(world, "gloo", keep=False)
+    group.run()
+    assert [sender.counts() for sender in group.senders] == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
 def test_a_receiver_that_leaves_is_named_with_the_tensor(kind: str, grouped: Callable[..., Group]) -> None:
     world = make_world(1, 1, 2, torch.float32)
     group = grouped(world, kind)
@@ -245,6 +283,14 @@ def test_a_sender_that_is_silent_ends_the_receiver_by_its_deadline(grouped: Call
     with pytest.raises(TransferError, match=r"waited for trainer rank 0: deadline of 0\.5 s passed"):
         group.receivers[0].receive(Deadline(0.5), {})
     thread.join()
+
+
+def test_a_deadline_that_has_passed_is_raised_with_its_length() -> None:
+    deadline = Deadline(0.01)
+    time.sleep(0.02)
+    with pytest.raises(TimeoutError, match=r"deadline of 0\.01 s passed"):
+        deadline.left()
+    assert 0 < Deadline(60).left() <= 60
 
 
 def test_shared_staging_is_this_users_alone_and_is_removed() -> None:

@@ -62,6 +62,7 @@ def test_strict_takes_the_last_marked_number(text: str, number: str | None) -> N
         ("\\boxed{18\\text{ dollars}}", "18"),
         ("\\boxed{{-5}}", "-5"),
         ("\\boxed{50\\%}", "50"),
+        ("\\boxed{-\\$18}", "-18"),
         ("3 \\boxed{\\frac{1}{2}}", None),
         ("7 \\boxed{8", None),
         ("The answer is 42.", "42"),

@@ -68,6 +68,9 @@ def test_equal_answers_are_equal_in_both_orders(a: str, b: str) -> None:
         ("1/0", "2/0"),
         (r"\frac{1}{0}", "0"),
         ("9^{9^{9}}", "9^{9^{8}}"),
+        ("0.30000000000000000001", "0.3"),  # numbers and fractions are compared exactly
+        ("1/3", "0.3333333333333333"),
+        (r"\frac{1}{3}", "0.3333333333333333"),
     ],
 )
 def test_unequal_answers_are_unequal_in_both_orders(a: str, b: str) -> None:

@@ -280,6 +280,83 @@ def test_what_cannot_go_on_stops_the_run_with_its_cause(
     thread.cancel_all()
 
 
+def ends(thread: LoopThread, workflow: Clocked, number: int, outcome: Any) -> None:
+    """Lets an episode end, and waits until the stream has seen it."""
+
+    async def end() -> None:
+        begun = len(workflow.begun)
+        workflow.open[number].set_result(outcome)
+        while number in workflow.open and len(workflow.begun) == begun:
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    thread.run(end(), 30.0, "an episode's end")
+
+
+def started(thread: LoopThread, stream: RolloutStream) -> Any:
+    """Begins to wait for a batch, with its episodes started."""
+    batch = thread.submit(stream._next_batch())
+    thread.run(asyncio.sleep(0.05), 30.0, "the start")
+    return batch
+
+
+def test_only_failures_in_a_row_stop_the_run(thread: LoopThread) -> None:
+    engine = Engine()
+    stream, workflow = begin(thread, engine, 0, 8, max_failures=2)
+    batch = started(thread, stream)
+    for outcome in (ValueError("a"), ValueError("b"), 1.0, ValueError("c"), ValueError("d"), None, ValueError("e")):
+        ends(thread, workflow, min(workflow.open), outcome)
+    assert not batch.done()
+    ends(thread, workflow, min(workflow.open), ValueError("f"))
+    assert not batch.done()
+    ends(thread, workflow, min(workflow.open), ValueError("g"))
+    with pytest.raises(WorkflowError, match=r"3 episodes failed in a row, the last: .*g"):
+        batch.result(30)
+    thread.cancel_all()
+
+
+def test_a_requeued_prompt_runs_next_at_the_trainers_version_and_as_often_as_allowed(thread: LoopThread) -> None:
+    engine = Engine()
+    stream, workflow = begin(thread, engine, 1, 1, size=100)
+    batch = started(thread, stream)
+    assert workflow.begun == [0, 1]
+    ends(thread, workflow, 0, 1.0)
+    assert [e.prompt_id for e in batch.result(30)] == ["0"]
+    engine.version = 1
+    stream.set_version(1)
+    thread.run(asyncio.sleep(0.05), 30.0, "the start of episodes")
+    assert workflow.begun == [0, 1, 2]
+    batch = started(thread, stream)
+    ends(thread, workflow, 1, GenerationError("lost"))  # begun at version 0
+    assert workflow.begun == [0, 1, 2, 1]
+    assert stream._under_way[1][0].version == 1
+    ends(thread, workflow, 1, GenerationError("lost"))
+    assert workflow.begun == [0, 1, 2, 1, 1]
+    ends(thread, workflow, 1, GenerationError("lost"))  # max_requeues is 2: another prompt takes its place
+    assert workflow.begun == [0, 1, 2, 1, 1, 3]
+    ends(thread, workflow, 2, 1.0)
+    assert [(e.prompt_id, e.group is None) for e in batch.result(30)] == [("2", False), ("1", True)]
+    thread.cancel_all()
+
+
+def test_a_requeued_prompt_goes_before_those_read_after_it(thread: LoopThread) -> None:
+    """The loader reads 4 prompts at a time, so prompts wait in the queue when one is put back."""
+    engine = Engine()
+    stream, workflow = begin(thread, engine, 0, 2)
+    stream.loader.batch_size = 4
+    batch = started(thread, stream)
+    assert workflow.begun == [0, 1]
+    ends(thread, workflow, 0, GenerationError("lost"))
+    assert workflow.begun == [0, 1, 0]
+    ends(thread, workflow, 0, None)
+    assert workflow.begun == [0, 1, 0, 2]
+    for number in (1, 2):
+        ends(thread, workflow, number, 1.0)
+    assert [e.prompt_id for e in batch.result(30)] == ["1", "2", "0"]
+    thread.cancel_all()
+
+
 def test_a_batch_that_does_not_come_has_a_deadline(thread: LoopThread) -> None:
     stream, _ = begin(thread, Engine(), 0, 2)
     with pytest.raises(TimeoutError, match="a batch of 2 prompts under Clocked did not end within"):

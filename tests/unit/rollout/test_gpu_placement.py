@@ -10,10 +10,17 @@ import torch
 from megarl import checks, cli
 from megarl.knobs import UserError
 from megarl.parallel import platform
-from megarl.rollout.servers import server_config
+from megarl.rollout.servers import gpu_backends, server_config
 from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.rank0_rollouts import choose_servers
+
+
+def test_servers_on_gpus_take_backends_that_serve_their_dtype() -> None:
+    assert gpu_backends.arguments("float32") == {"moe_runner_backend": "triton", "attention_backend": "torch_native"}
+    assert gpu_backends.arguments("bfloat16") == {"moe_runner_backend": "triton"}
+    assert gpu_backends.environment("float32") == {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+    assert gpu_backends.environment("bfloat16") == {}
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import itertools
 import threading
 
 import pytest
@@ -7,9 +8,11 @@ from aiohttp import web
 from fault_server import answer
 
 from megarl.data.tokenizer import train_tokenizer
+from megarl.rewards.pool import RewardConfig, RewardPool
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import GenerationHyperparameters
+from tests.unit.rewards.functions import double
 
 GCONFIG = GenerationHyperparameters(n_samples=3, max_new_tokens=4)
 DATA = {"messages": [{"role": "user", "content": "Leo has 7 pens."}], "answer": "#### 7"}
@@ -83,6 +86,35 @@ def test_a_sample_whose_reward_fails_is_left_out_and_counted(engine, tokenizer, 
     assert batch["rewards"].tolist() == [0.5, 0.5]
     assert engine.episodes[0].dropped == {"reward failed": 1}
     assert "reward_fn could not score it: KeyError: 'solution'" in caplog.text
+
+
+def test_an_async_reward_that_fails_is_left_out_and_counted(engine, tokenizer, caplog):
+    async def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
+        await asyncio.sleep(0)
+        return {"0": 0.5, "1": float("nan"), "2": "1.0"}[completions]
+
+    batch = engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
+    assert batch["rewards"].tolist() == [0.5]
+    assert engine.episodes[0].dropped == {"reward failed": 2}
+    assert "the reward is nan, which is no finite number" in caplog.text
+
+
+@pytest.mark.parametrize(("what", "cause"), [("hang", "time"), ("exit", "died"), ("raise", "raised")])
+def test_a_sample_that_the_pool_cannot_score_is_left_out_and_counted(engine, tokenizer, what, cause):
+    """The pool is how runs score: an async reward whose process hangs, dies or raises for the second sample."""
+    numbers = itertools.count()
+
+    async def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
+        i = int(completions)
+        next(numbers)
+        return await pool(prompt, completions, prompt_ids, completion_ids, i=i, what=what if i == 1 else "")
+
+    with RewardPool([double], RewardConfig(time_limit_s=2.0)) as pool:
+        batch = engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
+        assert dict(pool.failures) == {cause: 1}
+    assert next(numbers) == 3
+    assert batch["rewards"].tolist() == [0.0, 4.0]
+    assert engine.episodes[0].dropped == {"reward failed": 1}
 
 
 def test_a_reward_function_that_always_fails_stops_the_run(engine, tokenizer, caplog):

@@ -162,6 +162,46 @@ def test_servers_that_die_under_a_request_are_not_counted_as_its_attempts(start_
     assert [len(server.bodies) for server in servers][-1] == 1
 
 
+def test_a_server_that_dies_while_a_request_waits_to_be_sent_again_is_no_attempt(start_server, connect) -> None:
+    """Each server answers 500, and is taken out of service in the pause before the next attempt."""
+    fleet = Fleet()
+
+    async def fails_then_dies(body: Any, request: web.Request) -> web.StreamResponse:
+        async def leaves() -> None:
+            await asyncio.sleep(0.1)
+            fleet.addresses.remove(request.host)
+            engine.refresh()
+
+        leaving.append(asyncio.ensure_future(leaves()))
+        return web.Response(status=500)
+
+    leaving: list[Any] = []
+    servers = [start_server(fails_then_dies) for _ in range(4)] + [start_server()]
+    fleet.addresses = [server.address for server in servers]
+    engine = connect(*servers, max_retries=1, retry_delay_s=1.0)
+    engine.follow(fleet)
+    assert ask(engine, request(1))[0].output_tokens == [2, 3, 4]
+    assert sum(len(server.bodies) for server in servers[:-1]) > 1
+    assert all(leave.done() for leave in leaving)
+
+
+def test_a_server_that_was_lost_and_comes_back_begins_with_no_load() -> None:
+    async def check() -> None:
+        router = routed(4)
+        async with contextlib.AsyncExitStack() as before:
+            for _ in range(2):
+                await before.enter_async_context(router.place([1], 3, ("b",), 1))
+                router.set(["b"])
+                router.set(["a", "b"])
+            async with router.place([2], 3, ("b",), 1) as back:
+                assert back == "a"
+                await before.aclose()  # what was lost ends; the load of the returned server stays
+                assert router._load["a"] == 3
+        assert router._load == {"a": 0, "b": 0}
+
+    on_a_loop(check())
+
+
 def test_with_no_server_left_and_none_to_come_the_error_says_so_at_once(start_server, connect) -> None:
     engine = connect(start_server())
     engine.follow(Fleet(outlook="none"))

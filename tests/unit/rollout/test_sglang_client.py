@@ -248,8 +248,10 @@ def test_a_completion_aborted_at_its_last_token_is_complete(start_server, connec
         return web.json_response([answer([7, 8, 9], reason="abort")])
 
     server = start_server(aborts)
+    stats_tracker.export()
     (response,) = ask(connect(server), request(5, max_new_tokens=3))
     assert (response.output_tokens, response.stop_reason, len(server.bodies)) == ([7, 8, 9], "length", 1)
+    assert stats_tracker.export()["rollout/truncated"] == 1.0
 
 
 def test_aborts_that_bring_no_token_are_bounded(start_server, connect):

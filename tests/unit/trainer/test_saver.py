@@ -288,6 +288,42 @@ def test_generators_go_on_where_they_stood_and_a_new_rank_has_its_own() -> None:
     assert len({str(values) for values in (expected, *seen)}) == 3
 
 
+def test_damage_that_another_rank_reports_counts(
+    two: tuple[Path, dict[int, Any]], engine: MegatronLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted report stands for the other rank's; test_saver_ranks.py has two real ranks."""
+    reports = iter(["a file of its share is damaged", None])
+
+    def with_another_rank(value: Any) -> list[Any]:
+        return [value] if isinstance(value, bool) else [value, next(reports)]
+
+    monkeypatch.setattr(saver_module, "gather_json", with_another_rank)
+    assert saver_of(two[0]).restore({ACTOR: engine})["step"] == 1
+
+
+def test_a_resumed_run_draws_what_the_saved_one_drew_next(engine: MegatronLMEngine, tmp_path: Path) -> None:
+    saver = saver_of(tmp_path / "c")
+    draw()
+    saver.save({ACTOR: engine}, 1, {})
+    expected = draw()
+    assert draw() != expected
+    saver_of(tmp_path / "c").restore({ACTOR: engine})
+    assert draw() == expected
+
+
+def test_a_damaged_checkpoint_is_replaced_when_the_run_comes_to_its_step_again(
+    two: tuple[Path, dict[int, Any]], engine: MegatronLMEngine, tmp_path: Path
+) -> None:
+    shutil.copytree(two[0], tmp_path / "c")
+    (tmp_path / "c" / "step_000002" / "trainer.json").write_text("{}")
+    saver = saver_of(tmp_path / "c", keep=5)
+    assert saver.restore({ACTOR: engine})["step"] == 1
+    train(engine)
+    saver.save({ACTOR: engine}, 2, {"again": True})
+    assert names(tmp_path / "c") == ["step_000001", "step_000002"]
+    assert saver_of(tmp_path / "c").restore({ACTOR: engine}) == {"step": 2, "again": True}
+
+
 def test_a_part_may_hold_tensors_at_any_depth(tmp_path: Path) -> None:
     kept = {
         "buffer": [{"tokens": torch.arange(3), "version": 7}, None],

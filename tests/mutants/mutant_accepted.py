@@ -1,0 +1,34 @@
+"""Survivors that stay: mutants that change nothing a user could notice, with the reason."""
+
+from __future__ import annotations
+
+import re
+
+from mutant import Mutant
+
+ESTIMATE = "part of an estimate of memory, which is held to 15% of what training takes"
+ONE_RANK = "with one rank the collective, or the cut, leaves the values as they are"
+
+# By the mutant's name, as `run_mutants.py` prints it, without its line number.
+ACCEPTED: dict[str, str] = {
+    "megarl/actor/memory.py: constant: 4 -> 5": ESTIMATE,
+    "megarl/actor/memory.py: constant: 3 -> 4": ESTIMATE,
+    "megarl/actor/memory.py: constant: 0 -> 1": "the place of a rank within its stage, and all of these need the same",
+    "megarl/actor/memory.py: sign: tokens * (layer.norm + model.hidden_size * item) + chunk * r -> "
+    "tokens * (layer.norm + model.hidden_size * item) - chunk * ": ESTIMATE,
+    "megarl/reshard/sync/http_pipeline.py: constant: 1 -> 2": (
+        "the size of a read, and any length above what has come"
+    ),
+    "megarl/rollout/workflows/tools.py: sign: k1 + 1 -> (k1 - 1)": "a factor of every score, so the order stays",
+    "megarl/trainer/checkpoints/manifest.py: a file of another size passes": "such a file has another digest too",
+    "megarl/trainer/checkpoints/saver.py: sizes are not checked": "a file of another size has another digest too",
+    "megarl/actor/model/heads.py: comparison: groups.tp_size > 1 -> groups.tp_size >= 1": ONE_RANK,
+    "megarl/algorithms/preference.py: statement: chosen, rejected = chosen.detach(), rejected.detach() -> pass": (
+        "the engine detaches every metric before it is kept"
+    ),
+}
+
+
+def reason(mutant: Mutant) -> str:
+    """Returns why this mutant may survive, "" if it may not."""
+    return ACCEPTED.get(re.sub(r":\d+:", ":", mutant.name, count=1), "")

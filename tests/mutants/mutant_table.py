@@ -1,0 +1,18 @@
+"""All bugs that were written by hand; `run_mutants.py` plants them one at a time."""
+
+from __future__ import annotations
+
+import mutant_table_csrc as csrc
+import mutant_table_systems as systems
+import mutant_table_training as training
+from mutant import Mutant, flat
+
+MUTANTS: list[Mutant] = [
+    mutant
+    for bugs in (
+        *(training.ALGORITHMS, training.ACTOR, training.DATA),
+        *(systems.ROLLOUT, systems.REWARDS, systems.TRAINER, systems.LAUNCHER, systems.RESHARD),
+        csrc.HEADERS,
+    )
+    for mutant in flat(bugs)
+]
