@@ -59,7 +59,9 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the steps and end")
     parser.add_argument("--gpus", type=int, choices=GPU_COUNTS, help="default: as many as there are")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="steps whose names begin so")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="NAME", help="steps whose names begin so; leaves the table as it is"
+    )
     parser.add_argument("--model", default="", help="HF checkpoint of the GRPO runs; default: a random model")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-acceptance", help="folder of the reports")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "numbers.md", help="page whose table is filled")
@@ -103,7 +105,7 @@ def accept(machine: Machine, args: argparse.Namespace) -> int:
     facts = report.collect(machine, results, time.monotonic() - began)
     json_file, markdown, page = report.write(facts, folder)
     print(f"report    {page}\n          {markdown}")
-    if machine.gpus and args.page.is_file():
+    if machine.gpus and args.page.is_file() and args.only == [""]:
         table.write_table(json_file, args.page)
         print(f"table     {args.page}")
     failed = report.failed(facts)

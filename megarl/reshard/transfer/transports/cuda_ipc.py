@@ -1,7 +1,7 @@
 """CUDA IPC, for a trainer rank and a server rank on one GPU or on peer GPUs of one machine (co-located).
 
 The receiver maps the sender's staging buffers by their IPC handle and copies device to device. Both sides may number
-GPUs differently: a GPU is named by its UUID. Not measured.
+GPUs differently: a GPU is named by its UUID.
 """
 
 from __future__ import annotations
