@@ -6,6 +6,7 @@ result of rank 0, or the traceback of the first rank that failed, is a line of t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ import transfers  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 from watch import WATCH  # noqa: E402
 
-from megarl.ops import advantage, logprob_kernels, loss, native  # noqa: E402
+from megarl.ops import advantage, digest, logprob_kernels, loss, native  # noqa: E402
 from megarl.parallel import platform  # noqa: E402
 from megarl.parallel.config import ParallelConfig  # noqa: E402
 
@@ -36,6 +37,16 @@ def prepare() -> None:
     distributed_c10d._get_object_coll_device = lambda _=None: "cuda"  # as for NCCL's groups
     for module in (native, advantage, logprob_kernels, loss):
         module.where = lambda tensor: native._C.Where(False, 0, 1)  # type: ignore[attr-defined]
+    digest.leaves_on_gpu = leaves_in_host_memory
+
+
+def leaves_in_host_memory(data: torch.Tensor) -> torch.Tensor:
+    """Stands for the kernel of `csrc/digest`, which has no side for the CPU; the library hashes the same memory."""
+    copy = torch.frombuffer(bytearray(ctypes.string_at(data.data_ptr(), data.nbytes)), dtype=torch.uint8)
+    hashes = digest.leaves_on_cpu(copy)
+    leaves = torch.empty(len(hashes) // 16, 16, dtype=torch.uint8, device=data.device)
+    ctypes.memmove(leaves.data_ptr(), hashes, len(hashes))
+    return leaves
 
 
 def run(name: str, arguments: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:

@@ -38,3 +38,26 @@ def recorded_now(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_record_is_what_transformer_engine_says(part: str, recorded_now: dict[str, Any]) -> None:
     """New version: build/gpu-env/bin/python -m tests.te.record tests/te/transformer_engine.json; read the diff."""
     assert recorded_now[part] == json.loads(RECORD.read_text())[part]
+
+
+def test_one_cudnn_is_loaded_though_the_machine_has_another(tmp_path: Path) -> None:
+    """A second copy stands where Transformer Engine looks first, as in images of CUDA."""
+    python = GPU_ENV / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{GPU_ENV} has no GPU environment: run `make gpu-env`, or name another in MEGARL_GPU_ENV")
+    (wheel,) = GPU_ENV.glob("lib/python3.*/site-packages/nvidia/cudnn/lib/libcudnn.so.9")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudnn.so").write_bytes(wheel.read_bytes())
+    script = (
+        "import megarl, transformer_engine.pytorch\n"
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'libcudnn.so' in line})"
+    )
+    done = subprocess.run(
+        [str(python), "-W", "ignore", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [str(wheel)]

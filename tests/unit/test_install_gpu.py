@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -180,3 +181,14 @@ def test_the_doctor_says_what_a_gpu_machine_lacks_and_what_it_would_bring(
     assert re.search(r"faster   with Transformer Engine: .*; requirements/build_gpu_packages.sh", text)
     assert re.search(r"faster   with apex: .*nothing beside it", text)  # as there is no Transformer Engine
     assert text.count("\n") < 50
+
+
+def test_transformer_engine_is_pointed_to_the_cudnn_of_torchs_wheels(tmp_path: Path) -> None:
+    """It loads the machine's otherwise, and attention fails where two versions meet in a process."""
+    wheel = tmp_path / "nvidia" / "cudnn"
+    wheel.mkdir(parents=True)
+    (wheel / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDNN_HOME": "/usr"}
+    command = [sys.executable, "-c", "import megarl, os; print(os.environ['CUDNN_HOME'])"]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert printed.strip() == str(wheel)
