@@ -123,7 +123,7 @@ def test_stop_reasons_and_the_eos_token(engine):
 
 def test_a_stop_string_ends_a_completion(engine, tokenizer):
     full = ask(engine, request(PROMPTS[3], max_new_tokens=12, greedy=True))[0]
-    stop = tokenizer.decode(full.output_tokens[5:6])
+    stop = next(text for token in full.output_tokens[5:] if (text := tokenizer.decode([token])).isprintable() and text)
     stopped = ask(engine, request(PROMPTS[3], max_new_tokens=12, greedy=True, stop=[stop]))[0]
     assert stopped.stop_reason == "stop"
     assert stopped.output_tokens == full.output_tokens[: stopped.output_len]
