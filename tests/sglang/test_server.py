@@ -181,9 +181,10 @@ def test_a_wrong_knob_is_refused_before_anything_starts(
     knobs: dict[str, Any], message: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     passed_through = knobs.get("sglang", {})
+    config = {key: value for key, value in knobs.items() if key != "sglang"}
+    model = tiny_checkpoint("qwen3")
     with pytest.raises(UserError, match=message):
-        config = SGLangServerConfig(**{key: value for key, value in knobs.items() if key != "sglang"})
-        SGLangServers(config, tiny_checkpoint("qwen3"), tmp_path, sglang=passed_through)
+        SGLangServers(SGLangServerConfig(**config), model, tmp_path, sglang=passed_through)
 
 
 def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
