@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megarl import cli
 from megarl.actor.config import EngineConfig
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.config import SaverConfig
+from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.saver import ACTOR, Saver, check_resumable
+from tests.fuzzing import fuzzed
 
 OLDER, NEWEST = 5, 10
 FILES = (
@@ -112,11 +117,12 @@ def resumed(whole: Path, engine: MegatronLMEngine, tmp_path: Path) -> Callable[[
     """Resumes a copy of the run after a change of its newest checkpoint; checks that state and weights agree."""
 
     def resume(change: Callable[[Path], Any]) -> dict[str, Any]:
-        shutil.copytree(whole, tmp_path / "checkpoints")
-        change(tmp_path / "checkpoints" / f"step_{NEWEST:06d}")
-        fill(engine, -1.0)
-        check_resumable(tmp_path, engine.hf_config, "float32")
-        state = Saver(SaverConfig(), tmp_path / "checkpoints", print).restore({ACTOR: engine})
+        with tempfile.TemporaryDirectory(dir=tmp_path) as run:
+            checkpoints = Path(shutil.copytree(whole, Path(run, "checkpoints")))
+            change(checkpoints / f"step_{NEWEST:06d}")
+            fill(engine, -1.0)
+            check_resumable(Path(run), engine.hf_config, "float32")
+            state = Saver(SaverConfig(), checkpoints, print).restore({ACTOR: engine})
         assert len(state["position"]) == state["step"]
         assert all((shard.view == state["step"]).all() for shard in engine.shards())
         return state
@@ -160,3 +166,74 @@ def test_a_file_that_the_disk_does_not_give_falls_back(
         monkeypatch.setattr(Path, "open", refuse)
 
     assert resumed(change)["step"] == OLDER
+
+
+STEPS = (f"step_{OLDER:06d}", f"step_{NEWEST:06d}")
+
+
+@st.composite
+def accidents(draw: st.DrawFn) -> list[tuple[str, Path, Path, float, int]]:
+    """Up to five accidents: their kind, a file of either checkpoint, another file, a place within it, and a byte."""
+    files = st.builds(Path, st.sampled_from((*STEPS, STEPS[1])), st.sampled_from(FILES))
+    kinds = st.sampled_from(["change", "change", "cut", "extend", "empty", "delete", "swap", "copy", "swap steps"])
+    places = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
+    return draw(st.lists(st.tuples(kinds, files, files, places, st.integers(0, 255)), max_size=5))
+
+
+def happen(folder: Path, kind: str, name: Path, other: Path, place: float, byte: int) -> None:
+    """Lets an accident happen to a file. One to a file that an earlier accident deleted does nothing."""
+    path, source = folder / name, folder / other
+    if not path.is_file() or not source.is_file():
+        return
+    content, also = path.read_bytes(), source.read_bytes()
+    at = int(place * max(len(content) - 1, 0))
+    if kind == "delete":
+        path.unlink()
+    elif kind == "swap":
+        path.write_bytes(also)
+        source.write_bytes(content)
+    elif kind == "swap steps":
+        for step, new in ((STEPS[0], "between"), (STEPS[1], STEPS[0]), ("between", STEPS[1])):
+            (folder / step).rename(folder / new)
+    else:
+        byte_here = bytes([byte])
+        results = {
+            "change": content[:at] + byte_here + content[at + 1 :],
+            "cut": content[:at],
+            "extend": content[:at] + byte_here + content[at:],
+            "empty": b"",
+            "copy": also,
+        }
+        path.write_bytes(results[kind])
+
+
+def contents(step: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(step)): path.read_bytes() for path in step.rglob("*") if path.is_file()}
+
+
+@fuzzed(bounded=80, long=5_000)
+def test_random_damage_of_both_gives_the_newest_whole_one_or_a_refusal(
+    effort: Any, whole: Path, resumed: Callable[..., dict[str, Any]]
+) -> None:
+    originals = {number: contents(whole / step) for number, step in zip((OLDER, NEWEST), STEPS, strict=True)}
+
+    @effort
+    @given(accidents())
+    def holds(cases: list[tuple[str, Path, Path, float, int]]) -> None:
+        intact: list[int] = []
+
+        def change(newest: Path) -> None:
+            for case in cases:
+                happen(newest.parent, *case)
+            present = [contents(newest.with_name(step)) for step in STEPS]
+            intact.extend(number for number, original in originals.items() if original in present)
+
+        try:
+            step = resumed(change)["step"]
+        except UserError as error:
+            assert not intact
+            assert len(str(error).splitlines()) == 1
+        else:
+            assert step == max(intact)
+
+    holds()
