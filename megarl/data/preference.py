@@ -152,7 +152,7 @@ def nectar(row: Row, options: Options) -> Draft:
         if not isinstance(entry, dict) or not isinstance(entry.get("answer"), str):
             value = entry.get("answer") if isinstance(entry, dict) else entry
             raise BadRow(f"answers[{i}].answer", value, "expected text")
-        if isinstance(rank := entry.get("rank"), bool) or not isinstance(rank, int | float):
+        if isinstance(rank := entry.get("rank"), bool) or not isinstance(rank, int | float) or rank != rank:
             raise BadRow(f"answers[{i}].rank", rank, "expected a number")
     ranked = sorted(answers, key=lambda entry: entry["rank"])
     if ranked[0]["rank"] == ranked[-1]["rank"]:

@@ -41,13 +41,16 @@ class BadRow(ValueError):
 
 
 def parsed(values: dict[str, Any]) -> Any:
-    """Parses a row of `load_rows`. Raises `BadRow` if it is text that is not JSON."""
+    """Parses a row of `load_rows`. Raises `BadRow` if it is text that is not JSON, or has text that is not Unicode."""
     if list(values) != [JSON]:
         return values
     try:
-        return json.loads(values[JSON])
-    except json.JSONDecodeError as error:
+        row = json.loads(values[JSON])
+        if "\\ud" in values[JSON].lower():  # perhaps half of a surrogate pair, which no tokenizer takes
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise BadRow("the row", values[JSON], f"expected JSON ({error})") from error
+    return row
 
 
 class Row:

@@ -131,8 +131,8 @@ def _json_lines(file: Path) -> list[str]:
         with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8") as stream:
             text = stream.read()
         if text.lstrip().startswith("["):
-            return [json.dumps(row, ensure_ascii=False) for row in json.loads(text)]
-    except (OSError, EOFError, ValueError) as error:  # errors of JSON and Unicode are ValueErrors
+            return [json.dumps(row) for row in json.loads(text)]
+    except (OSError, EOFError, ValueError, RecursionError) as error:  # errors of JSON and Unicode are ValueErrors
         raise UserError(f"{file} cannot be read ({one_line(error)})") from error
     return [line for line in text.split("\n") if line.strip()]
 

@@ -1,0 +1,122 @@
+"""Random rows in data files: every loader gives examples, or a `UserError` in one line."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.config import DatasetConfig
+from megarl.data.examples import get_preference_dataset
+from megarl.data.preference import JUDGED, PAIRS
+from megarl.data.prompts import get_rl_dataset
+from megarl.data.sft import get_sft_dataset
+from megarl.knobs import UserError
+from tests.fuzzing import fuzzed
+
+HUGE, DEEP = "a huge number", "a deep list"  # stand for values that `json.dumps` cannot write
+TEXTS = st.one_of(
+    st.sampled_from(
+        ["", " ", "7", "#### 7", "user", "assistant", "<|im_end|>", "\n", "\u2028", "\0", "\ud800", "é", "\U0001f600",
+         "{prompt}", "{{ x }}", "{% raw %}", "true", "x" * 20_000, "\\boxed{", "\x1b[2J", "\u202e"]
+    ),
+    st.text(max_size=8),
+)  # fmt: skip
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 3), st.sampled_from([2**63, -(10**30), HUGE, DEEP]), st.floats(), TEXTS
+)
+ROLES = st.sampled_from(["system", "user", "user", "assistant", "assistant", "tool"])
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.one_of(ROLES, ROLES, ROLES, SCALARS), "content": st.one_of(TEXTS, SCALARS)}
+)
+CHATS = st.one_of(
+    st.lists(MESSAGES, max_size=4),
+    st.just([{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]),
+    st.just([{"role": "user", "content": "2+2"}]),
+)
+NESTED = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2))
+RANKED = st.lists(st.fixed_dictionaries({"answer": st.one_of(TEXTS, SCALARS), "rank": SCALARS}), max_size=3)
+COLUMNS = (
+    "question", "answer", "messages", "prompt", "chosen", "rejected", "completion", "label", "system", "input",
+    "instruction", "chosen_response", "rejected_response", "answers", "prompt_ids", "problem", "json",
+)  # fmt: skip
+VALUES = st.one_of(TEXTS, CHATS, TEXTS, CHATS, MESSAGES, RANKED, NESTED)
+ROWS = st.one_of(
+    st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=8),
+    st.fixed_dictionaries({"question": TEXTS, "answer": st.just("2+2=4\n#### 4")}),
+    st.fixed_dictionaries({"messages": CHATS, "chosen": CHATS, "rejected": CHATS, "prompt": TEXTS}),
+    st.fixed_dictionaries({"prompt": TEXTS, "chosen": TEXTS, "rejected": TEXTS, "completion": TEXTS, "label": SCALARS}),
+    st.fixed_dictionaries({"prompt": TEXTS, "answers": RANKED}),
+    NESTED,
+)
+TYPES = [
+    ("rl", "gsm8k"), ("rl", "messages"), ("sft", "gsm8k"), ("sft", "messages"),
+    *(("pairs", name) for name in PAIRS if name != "user_defined.default"),
+    *(("judged", name) for name in JUDGED if name != "user_defined.default"),
+]  # fmt: skip
+
+
+@st.composite
+def files(draw: st.DrawFn) -> bytes:
+    """A file of JSON lines or of one array; at times with bytes changed or cut off."""
+    rows = draw(st.lists(ROWS, min_size=1, max_size=3))
+    ascii_only, is_array = draw(st.booleans()), draw(st.integers(0, 3)) == 0
+    lines = [json.dumps(row, ensure_ascii=ascii_only) for row in ([rows] if is_array else rows)]
+    text = "\n".join(lines).replace(f'"{HUGE}"', "9" * 5000).replace(f'"{DEEP}"', "[" * 20_000 + "]" * 20_000)
+    content = text.encode("utf-8", "surrogatepass")
+    damage = draw(st.integers(0, 15))
+    if damage == 0:
+        return content[: draw(st.integers(0, len(content)))]
+    if damage == 1:
+        at = draw(st.integers(0, len(content)))
+        return content[:at] + draw(st.binary(max_size=2)) + content[at:]
+    return content
+
+
+def load(method: str, config: DatasetConfig, tokenizer: Any, on_bad_row: str) -> Any:
+    if method == "rl":
+        return get_rl_dataset(config, tokenizer, on_bad_row)
+    if method == "sft":
+        return get_sft_dataset(config, tokenizer, on_bad_row)
+    return get_preference_dataset(config, tokenizer, paired=method == "pairs", on_bad_row=on_bad_row)
+
+
+def assert_usable(method: str, row: dict[str, Any]) -> None:
+    """Checks that an example has what training reads of it."""
+    if method == "rl":
+        assert row["messages"]
+        assert all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in row["messages"])
+        json.dumps(row).encode()
+    elif method == "sft":
+        assert len(row["input_ids"]) == len(row["loss_mask"])
+        assert set(row["loss_mask"]) <= {0, 1}
+    else:
+        assert row["prompt_ids"]
+        assert all(row[name] for name in row if name.endswith("_ids"))
+
+
+@fuzzed(bounded=500, long=10_000)
+def test_random_rows_are_examples_or_refused_in_one_line(effort: Any, tmp_path: Path, chatml_tokenizer: Any) -> None:
+    @effort
+    @given(files(), st.sampled_from(TYPES), st.sampled_from(["error", "skip"]))
+    def holds(content: bytes, type_: tuple[str, str], on_bad_row: str) -> None:
+        method, name = type_
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            path = Path(folder, "train.jsonl")
+            path.write_bytes(content)
+            config = DatasetConfig(path=str(path), split="train", type=name, max_length=4096)
+            try:
+                dataset = load(method, config, chatml_tokenizer, on_bad_row)
+            except UserError as error:
+                message = str(error)
+            else:
+                for row in dataset:
+                    assert_usable(method, row)
+                return
+        assert len(message.splitlines()) == 1
+
+    holds()
