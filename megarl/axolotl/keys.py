@@ -136,5 +136,12 @@ WHY_NOT = {
 }
 # Keys of a data set that become `options` of its source.
 DATASET_OPTIONS = ("field_messages", "field_chosen", "field_rejected", "message_property_mappings", "roles")
+MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}  # keys of that mapping
+# Keys that `read.py` converts itself and that take text.
+TEXTS = (
+    "trl.loss_type", "trl.multi_objective_aggregation", "trl.importance_sampling_level", "chat_template",
+    "chat_template_jinja",
+)  # fmt: skip
+MOST = 10**12  # of any number that counts something
 # `algorithm.aggregate` by `trl.loss_type`.
 LOSS_TYPES = {"grpo": "sequence", "bnpo": "token", "dapo": "token", None: "token"}

@@ -16,10 +16,22 @@ from typing import Any
 
 import yaml
 
-from megarl.axolotl.keys import ALGORITHMS, CHOICES, DATASET_OPTIONS, KNOBS, LOSS_TYPES, NEEDLESS, WHY_NOT
+from megarl.axolotl.keys import (
+    ALGORITHMS,
+    CHOICES,
+    DATASET_OPTIONS,
+    KNOBS,
+    LOSS_TYPES,
+    MESSAGE_FIELDS,
+    MOST,
+    NEEDLESS,
+    TEXTS,
+    WHY_NOT,
+)
+from megarl.axolotl.source_types import SOURCE_TYPES
 from megarl.data.config import SourceConfig
 from megarl.data.preference import format_of
-from megarl.data.sources import load_rows
+from megarl.data.sources import load_rows, one_line
 from megarl.knobs import UserError, override
 from megarl.parallel.platform import takes_gpu_options
 
@@ -38,25 +50,32 @@ class Reading:
         return self.unread.pop(key, default)
 
     def set(self, key: str, value: Any, knob: str, becomes: Any, note: str = "") -> None:
-        """Sets a knob from a key and adds the table row for it."""
+        """Sets a knob from a key and adds the table row for it. A knob takes a scalar or a list of them."""
+        for item in becomes if isinstance(becomes, list) else [becomes]:
+            if not isinstance(item, str | int | float):
+                return self.refuse(key, value, "must be text, a number, true or false, or a list of these")
         self.overrides[knob] = becomes
         self.note(key, value, f"{knob}={_plain(becomes)}" + (f"  ({note})" if note else ""))
 
     def note(self, key: str, value: Any, text: str) -> None:
         """Adds a row to the table."""
-        self.rows.append((key, _plain(value) if value is not None else "(not set)", text))
+        self.rows.append((_plain(key), _plain(value) if value is not None else "(not set)", text))
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Records an error. Reading goes on, so that all errors are reported together."""
-        self.refused.append(f"{key}: {_plain(value)}  {why}")
+        self.refused.append(f"{_plain(key)}: {_plain(value)}  {why}")
 
     def number(self, key: str, default: float, least: float = 0) -> float:
         """Takes a number. Any other value is refused, and the default takes its place."""
         value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
-            self.refuse(key, value, f"must be a number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
+            self.refuse(key, value, f"must be a number from {least} to {MOST}")
             return default
         return value
+
+    def optional_number(self, key: str) -> float | None:
+        """Takes a number, or None if the key is not set."""
+        return self.number(key, 0) if key in self.unread else None
 
 
 def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tuple[list[str], str]:
@@ -74,9 +93,12 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tupl
     reading = Reading(_flat(_load(path)))
     reading.overrides["experiment_name"] = Path(path).stem
     rl = reading.take("rl")
-    if rl not in ALGORITHMS:
+    if not isinstance(rl, str) or rl not in ALGORITHMS:
         raise UserError(f"{path}: rl: {_plain(rl)} is not one of {', '.join(ALGORITHMS)}")
     method, algorithm, keys = ALGORITHMS[rl]
+    for key in TEXTS:
+        if not isinstance(reading.unread.get(key, ""), str):
+            reading.refuse(key, reading.take(key), "must be text")
     reading.set("rl", rl, "method", method)
     _algorithm(reading, rl, algorithm, keys)
     train = _data(reading, rl)
@@ -97,8 +119,8 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tupl
 def _load(path: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--from-axolotl {path} cannot be read ({str(error).splitlines()[0]})") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a date of no month is a ValueError
+        raise UserError(f"--from-axolotl {path} cannot be read ({one_line(error)})") from error
     if not isinstance(values, dict):
         raise UserError(f"--from-axolotl {path} holds no keys; an axolotl YAML is a mapping")
     return values
@@ -173,7 +195,7 @@ def _data(reading: Reading, rl: str) -> list[SourceConfig]:
             reading.refuse("val_set_size", held_out, "cannot be cut off a split that is a slice; give test_datasets")
         elif isinstance(held_out, float) and 0 < held_out < 1:
             cut = f"{100 - round(100 * held_out)}%"
-        elif isinstance(held_out, int) and len(train) == 1:
+        elif type(held_out) is int and held_out > 0 and len(train) == 1:
             cut = f"-{held_out}"
         else:
             reading.refuse(
@@ -209,10 +231,12 @@ def _sources(reading: Reading, key: str, rl: str) -> list[SourceConfig]:
     sources: list[SourceConfig] = []
     for i, entry in enumerate(entries):
         where, entry = f"{key}[{i}]", {k: v for k, v in entry.items() if v is not None}
+        if not _is_well_typed(reading, where, entry):
+            continue
         files, path = entry.pop("data_files", None), entry.pop("path", "")
         kind: Any = entry.pop("type", "")
         options: dict[str, Any] = {name: entry.pop(name) for name in DATASET_OPTIONS if name in entry}
-        for old, new in (("message_field_role", "role"), ("message_field_content", "content")):
+        for old, new in MESSAGE_FIELDS.items():
             if old in entry:
                 mapping = options.setdefault("message_property_mappings", {})
                 mapping[new] = entry.pop(old)
@@ -244,6 +268,14 @@ def _sources(reading: Reading, key: str, rl: str) -> list[SourceConfig]:
     return sources
 
 
+def _is_well_typed(reading: Reading, where: str, entry: dict[str, Any]) -> bool:
+    """True if the keys of a data set have values of their types. Refuses the others."""
+    bad = [(key, rule) for key, (fits, rule) in SOURCE_TYPES.items() if key in entry and not fits(entry[key])]
+    for key, rule in bad:
+        reading.refuse(f"{where}.{key}", entry[key], rule)
+    return not bad
+
+
 def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[SourceConfig]) -> None:
     """Sets lengths, batch size and steps, which depend on each other."""
     micro, accumulated = (
@@ -262,10 +294,11 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
         if reading.overrides["algorithm"] == "dr_grpo":
             reading.overrides["algorithm.aggregate_tokens"] = completion
         length = int(reading.number("max_prompt_len", 512, 1))
-        samples, longest = reading.unread.get("trl.num_generations", 8), length + completion
+        samples: Any = reading.unread.get("trl.num_generations", 8)
+        longest = length + completion
         reading.unread["trl.num_generations"] = samples
         rows = int(reading.number("trl.generation_batch_size", rows, 1))
-        if not isinstance(samples, int) or rows % samples:
+        if type(samples) is not int or samples < 1 or rows % samples:
             reading.refuse(
                 "micro_batch_size", micro, f"x gradient_accumulation_steps {accumulated} x {world} ranks = {rows} "
                 f"completions is not a multiple of trl.num_generations={_plain(samples)}",
@@ -310,16 +343,16 @@ def _steps(reading: Reading, batch: int, train: list[SourceConfig]) -> None:
         total,
         note,
     )
-    share, steps = reading.take("warmup_ratio"), reading.take("warmup_steps")
+    share, steps = reading.optional_number("warmup_ratio"), reading.optional_number("warmup_steps")
     warmup = steps if steps is not None else int(share * total) if share is not None else min(int(0.03 * total), 100)
     key = "warmup_steps" if share is None else "warmup_ratio"
     reading.set(key, steps if share is None else share, "actor.optimizer.warmup_steps", int(warmup))
     for name, knob in (("save", "saver.every_steps"), ("eval", "evaluator.every_steps")):
-        every, times = reading.take(f"{name}_steps"), reading.take(f"{name}s_per_epoch")
+        every, times = reading.optional_number(f"{name}_steps"), reading.optional_number(f"{name}s_per_epoch")
         if every is not None:
             reading.set(f"{name}_steps", every, knob, max(1, int(every * total)) if every < 1 else int(every))
         elif times is not None:
-            reading.set(f"{name}s_per_epoch", times, knob, max(1, per_epoch // int(times)) if times else 0)
+            reading.set(f"{name}s_per_epoch", times, knob, max(1, int(per_epoch / times)) if times else 0)
         elif reading.unread.get(f"{name}_strategy") == "epoch":
             reading.set(reading.take(f"{name}_strategy") and f"{name}_strategy", "epoch", knob, per_epoch or total)
 
@@ -378,7 +411,13 @@ def _plain_key(reading: Reading, key: str) -> None:
 
 
 def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    """Formats a value in one line."""
+    if isinstance(value, str):
+        return value if value.isprintable() else repr(value)
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError):  # a date as a key, or a list inside itself
+        return repr(value)
 
 
 def _override(knob: str, value: Any) -> str:
