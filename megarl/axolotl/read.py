@@ -294,8 +294,7 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
         if reading.overrides["algorithm"] == "dr_grpo":
             reading.overrides["algorithm.aggregate_tokens"] = completion
         length = int(reading.number("max_prompt_len", 512, 1))
-        samples: Any = reading.unread.get("trl.num_generations", 8)
-        longest = length + completion
+        samples, longest = reading.unread.get("trl.num_generations", 8), length + completion
         reading.unread["trl.num_generations"] = samples
         rows = int(reading.number("trl.generation_batch_size", rows, 1))
         if type(samples) is not int or samples < 1 or rows % samples:
