@@ -22,7 +22,8 @@ PIECES = [
     "\\frac{1}{2}", "\\frac", "\\sqrt[3]{2}", "\\sqrt", "\\binom{9}{4}", "\\log", "\\sin", "\\lim_{x\\to0}", "\\infty",
     "\\cup", "\\begin{pmatrix}1&2\\end{pmatrix}", "\\left(", "\\right)", "\\text{cm}", "%", "°", "e", "i", "\\in",
     "<think>", "</think>", "<answer>", "</answer>", "```python\n", "```", "\0", "\n", "\u2028", "\ud800", "\u202e",
-    "\u0663", "\U0001d7db", "é", "__import__('os')", "1/0", "\\frac{1}{0}", "{x}" * 2000, "\\boxed{" * 2000, "((" * 2000, "<think>" * 2000,
+    "\u0663", "\U0001d7db", "é", "__import__('os')", "{x}" * 2000,
+    "\\boxed{" * 2000, "((" * 2000, "<think>" * 2000, "1/0", "\\frac{1}{0}",
 ]  # fmt: skip
 SOUPS = st.lists(st.one_of(st.sampled_from(PIECES), st.sampled_from(PIECES), st.text(max_size=4)), max_size=14).map(
     "".join
