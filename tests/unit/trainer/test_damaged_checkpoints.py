@@ -173,11 +173,16 @@ STEPS = (f"step_{OLDER:06d}", f"step_{NEWEST:06d}")
 
 @st.composite
 def accidents(draw: st.DrawFn) -> list[tuple[str, Path, Path, float, int]]:
-    """Up to five accidents: their kind, a file of either checkpoint, another file, a place within it, and a byte."""
+    """Up to four accidents: their kind, a file of either checkpoint, another file, a place within it, and a byte.
+
+    Half of the cases are one accident that keeps all sizes, which only the content shows.
+    """
     files = st.builds(Path, st.sampled_from((*STEPS, STEPS[1])), st.sampled_from(FILES))
-    kinds = st.sampled_from(["change", "change", "cut", "extend", "empty", "delete", "swap", "copy", "swap steps"])
-    places = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
-    return draw(st.lists(st.tuples(kinds, files, files, places, st.integers(0, 255)), max_size=5))
+    rest = (files, files, st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1)), st.integers(0, 255))
+    if draw(st.booleans()):
+        return [draw(st.tuples(st.just("change"), *rest))]
+    kinds = st.sampled_from(["change", "cut", "extend", "empty", "delete", "swap", "copy", "swap steps"])
+    return draw(st.lists(st.tuples(kinds, *rest), max_size=4))
 
 
 def happen(folder: Path, kind: str, name: Path, other: Path, place: float, byte: int) -> None:
@@ -211,7 +216,7 @@ def contents(step: Path) -> dict[str, bytes]:
     return {str(path.relative_to(step)): path.read_bytes() for path in step.rglob("*") if path.is_file()}
 
 
-@fuzzed(bounded=80, long=5_000)
+@fuzzed(bounded=150, long=5_000)
 def test_random_damage_of_both_gives_the_newest_whole_one_or_a_refusal(
     effort: Any, whole: Path, resumed: Callable[..., dict[str, Any]]
 ) -> None:
