@@ -119,7 +119,8 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tupl
 def _load(path: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a date of no month is a ValueError
+    # PyYAML lets errors of Python pass, such as ValueError for a month 99 and KeyError for `!!bool x`.
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"--from-axolotl {path} cannot be read ({one_line(error)})") from error
     if not isinstance(values, dict):
         raise UserError(f"--from-axolotl {path} holds no keys; an axolotl YAML is a mapping")

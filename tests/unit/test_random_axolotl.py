@@ -111,7 +111,7 @@ def test_a_file_of_random_text_is_refused_in_one_line(
 ) -> None:
     pieces = st.sampled_from(
         ["rl", ": ", "\n", "- ", "  ", "{", "}", "[" * 400, "]", "&a ", "*a", "!!python/object:os.system ", "<<: ",
-         "2001-01-01", "\t", "? ", "| ", "'", '"', "dpo", "datasets", "!!binary ", "2001-99-99", "0x", "1:2"]
+         "2001-01-01", "\t", "? ", "| ", "'", '"', "dpo", "datasets", "!!binary ", "!!bool ", "2001-99-99", "0x", "1:2"]
     )  # fmt: skip
 
     @effort
