@@ -34,7 +34,7 @@ def leaves_on_cpu(data: Tensor) -> bytes:
 
 
 def leaves_on_gpu(data: Tensor) -> Tensor:
-    """The same hashes, uint8 [leaves, 16], by the kernel of `csrc/digest`."""
+    """Hashes as of `leaves_on_cpu`, uint8 [leaves, 16], by the kernel of `csrc/digest`."""
     if data.data_ptr() % ALIGNMENT:
         data = data.clone()
     size = data.numel() * data.element_size()

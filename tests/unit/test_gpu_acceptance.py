@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -183,7 +184,8 @@ def test_failures_are_named_and_the_steps_behind_them_run(
         python("good", write_figures(GOOD), figures=JSON_LINES),
     ]
     monkeypatch.setattr(gpu_acceptance, "plan", lambda machine, model: steps)
-    code = gpu_acceptance.accept(Machine(0, frozenset()), argparse.Namespace(out=tmp_path, page=tmp_path, model=""))
+    args = argparse.Namespace(out=tmp_path, page=tmp_path, model="", only=[""])
+    code = gpu_acceptance.accept(Machine(0, frozenset()), args)
     lines = capsys.readouterr().out.splitlines()
     assert code == 1
     assert lines[-1] == "FAILED    bad exit, no command, no figure, half a figure, no json"
@@ -374,3 +376,15 @@ def test_the_report_has_every_figure_the_machine_and_the_results(tmp_path: Path)
 )
 def test_figures_are_shown_with_their_unit(value: float, unit: str, text: str) -> None:
     assert report.shown(value, unit) == text
+
+
+def test_only_the_steps_of_the_given_names_are_taken_and_an_unknown_name_is_refused() -> None:
+    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_acceptance.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    shown = ask("--dry-run", "--gpus", "1", "--only", "transport s", "grpo c").stdout
+    assert re.findall(r"^ ?\d+\. ([\w ]+) \(", shown, re.M) == ["transport shm", "grpo colocated"]
+    refused = ask("--device", "cpu", "--only", "nothing")
+    assert refused.returncode == 2
+    assert "--only 'nothing' begins no step" in refused.stderr
