@@ -55,7 +55,8 @@ class PolicyLossSettings:
     correction_high: float = knob(2.0, "truncate: the largest weight; mask: weights above become 0", above=0, most=1e9)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        if not torch.compiler.is_compiling():  # the trace knows no dataclass fields
+            check_ranges(self)
         if self.correction_low > self.correction_high:
             raise UserError(
                 f"correction_low is {self.correction_low} and correction_high {self.correction_high}; they must rise"

@@ -28,11 +28,10 @@ def test_an_empty_vocabulary_is_refused(rows: int, label: int) -> None:
         lambda: linear_token_loss(hidden, weight, labels, lambda logprobs, rows: logprobs, vocab_valid=0),
     )
     for call in calls:
-        with pytest.raises(ValueError, match="the vocabulary has 0 entries, it must have at least 1"):
+        with pytest.raises(ValueError, match=r"at least (one|1)"):
             call()
 
 
-def test_a_shard_without_columns_has_no_part_in_the_sum() -> None:
-    labels = torch.full((2,), -1)
-    logprobs, _ = vocab_parallel_logprobs(torch.zeros(2, 0), labels, vocab_valid=3)
-    assert torch.equal(logprobs, torch.zeros(2))
+def test_a_shard_without_columns_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"logits have shape \(2, 0\), expected at least one column of the vocabulary"):
+        vocab_parallel_logprobs(torch.zeros(2, 0), torch.full((2,), -1), vocab_valid=3)
