@@ -6,11 +6,12 @@ The imports cost every process 5 s of a core, and the suite starts over a hundre
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
 from collections.abc import Mapping
-from multiprocessing import forkserver, get_context
+from multiprocessing import active_children, forkserver, get_context
 from subprocess import STDOUT, TimeoutExpired
 from typing import BinaryIO
 
@@ -21,7 +22,15 @@ from megarl.processes import die_with_parent
 
 PRELOAD = ("megarl.actor.critic", "megarl.actor.policy", "megarl.trainer.rl", "megarl.trainer.sft")
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload([*PRELOAD, __name__])
+SERVER = f"{__package__}.fork_server" if __package__ else "fork_server"
+CONTEXT.set_forkserver_preload([*PRELOAD, __name__, SERVER])
+
+
+@atexit.register
+def kill_all() -> None:
+    """Kills what still runs, after Ctrl-C say; multiprocessing's own handler, which runs later, would wait for it."""
+    for process in active_children():
+        process.kill()
 
 
 class Popen:

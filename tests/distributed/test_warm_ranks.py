@@ -1,4 +1,4 @@
-"""Processes from `tests/warm.py` end with a test process that is terminated or killed."""
+"""Processes from `tests/warm.py` end with a test process that is interrupted, terminated or killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TESTS = """
 import os, sys, time
 from tests import warm
 if __name__ == "__main__":
-    warm.CONTEXT.set_forkserver_preload(["tests.warm"])
+    warm.CONTEXT.set_forkserver_preload(["tests.warm", warm.SERVER])
     command = [sys.executable, "-m", "tests.distributed.sleeping_command", sys.argv[1]]
     process = warm.Popen(command, stdout=None, stderr=None, start_new_session=True)
     while len(open(sys.argv[1]).readlines()) < 3:
@@ -26,7 +26,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_nothing_outlives_the_test_process(number: signal.Signals, tmp_path: Path) -> None:
     started = tmp_path / "started"
     started.touch()
