@@ -39,7 +39,7 @@ class PolicyLossSettings:
         "token", "importance ratio per token or per sequence (GSPO: mean log-ratio)", choices=RATIO_LEVELS
     )
     clip_low: float = knob(0.2, "the ratio is clipped below at 1 - clip_low", least=0, most=1e9)
-    clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high", least=0, most=1e9)
+    clip_high: float = knob(0.2, "the ratio is clipped above at 1 + clip_high", least=0, most=1e30)
     dual_clip: float | None = knob(
         None, "bound on the loss for a negative advantage, as a multiple of it; above 1", above=1, most=1e9
     )

@@ -42,7 +42,10 @@ CASES = {
     "labels shape": (lambda: vocab_parallel_logprobs(X, Y[:3], vocab_valid=6), r"\(3,\).*\(4,\)"),
     "labels device": (lambda: vocab_parallel_logprobs(X, Y.to("meta"), vocab_valid=6), r"meta.*cpu"),
     "labels range": (lambda: vocab_parallel_logprobs(X, Y + 4, vocab_valid=6), r"\[3, 6\].*6 entries"),
-    "vocab_valid": (lambda: vocab_parallel_logprobs(X, torch.full((4,), -1), vocab_valid=0), r"vocab_valid is 0"),
+    "vocab_valid": (
+        lambda: vocab_parallel_logprobs(X, torch.full((4,), -1), vocab_valid=0),
+        r"the vocabulary has 0 entries",
+    ),
     "temperature": (lambda: gather_logprobs(X, Y, 0.0), r"temperature is 0.0.*positive"),
     "temperatures": (lambda: gather_logprobs(X, Y, torch.tensor([1.0, -1, 1, 1])), r"-1.0.*positive"),
     "temperature infinite": (lambda: gather_logprobs(X, Y, math.inf), r"temperature is inf.*1e-30 and 1e\+30"),
@@ -93,18 +96,18 @@ CASES = {
     ),
 }
 SETTINGS = {
-    r"objective is 'tanh'.*clip, cispo": {"objective": "tanh"},
-    r"ratio is 'word'.*token, sequence": {"ratio": "word"},
-    r"kl_estimator is 'k9'.*none, k1": {"kl_estimator": "k9"},
-    r"correction is 'clamp'.*truncate": {"correction": "clamp"},
-    r"dual_clip is 0.5.*above 1": {"dual_clip": 0.5},
-    r"dual_clip is nan.*above 1": {"dual_clip": math.nan},
-    r"clip_low is -1.0.*at least 0": {"clip_low": -1.0},
-    r"clip_high nan.*at least 0": {"clip_high": math.nan},
-    r"kl_coef is inf.*finite": {"kl_coef": math.inf},
-    r"entropy_coef nan.*finite": {"entropy_coef": math.nan},
+    r"objective=tanh must be one of clip, cispo": {"objective": "tanh"},
+    r"ratio=word must be one of token, sequence": {"ratio": "word"},
+    r"kl_estimator=k9 must be one of none, k1": {"kl_estimator": "k9"},
+    r"correction=clamp must be one of none, truncate": {"correction": "clamp"},
+    r"dual_clip=0.5 must be above 1": {"dual_clip": 0.5},
+    r"dual_clip=nan must be above 1": {"dual_clip": math.nan},
+    r"clip_low=-1.0 must be at least 0": {"clip_low": -1.0},
+    r"clip_high=nan must be at least 0": {"clip_high": math.nan},
+    r"kl_coef=inf must be at least": {"kl_coef": math.inf},
+    r"entropy_coef=nan must be at least": {"entropy_coef": math.nan},
     r"correction_low is 3.0 and correction_high 2.0.*rise": {"correction_low": 3.0},
-    r"correction_high nan.*rise": {"correction_high": math.nan},
+    r"correction_high=nan must be above 0": {"correction_high": math.nan},
 }
 
 
