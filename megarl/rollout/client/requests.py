@@ -16,7 +16,7 @@ from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 log = logging.getLogger(__name__)
 EXCERPT = 500  # bytes of an answer in error messages
-TOKEN_LIMIT = 2**31  # token ids are below
+TOKEN_LIMIT = 2**31  # of token ids; a sample with ids outside the vocabulary is left out later
 VERSION_DIGITS = 18  # of a weight version, which fits into int64
 
 
@@ -107,8 +107,8 @@ def _parse_part(output_ids: Any, meta: dict[str, Any]) -> CompletionPart:
         raise ValueError(f"finish_reason {reason!r}")
     if type(output_ids) is not list or set(map(type, output_ids)) - {int}:
         raise ValueError("output_ids are not a list of token ids")
-    if output_ids and not 0 <= min(output_ids) <= max(output_ids) < TOKEN_LIMIT:
-        raise ValueError(f"output_ids lie in [{min(output_ids)}, {max(output_ids)}], which no vocabulary has")
+    if output_ids and not -TOKEN_LIMIT <= min(output_ids) <= max(output_ids) < TOKEN_LIMIT:
+        raise ValueError(f"output_ids lie in [{min(output_ids)}, {max(output_ids)}], beyond 32 bits")
     if not output_ids and reason == "abort":
         return CompletionPart([], [], [], reason)
     scored = meta["output_token_logprobs"]

@@ -60,7 +60,7 @@ def assert_right(part: CompletionPart, said: dict[str, Any]) -> None:
     tokens, meta = said["output_ids"], said["meta_info"]
     assert part.tokens == (tokens or [])
     assert part.stop_reason == meta["finish_reason"]["type"]
-    assert all(type(token) is int and 0 <= token < 2**31 for token in part.tokens)
+    assert all(type(token) is int and -(2**31) <= token < 2**31 for token in part.tokens)
     assert len(part.logprobs) == len(part.versions) == len(part.tokens)
     assert all(type(version) is int and -1 <= version < 2**63 for version in part.versions)
     if part.tokens and all(map(math.isfinite, part.logprobs)):
@@ -97,7 +97,7 @@ def test_a_damaged_answer_is_refused_or_read_as_it_is(effort: Any) -> None:
         {"output_ids": "abc"},
         {"output_ids": [4, 5.0]},
         {"output_ids": [4, True]},
-        {"output_ids": [4, -1]},
+        {"output_ids": [4, -(2**31) - 1]},
         {"output_ids": [4, 2**31]},
         {"weight_versions": [{"version": "9" * 40, "start": 0, "end": 2}]},
         {"weight_versions": [{"version": "1", "start": 0, "end": 2.0}]},
