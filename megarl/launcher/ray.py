@@ -169,6 +169,8 @@ def _print_nodes(ray: Any, tasks: Sequence[_Task]) -> None:
     for task in tasks:
         try:
             node, problem = ray.get(task.started, timeout=PLACE_DEADLINE_S)
+        except ray.exceptions.RayActorError:
+            continue  # lost already; `watch` names it
         except ray.exceptions.GetTimeoutError as error:
             raise UserError(
                 f"{task.name} was not started within {PLACE_DEADLINE_S:g} s by Ray; see its logs"
