@@ -8,8 +8,8 @@ namespace megarl {
 
 constexpr int64_t kLeafBytes = 65536;
 
-// bytes [size], aligned to 16. leaves uint64 [ceil(size / kLeafBytes), 2]: the low and the high half
-// of each leaf's hash. The last leaf is padded with zeros.
+// bytes [size], aligned to 16. leaves uint8 [ceil(size / kLeafBytes), 16], as the library writes a hash:
+// big-endian, the high half first. The last leaf is padded with zeros.
 struct LeafDigestsArgs {
   const uint8_t* bytes;
   int64_t size;

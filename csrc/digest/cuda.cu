@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) leaf_digests_kernel(const LeafDigest
   sums[threadIdx.x] = sum;
   __syncthreads();
   if (leaf < leaves && lane < 2) {
-    const uint64_t half = finish(sums + first, kSecret, 1 - lane);
+    const uint64_t half = finish(sums + first, 1 - lane);
     for (int i = 0; i < 8; ++i)
       a.leaves[16 * leaf + 8 * lane + i] = static_cast<uint8_t>(half >> (56 - 8 * i));
   }

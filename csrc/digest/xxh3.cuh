@@ -59,11 +59,11 @@ __device__ __forceinline__ uint64_t fold(uint64_t a, uint64_t b) {
   return a * b ^ __umul64hi(a, b);
 }
 
-// Half of the hash, from all lanes' sums and kSecret: 0 is the low one, 1 the high one.
-__device__ __forceinline__ uint64_t finish(const uint64_t* sums, const uint8_t* secret, int half) {
+// Half of the hash, from all lanes' sums: 0 is the low one, 1 the high one.
+__device__ __forceinline__ uint64_t finish(const uint64_t* sums, int half) {
   const uint64_t length = kLeafBytes;
   uint64_t h = half ? ~(length * kPrime64_2) : length * kPrime64_1;
-  secret += half ? kHighSecret : kLowSecret;
+  const uint8_t* secret = kSecret + (half ? kHighSecret : kLowSecret);
   for (int i = 0; i < kLanes; i += 2)
     h += fold(sums[i] ^ word(secret + 8 * i), sums[i + 1] ^ word(secret + 8 * i + 8));
   h = (h ^ h >> 37) * 0x165667919E3779F9;

@@ -20,15 +20,21 @@ def test_an_empty_vocabulary_is_refused(rows: int, label: int) -> None:
     logits, hidden, weight, labels = (
         torch.zeros(rows, 0), torch.zeros(rows, 4), torch.zeros(0, 4), torch.full((rows,), label)
     )  # fmt: skip
+    gathered = "logits must have the labels' shape and then the vocabulary, of at least one entry"
+    columns = "logits have shape .*, expected at least one column of the vocabulary"
+    weight_rows = "weight has shape .*, expected at least one row of the vocabulary"
     calls = (
-        lambda: gather_logprobs(logits, labels),
-        lambda: gather_logprobs_entropy(logits, labels),
-        lambda: vocab_parallel_logprobs(logits, labels, vocab_valid=0),
-        lambda: linear_logprobs(hidden, weight, labels, vocab_valid=0),
-        lambda: linear_token_loss(hidden, weight, labels, lambda logprobs, rows: logprobs, vocab_valid=0),
+        (lambda: gather_logprobs(logits, labels), gathered),
+        (lambda: gather_logprobs_entropy(logits, labels), gathered),
+        (lambda: vocab_parallel_logprobs(logits, labels, vocab_valid=0), columns),
+        (lambda: linear_logprobs(hidden, weight, labels, vocab_valid=0), weight_rows),
+        (
+            lambda: linear_token_loss(hidden, weight, labels, lambda logprobs, rows: logprobs, vocab_valid=0),
+            weight_rows,
+        ),
     )
-    for call in calls:
-        with pytest.raises(ValueError, match=r"at least (one|1)"):
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
             call()
 
 

@@ -1,8 +1,8 @@
 """Digests of the weights that were sent, compared with digests of the weights that a server holds.
 
-XXH3-128 runs at memory speed (about 10 GB/s on one core, ten times SHA-256), so that hashing never dominates a sync.
-Its 128 bits leave no room for an accidental match. It guards against faults, not against forgers: somebody who could
-forge a digest here could write the weights as well.
+`megarl/ops/digest.py` computes them where the tensors are. XXH3-128 runs at memory speed (about 10 GB/s on one core,
+ten times SHA-256), so that hashing never dominates a sync. Its 128 bits leave no room for an accidental match. It
+guards against faults, not against forgers: somebody who could forge a digest here could write the weights as well.
 """
 
 from __future__ import annotations
