@@ -47,7 +47,7 @@ train: setup
 # Without ARGS, tests of the code that has branches for GPUs run once more on these branches.
 test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(if $(ARGS),$(ARGS),-m "not long")
-	@$(if $(ARGS),,$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --gpu-options $(GPU_BRANCHES))
+	@$(if $(ARGS),,$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not long" --gpu-options $(GPU_BRANCHES))
 
 # Tests that take minutes and rarely fail.
 test-long: setup

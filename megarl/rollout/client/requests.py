@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 EXCERPT = 500  # bytes of an answer in error messages
 TOKEN_LIMIT = 2**31  # of token ids; a sample with ids outside the vocabulary is left out later
 VERSION_DIGITS = 18  # of a weight version, which fits into int64
+MOST_LOGPROB = 1e-3  # rounding puts the log-prob of a certain token above 0, in float16 by less than this
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[s
 def parse_answer(body: bytes, count: int, address: str) -> list[CompletionPart]:
     """Parses the body of a 200 answer of `/generate` into `count` parts. Raises GenerationError if it is malformed.
 
-    One completion whose log-probs or versions do not match its tokens does not spoil the others. Its log-probs become
-    NaN, which SGLang's own may be too, and `executor.quarantine` leaves it out.
+    One completion whose log-probs or versions do not match its tokens, or with a log-prob above 0, does not spoil the
+    others. Its log-probs become NaN, which SGLang's own may be too, and `executor.quarantine` leaves it out.
     """
     try:
         answers = orjson.loads(body)
@@ -116,7 +117,7 @@ def _parse_part(output_ids: Any, meta: dict[str, Any]) -> CompletionPart:
         raise ValueError(f"a log-prob is of type {wrong.pop().__name__}")
     logprobs = [math.nan if entry[0] is None else float(entry[0]) for entry in scored]  # null: not finite
     versions: list[int] = []
-    consistent = [entry[1] for entry in scored] == output_ids
+    consistent = [entry[1] for entry in scored] == output_ids and not any(value > MOST_LOGPROB for value in logprobs)
     for span in meta["weight_versions"]:
         start, end, version = span["start"], span["end"], version_of(span["version"])
         if type(start) is not int or type(end) is not int:
@@ -126,7 +127,11 @@ def _parse_part(output_ids: Any, meta: dict[str, Any]) -> CompletionPart:
             versions += [version] * (end - start)
     if not consistent or len(versions) != len(output_ids):
         count = len(output_ids)
-        log.warning("a completion of %d tokens with %d log-probs, %d versions", count, len(scored), len(versions))
+        most = max(logprobs, default=math.nan)
+        log.warning(
+            "a completion of %d tokens with %d log-probs, at most %g, and %d versions",
+            count, len(scored), most, len(versions),
+        )  # fmt: skip
         return CompletionPart(output_ids, [math.nan] * count, [-1] * count, reason)
     return CompletionPart(output_ids, logprobs, versions, reason)
 

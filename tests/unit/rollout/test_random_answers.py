@@ -66,9 +66,11 @@ def assert_right(part: CompletionPart, said: dict[str, Any]) -> None:
     assert len(part.logprobs) == len(part.versions) == len(part.tokens)
     assert all(type(version) is int and -1 <= version < 2**63 for version in part.versions)
     if part.tokens and all(map(math.isfinite, part.logprobs)):
+        # JSON's numbers are doubles: an integer beyond 2^53 is the nearest one.
         assert [[value, token] for value, token in zip(part.logprobs, part.tokens, strict=True)] == [
-            entry[:2] for entry in meta["output_token_logprobs"]
+            [float(value), token] for value, token, *_ in meta["output_token_logprobs"]
         ]
+        assert max(part.logprobs) <= 1e-3
         spans = [(span["start"], span["end"], int(span["version"])) for span in meta["weight_versions"]]
         for at, version in enumerate(part.versions):
             assert [label for start, end, label in spans if start <= at < end] == [version]
@@ -119,3 +121,18 @@ def test_a_version_of_more_tokens_than_there_are_takes_no_memory() -> None:
     part["meta_info"]["weight_versions"][0]["end"] = 10**12
     (read,) = parse_answer(orjson.dumps([part]), 1, "server:1")
     assert (read.tokens, read.versions) == ([4, 5], [-1, -1])
+
+
+@pytest.mark.parametrize(("logprob", "kept"), [(1e-7, True), (0.0, True), (0.01, False), (2**53 + 1, False)])
+def test_a_completion_with_a_log_prob_above_rounding_is_left_out(
+    logprob: float, kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    part, other = answer([4, 5]), answer([6])
+    part["meta_info"]["output_token_logprobs"][0][0] = logprob
+    read, untouched = parse_answer(orjson.dumps([part, other]), 2, "server:1")
+    assert all(map(math.isfinite, untouched.logprobs))
+    if kept:
+        assert read.logprobs[0] == logprob
+    else:
+        assert all(map(math.isnan, read.logprobs))
+        assert f"at most {logprob:g}" in caplog.text
