@@ -78,15 +78,26 @@ def composed(overrides: list[str]) -> Config:
     """
     _check_keys(overrides)
     _register_schemas()
+    tree = OmegaConf.create()
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config: Config = OmegaConf.to_object(compose("config", overrides))  # type: ignore[assignment]
-    except UserError:
-        raise
+            tree = compose("config", overrides)
+        config: Config = OmegaConf.to_object(tree)  # type: ignore[assignment]
+    except UserError as error:
+        raise UserError(_named_by_source(str(error), tree)) from error
     except (HydraException, OmegaConfBaseException, ValueError, OverflowError) as error:  # numbers of many digits
         raise UserError(_one_line(error)) from error
     check_ranges(config)
     return config
+
+
+def _named_by_source(message: str, tree: DictConfig) -> str:
+    """Names the knob that was set, in an error of the form `KNOB=...` about a knob that copies it (`${KNOB}`)."""
+    group, _, name = message.partition("=")[0].rpartition(".")
+    owner = OmegaConf.select(tree, group) if name.isidentifier() else None
+    stated = OmegaConf.to_container(owner, resolve=False) if isinstance(owner, DictConfig) else None
+    source = re.fullmatch(r"\$\{([\w.]+)\}", str(stated.get(name))) if isinstance(stated, dict) else None
+    return message.replace(f"{group}.{name}=", f"{source[1]}=", 1) if source else message
 
 
 @functools.cache

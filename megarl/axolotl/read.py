@@ -73,6 +73,13 @@ class Reading:
             return default
         return value
 
+    def whole(self, key: str, default: int, least: int = 0) -> int:
+        """Takes a whole number, which YAML may write as `2.0`. Any other value is refused; see `number`."""
+        value = self.number(key, default, least)
+        if value != int(value):
+            self.refuse(key, value, "must be a whole number")
+        return int(value)
+
     def optional_number(self, key: str) -> float | None:
         """Takes a number, or None if the key is not set."""
         return self.number(key, 0) if key in self.unread else None
@@ -279,25 +286,22 @@ def _is_well_typed(reading: Reading, where: str, entry: dict[str, Any]) -> bool:
 
 def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[SourceConfig]) -> None:
     """Sets lengths, batch size and steps, which depend on each other."""
-    micro, accumulated = (
-        int(reading.number("micro_batch_size", 1, 1)),
-        int(reading.number("gradient_accumulation_steps", 1, 1)),
-    )
-    world = replicas * int(reading.number("dp_shard_size", 1, 1)) * int(reading.number("dp_replicate_size", 1, 1))
+    micro, accumulated = reading.whole("micro_batch_size", 1, 1), reading.whole("gradient_accumulation_steps", 1, 1)
+    world = replicas * reading.whole("dp_shard_size", 1, 1) * reading.whole("dp_replicate_size", 1, 1)
     if world != replicas:
         reading.overrides["parallel.dp_size"] = world
         reading.note("dp_shard_size, dp_replicate_size", None, f"parallel.dp_size={world}")
-    length = int(reading.number("sequence_len", 512, 1))
+    length = reading.whole("sequence_len", 512, 1)
     rows, samples, longest = micro * accumulated * world, 1, length
     if ALGORITHMS[rl][0] == "rl":
-        completion = int(reading.number("trl.max_completion_length", 256, 1))
+        completion = reading.whole("trl.max_completion_length", 256, 1)
         reading.set("trl.max_completion_length", completion, "gconfig.max_new_tokens", completion)
         if reading.overrides["algorithm"] == "dr_grpo":
             reading.overrides["algorithm.aggregate_tokens"] = completion
-        length = int(reading.number("max_prompt_len", 512, 1))
+        length = reading.whole("max_prompt_len", 512, 1)
         samples, longest = reading.unread.get("trl.num_generations", 8), length + completion
         reading.unread["trl.num_generations"] = samples
-        rows = int(reading.number("trl.generation_batch_size", rows, 1))
+        rows = reading.whole("trl.generation_batch_size", rows, 1)
         if type(samples) is not int or samples < 1 or rows % samples:
             reading.refuse(
                 "micro_batch_size", micro, f"x gradient_accumulation_steps {accumulated} x {world} ranks = {rows} "
@@ -327,7 +331,7 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
 
 def _steps(reading: Reading, batch: int, train: list[SourceConfig]) -> None:
     """Sets the steps of the run and the knobs that count in steps."""
-    epochs, max_steps = reading.number("num_epochs", 1.0), int(reading.number("max_steps", -1, -1))
+    epochs, max_steps = reading.number("num_epochs", 1.0), reading.whole("max_steps", -1, -1)
     per_epoch = 0
     if max_steps < 1 or any(f"{name}_per_epoch" in reading.unread for name in ("saves", "evals")):
         if reading.refused:
@@ -336,25 +340,33 @@ def _steps(reading: Reading, batch: int, train: list[SourceConfig]) -> None:
         per_epoch = max(size // batch, 1)
     total = max_steps if max_steps > 0 else max(int(epochs * per_epoch), 1)
     note = "" if max_steps > 0 else f"{epochs:g} x {per_epoch} batches"
-    reading.set(
-        "max_steps" if max_steps > 0 else "num_epochs",
-        max_steps if max_steps > 0 else epochs,
-        "total_train_steps",
-        total,
-        note,
-    )
+    key, stated = ("max_steps", max_steps) if max_steps > 0 else ("num_epochs", epochs)
+    reading.set(key, stated, "total_train_steps", total, note)
     share, steps = reading.optional_number("warmup_ratio"), reading.optional_number("warmup_steps")
-    warmup = steps if steps is not None else int(share * total) if share is not None else min(int(0.03 * total), 100)
-    key = "warmup_steps" if share is None else "warmup_ratio"
-    reading.set(key, steps if share is None else share, "actor.optimizer.warmup_steps", int(warmup))
+    key, value = ("warmup_steps", steps) if share is None else ("warmup_ratio", share)
+    reading.set(key, value, "actor.optimizer.warmup_steps", _warmup(reading, steps, share, total))
     for name, knob in (("save", "saver.every_steps"), ("eval", "evaluator.every_steps")):
         every, times = reading.optional_number(f"{name}_steps"), reading.optional_number(f"{name}s_per_epoch")
         if every is not None:
-            reading.set(f"{name}_steps", every, knob, max(1, int(every * total)) if every < 1 else int(every))
+            reading.set(f"{name}_steps", every, knob, _steps_of(reading, f"{name}_steps", every, total) or 1)
         elif times is not None:
             reading.set(f"{name}s_per_epoch", times, knob, max(1, int(per_epoch / times)) if times else 0)
         elif reading.unread.get(f"{name}_strategy") == "epoch":
             reading.set(reading.take(f"{name}_strategy") and f"{name}_strategy", "epoch", knob, per_epoch or total)
+
+
+def _warmup(reading: Reading, steps: float | None, share: float | None, total: int) -> int:
+    """Steps of the warm-up: stated, as a share of all steps, or transformers' default."""
+    if steps is not None:
+        return _steps_of(reading, "warmup_steps", steps, total)
+    return min(int(0.03 * total), 100) if share is None else int(share * total)
+
+
+def _steps_of(reading: Reading, key: str, value: float, total: int) -> int:
+    """A number of steps; below 1 it is a share of all steps, as transformers reads it."""
+    if value >= 1 and value != int(value):
+        reading.refuse(key, value, "must be a whole number, or a share of all steps below 1")
+    return int(value * total) if value < 1 else int(value)
 
 
 def _numerics(reading: Reading) -> None:

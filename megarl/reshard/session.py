@@ -224,8 +224,9 @@ class WeightSession:
             failure, _ = _guarded(lambda: self._commit(version))
             servers = tuple(link.address for link in self._coordinator.active)
             seconds = dict(self._coordinator.seconds)
+            verified = sum(totals.verified.get(server, 0) for server in servers)  # not of one that died since
             report = SyncReport(
-                version, totals.nbytes, totals.dense_nbytes, totals.verified, totals.received, servers, seconds
+                version, totals.nbytes, totals.dense_nbytes, verified, totals.received, servers, seconds
             )
         again = self._conclude(failure)
         return report, again

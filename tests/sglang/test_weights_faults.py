@@ -133,8 +133,12 @@ def test_a_server_killed_before_it_was_told_its_version_is_resynced_before_its_f
     model = make_model("qwen3", True, seed=50)
     with monkeypatch.context() as patch:
         patch.setattr(ServerControl, "send", killing)
-        served.push(weights_of(model))
+        report = served.push(weights_of(model))
     assert served.session.dirty == [lost.address]
+    assert report.servers == (served.addresses[0], served.addresses[2])
+    # It was proven and died afterwards: only the parts of servers that hold the version are counted.
+    without = served.push(weights_of(model))
+    assert (report.servers, report.verified) == (without.servers, without.verified)
     assert served.difference(model, 0) < TOLERANCE
     served.session.admit(restart(lost, elsewhere=False))
     assert served.session.dirty == [lost.address]

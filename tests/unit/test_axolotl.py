@@ -149,6 +149,15 @@ def test_variants_of_grpo_map_to_their_algorithm(
     assert {k for k in overrides if k.startswith("algorithm.")} <= set(known)
 
 
+@pytest.mark.parametrize(("stated", "steps"), [(0.1, 2), (3, 3), (3.0, 3), (0, 0)])
+def test_steps_below_1_are_a_share_of_all_steps(stated: float, steps: int) -> None:
+    given = {"warmup_steps": stated, "save_steps": stated, "max_steps": 20.0}
+    overrides, _ = read({**BASE, "rl": "dpo", "datasets": PAIRS, **given})
+    assert overrides["total_train_steps"] == 20
+    assert overrides["actor.optimizer.warmup_steps"] == steps
+    assert overrides["saver.every_steps"] == (steps or 1)
+
+
 def test_epochs_are_counted_from_the_data_and_a_part_is_held_out() -> None:
     data = [{"path": "arithmetic_pairs", "type": "chat_template"}]
     overrides, table = read(
@@ -224,6 +233,10 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
         ({"rl": "dpo"}, "datasets: null  no data set is given"),
         ({"rl": "dpo", "datasets": PAIRS, "val_set_size": 1.5}, "val_set_size: 1.5  must be a fraction below 1"),
         ({"rl": "dpo", "datasets": PAIRS, "max_prompt_len": 5}, "max_prompt_len: 5  prompts are never cut"),
+        ({"rl": "dpo", "datasets": PAIRS, "micro_batch_size": 2.5}, "micro_batch_size: 2.5  must be a whole number"),
+        ({"rl": "dpo", "datasets": PAIRS, "max_steps": 9.5}, "max_steps: 9.5  must be a whole number"),
+        ({"rl": "dpo", "datasets": PAIRS, "max_steps": 9, "warmup_steps": 1.5}, "warmup_steps: 1.5  must be a whole"),
+        ({"rl": "dpo", "datasets": PAIRS, "max_steps": 9, "save_steps": 1.5}, "save_steps: 1.5  must be a whole"),
         ({"rl": "ebft", "datasets": PAIRS}, "rl: ebft is not one of dpo, ipo, kto, orpo, simpo, grpo, gdpo"),
         ({"datasets": PAIRS}, "rl: null is not one of"),
     ],

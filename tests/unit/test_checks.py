@@ -31,6 +31,22 @@ def of_model(config: Config) -> list[str]:
     return checks.failures([*checks.model_checks(config, model), *checks.length_checks(config, model)])
 
 
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("actor.dtype=foo", "actor.dtype=foo must be one of"),
+        ("server.dtype=foo", "server.dtype=foo must be one of"),
+        ("seed=-3", "seed=-3 must be at least 0"),
+        ("server.random_seed=-3", "server.random_seed=-3 must be at least 0"),
+        ("algorithm=dapo algorithm.overlong_budget=-1", "algorithm.overlong_budget=-1 must be"),
+        ("algorithm=dapo gconfig.max_new_tokens=-1", "gconfig.max_new_tokens=-1 must be"),
+    ],
+)
+def test_an_error_names_the_knob_that_was_set_not_its_copies(override: str, rule: str) -> None:
+    with pytest.raises(UserError, match=rf"^{re.escape(rule)}"):
+        config_of(RL, *override.split())
+
+
 @pytest.mark.parametrize("path", sorted((cli.CONFIGS / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_passes(path: Path) -> None:
     assert of_config(config_of(f"+experiment={path.stem}")) == []

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.ops.first_derivative import first_derivative_only
 from megarl.parallel.groups import Groups
 from megarl.types import cu_seqlens_of
 
@@ -114,6 +115,7 @@ class _GatherSlicingGradient(torch.autograd.Function):
         return _all_gather(values, group)
 
     @staticmethod
+    @first_derivative_only("context parallelism", "parallel.cp_size=1")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.group.size())[ctx.group.rank()], None
 
@@ -127,6 +129,7 @@ class _GatherSummingGradients(torch.autograd.Function):
         return _all_gather(values, group)
 
     @staticmethod
+    @first_derivative_only("context parallelism", "parallel.cp_size=1")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         local_grad = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(local_grad, grad.contiguous(), group=ctx.group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
@@ -55,11 +55,11 @@ class AttemptSpec:
 
 @dataclass(frozen=True)
 class TransferTotals:
-    """Sums over an attempt: bytes sent, bytes without delta, tensor parts proven equal, bytes per server rank."""
+    """An attempt's bytes sent, bytes without delta, tensor parts proven equal by server, bytes by server rank."""
 
     nbytes: int = 0
     dense_nbytes: int = 0
-    verified: int = 0
+    verified: dict[str, int] = field(default_factory=dict)
     received: tuple[int, ...] = ()
 
 

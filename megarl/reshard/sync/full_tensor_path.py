@@ -57,13 +57,13 @@ def run(
     with coordinator.timed("apply", config.transfer_deadline_s):
         coordinator.for_each(lambda link: reports.update({link: link.finish(sender.deadline)}))
     coordinator.end()
-    verified = 0
+    verified: dict[str, int] = {}
 
     def check(link: ServerLink) -> None:
-        nonlocal verified
+        verified[link.address] = 0
         for rank, (boxes, report) in enumerate(zip(held[link], reports[link], strict=True)):
             held_digests = {box: value for (box, _), value in zip(boxes, report["held"], strict=True)}
-            verified += check_digests(sender.digests, held_digests, f"rank {rank}")
+            verified[link.address] += check_digests(sender.digests, held_digests, f"rank {rank}")
 
     with coordinator.timed("verify", config.transfer_deadline_s):
         if verify != "off":

@@ -172,7 +172,7 @@ def _prove(attempt: ShardAttempt, coordinator: Coordinator, outcomes: list[dict[
     plan = attempt.trainer_rank.plan
     assert plan is not None, "made before the transfer"
     reports: dict[int, dict[str, Any]] = {}  # of each destination rank
-    verified = 0
+    verified: dict[str, int] = {}
     with coordinator.timed("apply", attempt.transfer_s):
         deadline = Deadline(attempt.transfer_s)
         if any(link.order_error(deadline) for link in coordinator.active):
@@ -193,14 +193,14 @@ def _prove(attempt: ShardAttempt, coordinator: Coordinator, outcomes: list[dict[
         }
 
         def check(link: ServerLink) -> None:
-            nonlocal verified
+            verified[link.address] = 0
             for rank, number in enumerate(ranks_of[link.index]):
                 if not attempt.spec.delta and reports[number]["bytes"] != plan.bytes_in[number]:
                     raise VerificationError(
                         f"rank {rank} received {reports[number]['bytes']} of {plan.bytes_in[number]} bytes", ""
                     )
                 held = {int(index): digests for index, digests in reports[number]["held"]}
-                verified += check_messages(plan, sample, sent, number, held, f"rank {rank}")
+                verified[link.address] += check_messages(plan, sample, sent, number, held, f"rank {rank}")
 
         coordinator.for_each(check)
     received = tuple(reports[number]["bytes"] for number in sorted(reports))

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.actor.batch.context_parallel import Cut, local_tokens
+from megarl.actor.batch.context_parallel import (
+    Cut,
+    _GatherSlicingGradient,
+    _GatherSummingGradients,
+    local_tokens,
+)
 from megarl.actor.model.packed_attention import pack_in_blocks
 from megarl.types import cu_seqlens_of
 
@@ -85,3 +92,22 @@ def test_every_rank_s_attention_costs_the_same() -> None:
     cu_seqlens = cu_seqlens_of(torch.tensor([64, 32]))
     plans = [pack_in_blocks(cu_seqlens, CPU, Cut(rank, 4)) for rank in range(4)]
     assert len({sum(int(block.mask.sum()) for block in plan.blocks) for plan in plans if plan}) == 1
+
+
+@pytest.fixture
+def lone_group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gather", [_GatherSlicingGradient, _GatherSummingGradients])
+def test_gathers_have_a_first_derivative_and_refuse_a_second(
+    gather: type[torch.autograd.Function], lone_group: dist.ProcessGroup
+) -> None:
+    rows = torch.randn(4, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(gather.apply(rows, lone_group).square().sum(), rows)
+    assert torch.equal(grad, 2 * rows)
+    with pytest.raises(RuntimeError, match=r"^context parallelism has no second derivative, .*parallel\.cp_size=1$"):
+        torch.autograd.grad(gather.apply(rows, lone_group).square().sum(), rows, create_graph=True)
