@@ -50,11 +50,11 @@ FOLDERS = (
     "distributed",
     "nccl_semantics",
     "te",
+    "simt",
+    "gpu",
     "kernels",
     "fake_cuda",
     "unit",
-    "simt",
-    "gpu",
 )
 
 

@@ -45,7 +45,8 @@ def reported(reports: Path) -> str:
 
 def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
     built(sanitize=True)
-    result = under_sanitizer(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", CASES)
+    select = ("tests/gpu", "-k", CASES, "-m", "not long")
+    result = under_sanitizer(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *select)
     assert reported(tmp_path) == ""
     assert result.returncode == 0, result.stdout[-4000:]
     (passed,) = re.findall(r"^(\d+) passed", result.stdout, re.M)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from virtual_cluster import Cluster
+from virtual_cluster import Cluster, steps_of
 
 OVERRIDES = [
     *("model=tiny", "data=arithmetic", "parallel.tp_size=2", "parallel.pp_size=1", "parallel.cp_size=1"),
@@ -16,12 +16,6 @@ OVERRIDES = [
 ]
 NODES = ["--nodes=3", "--gpus-per-node=1"]  # two for a rank each, one for the server
 STEPS, START_S, END_S = 14, 480.0, 240.0
-
-
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    file = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    return [row for row in rows if row["step"]]  # step 0 is an evaluation
 
 
 @pytest.mark.timeout(2400)

@@ -6,6 +6,7 @@ Everything listens on the loopback device only. All state is in one folder.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -227,6 +228,23 @@ class Cluster:
                 addresses |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
         return addresses
 
+    def listening_ports(self, job: str) -> set[int]:
+        """Ports that processes of a job listen on."""
+        ports = set()
+        for process, _, _ in self._of(job):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ports |= {c.laddr.port for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        return ports
+
+    def gpus(self, job: str) -> set[str]:
+        """GPUs that CUDA_VISIBLE_DEVICES offers to a job's trainers and servers."""
+        offered: set[str] = set()
+        for process, line, _ in self._of(job):
+            if " -m megarl." in line:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    offered |= set(process.environ().get("CUDA_VISIBLE_DEVICES", "").split(","))
+        return offered - {""}
+
     def _of(self, job: str) -> Iterator[tuple[psutil.Process, str, str]]:
         """Processes that a job started, each with its command line and its node."""
         for process in psutil.process_iter():
@@ -235,6 +253,13 @@ class Cluster:
                 ours = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
                 if ours and environment.get("SLURM_JOB_ID") == job and process.status() != psutil.STATUS_ZOMBIE:
                     yield process, " ".join(process.cmdline()), environment.get("SLURMD_NODENAME", "")
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    """Metrics of a run's steps; step 0, an evaluation, is left out."""
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [row for row in rows if row["step"]]
 
 
 @contextlib.contextmanager

@@ -41,7 +41,11 @@ POISONS = {
     "too few log-probs": (poisoned([9, 5], output_token_logprobs=[[-0.1, 9, None]]), "not finite"),
     "too few versions": (poisoned([9, 5], weight_versions=[{"version": "0", "start": 0, "end": 1}]), "not finite"),
     "id above the vocabulary": (answer([9, VOCAB_SIZE]), "token outside the vocabulary"),
-    "negative id": (answer([-1, 9]), "token outside the vocabulary"),
+    "negative id": (
+        poisoned([-1, 9], output_token_logprobs=[[-0.1, -1, None], [-0.2, 9, None]]),
+        "token outside the vocabulary",
+    ),
+    "log-prob above 0": (poisoned([9, 5], output_token_logprobs=[[-0.1, 9, None], [0.5, 5, None]]), "not finite"),
 }
 
 
