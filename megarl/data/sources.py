@@ -31,6 +31,7 @@ GENERATORS: dict[str, Callable[..., list[dict[str, Any]]]] = {
 FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB_TIMEOUT_S = 10.0
+MAX_NESTING = 200  # of lists and objects in each other; Arrow's reader of JSON ends the process at some 20,000
 BAR_FROM_BYTES = 20_000_000  # smaller files take about a second and get no progress bar
 
 
@@ -118,11 +119,37 @@ def _load_files(files: list[Path], split: str) -> Dataset:
         )
     if any(f.stat().st_size == 0 for f in files):
         raise UserError(f"data set {', '.join(str(f) for f in files)} is empty: a file has 0 bytes")
+    if kinds == {"json"}:
+        for file in files:
+            _check_nesting(file)
     with progress_bars(sum(f.stat().st_size for f in files) >= BAR_FROM_BYTES):
         try:
             return load_dataset(kinds.pop(), data_files={_base(split): [str(f) for f in files]}, split=split)
         except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
             raise UserError(f"{', '.join(map(str, files))} cannot be read ({one_line(error)})") from error
+
+
+def _check_nesting(file: Path) -> None:
+    """Refuses a line of JSON that is nested deeper than `MAX_NESTING`."""
+    try:
+        with fsspec.open(str(file), "rb", compression="infer") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.count(b"[") + line.count(b"{") > MAX_NESTING and _nesting(line) > MAX_NESTING:
+                    raise UserError(
+                        f"{file}, line {number}: lists and objects nest {_nesting(line)} deep; at most {MAX_NESTING} "
+                        "are read, so remove or flatten that value"
+                    )
+    except (OSError, EOFError) as error:
+        raise UserError(f"{file} cannot be read ({one_line(error)})") from error
+
+
+def _nesting(line: bytes) -> int:
+    """Depth of the lists and objects in a line of JSON; brackets inside strings do not count."""
+    depth = deepest = 0
+    for bracket in re.findall(rb"[\[\]{}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", line)):
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _json_lines(file: Path) -> list[str]:

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from megarl.data.examples import get_preference_dataset
 from megarl.data.preference import JUDGED, PAIRS
 from megarl.data.prompts import get_rl_dataset
 from megarl.data.sft import get_sft_dataset
+from megarl.data.sources import MAX_NESTING, load_table
 from megarl.knobs import UserError
 from tests.fuzzing import fuzzed
 
@@ -120,3 +123,20 @@ def test_random_rows_are_examples_or_refused_in_one_line(effort: Any, tmp_path: 
         assert len(message.splitlines()) == 1
 
     holds()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_a_value_nested_so_deep_that_the_reader_would_end_the_process_is_refused(tmp_path: Path, suffix: str) -> None:
+    path, deep = tmp_path / f"train.{suffix}", MAX_NESTING + 1
+    lines = '{"question": "2+2", "answer": "4"}\n{"answer": ' + "[" * deep + "]" * deep + "}\n"
+    with fsspec.open(str(path), "wt", compression="infer") as stream:
+        stream.write(lines)
+    with pytest.raises(UserError, match=rf"{suffix}, line 2: lists and objects nest {deep + 1} deep; at most"):
+        load_table(str(path), "train")
+
+
+def test_brackets_in_texts_and_wide_lists_are_no_nesting(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    row = {"question": '[{"\\' * 10 * MAX_NESTING, "answer": [[1]] * 2 * MAX_NESTING}
+    path.write_text(json.dumps(row) + "\n")
+    assert load_table(str(path), "train")[0] == row
