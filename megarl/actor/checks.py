@@ -16,6 +16,9 @@ from megarl.families import MoeShape, head_dim, moe_shape
 from megarl.knobs import UserError, check_ranges
 from megarl.parallel.config import ParallelConfig
 
+# Numbers of ranks that DeepEP 2.1 has settings for (`Buffer.get_dispatch_config`)
+DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+
 
 def knob_checks(
     config: EngineConfig, parallel: ParallelConfig, deterministic: bool = False
@@ -32,6 +35,7 @@ def knob_checks(
         parallel.check,
         functools.partial(_check_shared_prefix, config, parallel),
         functools.partial(_check_float32_attention, config, parallel),
+        functools.partial(_check_dispatcher, config, parallel),
     )
 
 
@@ -40,12 +44,19 @@ def model_checks(
 ) -> tuple[Callable[[], None], ...]:
     """Lists the checks of an engine's knobs against its model; like `knob_checks`."""
     return (
+        functools.partial(_check_expert_knobs, config, model),
         functools.partial(check_layout, model, parallel),
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
     )
 
 
-def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False, deterministic: bool = False) -> None:
+def check_device(
+    config: EngineConfig,
+    has_gpu: bool,
+    has_te: bool = False,
+    deterministic: bool = False,
+    has_deep_ep: bool = False,
+) -> None:
     """Refuses backends and options that this machine's devices cannot run.
 
     Raises:
@@ -56,6 +67,12 @@ def check_device(config: EngineConfig, has_gpu: bool, has_te: bool = False, dete
         raise UserError(
             f"actor.backend=te needs the package transformer_engine and a GPU, and {missing} was not found; set it to "
             "auto or torch"
+        )
+    if config.moe_dispatcher == "flex" and not has_deep_ep:
+        missing = "the package" if has_gpu else "a GPU"
+        raise UserError(
+            f"actor.moe_dispatcher=flex needs the package deep_ep and a GPU, and {missing} was not found; set it to "
+            "alltoall"
         )
     if config.backend == "cpu" and has_gpu:
         raise UserError("actor.backend=cpu is for machines without a GPU, and this one has one; set it to auto or te")
@@ -149,6 +166,33 @@ def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None
             f"actor.shared_prefix=true takes whole sequences on every rank: set it to false, or parallel.cp_size="
             f"{parallel.cp_size} to 1 and sequence_parallel={parallel.sequence_parallel} to false"
         )
+
+
+def _check_dispatcher(config: EngineConfig, parallel: ParallelConfig) -> None:
+    """Refuses what DeepEP's kernels do not compute."""
+    if config.moe_dispatcher != "flex":
+        return
+    ranks = parallel.ep_size * parallel.expert_tp_size
+    if ranks not in DEEP_EP_RANKS:
+        raise UserError(
+            f"actor.moe_dispatcher=flex over parallel.ep_size={parallel.ep_size} x etp_size={parallel.expert_tp_size} "
+            f"= {ranks} ranks: DeepEP takes {', '.join(map(str, DEEP_EP_RANKS))}; change the sizes, or use alltoall"
+        )
+    if config.dtype != "bfloat16":
+        raise UserError(
+            f"actor.moe_dispatcher=flex sends bfloat16 only, and actor.dtype={config.dtype}; set actor.dtype=bfloat16 "
+            "or actor.moe_dispatcher=alltoall"
+        )
+
+
+def _check_expert_knobs(config: EngineConfig, model: PretrainedConfig) -> None:
+    """Refuses settings of experts for a model without any."""
+    for name, default in (("experts", "auto"), ("moe_dispatcher", "alltoall")):
+        value = getattr(config, name)
+        if moe_shape(model) is None and value != default:
+            raise UserError(
+                f"actor.{name}={value} is about experts, and this {model.model_type} model has none; leave it out"
+            )
 
 
 def _check_no_experts(model: PretrainedConfig, parallel: ParallelConfig) -> None:

@@ -14,6 +14,8 @@ WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 OFFLOAD_WHILE_SAMPLING = ("all", "optimizer", "none")
 BACKENDS = ("auto", "torch", "te", "cpu")
 RECOMPUTE = ("none", "selective", "full")
+EXPERTS = ("auto", "grouped", "sequential")
+DISPATCHERS = ("alltoall", "flex")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,16 @@ class EngineConfig:
         "layers: torch, te (Transformer Engine), cpu (float32, no GPU); auto: te, else cpu, where they can run",
         choices=BACKENDS,
     )
+    experts: str = knob(
+        "auto",
+        "experts of a rank: grouped in one module, or sequential, one after another; auto: grouped with te",
+        choices=EXPERTS,
+    )
+    moe_dispatcher: str = knob(
+        "alltoall",
+        "sends tokens to the ranks of their experts: alltoall, or flex (kernels of DeepEP; GPUs, bfloat16)",
+        choices=DISPATCHERS,
+    )
     float32_head: bool = knob(
         False, "logits of bfloat16 models in float32, here and on the servers: a log-prob rounds at 2^-24, not 2^-8"
     )
@@ -128,3 +140,8 @@ def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, determinist
         return "te"
     on_cpu = not has_gpu and config.dtype == "float32" and importlib.util.find_spec("megarl.cpu") is not None
     return "cpu" if on_cpu else "torch"
+
+
+def groups_experts(config: EngineConfig, backend: str) -> bool:
+    """True if a rank's experts are one module under the layer backend of this name (see `backend_of`)."""
+    return config.experts == "grouped" or (config.experts == "auto" and backend == "te")

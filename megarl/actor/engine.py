@@ -75,7 +75,8 @@ class MegatronEngine(TrainEngine):
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
         run_all(knob_checks(config, self.parallel, deterministic))
-        check_device(config, platform.takes_gpu_options(), platform.has_transformer_engine(), deterministic)
+        devices = platform.takes_gpu_options(), platform.has_transformer_engine()
+        check_device(config, *devices, deterministic, platform.has_deep_ep())
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.knobs import UserError
 from megarl.parallel import platform
 
 
@@ -214,6 +215,33 @@ def _restore_norm_kernels() -> None:
         clip_grads.multi_tensor_applier = optimizers.multi_tensor_applier
         clip_grads.l2_norm_impl = optimizers.multi_tensor_l2norm
         clip_grads.multi_tensor_scale_impl = optimizers.multi_tensor_scale
+
+
+def provide_deep_ep() -> None:
+    """Gives Megatron's flex dispatcher DeepEP from its version 2 on.
+
+    Megatron imports `EventOverlap` from `deep_ep.utils` (transformer/moe/fused_a2a.py:12) and takes DeepEP for missing
+    where that fails. Version 2 moved the class to `deep_ep.utils.event`.
+
+    Raises:
+        UserError: the package does not load.
+    """
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    if fused_a2a.HAVE_DEEP_EP:
+        return
+    try:
+        from deep_ep import utils
+        from deep_ep.utils.event import EventOverlap
+    except (ImportError, AssertionError, OSError) as error:
+        raise UserError(
+            f"actor.moe_dispatcher=flex needs the package deep_ep, which does not load here ({error}); mend it, or set "
+            "actor.moe_dispatcher=alltoall"
+        ) from error
+    utils.EventOverlap = EventOverlap
+    importlib.reload(fused_a2a)
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
 
 
 @functools.cache

@@ -33,6 +33,11 @@ def has_transformer_engine() -> bool:
     return takes_gpu_options() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def has_deep_ep() -> bool:
+    """True if DeepEP's kernels may run: its package is present, and options of GPUs are taken."""
+    return takes_gpu_options() and importlib.util.find_spec("deep_ep") is not None
+
+
 def device() -> torch.device:
     """Device of this rank: its GPU by `LOCAL_RANK`, or the CPU.
 

@@ -47,7 +47,7 @@ def environment_findings(config: Config, model: PretrainedConfig, folder: Path, 
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
         problems += refusals([lambda: check_resumable(open_run(config.resume or "").path, trained, config.actor.dtype)])
-    return [*problems, *_of_allocation(config, model), *_of_gpus(config, gpus)]
+    return [*problems, *_of_allocation(config, model), *_of_gpus(config, gpus), *_of_dispatcher(config, gpus)]
 
 
 def _of_weights(config: Config, folder: Path) -> list[Finding]:
@@ -182,3 +182,11 @@ def _of_gpus(config: Config, gpus: GPUs) -> list[Finding]:
         return []
     text = f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}, and a GPU here ({gpus.names[0]}) has "
     return [Finding(f"{text}{least / 1024:.0f} GiB; set the knob to what there is", stops=False)]
+
+
+def _of_dispatcher(config: Config, gpus: GPUs) -> list[Finding]:
+    """A missing DeepEP; on a machine without GPUs, which may not be one of the run, it is a note."""
+    if config.actor.moe_dispatcher != "flex" or importlib.util.find_spec("deep_ep") is not None:
+        return []
+    text = "actor.moe_dispatcher=flex needs the package deep_ep, which is not installed here; install it (pip install "
+    return [Finding(text + "sgl-deep-ep), or set actor.moe_dispatcher=alltoall", stops=bool(gpus.names))]

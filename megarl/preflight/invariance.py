@@ -65,6 +65,7 @@ class Case:
     model: str = "dense"
     knobs: dict[str, Any] = field(default_factory=dict)
     max_tokens_per_mb: int = 120
+    experts: str = "auto"  # actor.experts
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -99,7 +100,9 @@ CASES = {
     "moe etp2": Case("moe", {"dp_size": 2, "etp_size": 2}),
     "moe cp2 ep2": Case("moe", {"cp_size": 2, "ep_size": 2}),
     "moe tp2 sp ep2": Case("moe", {**SP, "ep_size": 2, "etp_size": 1}),
+    "moe tp2 sp ep2, grouped": Case("moe", {**SP, "ep_size": 2, "etp_size": 1}, experts="grouped"),
     "moe ep2 etp2": Case("moe", {"dp_size": 4, "ep_size": 2, "etp_size": 2}),
+    "moe tp2 sp ep2 etp2, grouped": Case("moe", {**SP, "dp_size": 2, "ep_size": 2}, experts="grouped"),
     "moe pp2 vpp2 ep2": Case("moe", {"pp_size": 2, "vpp_size": 2, "dp_size": 2, "ep_size": 2}),
 }
 REFERENCES = {"dense": "tp1", "moe": "moe tp1"}
@@ -131,6 +134,7 @@ def build_actor(case: Case, folder: Path) -> MegatronPPOActor:
         path=str(folder),
         init="random",
         max_tokens_per_mb=case.max_tokens_per_mb,
+        experts=case.experts,
         optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.0),
     )
     algorithm = GRPO(GRPOConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1", entropy_coef=0.01))

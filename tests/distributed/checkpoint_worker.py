@@ -37,6 +37,8 @@ MOE: dict[str, dict[str, Any]] = {
     "ep4": {"ep_size": 4},
     "tp2ep2etp1": {"tp_size": 2, "ep_size": 2, "etp_size": 1, "sequence_parallel": True},
     "tp2ep2": {"tp_size": 2, "ep_size": 2, "sequence_parallel": True},
+    "ep2grouped": {"ep_size": 2, "experts": "grouped"},
+    "tp2ep2grouped": {"tp_size": 2, "ep_size": 2, "sequence_parallel": True, "experts": "grouped"},
 }
 LENGTHS = torch.tensor([24, 16, 33, 7])
 STEPS = 2
@@ -49,9 +51,12 @@ def batch() -> PackedBatch:
 
 
 def engine_of(model: Path, dtype: str, scalar: bool, layout: dict[str, Any]) -> MegatronEngine:
-    optimizer = OptimizerConfig(lr=1e-2, adam_eps=1e-3, weight_decay=0.1)
-    config = EngineConfig(path=str(model), dtype=dtype, max_tokens_per_mb=48, optimizer=optimizer, value_head_std=0.1)
-    engine = MegatronEngine(config, ParallelConfig(**layout), scalar=scalar)
+    optimizer, experts = OptimizerConfig(lr=1e-2, adam_eps=1e-3, weight_decay=0.1), layout.get("experts", "auto")
+    config = EngineConfig(
+        path=str(model), dtype=dtype, max_tokens_per_mb=48, optimizer=optimizer, value_head_std=0.1, experts=experts
+    )
+    parallel = ParallelConfig(**{name: size for name, size in layout.items() if name != "experts"})
+    engine = MegatronEngine(config, parallel, scalar=scalar)
     engine.initialize()
     return engine
 

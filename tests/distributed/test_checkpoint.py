@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "qwen2", "tied": True, "scalar": True, "layouts": {k: DENSE[k] for k in ("tp2cp2", "pp2uneven")}
     },
     "experts": {"layouts": MOE},
+    "experts_bfloat16": {"dtype": "bfloat16", "layouts": {k: MOE[k] for k in ("tp2ep2etp1", "tp2ep2grouped")}},
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         options["scalar"] = fields.pop("scalar", False)
         options["tolerance"] = 1e-4 if options["dtype"] == "float32" else 0.05
         (work / name).mkdir()
-        model = checkpoints(**fields, num_hidden_layers=4) if fields else moe_model(work / "moe")
+        model = checkpoints(**fields, num_hidden_layers=4) if fields else moe_model(work / f"{name}_model")
         (work / name / "model").symlink_to(model)
         engine = engine_of(work / name / "model", options["dtype"], options["scalar"], {})
         train(engine, options["scalar"])

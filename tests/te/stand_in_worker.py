@@ -1,7 +1,8 @@
 """Runs the backends `te` and `torch` on the same batch, with the stand-in of Transformer Engine on `sys.path`.
 
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
-`model`, `layout`, `recompute` and `fused`. Ranks are forked from this process, which has imported Megatron once.
+`model`, `layout`, `recompute`, `fused`, `experts` (their knobs under `te`), and `marks`: if the norm is also computed
+under other marks of experts. Ranks are forked from this process, which has imported Megatron once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import json
 import multiprocessing
 import os
 import sys
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 import transformer_engine
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformer_engine.pytorch import GroupedLinear
 
 from megarl.actor import checks
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import build
-from megarl.actor.model.backends import LayerBackend
 from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
@@ -38,8 +38,14 @@ from tests.distributed.layout_worker import ADAM, gather_gradients, logits_loss_
 
 def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
     optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
+    options = case["experts"] if backend == "te" else {}
     config = EngineConfig(
-        path=str(model), backend=backend, max_tokens_per_mb=60, recompute=case["recompute"], optimizer=optimizer
+        path=str(model),
+        backend=backend,
+        max_tokens_per_mb=60,
+        recompute=case["recompute"],
+        optimizer=optimizer,
+        **options,
     )
     engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +56,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
 
 
 def fuse(patch: pytest.MonkeyPatch) -> None:
-    """Turns on Transformer Engine's accumulation of weight gradients and its grouped experts.
+    """Turns on Transformer Engine's accumulation of weight gradients.
 
     Megatron's own linear layers cannot accumulate without a GPU and are told that they can: of theirs, only the head
     is left, which megarl computes itself.
@@ -59,13 +65,18 @@ def fuse(patch: pytest.MonkeyPatch) -> None:
     def transformer_config(*args: Any, **kwargs: Any) -> Any:
         config = plain(*args, **kwargs)
         config.gradient_accumulation_fusion = True
-        config.moe_grouped_gemm = config.num_moe_experts is not None
         return config
 
-    plain, experts = build.transformer_config, TESpecProvider().grouped_mlp_modules(True)
+    plain = build.transformer_config
     patch.setattr(build, "transformer_config", transformer_config)
     patch.setattr(layers, "_grad_accum_fusion_available", True)
-    patch.setattr(LayerBackend, "_experts", lambda _: partial(MoELayer, submodules=MoESubmodules(experts=experts)))
+
+
+def dispatchers_of(engine: MegatronEngine) -> list[list[Any]]:
+    """Names of the dispatchers of tokens, and if kernels sort tokens by expert."""
+    layers = [m for module in engine.modules for m in module.modules() if isinstance(m, MoELayer)]
+    found = {(type(layer.token_dispatcher).__name__, layer.config.moe_permute_fusion) for layer in layers}
+    return sorted(map(list, found))
 
 
 def weights_of(engine: MegatronEngine) -> dict[str, Tensor]:
@@ -107,6 +118,39 @@ def resumed(engine: MegatronEngine, state: Path, batch: PackedBatch, kind: str) 
     return {f"{kind}.{name}": t for name, t in weights_of(engine).items()}
 
 
+def unmark_grouped(patch: pytest.MonkeyPatch) -> None:
+    """Leaves marks out where the layer itself cuts nothing, as Transformer Engine does from 2.13 on."""
+    add = GroupedLinear._add
+
+    def add_unmarked(self: GroupedLinear, suffix: str, a: Any) -> None:
+        add(self, suffix, a)
+        if a.parallel_mode is None:
+            for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                delattr(getattr(self, f"weight{suffix}"), name)
+
+    patch.setattr(GroupedLinear, "_add", add_unmarked)
+
+
+def mark_only_replicas(module: torch.nn.Module, mode: str | None, use_expert_pgs: bool) -> None:
+    """Marks experts as Megatron-core before 0.19: whose replicas they are, and not that they are cut."""
+    for parameter in module.parameters(recurse=False):
+        parameter.allreduce = not use_expert_pgs  # type: ignore[attr-defined]
+
+
+def norms_by_marks(model: Path, case: dict[str, Any], batch: PackedBatch) -> dict[str, float]:
+    """The first step's gradient norm by who marks the weights of experts as cut."""
+    norms = {}
+    for name in ("both", "Megatron", "nobody"):
+        with pytest.MonkeyPatch.context() as patch:
+            if name != "both":
+                unmark_grouped(patch)
+            if name == "nobody":
+                patch.setattr(megatron_te, "_set_expert_parameter_attributes", mark_only_replicas)
+            engine = engine_of("te", model, case)
+            norms[name] = engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs")["grad_norm"]
+    return norms
+
+
 def measure(work: Path, case: dict[str, Any]) -> None:
     stored = load_file(work / case["model"] / "batch.safetensors")
     batch = PackedBatch(stored.pop("cu_seqlens"), stored)
@@ -123,6 +167,7 @@ def measure(work: Path, case: dict[str, Any]) -> None:
         | resumed(engines[a], states[b] / "start", batch, "first")
         for a, b in (("te", "torch"), ("torch", "te"))
     }
+    norms = norms_by_marks(work / case["model"] / "model", case, batch) if case["marks"] else {}
     if engine.groups.rank == 0:
         save_file(results["te"], work / case["name"] / "out.safetensors")
         pairs = zip(stats["te"], stats["torch"], strict=True)
@@ -131,9 +176,11 @@ def measure(work: Path, case: dict[str, Any]) -> None:
             "resumed": worst(only("resumed", crossed["te"]), only("resumed", crossed["torch"]))["resumed"],
             "again": worst(only("first", crossed["te"]), only("first", results["te"]))["first"],
             "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
+            "norms": norms,
             "stats": stats["te"],
             "kernels": clip_grads.l2_norm_impl.__module__,
             "layers": sorted({type(module).__name__ for module in engines["te"].modules[0].modules()}),
+            "dispatchers": dispatchers_of(engines["te"]),
         }
         (work / case["name"] / "facts.json").write_text(json.dumps(facts))
     for engine in engines.values():
@@ -151,7 +198,8 @@ def run_rank(rank: int, size: int, work: Path, cases: list[dict[str, Any]]) -> N
 
 def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
     assert "stand_in" in transformer_engine.__file__, transformer_engine.__file__
-    checks._check_float32_attention = lambda *_: None  # float32 stands for bfloat16, whose rounding hides errors
+    # float32 stands for bfloat16, whose rounding hides errors
+    checks._check_float32_attention = checks._check_dispatcher = lambda *_: None
     torch.set_num_threads(1)
     platform.takes_gpu_options = lambda: True
     fork = multiprocessing.get_context("fork")

@@ -77,7 +77,9 @@ def test_marks_say_how_the_shard_table_cuts_a_parameter(entry: dict[str, Any]) -
             assert marks.get("tensor_model_parallel"), name
             assert marks["partition_dim"] == dim, name
             assert "sequence_parallel" not in marks, name
-        elif parallel.tp_size > 1 and not expert:
+        elif expert:
+            assert marks.get("tensor_model_parallel"), name  # each rank's experts are its own, with etp 1 too
+        elif parallel.tp_size > 1:
             assert not marks.get("tensor_model_parallel"), name
             assert marks.get("sequence_parallel", False) == parallel.sequence_parallel, name
 

@@ -29,7 +29,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "tied": False},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [1]},
 }
-FUSED = "fused"  # in place of recompute: accumulation and grouped experts by Transformer Engine
+FUSED = "fused"  # in place of recompute: accumulation of gradients by Transformer Engine
+EXPERTS = {  # in place of recompute: knobs of experts
+    "sequential": {"experts": "sequential"},
+    "flex": {"moe_dispatcher": "flex"},
+}
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
     1: [
         ("qwen2_tied", {}, "none"),
@@ -40,6 +44,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen3_moe", {}, "full"),
         ("qwen2_tied", {}, FUSED),
         ("qwen3_moe", {}, FUSED),
+        ("qwen3_moe", {}, "sequential"),
     ],
     2: [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -51,8 +56,16 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mixtral", {"cp_size": 2, "ep_size": 2}, "none"),
         ("qwen3", {"cp_size": 2}, FUSED),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, FUSED),
+        ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
+        ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "flex"),
+        ("qwen3_moe", {"dp_size": 2, "ep_size": 2}, "flex"),
+    ],
+    4: [
+        ("mixtral", {**SP, "dp_size": 2, "ep_size": 2}, "none"),  # experts cut by ep 2 and tp 2
+        ("mixtral", {**SP, "dp_size": 2, "ep_size": 2}, "flex"),
     ],
 }
+MARKS = "mixtral-none-tp_size-sequence_parallel-dp_size-ep_size"  # the case run with other marks of experts too
 NAMES = {ranks: [f"{m}-{r}-" + "-".join(layout) for m, layout, r in cases] for ranks, cases in CASES.items()}
 
 
@@ -68,13 +81,15 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     for ranks, parts in CASES.items():
         for name, (model, layout, recompute) in zip(NAMES[ranks], parts, strict=True):
             (folder / name).mkdir()
-            fused = recompute == FUSED
-            case = {"name": name, "model": model, "layout": layout, "recompute": "none" if fused else recompute}
-            cases.setdefault(str(ranks), []).append({**case, "fused": fused})
+            case = {"name": name, "model": model, "layout": layout, "experts": EXPERTS.get(recompute, {})}
+            plain = recompute == FUSED or recompute in EXPERTS
+            case |= {"recompute": "none" if plain else recompute, "fused": recompute == FUSED, "marks": name == MARKS}
+            cases.setdefault(str(ranks), []).append(case)
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.te.stand_in_worker", str(folder), json.dumps(cases)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}"},
+        # Megatron compiles a function of the flex dispatcher, which is no faster here.
+        env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}", "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,
         timeout=1000,
@@ -111,10 +126,15 @@ def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> No
     layers, expected = facts_of(work, name)["layers"], {"TEColumnParallelLinear", "TERowParallelLinear"}
     if name.startswith("llama_biased"):
         expected = {"TEColumnParallelLinear", "BiasedRowParallelLinear"}
-    if FUSED in name and name.startswith(("mixtral", "qwen3_moe")):
-        expected = {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
+    if "sequential" in name:
+        expected |= {"SequentialMLP", "ColumnParallelLinear", "RowParallelLinear"}
+    elif name.startswith(("mixtral", "qwen3_moe")):
+        expected |= {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
     assert expected | {"TEDotProductAttention", "RotaryTable"} <= set(layers)
     assert "PackedAttention" not in layers
+    if name.startswith(("mixtral", "qwen3_moe")):
+        dispatcher = "MoEFlexTokenDispatcher" if "-flex-" in name else "MoEAlltoAllTokenDispatcher"
+        assert facts_of(work, name)["dispatchers"] == [[dispatcher, True]]
     assert facts_of(work, name)["kernels"].startswith("transformer_engine.")
 
 
@@ -135,3 +155,25 @@ def test_te_equals_transformers(name: str, work: Path) -> None:
         difference = (out[f"gradient.{tensor}"] - gradient).abs().max() / gradient.abs().max()
         assert difference <= 1e-4, f"gradient of {tensor}: {difference}"
         torch.testing.assert_close(out[f"after.{tensor}"], model.state_dict()[tensor], atol=1e-5, rtol=0, msg=tensor)
+
+
+@pytest.mark.parametrize("name", [name for ranks in (2, 4) for name in NAMES[ranks] if name.startswith("mixtral")])
+def test_experts_over_ranks_have_the_norm_of_one_process(name: str, work: Path) -> None:
+    """The norm decides how far gradients are clipped, so the weights after a step agree as well."""
+    single = "mixtral-selective-"
+    for step, alone in zip(*(facts_of(work, n)["stats"] for n in (name, single)), strict=True):
+        assert alone["grad_norm"] > 1.0, "nothing is clipped"
+        assert step["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+    out, expected = (load_file(work / n / "out.safetensors") for n in (name, single))
+    for tensor in expected:
+        if tensor.startswith(("first.", "after.")):
+            torch.testing.assert_close(out[tensor], expected[tensor], atol=1e-5, rtol=0, msg=tensor)
+
+
+def test_megatron_marks_experts_that_transformer_engine_leaves_unmarked(work: Path) -> None:
+    """Transformer Engine does so from 2.13 on. Without any mark, only the first rank of each etp group would count."""
+    norms = facts_of(work, MARKS)["norms"]
+    alone = facts_of(work, "mixtral-selective-")["stats"][0]["grad_norm"]
+    assert norms["both"] == pytest.approx(alone, rel=1e-5)
+    assert norms["Megatron"] == pytest.approx(alone, rel=1e-5)
+    assert norms["nobody"] < 0.99 * alone

@@ -27,20 +27,21 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import ExpertsBuilder, MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
-from megarl.actor.config import EngineConfig, backend_of
+from megarl.actor.config import EngineConfig, backend_of, groups_experts
 from megarl.actor.model import heads
 from megarl.actor.model.deterministic_layers import (
     RowInvariantAttention,
     RowInvariantColumnLinear,
     RowInvariantRowLinear,
 )
+from megarl.actor.model.moe import grouped_experts
 from megarl.actor.model.norms import RMSNorm
 from megarl.actor.model.packed_attention import (
     PackedAttention,
@@ -51,7 +52,7 @@ from megarl.actor.model.packed_attention import (
 )
 from megarl.families import rotary_inv_freq
 from megarl.ops import row_invariant
-from megarl.parallel import platform
+from megarl.parallel import megatron_patches, platform
 
 Pack = Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams]
 
@@ -86,6 +87,9 @@ class LayerBackend:
     row_linear: Any = RowParallelLinear
     biased_row_linear: Any = BiasedRowParallelLinear
     gated_activation: Any = None
+    experts: ExpertsBuilder | None = None  # builds a rank's experts as one module; None: one after another
+    dispatcher: str = "alltoall"  # of `actor.moe_dispatcher`
+    fused_permutation: bool = False  # True: kernels of Transformer Engine sort tokens by expert
     config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
     logprobs: Callable[..., tuple[Tensor, Tensor | None]] = heads.logprobs
     one_thread: bool = False  # True: run on one thread, because results depend on the number of threads
@@ -115,9 +119,10 @@ class LayerBackend:
         return partial(MLP.as_mlp_submodule, submodules=parts)
 
     def _experts(self) -> Callable[..., torch.nn.Module]:
-        """Experts one after another. Their linear layers are Megatron's own in every backend."""
+        """Experts as one module or one after another. The latter have Megatron's own linear layers in every backend."""
         parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear, self.gated_activation)
-        return partial(MoELayer, submodules=MoESubmodules(experts=partial(SequentialMLP, submodules=parts)))
+        experts = self.experts or partial(SequentialMLP, submodules=parts)
+        return partial(MoELayer, submodules=MoESubmodules(experts=experts))
 
 
 def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> LayerBackend:
@@ -125,10 +130,22 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
-        return _transformer_engine()
-    if name == "cpu":
-        return _cpu(rotary_inv_freq(model))
-    return _deterministic() if name == "deterministic" else _torch()
+        backend = _transformer_engine()
+    elif name == "cpu":
+        backend = _cpu(rotary_inv_freq(model))
+    else:
+        backend = _deterministic() if name == "deterministic" else _torch()
+    return _with_experts(backend, config)
+
+
+def _with_experts(backend: LayerBackend, config: EngineConfig) -> LayerBackend:
+    """Sets how the backend computes experts and sends tokens to them: `actor.experts` and `actor.moe_dispatcher`."""
+    if config.moe_dispatcher == "flex":
+        megatron_patches.provide_deep_ep()
+    experts = None
+    if groups_experts(config, backend.name):
+        experts = backend.experts or grouped_experts(backend.gated_activation)
+    return dataclasses.replace(backend, experts=experts, dispatcher=config.moe_dispatcher)
 
 
 def _torch() -> LayerBackend:
@@ -166,6 +183,8 @@ def _transformer_engine() -> LayerBackend:
         attention=provider.core_attention(),
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
+        experts=provider.grouped_mlp_modules(True),
+        fused_permutation=True,
         # Unfused, Megatron reads the bounds of sequences from the GPU in every layer (rope_utils.py:226).
         config_fields={"activation_func": F.silu, "apply_rope_fusion": True},
     )

@@ -75,8 +75,12 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         autocast_dtype=dtype,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the only type that supports variable lengths
-        **moe_fields(config, grouped=False),
+        **moe_fields(
+            config,
+            dispatcher=backend.dispatcher,
+            grouped=backend.experts is not None,
+            fused_permutation=backend.fused_permutation,
+        ),
         calculate_per_token_loss=True,  # Megatron must not normalise the loss; engine.py does, once
         use_cpu_initialization=not on_gpu,
         init_method=_no_init,  # hf_weights.py writes every element

@@ -1,25 +1,38 @@
-"""Maps HF fields of mixtures of experts to Megatron's."""
+"""Mixtures of experts: Megatron's config fields, and a rank's experts as one module."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.families import moe_shape
 
 
-def moe_fields(config: PretrainedConfig, *, grouped: bool) -> dict[str, Any]:
-    """Builds the fields of Megatron's `TransformerConfig` for the model's experts; empty for a dense model.
+def moe_fields(config: PretrainedConfig, *, dispatcher: str, grouped: bool, fused_permutation: bool) -> dict[str, Any]:
+    """Builds the fields of Megatron's `TransformerConfig` for the model's experts.
 
     A token's weights are the softmax over all experts, cut to the largest `topk`. Megatron calls this pre-softmax. In
     models with normalised weights these `topk` sum to 1, which equals the softmax over them alone. Routing drops no
-    token and adds no load-balancing loss, so it does not depend on the other tokens of a microbatch. `grouped` runs a
-    rank's experts in one kernel of Transformer Engine.
+    token and adds no load-balancing loss, so it does not depend on the other tokens of a microbatch.
+
+    Args:
+        dispatcher: `actor.moe_dispatcher`. Both take microbatches of different lengths, as `allgather` does not.
+        grouped: computes a rank's experts in one module.
+        fused_permutation: sorts tokens by expert in kernels of Transformer Engine.
     """
     moe = moe_shape(config)
     if moe is None:
-        return {}
+        return {"moe_token_dispatcher_type": dispatcher}  # Megatron's default is refused in dense models too
     return {
         "num_moe_experts": moe.experts,
         "moe_layer_freq": [int(sparse) for sparse in moe.layers],
@@ -30,4 +43,58 @@ def moe_fields(config: PretrainedConfig, *, grouped: bool) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": grouped,
+        "moe_token_dispatcher_type": dispatcher,
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_permute_fusion": fused_permutation,
     }
+
+
+class GroupedLinear(torch.nn.Module):
+    """Linear layers of a rank's experts on consecutive rows, in a loop over matrix products.
+
+    Stands in for Transformer Engine's layer of this name where that cannot run. Both have parameters `weight0`,
+    `weight1`, ... `[rows, columns]`, with the marks that Megatron's gradient norm reads. Dispatchers exchange tokens.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        bias: bool,
+        **_: Any,
+    ) -> None:
+        """Creates the parameters of `experts` layers, without values; `mode` is column or row, what etp cuts."""
+        assert not bias, "no family has experts with biases"
+        super().__init__()
+        cut = 0 if mode == "column" else 1
+        shape = [output_size, input_size]
+        shape[cut] //= pg_collection.expt_tp.size()
+        # Megatron sums gradients over an expert's own replicas where `allreduce` is False.
+        spread = config.expert_model_parallel_size > 1
+        spread = spread or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        for index in range(experts):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=cut, stride=1)
+            weight.allreduce = not spread  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, x: Tensor, rows: list[int]) -> tuple[Tensor, None]:
+        """Computes `[sum of rows, output]` from `[sum of rows, input]`: `rows` of them for each expert, in order."""
+        parts = zip(x.split(rows), self.parameters(), strict=True)
+        return torch.cat([F.linear(part, weight) for part, weight in parts]), None
+
+
+def grouped_experts(activation: Any) -> ExpertsBuilder:
+    """Builds experts in one module: products in a loop, the activation once for all tokens."""
+    parts = GroupedMLPSubmodules(
+        linear_fc1=partial(GroupedLinear, "column"),
+        linear_fc2=partial(GroupedLinear, "row"),
+        activation_func=activation,
+    )
+    return partial(TEGroupedMLP, submodules=parts)

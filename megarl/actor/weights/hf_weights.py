@@ -28,7 +28,7 @@ from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
 # Parameter names of Megatron's local spec (regex) -> names in Transformer Engine's modules, which fuse a norm into the
-# following projection, and the experts of a layer into one module.
+# following projection, and in modules that hold all experts of a layer.
 TE_SPELLINGS = (
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),

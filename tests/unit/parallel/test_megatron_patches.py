@@ -39,6 +39,12 @@ def test_megatron_still_posts_the_shapes_of_two_stages_crosswise() -> None:
     assert order == ["send_prev", "recv_prev", "send_next", "recv_next"], "is _exchange_shapes still needed?"
 
 
+def test_megatron_still_asks_for_deep_eps_event_where_version_2_has_it_not() -> None:
+    line = (MEGATRON / "transformer/moe/fused_a2a.py").read_text().splitlines()[11]
+    assert "from deep_ep.utils import" in line, "is provide_deep_ep still needed?"
+    assert "EventOverlap" in line, "is provide_deep_ep still needed?"
+
+
 @on_cpu
 def test_cuda_means_cpu_inside_the_scope_only() -> None:
     megatron_patches.prepare()

@@ -8,6 +8,7 @@ from transformer_engine.pytorch import (  # noqa: F401
     module,
     ops,
     optimizers,
+    permutation,
     tensor,
 )
 from transformer_engine.pytorch.attention import DotProductAttention  # noqa: F401

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_engine.kernels import kernel
 from transformer_engine.pytorch.distributed import exchange
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, get_dummy_wgrad
 from transformer_engine.signatures import taken
@@ -38,6 +39,32 @@ class _AddingToMainGrad(torch.autograd.Function):
         )
         weight.grad_added_to_main_grad = True
         return grad @ weight, get_dummy_wgrad(list(weight.shape), x.dtype, getattr(weight, "zero_out_wgrad", False))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """One product for each group of rows, as one call; likewise for the gradients of rows and of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, splits: list[int], accumulates: bool, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.splits, ctx.accumulates, ctx.weights = splits, accumulates, weights
+        ctx.save_for_backward(x)
+        with kernel("grouped_gemm"):
+            return torch.cat([F.linear(part, w) for part, w in zip(x.split(splits), weights, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x,), weights = ctx.saved_tensors, ctx.weights
+        pairs = list(zip(grad.split(ctx.splits), x.split(ctx.splits), strict=True))
+        with kernel("grouped_gemm"):
+            x_grad = torch.cat([rows @ w for (rows, _), w in zip(pairs, weights, strict=True)])
+        with kernel("grouped_gemm"):
+            if not ctx.accumulates:
+                return None, None, x_grad, *(rows.t() @ part for rows, part in pairs)
+            for (rows, part), w in zip(pairs, weights, strict=True):
+                w.main_grad.add_(rows.t().to(w.main_grad.dtype) @ part.to(w.main_grad.dtype))
+                w.grad_added_to_main_grad = True
+        dummies = [get_dummy_wgrad(list(w.shape), x.dtype, getattr(w, "zero_out_wgrad", False)) for w in weights]
+        return None, None, x_grad, *dummies
 
 
 def _mark(parameter: Tensor, dim: int) -> None:
@@ -138,11 +165,9 @@ class GroupedLinear(_LinearBase):
         a = taken("GroupedLinear.forward", "inp m_splits is_first_microbatch", args, kwargs)
         assert len(a.m_splits) == self.num_gemms, "Number of splits should match number of GEMMs."
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
-        parts = []
-        for index, rows in enumerate(a.inp.split(list(a.m_splits))):
-            part = self._product(rows, getattr(self, f"weight{index}"))
-            parts.append(part + biases[index] if self.use_bias and not self.return_bias else part)
-        out = torch.cat(parts)
+        assert not self.use_bias
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        out = _GroupedProduct.apply(list(a.m_splits), self.fuse_wgrad_accumulation, a.inp, *weights)
         return (out, biases) if self.return_bias else out
 
 
