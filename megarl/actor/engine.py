@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from megarl.actor import data_parallel
 from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn, TrainEngine, WeightFormat
 from megarl.actor.batch import schedule
 from megarl.actor.batch.balance import SequenceCost
@@ -114,20 +114,7 @@ class MegatronEngine(TrainEngine):
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
         with megatron_patches.scope():
-            self.ddps = [
-                DistributedDataParallel(
-                    module.config,
-                    DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-                    module,
-                    disable_bucketing=stage > 0,  # only the first virtual stage's buckets become ready one by one
-                    pg_collection=self.groups.collection,
-                )
-                for stage, module in enumerate(self.modules)
-            ]
-            for module in self.modules:
-                module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
-                    models, None, **groups
-                )
+            self.ddps = data_parallel.wrap(self.modules, self.groups)
             self.optimizer = build_optimizer(self.config, self.ddps, dtype)
         self.scheduler = build_scheduler(self.config.optimizer, self.optimizer, ft_spec)
         self._state = EngineState(
@@ -180,6 +167,7 @@ class MegatronEngine(TrainEngine):
     # Loss inputs from the last stage's output: complete sequences, `[tokens, ...]`, on every layout.
 
     def _hidden(self, output: Tensor, mb: Microbatch) -> Tensor:
+        data_parallel.await_parameter(self.ddps, heads.weight_of(self.modules[-1]))
         return heads.hidden_states(output, self.modules[-1], self.groups, mb.shared)
 
     def _logits(self, output: Tensor, mb: Microbatch) -> Tensor:
@@ -214,7 +202,7 @@ class MegatronEngine(TrainEngine):
         def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, WeightedReport]:
             no_tokens = torch.zeros([], dtype=torch.int)  # Megatron's token count; the microbatch weights replace it
             if mb.weight == 0:
-                return output.sum() * 0.0, no_tokens, (0.0, {})
+                return heads.no_loss(output, self.modules[-1]), no_tokens, (0.0, {})
             if loss_input == "logits":
                 result = loss_fn(self._logits(output, mb), mb.batch)
             elif loss_input == "values":
@@ -342,17 +330,20 @@ class MegatronEngine(TrainEngine):
     # -- weights and state -----------------------------------------------------------------------------------
 
     def shards(self) -> list[hf_weights.Shard]:
-        """Lists the boxes of the HF checkpoint that this rank holds, as views of its live parameters."""
+        """Lists the boxes of the HF checkpoint that this rank holds, as views of its live parameters. A collective."""
+        data_parallel.complete_parameters(self.ddps)
         return hf_weights.shards(self.modules, self.hf_config, self.groups)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every complete HF tensor by name, on rank 0's host (see `hf_weights.gather`). A collective."""
+        data_parallel.complete_parameters(self.ddps)
         return hf_weights.gather(self.modules, self.hf_config, self.groups)
 
     def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
         if weight_format == "native":
             self.save_state(Path(path))
         else:
+            data_parallel.complete_parameters(self.ddps)
             hf_weights.save(self.modules, self.hf_config, self.groups, Path(path), self.config.path)
 
     def load(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:

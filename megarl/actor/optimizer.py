@@ -33,6 +33,7 @@ def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
+        overlap_param_gather=ddps[0].ddp_config.overlap_param_gather,
         optimizer_cpu_offload=config.offload_optimizer,
         optimizer_offload_fraction=1.0 if config.offload_optimizer else 0.0,
         overlap_cpu_optimizer_d2h_h2d=config.offload_optimizer,

@@ -34,6 +34,9 @@ class ParallelConfig:
     )
     etp_size: int | None = knob(None, "tensor parallel ranks of each expert; none: tp_size", least=1, most=MAX_RANKS)
     sequence_parallel: bool = knob(False, "split tokens over tp ranks where a layer's matrices are not split")
+    overlap: bool | None = knob(
+        None, "reduce gradients during backward and gather updated parameters during forward; none: on GPUs"
+    )
     first_stage_layers: int = knob(
         0, "layers of the first pipeline rank; 0: as many as the others", least=0, most=10_000
     )

@@ -88,6 +88,7 @@ CASES = {
     "pp2 vpp2": Case(knobs={"pp_size": 2, "vpp_size": 2}),
     "cp2": Case(knobs={"cp_size": 2}),
     "dp2": Case(knobs={"dp_size": 2}),
+    "dp2 overlap": Case(knobs={"dp_size": 2, "overlap": True}),
     "tp4, 2 KV heads": Case(knobs={"tp_size": 4}),
     "tp2 pp2": Case(knobs={"tp_size": 2, "pp_size": 2}),
     "cp2 tp2": Case(knobs={"cp_size": 2, "tp_size": 2}),
@@ -95,6 +96,7 @@ CASES = {
     "cp2 pp2 vpp2": Case(knobs={"cp_size": 2, "pp_size": 2, "vpp_size": 2}),
     "dp2 pp2": Case(knobs={"dp_size": 2, "pp_size": 2}),
     "cp2 dp2": Case(knobs={"cp_size": 2, "dp_size": 2}),
+    "dp2 pp2 vpp2 overlap": Case(knobs={"dp_size": 2, "pp_size": 2, "vpp_size": 2, "overlap": True}),
     "moe tp1": Case("moe"),
     "moe ep2": Case("moe", {"dp_size": 2, "ep_size": 2}),
     "moe etp2": Case("moe", {"dp_size": 2, "etp_size": 2}),
@@ -103,6 +105,7 @@ CASES = {
     "moe tp2 sp ep2, grouped": Case("moe", {**SP, "ep_size": 2, "etp_size": 1}, experts="grouped"),
     "moe ep2 etp2": Case("moe", {"dp_size": 4, "ep_size": 2, "etp_size": 2}),
     "moe tp2 sp ep2 etp2, grouped": Case("moe", {**SP, "dp_size": 2, "ep_size": 2}, experts="grouped"),
+    "moe ep2 etp2 overlap": Case("moe", {"dp_size": 4, "ep_size": 2, "etp_size": 2, "overlap": True}),
     "moe pp2 vpp2 ep2": Case("moe", {"pp_size": 2, "vpp_size": 2, "dp_size": 2, "ep_size": 2}),
 }
 REFERENCES = {"dense": "tp1", "moe": "moe tp1"}

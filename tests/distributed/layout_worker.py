@@ -59,6 +59,7 @@ def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
             for bucket in group.buckets:
                 shard = bucket.grad_data.chunk(replicas.size())[replicas.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=replicas)
+    engine.shards()  # with overlap, parameters are gathered when they are read
     weights = [param.detach().clone() for param in hf_weights.parameters(engine.modules)]
     with torch.no_grad():
         for param in hf_weights.parameters(engine.modules):

@@ -6,6 +6,7 @@ computed from one chunk of logits at a time, so the full `[tokens, vocabulary]` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,38 @@ def weight_of(module: GPTModel) -> Tensor:
     return module.output_layer.weight
 
 
+class _Readying(torch.autograd.Function):
+    """Identity of hidden states. In backward, what came after them has added its gradient: `ready` is called."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, ready: Callable[[], None]) -> Tensor:
+        ctx.ready = ready
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.ready()
+        return grad, None
+
+
+def _readying(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Hidden states of a product that leaves no gradient of `weight` to autograd.
+
+    The backward hook of Megatron's DDP does not run for such a weight. So with overlapped reduction the weight has
+    `grad_ready` (`data_parallel.py`), to be called once in each backward pass.
+    """
+    ready = getattr(weight, "grad_ready", None)
+    if ready is None or not torch.is_grad_enabled():
+        return hidden
+    marked: Tensor = _Readying.apply(hidden, ready)
+    return marked
+
+
+def no_loss(output: Tensor, module: GPTModel) -> Tensor:
+    """Computes a loss of 0 that reaches every parameter, for a microbatch without weight."""
+    return _readying(output, weight_of(module)).sum() * 0.0
+
+
 def hidden_states(output: Tensor, module: GPTModel, groups: Groups, shared: LocalTokens | None = None) -> Tensor:
     """Gathers the hidden states `[tokens, hidden]` of this cp rank's tokens, on every tp rank.
 
@@ -88,12 +121,13 @@ def logprobs(
     operations. It then adds the weight's gradient directly to the main gradient.
     """
     weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
     ids, rows = labels.ids, labels.rows
     fits = rows.numel() * weight.shape[0] * logits_dtype.itemsize <= kept_bytes
     if not (torch.is_grad_enabled() and fits):
         return linear_logprobs(
-            hidden,
-            weight,
+            _readying(hidden, weight),
+            weight if main_grad is None else weight.detach(),
             ids,
             vocab_valid=vocab_size,
             vocab_start=groups.tp_rank * weight.shape[0],
@@ -101,7 +135,7 @@ def logprobs(
             group=group,
             with_entropy=with_entropy,
             rows=rows,
-            main_grad=getattr(weight, "main_grad", None),
+            main_grad=main_grad,
             logits_dtype=logits_dtype,
         )
     row_results = vocab_parallel_logprobs(

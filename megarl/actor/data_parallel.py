@@ -1,0 +1,98 @@
+"""Megatron's data parallelism around the stages of a model: gradient reduction and gathering of updated parameters.
+
+With `parallel.overlap`, both hide behind compute. A bucket's gradients are reduced once backward has added the last of
+them, and a bucket's parameters are gathered while the layers before it run forward. So parameters outside this rank's
+shard are old between an optimizer step and the end of the next forward pass. `complete_parameters` gathers them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megarl.actor.model import heads
+from megarl.parallel import platform
+from megarl.parallel.config import ParallelConfig
+from megarl.parallel.groups import Groups
+
+
+def overlaps(parallel: ParallelConfig) -> bool:
+    """True if communication of data parallel groups overlaps with compute."""
+    return platform.takes_gpu_options() if parallel.overlap is None else parallel.overlap
+
+
+def wrap(modules: Sequence[GPTModel], groups: Groups) -> list[DistributedDataParallel]:
+    """Wraps this rank's virtual stages. Gradients are float32 and sharded over dp x cp, as the optimizer is."""
+    overlap = overlaps(groups.layout)
+    ddps = [
+        DistributedDataParallel(
+            module.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=overlap,
+            ),
+            module,
+            disable_bucketing=stage > 0,  # only the first virtual stage's buckets become ready one by one
+            pg_collection=groups.collection,
+        )
+        for stage, module in enumerate(modules)
+    ]
+    for module in modules:
+        module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
+            models, None, **groups
+        )
+        if overlap:  # the schedules reduce in the last microbatch's backward pass only
+            module.config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
+    for group in _bucket_groups(ddps):
+        group.param_gather_dispatched = True  # every rank loads complete parameters
+    if overlap and modules[-1].post_process:
+        _ready_by_hand(ddps[-1], modules[-1])
+    return ddps
+
+
+def _ready_by_hand(ddp: DistributedDataParallel, module: GPTModel) -> None:
+    """Gives the LM head's weight `grad_ready`, unless the embedding's lookup on this rank runs its hook."""
+    weight: Any = heads.weight_of(module)
+    if not (module.share_embeddings_and_output_weights and module.pre_process):
+        weight.grad_ready = functools.partial(ddp.param_to_bucket_group[weight].register_grad_ready, weight)
+
+
+def await_parameter(ddps: Sequence[Any], parameter: torch.Tensor) -> None:
+    """Waits until a parameter is gathered. For one that is read outside its module, whose hook would wait."""
+    for ddp in ddps:
+        group = ddp.param_to_bucket_group.get(parameter) if _gathers_late(ddp) else None
+        if group is not None:
+            group.finish_param_sync()
+
+
+def complete_parameters(ddps: Sequence[Any]) -> None:
+    """Gathers the parameters that no forward pass has gathered since the last step. A collective of dp x cp."""
+    pending = [group for group in _bucket_groups(ddps) if _gathers_late(group) and not _is_gathered(group)]
+    for group in pending:
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+    for group in pending:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def _bucket_groups(ddps: Sequence[Any]) -> Iterator[Any]:
+    for ddp in ddps:
+        if isinstance(ddp, DistributedDataParallel):
+            yield from (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+
+
+def _gathers_late(part: Any) -> bool:
+    """True for a DDP module or one of its bucket groups with `overlap_param_gather`."""
+    config = getattr(part, "ddp_config", None)  # stages of a frozen engine have none
+    return config is not None and bool(config.overlap_param_gather)
+
+
+def _is_gathered(group: Any) -> bool:
+    return bool(group.param_gather_dispatched) and group.param_gather_handle is None
