@@ -246,7 +246,7 @@ def _check_deadlines(config: Config) -> None:
 
 def _check_server_backends(config: Config) -> None:
     """Refuses SGLang's backends that servers on GPUs cannot use with this dtype and live weight updates."""
-    if _servers_on_gpu(config):
+    if servers_on_gpu(config):
         check_backends(config.server.dtype, config.sglang)
 
 
@@ -254,7 +254,7 @@ def _check_transport(config: Config) -> None:
     """Refuses transports that the planned machines rule out. The first sync looks at the real ones."""
     transport, per_node = config.reshard.transport, config.cluster.gpus_per_node
     ranks, servers = config.parallel.world_size(), config.server.n_servers * config.server.tp_size
-    if transport in ("nccl", "cuda_ipc") and not _servers_on_gpu(config):
+    if transport in ("nccl", "cuda_ipc") and not servers_on_gpu(config):
         raise UserError(
             f"reshard.transport={transport} moves weights between GPUs, and the servers run on the CPU (server.device="
             f"{config.server.device}, cluster.gpus_per_node={per_node}); use gloo or shm"
@@ -267,7 +267,8 @@ def _check_transport(config: Config) -> None:
         )
 
 
-def _servers_on_gpu(config: Config) -> bool:
+def servers_on_gpu(config: Config) -> bool:
+    """True if the servers will hold their weights on GPUs."""
     if config.server.device != "auto":
         return config.server.device == "cuda"
     return config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
@@ -368,7 +369,7 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
 def _check_server_layout(config: Config, model: PretrainedConfig) -> None:
     """Refuses servers on GPUs with uneven heads. SGLang on CPU pads them."""
     tp, heads = config.server.tp_size, model.num_attention_heads
-    if config.method == "rl" and _servers_on_gpu(config) and tp >= 1 and heads % tp:
+    if config.method == "rl" and servers_on_gpu(config) and tp >= 1 and heads % tp:
         raise UserError(
             f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
         )

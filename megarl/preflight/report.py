@@ -34,6 +34,7 @@ from megarl.parallel.placement import places
 from megarl.preflight import sizing, sync_report
 from megarl.preflight.environment import environment_findings
 from megarl.preflight.findings import Finding, findings, has_sizes, refusals
+from megarl.preflight.planned_places import planned_transports
 from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.sizing import size
 from megarl.reshard.plan.holdings import Topology
@@ -322,7 +323,7 @@ def tables(
     if show == "reshard" or (show in (None, "time") and config.method == "rl"):
         sync = planned_sync(config, model)
     if show in (None, "reshard") and sync is not None:
-        yield sync_report.render(sync, bandwidth)
+        yield sync_report.render(sync, bandwidth, planned_transports(config))
     if show in (None, "time"):
         sync_s = sync_report.summarise(sync).seconds(bandwidth) if sync is not None else 0.0
         yield time_table(config, estimate_step(config, model, sync_s) if config.cluster.gpus_per_node else None)

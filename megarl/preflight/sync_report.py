@@ -85,10 +85,10 @@ def _full_bytes(plan: TransferPlan) -> int:
     return int((sum_by(blocks.tensor, blocks.volume, len(itemsize)) * itemsize).sum())
 
 
-def render(plan: TransferPlan, bandwidth: float) -> RenderableType:
-    """Tables of a plan; `bandwidth` in bytes/s of each rank, each way."""
+def render(plan: TransferPlan, bandwidth: float, transports: str) -> RenderableType:
+    """Tables of a plan; `bandwidth` in bytes/s of each rank, each way; `transports` in words."""
     summary = summarise(plan)
-    return Group(_overview(plan, summary, bandwidth), *_sides(summary), _comparison(summary, bandwidth))
+    return Group(_overview(plan, summary, bandwidth, transports), *_sides(summary), _comparison(summary, bandwidth))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -98,7 +98,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float) -> Table:
+def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float, transports: str) -> Table:
     table = Table(title="Weight sync, planned", title_justify="left", title_style="bold", show_header=False)
     servers = len(np.unique(plan.topology.server))
     slowest = summary.seconds(bandwidth)
@@ -110,6 +110,7 @@ def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float) -> Tab
         ("tensors", f"{len(plan.sources.names):,}, {size(summary.full_bytes)}"),
         ("to move", f"{size(int(summary.received.nbytes.sum()))}, of which within a node {_share(summary)}"),
         ("ratio to lower bound", f"{summary.ratio:.2f}: each server rank receives what it holds, once"),
+        ("transport", transports),
         ("buckets", f"{len(plan.buckets.nbytes):,} of {size(plan.bucket_bytes)}, {_filled(plan):.0%} full"),
         ("messages", f"{len(plan.messages.bucket):,}"),
         ("staging", f"{size(2 * plan.bucket_bytes)} a rank, two buckets"),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, UserError, check_ranges, knob
 
 PATHS = ("exact", "full")
-TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "disk")
+AUTO = "auto"
+TRANSPORTS = (AUTO, "gloo", "shm", "nccl", "cuda_ipc", "disk")
 PAUSE_MODES = ("retract", "in_place", "abort")
 VERIFY = ("always", "sampled", "off")
 ON_FAILURE = ("stop", "drop_server")
@@ -21,8 +22,9 @@ class ReshardConfig:
         "exact", "exact (each server rank gets just its shards, planned) or full (gather and broadcast)", choices=PATHS
     )
     transport: str = knob(
-        "gloo",
-        "gloo, shm (same machine), nccl, cuda_ipc (same GPU) or disk (full tensors as files)",
+        AUTO,
+        "auto (cuda_ipc on the trainer's machine, nccl to GPUs of others, gloo without GPUs), gloo, shm (same "
+        "machine), nccl, cuda_ipc (same machine's GPUs) or disk (full tensors as files)",
         choices=TRANSPORTS,
     )
     folder: str = knob(
@@ -86,7 +88,7 @@ class ReshardConfig:
         check_ranges(self, "reshard")
         if self.bucket_bytes % 16:
             raise UserError(f"reshard.bucket_bytes={self.bucket_bytes} must be a multiple of 16")
-        if self.path == "full" and self.transport not in ("gloo", "disk"):
+        if self.path == "full" and self.transport not in (AUTO, "gloo", "disk"):
             raise UserError(f"reshard.transport={self.transport} moves shards; with reshard.path=full use gloo or disk")
         if self.delta and (self.path == "full" or self.transport == "disk"):
             raise UserError("reshard.delta=true needs reshard.path=exact and a transport other than disk")

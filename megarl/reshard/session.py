@@ -25,7 +25,7 @@ from megarl.reshard.config import ReshardConfig
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
-from megarl.reshard.sync.places import check_places
+from megarl.reshard.sync.places import choose_transports
 from megarl.reshard.sync.server_link import ServerLink
 from megarl.reshard.sync.shard_path import ShardAttempt
 from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
@@ -56,6 +56,7 @@ class SyncReport:
     received: tuple[int, ...] = ()  # bytes, by each rank of each server
     servers: tuple[str, ...] = ()  # addresses that serve the version now
     seconds: dict[str, float] = field(default_factory=dict)  # per phase, in order
+    transports: str = ""  # to how many servers by which, and why; "" where full tensors were sent
 
     @property
     def total_seconds(self) -> float:
@@ -87,6 +88,7 @@ class WeightSession:
         self._host, self._port = str(host), int(port)
         self._trainer_rank = TrainerRank(self._store, local_address(self._host, self._port), self.rank)
         self._last_world = ""  # on rank 0: name of the world of the last attempt
+        self._transports = ""  # on rank 0: the transports of the last attempt, and why
         self._attempts_since_anchor = 0
         self._futures: dict[int, Future[SyncReport]] = {}
 
@@ -226,7 +228,14 @@ class WeightSession:
             seconds = dict(self._coordinator.seconds)
             verified = sum(totals.verified.get(server, 0) for server in servers)  # not of one that died since
             report = SyncReport(
-                version, totals.nbytes, totals.dense_nbytes, verified, totals.received, servers, seconds
+                version,
+                totals.nbytes,
+                totals.dense_nbytes,
+                verified,
+                totals.received,
+                servers,
+                seconds,
+                "" if is_full else self._transports,
             )
         again = self._conclude(failure)
         return report, again
@@ -242,7 +251,7 @@ class WeightSession:
         unchanged: list[bool] = []  # per server: clean, and still in the group of this transport
 
         def order(link: ServerLink) -> None:
-            unchanged.append(link.transport_name == transport_name and not link.dirty)
+            unchanged.append(link.joined(transport_name) and not link.dirty)
             link.open(self._store, self._host, self._port, self._id, self.attempt_number, transport_name, flush, wait_s)
 
         coordinator.begin(version, order, again=version == self.version)
@@ -265,7 +274,7 @@ class WeightSession:
         self._last_world = world
         sample = BucketSample.of(config.verify, self.attempt_number)
         return AttemptSpec(
-            transport_name=transport_name,
+            path=transport_name if transport_name in ("full", "disk") else "exact",
             senders=self.world_size,
             bucket_bytes=config.bucket_bytes,
             world=world,
@@ -277,13 +286,19 @@ class WeightSession:
         )
 
     def _publish_world(self, coordinator: Coordinator, transport_name: str, deadline: Deadline) -> str:
-        """Writes the holdings and places of all ranks into the store. Returns the world's name there."""
+        """Writes the holdings and places of all ranks into the store, and settles the transports.
+
+        Returns the world's name there. Raises Retry if a server must join anew, by another transport.
+        """
         world: dict[str, Any] = {
             "sources": [read(self._store, f"source/{rank}", deadline) for rank in range(self.world_size)],
             "servers": [link.layout for link in coordinator.active],
             "bucket_bytes": self.config.bucket_bytes,
         }
-        check_places(transport_name, world)
+        choice = choose_transports(transport_name, world)
+        self._transports = str(choice)
+        if not all(link.use(name) for link, name in zip(coordinator.active, choice.names, strict=True)):
+            raise Retry
         groups = [str(link.server_group) for link in coordinator.active]
         name = hashlib.sha256(json.dumps([world, groups]).encode()).hexdigest()
         write_bulk(self._store, f"world/{name}", world)

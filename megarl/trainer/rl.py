@@ -90,6 +90,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
     with RolloutDriver(config, folder, inputs, algorithm) as rollouts:
         models = Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
+            rollouts.note = run.note
             rollouts.connect(models.actor, run.done, models.saved.values())
             run.before_save = rollouts.gpus.for_training
             if rollouts.outdated:

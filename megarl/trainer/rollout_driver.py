@@ -52,6 +52,8 @@ class RolloutDriver:
         self._actor: Any = None
         self._rank0: Rank0Rollouts | None = None  # on rank 0
         self._session: WeightSession | None = None
+        self.note: Callable[[str], None] = lambda line: None  # prints a line above the progress display
+        self._transports = ""  # of the last sync
         self._saved: Mapping[str, Any] = {}  # rollout state to continue from
         self._accounted = 0  # lines of episodes.jsonl
         self._version_offset = 0  # of the servers' versions to the trainer's steps
@@ -252,6 +254,9 @@ class RolloutDriver:
         return supervisor.outlook() != "none"
 
     def _record(self, report: SyncReport, brought_back: int) -> None:
+        if report.transports not in ("", self._transports):
+            self._transports = report.transports
+            self.note(f"weights travel by {report.transports}")
         with stats_tracker.scope("sync"):
             stats_tracker.scalar(
                 verified=float(report.verified > 0),

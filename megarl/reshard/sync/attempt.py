@@ -15,12 +15,14 @@ from megarl.reshard.transfer.store import Deadline, read_bulk, write_bulk
 class ServerGroup:
     """The group of the trainer ranks with one server that takes part.
 
-    `index`: the server's number in the session; `epoch`: counts the groups made with it; `size`: its ranks.
+    `index`: the server's number in the session; `epoch`: counts the groups made with it; `size`: its ranks;
+    `transport_name`: a message transport on the exact path, "" where it is not known yet.
     """
 
     index: int
     epoch: int
     size: int
+    transport_name: str = ""
 
     def private_store(self, store: Store) -> PrefixStore:
         """The part of the store that belongs to the group."""
@@ -29,12 +31,9 @@ class ServerGroup:
 
 @dataclass(frozen=True)
 class AttemptSpec:
-    """Rank 0's instructions for one attempt, equal for every rank of both sides.
+    """Rank 0's instructions for one attempt, equal for every rank of both sides."""
 
-    `transport_name` is a message transport (the exact path), `full` or `disk`.
-    """
-
-    transport_name: str
+    path: str  # "exact": shards by each server's transport; "full" or "disk": full tensors, broadcast or as files
     senders: int  # trainer ranks
     bucket_bytes: int
     world: str  # name of the world that is planned for; "" on the full path, which has no plan

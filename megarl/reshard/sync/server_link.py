@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from megarl.reshard.config import AUTO
 from megarl.reshard.plan.holdings import Box, dtype_of
 from megarl.reshard.sync.attempt import ServerGroup, key
 from megarl.reshard.sync.server_control import PendingCall, ServerControl, ServerControlError
@@ -72,7 +73,13 @@ class ServerLink:
 
     @property
     def server_group(self) -> ServerGroup:
-        return ServerGroup(self.index, self.epoch, self.tp_size)
+        return ServerGroup(self.index, self.epoch, self.tp_size, self.transport_name)
+
+    def joined(self, transport_name: str) -> bool:
+        """True if the server's ranks are in a group for this transport; any message transport suits `auto`."""
+        if transport_name == AUTO:
+            return self.transport_name not in ("", "full", "disk")
+        return self.transport_name == transport_name
 
     def open(
         self,
@@ -89,7 +96,7 @@ class ServerLink:
 
         It is answered when they are done, and have dropped their caches if `flush`.
         """
-        if self.transport_name not in ("", transport_name):
+        if self.transport_name and not self.joined(transport_name):
             self.leave()
         self.attempt_number = attempt_number
         self._announced = 0
@@ -127,13 +134,22 @@ class ServerLink:
         self._end_call.result(deadline)
 
     def read_layout(self, transport_name: str, deadline: Deadline) -> None:
-        """Reads each rank's layout, unless it is known; the group itself is joined by the trainer ranks."""
+        """Reads each rank's layout, unless it is known; the group itself is joined by the trainer ranks.
+
+        Until `use` is called, a group for `auto` has no transport.
+        """
         if self.transport_name:
             return
         self.layout = [read(self.private_store, f"layout/{rank}", deadline, self.watch) for rank in range(self.tp_size)]
         if (sizes := {rank["size"] for rank in self.layout}) != {self.tp_size}:
             raise ServerControlError(f"the server has tp_size {sorted(sizes)}, and the trainer expects {self.tp_size}")
         self.transport_name = transport_name
+
+    def use(self, transport_name: str) -> bool:
+        """Settles the transport of a group that was joined for `auto`. False if the group has another one already."""
+        if self.transport_name == AUTO:
+            self.transport_name = transport_name
+        return self.transport_name == transport_name
 
     def join_broadcast_group(self, host: str, deadline: Deadline) -> None:
         """Makes the group of rank 0 and the server's ranks, for the full path."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ class ServerRank:
         if spec is None:
             raise RuntimeError("the trainer gave this push up")
         sample = BucketSample(spec.modulus, spec.remainder)
-        if spec.transport_name in ("full", "disk"):
-            if self.group is None and spec.transport_name == "full":
+        if spec.path != "exact":
+            if self.group is None and spec.path == "full":
                 size = self.server_group.size + 1
                 self.group = GlooTransport(self.private_store, self.address, self.rank + 1, size, deadline.left())
             group = self.group if isinstance(self.group, GlooTransport) else None
@@ -87,11 +88,11 @@ class ServerRank:
             for number, server, rank in spec.server_ranks()
             if server.index == self.order.server and rank == self.rank
         ]
-        if len(places) != 1 or places[0][1] != self.server_group:
+        if len(places) != 1 or replace(places[0][1], transport_name="") != self.server_group:
             raise RuntimeError(f"rank {self.rank} of {self.server_group.size} is not part of the trainer's attempt")
-        number = places[0][0]
+        number, server = places[0]
         if self.group is None:
-            transport_class = transport_named(spec.transport_name)
+            transport_class = transport_named(server.transport_name)
             needs_memory = not transport_class.in_place
             self.staging = (
                 transport_class.make_staging(spec.bucket_bytes) if needs_memory else PlainStaging(spec.bucket_bytes)

@@ -91,10 +91,10 @@ def _agree_on_plan(attempt: ShardAttempt, coordinator: Coordinator) -> None:
 
     try:
         plan_hash = _prepare(attempt)
-        if attempt.spec.transport_name == "cuda_ipc":
+        if mapped := {i for i, server in enumerate(attempt.spec.servers) if server.transport_name == "cuda_ipc"}:
             assert attempt.trainer_rank.plan is not None, "prepared"
             world = read_bulk(attempt.store, f"world/{attempt.spec.world}", deadline)
-            check_visible(attempt.trainer_rank.plan.messages, world)
+            check_visible(attempt.trainer_rank.plan.messages, world, mapped)
         for rank in range(1, attempt.spec.senders):
             reports.append(read(attempt.store, attempt.key("hash", "trainer", rank), deadline, watch))
             _check_hash(plan_hash, reports[-1], f"trainer rank {rank}")

@@ -57,7 +57,7 @@ class TrainerRank:
         self.plan: TransferPlan | None = None
         self._fragments: list[Fragment] = []
         self._described: Any = None
-        self._transport_name = ""  # of the staging memory and the groups
+        self._memory = ""  # kind of the staging memory
         self._world = ""  # name of the world that the plan is for
 
     def publish(self, shards: Sequence[ShardView]) -> None:
@@ -79,20 +79,23 @@ class TrainerRank:
 
     def prepare(self, spec: AttemptSpec, deadline: Deadline) -> str:
         """Joins the groups that this rank is not in yet and makes the plan. Returns the plan's hash."""
-        transport_class = transport_named(spec.transport_name)
         servers = {(s.index, s.epoch): s for s in spec.servers}
+        transport_of = {identity: transport_named(server.transport_name) for identity, server in servers.items()}
+        (memory,) = {
+            transport_class.memory for transport_class in transport_of.values()
+        }  # `choose_transports` sees to it
         for joined in list(self.groups):
             if joined not in servers:
                 self.groups.pop(joined).abort()
-        if self.staging is None or self._transport_name != spec.transport_name:
+        if self.staging is None or self._memory != memory:
             self.leave()
-            self.staging = transport_class.make_staging(spec.bucket_bytes)
-            self._transport_name = spec.transport_name
+            self.staging = next(iter(transport_of.values())).make_staging(spec.bucket_bytes)
+            self._memory = memory
         for identity, server in servers.items():
             if identity not in self.groups:
                 size = spec.senders + server.size
                 store = server.private_store(self.store)
-                self.groups[identity] = transport_class(
+                self.groups[identity] = transport_of[identity](
                     store, self.address, self.rank, size, deadline.left(), self.staging
                 )
                 self.sender = None

@@ -85,6 +85,7 @@ def test_the_whole_report_of_a_70b_run(run: Callable[..., tuple[int, str]]) -> N
     assert text.count("server 3") == 8
     assert "64 trainer ranks, 4 servers of 8" in text
     assert "each server rank receives what it holds, once" in text
+    assert "nccl to 4 servers: nccl between GPUs of their own" in text
     assert "a token of it │ 40 KiB" in text  # 2 x 80 layers x 1 of 8 KV heads x 128 x 2 bytes
     assert "x (2 kept + 1 being written) + 131.4 GiB exported" in text
     for stage in ("prefill", "decode", "log-probs", "update", "weights", "bottleneck"):

@@ -1,4 +1,4 @@
-"""Transports that the ranks' machines or GPUs rule out are refused before the transfer, with both ranks named."""
+"""Transports are chosen by the ranks' machines and GPUs; those ruled out are refused, with both ranks named."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from megarl.reshard.plan.transfer_plan import Messages
 from megarl.reshard.session import WeightSession
 from megarl.reshard.sync import shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup
-from megarl.reshard.sync.coordinator import Coordinator
-from megarl.reshard.sync.places import check_places, check_visible
+from megarl.reshard.sync.coordinator import Coordinator, Retry
+from megarl.reshard.sync.places import check_places, check_visible, choose_transports
 from megarl.reshard.sync.world import publish_fragments
 from megarl.reshard.transfer.store import Deadline, read, write, write_bulk
+from megarl.reshard.transfer.transports import transport_named
 
 
 def place(gpu: str = "", node: str = "a", visible: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -69,15 +70,123 @@ def test_two_servers_on_one_gpu_are_in_no_common_group() -> None:
 
 def test_cuda_ipc_is_refused_if_a_server_does_not_see_the_gpu_that_it_receives_from() -> None:
     hidden = world([place("GPU-0"), place("GPU-1")], [place("GPU-0")], [place("GPU-1")])
-    check_visible(between((0, 0), (1, 1)), hidden)
+    check_visible(between((0, 0), (1, 1)), hidden, {0, 1})
+    check_visible(between((0, 0), (1, 1), (0, 1)), hidden, {0})  # server 1 receives by another transport
     with pytest.raises(PlanError) as error:
-        check_visible(between((0, 0), (1, 1), (0, 1)), hidden)
+        check_visible(between((0, 0), (1, 1), (0, 1)), hidden, {0, 1})
     assert str(error.value) == (
         "reshard.transport=cuda_ipc: trainer rank 0 sends from GPU-0, and rank 0 of server 1 sees GPU-1; use nccl or "
         "gloo, or add that GPU to the server's CUDA_VISIBLE_DEVICES"
     )
     hidden["servers"][1][0]["visible_gpus"] = ["GPU-1", "GPU-0"]
-    check_visible(between((0, 1)), hidden)
+    check_visible(between((0, 1)), hidden, {0, 1})
+
+
+NODE_A = [place(f"A{i}", "a", ("A0", "A1", "A2", "A3")) for i in range(4)]
+NODE_B = [place(f"B{i}", "b", ("B0", "B1", "B2", "B3")) for i in range(4)]
+CPU = place()
+
+
+@pytest.mark.parametrize(
+    ("sources", "servers", "expected"),
+    [
+        pytest.param([CPU], [[CPU], [CPU]], "gloo to 2 servers: trainer rank 0 has no GPU", id="CPU"),
+        pytest.param(
+            NODE_A[:1],
+            [NODE_A[:1]],
+            "cuda_ipc to 1 server: cuda_ipc on the trainer's machine, which maps GPU memory",
+            id="one GPU",
+        ),
+        pytest.param(
+            NODE_A[:2],
+            [[NODE_A[2]], [NODE_A[3]]],
+            "cuda_ipc to 2 servers: cuda_ipc on the trainer's machine, which maps GPU memory",
+            id="one node",
+        ),
+        pytest.param(
+            NODE_A, [NODE_B[:2], NODE_B[2:]], "nccl to 2 servers: nccl between GPUs of their own", id="two nodes"
+        ),
+        pytest.param(
+            NODE_A[:2],
+            [[NODE_A[2]], NODE_B[:1]],
+            "cuda_ipc to 1 server and nccl to 1 server: cuda_ipc on the trainer's machine, which maps GPU memory; nccl "
+            "between GPUs of their own",
+            id="servers on both nodes",
+        ),
+        pytest.param(
+            [*NODE_A, NODE_B[0]],
+            [NODE_B[1:3], NODE_B[3:]],
+            "nccl to 2 servers: nccl between GPUs of their own",
+            id="trainer on both nodes",
+        ),
+        pytest.param(
+            [*NODE_A, *NODE_B],
+            [NODE_A[:2], [place("C0", "c")]],
+            "gloo to 2 servers: trainer rank 0 and rank 0 of server 0 share A0, which nccl refuses, and cuda_ipc does "
+            "not reach all ranks",
+            id="shared GPUs of two nodes",
+        ),
+        pytest.param(
+            NODE_A[:1],
+            [[place("A1", "a", ("A1",))]],
+            "nccl to 1 server: nccl between GPUs of their own",
+            id="hidden GPU",
+        ),
+        pytest.param(
+            NODE_A[:2],
+            [[NODE_A[2]], [CPU]],
+            "gloo to 2 servers: rank 0 of server 1 has no GPU",
+            id="a server on the CPU",
+        ),
+    ],
+)
+def test_auto_takes_the_fastest_transport_that_the_places_allow(
+    sources: list[dict[str, Any]], servers: list[list[dict[str, Any]]], expected: str
+) -> None:
+    planned = world(sources, *servers)
+    choice = choose_transports("auto", planned)
+    assert str(choice) == expected
+    assert len(choice.names) == len(servers)
+    assert len({transport_named(name).memory for name in choice.names}) == 1  # a bucket is packed once
+    for name, server in zip(choice.names, servers, strict=True):
+        check_places(name, world(sources, server))  # each choice is one that an explicit value may have, too
+
+
+def test_an_explicit_transport_is_taken_or_refused_but_never_replaced() -> None:
+    apart = world(NODE_A[:1], NODE_B[:1])
+    for name in ("gloo", "nccl"):
+        assert str(choose_transports(name, apart)) == f"{name} to 1 server: reshard.transport={name}"
+    for name in ("shm", "cuda_ipc"):
+        with pytest.raises(PlanError, match="stays on one machine"):
+            choose_transports(name, apart)
+
+
+def test_servers_join_anew_if_another_server_changes_their_transport() -> None:
+    """A server on the CPU is admitted to a session whose servers receive by cuda_ipc."""
+    session = WeightSession(ReshardConfig(), ["127.0.0.1:1", "127.0.0.1:2"], "key")
+    coordinator = session._coordinator
+    assert coordinator is not None
+    write(session._store, "source/0", NODE_A[0])
+    first, second = coordinator.links
+    first.layout, first.transport_name = [NODE_A[1]], "auto"  # as `read_layout` leaves them
+    coordinator.active = [first]
+    before = session._publish_world(coordinator, "auto", Deadline(60.0))
+    assert (first.transport_name, session._transports.split()[0]) == ("cuda_ipc", "cuda_ipc")
+    assert first.joined("auto")
+    assert not first.joined("gloo")
+    assert session._publish_world(coordinator, "auto", Deadline(60.0)) == before
+    second.layout, second.transport_name = [CPU], "auto"
+    coordinator.active = [first, second]
+    with pytest.raises(Retry):
+        session._publish_world(coordinator, "auto", Deadline(60.0))
+    epochs = [link.epoch for link in coordinator.links]
+    assert coordinator.give_up(Retry()) == {"retry": True}
+    assert [link.epoch for link in coordinator.links] == [epoch + 1 for epoch in epochs]
+    for link, layout in ((first, NODE_A[1]), (second, CPU)):
+        assert not link.joined("auto")
+        link.layout, link.transport_name = [layout], "auto"
+    session._publish_world(coordinator, "auto", Deadline(60.0))
+    assert [link.server_group.transport_name for link in coordinator.links] == ["gloo", "gloo"]
 
 
 def test_a_rank_publishes_its_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +207,8 @@ def test_a_session_refuses_the_transport_before_it_publishes_the_world() -> None
     coordinator = session._coordinator
     assert coordinator is not None
     coordinator.active = list(coordinator.links)
-    coordinator.active[0].layout = [place("GPU-0")]
+    link = coordinator.active[0]
+    link.layout, link.transport_name = [place("GPU-0")], "gloo"
     write(session._store, "source/0", place("GPU-0"))
     assert session._publish_world(coordinator, "gloo", Deadline(60.0))
     with pytest.raises(PlanError, match="trainer rank 0 and rank 0 of server 0 share GPU-0"):
@@ -110,7 +220,7 @@ def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
     store = HashStore()
     write_bulk(store, "world/w", world([place("GPU-0")], [place("GPU-1")]))
     trainer_rank = SimpleNamespace(rank=0, prepare=lambda *_: "hash", plan=SimpleNamespace(messages=between((0, 0))))
-    spec = AttemptSpec("cuda_ipc", 1, 16, "w", False, False, 0, 0, (ServerGroup(0, 0, 1),))
+    spec = AttemptSpec("exact", 1, 16, "w", False, False, 0, 0, (ServerGroup(0, 0, 1, "cuda_ipc"),))
     attempt = shard_path.ShardAttempt(store, 1, spec, trainer_rank, 60.0, 60.0)  # type: ignore[arg-type]
     coordinator = Coordinator(ReshardConfig(transport="cuda_ipc"), [], "key")
     with pytest.raises(PlanError, match="trainer rank 0 sends from GPU-0, and rank 0 of server 0 sees GPU-1"):

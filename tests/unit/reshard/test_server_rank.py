@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,9 @@ def receive() -> Callable[[str], None]:
         )
         rank = ServerRank(order, [Fragment(0, "a", Box("a", (0,), (2,)), torch.zeros(2))], 0, 1)
         rank.group = SimpleNamespace()  # joined in an earlier attempt
-        spec = AttemptSpec(transport, 1, 16, "", False, False, 0, 0, (rank.server_group,))
+        path = transport if transport in ("full", "disk") else "exact"
+        server = replace(rank.server_group, transport_name=transport)
+        spec = AttemptSpec(path, 1, 16, "", False, False, 0, 0, (server,))
         write_spec(store, 1, spec)
         rank.receive_weights(1, Deadline(60.0), lambda tensors: None)
 

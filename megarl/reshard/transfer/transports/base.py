@@ -54,6 +54,7 @@ class Transport(ABC):
     """One rank's end of a group. `store` must be private to the group (a PrefixStore)."""
 
     in_place: ClassVar[bool] = False  # True: receivers read the sender's staging memory and need none of their own
+    memory: ClassVar[str] = "host"  # kind of the staging memory; a rank sends from one kind in a sync
 
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> Staging:

@@ -22,6 +22,8 @@ FIELDS = 8  # of `UntypedStorage._share_cuda_`: device, handle, sizes and the ev
 class CudaIpcTransport(MappedTransport):
     """Messages in GPU memory that the receiver maps by its IPC handle."""
 
+    memory = "gpu"
+
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> Staging:
         return PlainStaging(bucket_bytes, torch.device("cuda", torch.cuda.current_device()))

@@ -56,6 +56,8 @@ class NcclTransport(Transport):
     the peer (`ncclCommInitRank`), which may have died.
     """
 
+    memory = "gpu"
+
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
         from torch.distributed import ProcessGroupNCCL  # absent from builds of torch without CUDA
 

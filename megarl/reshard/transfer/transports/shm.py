@@ -45,6 +45,8 @@ class SharedStaging(Staging):
 class ShmTransport(MappedTransport):
     """Messages in a file of shared memory that the receiver maps by its name."""
 
+    memory = "shared"
+
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> SharedStaging:
         return SharedStaging(bucket_bytes)
