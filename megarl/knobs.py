@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -232,6 +233,6 @@ def _quoted(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(_quoted(inner) for inner in value) + "]"
     if isinstance(value, str):
-        escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
-        return f"'{escaped}'"
+        escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value)
+        return f"'{escaped}'"  # backslashes count as such only before a quote
     return json.dumps(value)

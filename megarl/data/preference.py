@@ -14,7 +14,7 @@ from typing import Any
 from megarl.data.config import SourceConfig
 from megarl.data.prepare import FIELDS, ROLES, BadRow, Row, message_of
 from megarl.data.templates import CHATML, LLAMA3, ZEPHYR, Message, Turns
-from megarl.knobs import UserError
+from megarl.knobs import UserError, shown
 
 CHOSEN, REJECTED, COMPLETION = "chosen", "rejected", "completion"
 
@@ -247,14 +247,14 @@ def format_of(source: SourceConfig, paired: bool) -> tuple[Format, Options]:
     table = PAIRS if paired else JUDGED
     if source.type not in table:
         raise UserError(
-            f"type {source.type!r} of {source.path} is not a format of {'pairs' if paired else 'KTO'}; choose from "
-            f"{', '.join(table)}"
+            f"type {source.type!r} of {shown(source.path)} is not a format of {'pairs' if paired else 'KTO'}; choose "
+            f"from {', '.join(table)}"
         )
     format_ = table[source.type]
     defaults = dict(format_.options)
     if unknown := [name for name in source.options if name not in defaults]:
         known = f"; it takes {', '.join(defaults)}" if defaults else ", which takes none"
-        raise UserError(f"{unknown[0]} is not an option of type {source.type}{known}")
+        raise UserError(f"{shown(unknown[0])} is not an option of type {source.type}{known}")
     options = {**defaults, **{name: value for name, value in source.options.items() if value}}
     for name, value in options.items():
         if name.endswith("_format"):

@@ -29,7 +29,7 @@ from megarl.data.prepare import (
 )
 from megarl.data.sources import load_rows, load_table
 from megarl.data.templates import prompt_ids
-from megarl.knobs import UserError, function_of
+from megarl.knobs import UserError, function_of, shown
 
 __all__ = [
     "DatasetConfig",
@@ -163,8 +163,10 @@ def _transform_of(source: SourceConfig, config: DatasetConfig) -> tuple[Callable
     if source.type == "messages":
         return lambda example: example, []
     if "." not in source.type:
-        raise UserError(f"type {source.type!r} of {source.path} is not gsm8k, messages or FILE.FUNCTION of your own")
-    result = function_of(source.type, f"type {source.type} of {source.path}")(
+        raise UserError(
+            f"type {source.type!r} of {shown(source.path)} is not gsm8k, messages or FILE.FUNCTION of your own"
+        )
+    result = function_of(source.type, f"type {source.type} of {shown(source.path)}")(
         {"datasets": [asdict(source)], "sequence_len": config.max_length}
     )
     transform, settings = result if isinstance(result, tuple) else (result, {})

@@ -22,7 +22,7 @@ from megarl.data.prepare import (
 from megarl.data.prompts import load_gsm8k
 from megarl.data.sources import load_rows
 from megarl.data.templates import chat_ids, need_chat_template, prompt_ids, split_ids
-from megarl.knobs import UserError
+from megarl.knobs import UserError, shown
 
 FEATURES = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))})
 
@@ -47,7 +47,7 @@ def get_sft_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "er
         elif source.type == "messages":
             parts.append(_chats(source, tokenizer, config.max_length, on_bad_row))
         else:
-            raise UserError(f"type {source.type!r} of {source.path} is not one of method=sft: gsm8k, messages")
+            raise UserError(f"type {source.type!r} of {shown(source.path)} is not one of method=sft: gsm8k, messages")
     return mix(parts, sources)
 
 

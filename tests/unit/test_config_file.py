@@ -80,7 +80,10 @@ def test_a_script_refuses_an_algorithm_that_it_is_not_written_for(file: Path) ->
         cli.load_expr_config(["--config", str(file)], GRPOConfig)
 
 
-@pytest.mark.parametrize("value", ["", "it's", r"back\slash", r"\'", "a,b", "{x}", "${seed}", "x=1", "日本"])
+@pytest.mark.parametrize(
+    "value",
+    ["", "it's", r"back\slash", r"\'", "\\", "a'b\\", "c\\\\", "a\nb\\\n", "a,b", "{x}", "${seed}", "x=1", "日本"],
+)
 def test_an_override_brings_any_text_through(value: str) -> None:
     wanted = "1" if value == "${seed}" else value
     assert cli.composed([override("run_root", value)]).run_root == wanted

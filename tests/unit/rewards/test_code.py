@@ -11,6 +11,7 @@ import pytest
 from megarl.rewards import code
 from megarl.rewards.code import code_reward_fn, extract_code
 from megarl.rewards.pool import RewardConfig, RewardPool
+from megarl.sandbox import client
 from megarl.types import RewardError
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -47,7 +48,8 @@ def test_programs_may_read_stdin_and_write_stdout() -> None:
         "(",
     ],
 )
-def test_a_program_that_exits_early_does_not_pass(code: str) -> None:
+def test_a_program_that_exits_early_does_not_pass(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # a busy machine gives the loop its processor time late
     assert code_reward_fn("", f"```python\n{code}\n```", [], [], tests=["assert add(1, 2) == 3"]) == 0.0
 
 
@@ -101,8 +103,9 @@ def test_a_sample_out_of_wall_time_is_left_out_and_not_scored_0() -> None:
         assert asyncio.run(both()) == 2
 
 
-def test_a_busy_machine_does_not_lower_a_reward() -> None:
+def test_a_busy_machine_does_not_lower_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three loops a core run beside a program that needs most of its own processor time."""
+    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # the machine may be busier yet
     program = "import time\ndef add(a, b):\n    while time.process_time() < 1.0: pass\n    return a + b"
     loop = ["sh", "-c", "while :; do :; done"]
     loops = [os.posix_spawn("/bin/sh", loop, {}) for _ in range(3 * (os.cpu_count() or 1))]
