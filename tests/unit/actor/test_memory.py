@@ -147,3 +147,12 @@ def test_what_a_layer_keeps_for_backward_is_what_autograd_holds(
     assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
         per_layer, rel=0.03
     )
+
+
+@pytest.mark.parametrize(("experts", "together"), [("auto", 4), ("grouped", 4), ("sequential", 1)])
+def test_gradients_of_grouped_experts_are_in_memory_together(experts: str, together: int) -> None:
+    """Transformer Engine's backward of a grouped product returns them all at once."""
+    model, parallel = random_model("qwen3_moe", tied=True).config, ParallelConfig(dp_size=2, ep_size=2)
+    config = EngineConfig(dtype="bfloat16", experts=experts)
+    matrix = LayerBytes.of(model, parallel, config, on_gpu=True).matrix
+    assert matrix == together * 2 * model.moe_intermediate_size * model.hidden_size * 2
