@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 from transformers import PretrainedConfig
 
-from megarl.actor.config import EngineConfig, backend_of
+from megarl.actor.config import EngineConfig, backend_of, groups_experts
 from megarl.actor.weights.shards import ShardSpec, shard_specs
 from megarl.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
 from megarl.parallel.config import ParallelConfig
@@ -140,7 +140,7 @@ class LayerBytes:
     kept: float  # kept from forward to backward, by the recompute mode
     inside: float  # all activations of one layer, while it is recomputed
     working: float  # gradients of activations in backward
-    matrix: int  # the largest weight's gradient before it is added to the main gradient; in total, not per token
+    matrix: int  # gradients of weights before they are added to the main gradient; in total, not per token
 
     @staticmethod
     def of(model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, on_gpu: bool) -> LayerBytes:
@@ -148,7 +148,8 @@ class LayerBytes:
         item, tp = ITEM_BYTES[engine.dtype], parallel.tp_size
         spread = tp if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
         hidden = model.hidden_size * item / spread
-        fused = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu) == "cpu"  # its layers keep only their inputs
+        backend = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu)
+        fused = backend == "cpu"  # its layers keep only their inputs
         norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
         dim = head_dim(model)
         q = model.num_attention_heads * dim / tp
@@ -160,11 +161,14 @@ class LayerBytes:
         keys = kv if queries or not fused else 0
         inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
         around = 2 * norm + queries + q * item + (0 if fused else 4 * dim * item)
-        mlp, matrix, width = _mlp(model, parallel, item, fused)
+        if moe_shape(model) is None:
+            mlp, matrix, working = _mlp(model, parallel, item, fused)
+        else:
+            at_once = backend == "te" and groups_experts(engine, backend)
+            mlp, matrix, working = _experts(model, parallel, item, fused, at_once)
         inside = around + core + mlp
         kept = {"none": inside, "selective": around + inputs, "full": hidden}[engine.recompute]
-        working = 4 * width * item + 3 * hidden * spread
-        return LayerBytes(norm, kept, inside, working, matrix)
+        return LayerBytes(norm, kept, inside, working + 3 * hidden * spread, matrix)
 
 
 def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
@@ -174,15 +178,31 @@ def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
 
 
 def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bool) -> tuple[float, int, float]:
-    """Computes bytes per token, bytes of the largest weight's gradient, and width: of the MLP or a token's experts."""
+    """Computes of the MLP: bytes kept per token, bytes of its largest weight, and bytes per token in backward."""
     # Kept tensors: gate, up and their product. Unfused also silu(gate) and a copy of up.
-    moe, tensors = moe_shape(model), 3 if fused else 5
-    if moe is None:
-        width = model.intermediate_size / parallel.tp_size
-        return tensors * width * item, int(2 * width * model.hidden_size * item), width
-    width = moe.width / parallel.expert_tp_size
-    routed = moe.topk * (3 * model.hidden_size + tensors * width) * item + 3 * 4 * moe.experts
-    return routed, int(2 * width * model.hidden_size * item), moe.topk * width
+    tensors, width = 3 if fused else 5, model.intermediate_size / parallel.tp_size
+    return tensors * width * item, int(2 * width * model.hidden_size * item), 4 * width * item
+
+
+def _experts(
+    model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bool, at_once: bool
+) -> tuple[float, int, float]:
+    """Computes of a token's experts what `_mlp` does of an MLP, if each rank gets its share of the tokens.
+
+    With `at_once`, the gradients of all experts' weights are in memory together.
+    """
+    moe = moe_shape(model)
+    assert moe is not None
+    # Kept for each expert of a token: its input, the MLP's tensors, and their product times the router's weight.
+    width, hidden, tensors = moe.width / parallel.expert_tp_size, model.hidden_size, 4 if fused else 6
+    # For each expert of the model: a token's place among its tokens (8 bytes), float32 weight and mask. For each of the
+    # token: two places, two weights.
+    routing = 13 * moe.experts + 24 * moe.topk
+    kept = moe.topk * (hidden + tensors * width) * item + routing
+    together = moe.experts // parallel.ep_size if at_once else 1
+    # Gradients of tokens exist three times while they are sorted and exchanged.
+    working = moe.topk * (4 * width + 3 * hidden) * item
+    return kept, int(2 * width * hidden * item) * together, working
 
 
 def _activations(

@@ -23,7 +23,9 @@ TOKENS = 256
 
 def layer_of(folder: str, *, experts: str, fused_permutation: bool) -> MoELayer:
     """The first layer of experts of a model under `te`."""
-    engine = engines.MegatronEngine(EngineConfig(path=folder, init="random", backend="te", dtype="bfloat16", experts=experts))
+    engine = engines.MegatronEngine(
+        EngineConfig(path=folder, init="random", backend="te", dtype="bfloat16", experts=experts)
+    )
     engine.backend = dataclasses.replace(engine.backend, fused_permutation=fused_permutation)
     engine.initialize()
     layers: list[MoELayer] = [m for m in engine.ddps[0].modules() if isinstance(m, MoELayer)]

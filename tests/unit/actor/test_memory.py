@@ -132,16 +132,27 @@ def kept_in_forward(config: EngineConfig) -> int:
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("family", "experts"), [("qwen3", "auto"), ("llama", "auto"), ("qwen3_moe", "sequential"), ("qwen3_moe", "grouped")]
+)
 def test_what_a_layer_keeps_for_backward_is_what_autograd_holds(
-    family: str, recompute: str, dtype: str, checkpoints: Callable[..., Path]
+    family: str, experts: str, recompute: str, dtype: str, checkpoints: Callable[..., Path]
 ) -> None:
     kept = []
     for layers in (1, 3):
         folder = checkpoints(family, tied=True, **SHAPE, num_hidden_layers=layers)
-        config = EngineConfig(path=str(folder), dtype=dtype, recompute=recompute)
+        config = EngineConfig(path=str(folder), dtype=dtype, recompute=recompute, experts=experts)
         kept.append(kept_in_forward(config))
     per_layer = (kept[1] - kept[0]) / 2 / TOKENS
     assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
         per_layer, rel=0.03
     )
+
+
+@pytest.mark.parametrize(("experts", "together"), [("auto", 4), ("grouped", 4), ("sequential", 1)])
+def test_gradients_of_grouped_experts_are_in_memory_together(experts: str, together: int) -> None:
+    """Transformer Engine's backward of a grouped product returns them all at once."""
+    model, parallel = random_model("qwen3_moe", tied=True).config, ParallelConfig(dp_size=2, ep_size=2)
+    config = EngineConfig(dtype="bfloat16", experts=experts)
+    matrix = LayerBytes.of(model, parallel, config, on_gpu=True).matrix
+    assert matrix == together * 2 * model.moe_intermediate_size * model.hidden_size * 2

@@ -19,8 +19,9 @@ from megarl import cli
 from megarl.actor.memory import ITEM_BYTES, count_parameters, server_memory
 from megarl.families import read_config
 from megarl.knobs import UserError
-from megarl.preflight import report
+from megarl.preflight import environment, report
 from megarl.preflight.sizing import beside_actor, memory_of
+from megarl.versions import GPUs
 
 GRPO, BIG = "+experiment=gsm8k_grpo", "+experiment=grpo_70b"
 
@@ -310,6 +311,11 @@ def test_an_allocation_that_does_not_fit_the_run_is_told(
             "the servers take 191 s of a step and the trainer 33 s, on GPUs of their own: move GPUs (server",
             0,
         ),
+        (
+            ["+experiment=grpo_moe_235b", "actor.moe_dispatcher=flex"],
+            "actor.moe_dispatcher=flex needs the package deep_ep, which is not installed here; install it (pip install",
+            0,
+        ),
         ([BIG, "rollout.max_connections=64"], "keeps 16 completions under way on each, which could take", 0),
         ([BIG, "rollout.request_timeout_s=5"], "rollout.request_timeout_s=5 cuts off completions of 4096 tokens", 0),
         ([BIG, "rollout.batch_timeout_s=9"], "rollout.batch_timeout_s=9 is below the", 0),
@@ -326,6 +332,13 @@ def test_problems_of_a_later_stage_are_told_now(
     code, text = run(*arguments, "show=batch")
     assert message in text
     assert code == expected, text
+
+
+@pytest.mark.parametrize(("gpus", "stops"), [(GPUs(("H100",), (81559,), "580"), True), (GPUs(), False)])
+def test_a_missing_deep_ep_stops_a_run_on_a_machine_with_gpus_alone(gpus: GPUs, stops: bool) -> None:
+    config = cli.composed(["+experiment=grpo_moe_235b", "actor.moe_dispatcher=flex"])
+    assert [finding.stops for finding in environment._of_dispatcher(config, gpus)] == [stops]
+    assert environment._of_dispatcher(cli.composed(["+experiment=grpo_moe_235b"]), gpus) == []
 
 
 def test_the_script_that_would_be_submitted_is_shown(run: Callable[..., tuple[int, str]]) -> None:
