@@ -14,6 +14,7 @@ WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 OFFLOAD_WHILE_SAMPLING = ("all", "optimizer", "none")
 BACKENDS = ("auto", "torch", "te", "cpu")
 RECOMPUTE = ("none", "selective", "full")
+FP8 = ("off", "blockwise", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ class EngineConfig:
     )
     recompute: str = knob(
         "none", "activations computed again in backward: none, selective (attention, MLP), full", choices=RECOMPUTE
+    )
+    fp8: str = knob(
+        "off",
+        "8-bit products of te layers: off, blockwise (from Hopper on), mxfp8 (Blackwell); parameters stay bfloat16",
+        choices=FP8,
     )
     offload_while_sampling: str = knob(
         "all",
