@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 
 from megarl import versions
 from megarl.actor import checks as actor_checks
+from megarl.actor import fp8, userbuffers
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
 from megarl.knobs import UserError
@@ -56,6 +57,7 @@ def config_checks(config: Config) -> Sequence[Check]:
     }
     rules = (
         _check_backend,
+        _check_tp_comm_overlap,
         _check_steps,
         _check_deterministic,
         *by_method.get(config.method, ()),
@@ -97,6 +99,8 @@ def machine_checks(config: Config) -> Sequence[Check]:
         _check_driver,
         _check_kernels,
         partial(actor_checks.check_device, config.actor, *devices, config.deterministic, platform.has_deep_ep()),
+        partial(userbuffers.check_device, config.parallel, platform.has_transformer_engine()),
+        partial(fp8.check_gpu, config.actor, platform.compute_capability(), platform.cuda_version()),
     ]
 
 
@@ -272,6 +276,15 @@ def servers_on_gpu(config: Config) -> bool:
     if config.server.device != "auto":
         return config.server.device == "cuda"
     return config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
+
+
+def _check_tp_comm_overlap(config: Config) -> None:
+    per_node, tp = config.cluster.gpus_per_node, config.parallel.tp_size
+    if config.parallel.tp_comm_overlap and 0 < per_node < tp:
+        raise UserError(
+            f"parallel.tp_comm_overlap=true stays on one machine, and parallel.tp_size={tp} exceeds cluster."
+            f"gpus_per_node={per_node}; set it to false or lower tp_size"
+        )
 
 
 def _check_preferences(config: Config) -> None:

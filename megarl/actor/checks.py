@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
+from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig
 from megarl.families import MoeShape, head_dim, moe_shape
 from megarl.knobs import UserError, check_ranges
@@ -36,6 +37,8 @@ def knob_checks(
         functools.partial(_check_shared_prefix, config, parallel),
         functools.partial(_check_float32_attention, config, parallel),
         functools.partial(_check_dispatcher, config, parallel),
+        functools.partial(fp8.check_knobs, config, deterministic),
+        functools.partial(userbuffers.check_knobs, config, parallel, deterministic),
     )
 
 
@@ -47,6 +50,7 @@ def model_checks(
         functools.partial(_check_expert_knobs, config, model),
         functools.partial(check_layout, model, parallel),
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
+        functools.partial(fp8.check_layout, config, parallel, model),
     )
 
 
@@ -78,6 +82,12 @@ def check_device(
         raise UserError("actor.backend=cpu is for machines without a GPU, and this one has one; set it to auto or te")
     if deterministic and has_gpu:
         raise UserError("deterministic=true holds on CPU only, and this machine has a GPU; set it to false")
+    if config.fp8 != "off" and not has_te:
+        missing = "the package" if has_gpu else "a GPU"
+        raise UserError(
+            f"actor.fp8={config.fp8} needs the package transformer_engine and a GPU, and {missing} was not found; set "
+            "it to off"
+        )
     if config.offload_optimizer and not has_gpu:
         raise UserError(
             "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "

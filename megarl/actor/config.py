@@ -16,6 +16,7 @@ BACKENDS = ("auto", "torch", "te", "cpu")
 RECOMPUTE = ("none", "selective", "full")
 EXPERTS = ("auto", "grouped", "sequential")
 DISPATCHERS = ("alltoall", "flex")
+FP8 = ("off", "blockwise", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,11 @@ class EngineConfig:
     )
     recompute: str = knob(
         "none", "activations computed again in backward: none, selective (attention, MLP), full", choices=RECOMPUTE
+    )
+    fp8: str = knob(
+        "off",
+        "8-bit products of te layers: off, blockwise (from Hopper on), mxfp8 (Blackwell); parameters stay bfloat16",
+        choices=FP8,
     )
     offload_while_sampling: str = knob(
         "all",

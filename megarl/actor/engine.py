@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megarl.actor import data_parallel
+from megarl.actor import data_parallel, fp8, userbuffers
 from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn, TrainEngine, WeightFormat
 from megarl.actor.batch import schedule
 from megarl.actor.batch.balance import SequenceCost
@@ -44,7 +44,7 @@ from megarl.parallel import megatron_patches, platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.groups import Groups
-from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
+from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates, to_device
 
 WeightedReport = tuple[float, Mapping[str, Tensor | float]]  # a microbatch's weight, and its metrics before reading
 
@@ -77,6 +77,8 @@ class MegatronEngine(TrainEngine):
         run_all(knob_checks(config, self.parallel, deterministic))
         devices = platform.takes_gpu_options(), platform.has_transformer_engine()
         check_device(config, *devices, deterministic, platform.has_deep_ep())
+        userbuffers.check_device(self.parallel, platform.has_transformer_engine())
+        fp8.check_gpu(config, platform.compute_capability(), platform.cuda_version())
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
@@ -103,7 +105,7 @@ class MegatronEngine(TrainEngine):
         self.groups = process_groups.initialize(self.parallel)
         if self.backend.one_thread:
             torch.set_num_threads(1)
-        self._cut = Cut.of(self.groups)
+        self._cut = self._make_cut()
         dtype = build.DTYPES[self.config.dtype]
         self.modules = build.build_model(self.hf_config, self.groups, dtype, self.backend, self.config.recompute)
         if self.config.init == "random":
@@ -121,7 +123,17 @@ class MegatronEngine(TrainEngine):
             self.modules, self.hf_config, self.optimizer, self.scheduler, self.groups, self.config.path
         )
 
+    def _make_cut(self) -> Cut:
+        """Chooses the padding of microbatches, and with `tp_comm_overlap` makes buffers of that size."""
+        multiple = max(fp8.token_multiple(self.config.fp8), userbuffers.token_multiple(self.config, self.parallel))
+        if not self.parallel.tp_comm_overlap:
+            return Cut.of(self.groups, multiple)
+        cut = Cut.of(self.groups, multiple, self.config.max_tokens_per_mb)
+        userbuffers.initialize(cut.fixed_tokens, self.hf_config.hidden_size, self.groups, self.config.fp8)
+        return cut
+
     def destroy(self) -> None:
+        userbuffers.destroy()
         self._state = self.scheduler = self.optimizer = None
         self.ddps, self.modules = [], []
         self.__dict__.pop("groups", None)  # a group's threads end with its last reference
@@ -312,7 +324,7 @@ class MegatronEngine(TrainEngine):
         for mb, output in zip(microbatches, outputs, strict=False):
             if mb.indices:
                 index = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
-                full[index.to(self.device, non_blocking=True)] = output
+                full[to_device(index, self.device)] = output
         rows_on_host = self._rows_on_all_ranks(full)
         return batch.split(rows_on_host) if per_token else list(rows_on_host.split(1))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 from transformers import PretrainedConfig
 
+from megarl.actor import fp8
 from megarl.actor.config import EngineConfig, backend_of, groups_experts
 from megarl.actor.weights.shards import ShardSpec, shard_specs
 from megarl.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
@@ -102,7 +103,7 @@ def trainer_memory(
     layer = LayerBytes.of(model, parallel, engine, on_gpu)
     tokens = math.ceil(load.tokens / parallel.cp_size)
     return TrainerMemory(
-        weights=(dense + experts) * item,
+        weights=(dense + experts) * item + _quantised_weights(specs, engine),
         gradients=(dense + experts) * GRADIENT,
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
         activations=_activations(model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank),
@@ -111,6 +112,14 @@ def trainer_memory(
         batch=BATCH_BYTES * load.all_tokens,
         runtime=GPU_RUNTIME if on_gpu else 0,
     )
+
+
+def _quantised_weights(specs: list[ShardSpec], engine: EngineConfig) -> int:
+    """Bytes of the 8-bit copies that layers keep of their matrices in a step: along rows, and along columns."""
+    if engine.fp8 == "off":
+        return 0
+    matrices = elements([spec for spec in specs if ".linear_" in spec.param and spec.param.endswith("weight")])
+    return math.ceil(2 * matrices * (1 + fp8.SCALES[engine.fp8]))
 
 
 def host_memory(
@@ -150,6 +159,7 @@ class LayerBytes:
         hidden = model.hidden_size * item / spread
         backend = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu)
         fused = backend == "cpu"  # its layers keep only their inputs
+        saved = 1 + fp8.SCALES[engine.fp8] if engine.fp8 != "off" else item  # per element of a linear layer's input
         norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
         dim = head_dim(model)
         q = model.num_attention_heads * dim / tp
@@ -161,11 +171,15 @@ class LayerBytes:
         keys = kv if queries or not fused else 0
         inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
         around = 2 * norm + queries + q * item + (0 if fused else 4 * dim * item)
-        if moe_shape(model) is None:
+        around -= 2 * (item - saved) * model.hidden_size / spread  # what follows the norms; attention's output stays
+        moe = moe_shape(model)
+        if moe is None:
             mlp, matrix, working = _mlp(model, parallel, item, fused)
+            mlp -= (item - saved) * model.intermediate_size / tp  # the second product's input
         else:
             at_once = backend == "te" and groups_experts(engine, backend)
             mlp, matrix, working = _experts(model, parallel, item, fused, at_once)
+            mlp -= (item - saved) * moe.topk * moe.width / parallel.expert_tp_size
         inside = around + core + mlp
         kept = {"none": inside, "selective": around + inputs, "full": hidden}[engine.recompute]
         return LayerBytes(norm, kept, inside, working + 3 * hidden * spread, matrix)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.parallel import platform
-from megarl.types import PackedBatch
+from megarl.types import PackedBatch, to_device
 
 
 def broadcast_json(value: Any = None, src: int = 0) -> Any:
@@ -20,10 +20,10 @@ def broadcast_json(value: Any = None, src: int = 0) -> Any:
     is_source = dist.get_rank() == src
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if is_source else None
     size = torch.tensor([len(text) if text is not None else 0])
-    size = size.to(platform.device(), non_blocking=True)
+    size = to_device(size, platform.device())
     dist.broadcast(size, src)
     data = torch.empty(int(size), dtype=torch.uint8) if text is None else text
-    data = data.to(platform.device(), non_blocking=True)
+    data = to_device(data, platform.device())
     dist.broadcast(data, src)
     return _loads(data if text is None else text)
 
@@ -43,7 +43,7 @@ def gather_json(value: Any) -> list[Any]:
 
 def _gather(part: Tensor) -> Tensor:
     """All-gathers equal parts `[n]` from the host, `[ranks * n]` on the device."""
-    part = part.to(platform.device(), non_blocking=True)
+    part = to_device(part, platform.device())
     parts = part.new_empty(dist.get_world_size() * part.numel())
     dist.all_gather_into_tensor(parts, part)
     return parts
@@ -70,7 +70,7 @@ def broadcast_batch(batch: PackedBatch | None) -> PackedBatch:
     def broadcast_tensor(source: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
         wire_dtype = torch.uint8 if dtype == torch.bool else dtype
         tensor = torch.empty(shape, dtype=wire_dtype) if source is None else source.contiguous().view(wire_dtype)
-        on_device = tensor.to(platform.device(), non_blocking=True)
+        on_device = to_device(tensor, platform.device())
         dist.broadcast(on_device, 0)
         return on_device.cpu().view(dtype) if source is None else source
 

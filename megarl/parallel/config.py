@@ -37,6 +37,10 @@ class ParallelConfig:
     overlap: bool | None = knob(
         None, "reduce gradients during backward and gather updated parameters during forward; none: on GPUs"
     )
+    tp_comm_overlap: bool = knob(
+        False,
+        "tp collectives in pieces beside te's products; microbatches are padded to max_tokens_per_mb",
+    )
     first_stage_layers: int = knob(
         0, "layers of the first pipeline rank; 0: as many as the others", least=0, most=10_000
     )
@@ -108,6 +112,15 @@ class ParallelConfig:
             raise UserError(f"parallel.vpp_size={self.vpp_size} needs parallel.pp_size above 1; set it, or vpp_size=1")
         if self.sequence_parallel and self.tp_size == 1:
             raise UserError("parallel.sequence_parallel=true needs parallel.tp_size above 1; set it, or turn it off")
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            raise UserError(
+                "parallel.tp_comm_overlap=true needs parallel.sequence_parallel=true; set it, or turn it off"
+            )
+        if self.tp_comm_overlap and self.cp_size > 1:
+            raise UserError(
+                f"parallel.tp_comm_overlap=true pads whole sequences, and parallel.cp_size={self.cp_size} cuts them; "
+                "set one of them to false or 1"
+            )
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:
         """Returns the layers, counted from 0, of `[pp rank][virtual stage]`, in Megatron's order.

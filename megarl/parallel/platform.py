@@ -38,6 +38,20 @@ def has_deep_ep() -> bool:
     return takes_gpu_options() and importlib.util.find_spec("deep_ep") is not None
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Lowest compute capability of the GPUs that this process sees; None without one."""
+    count = torch.cuda.device_count() if has_gpu() else 0
+    return min((torch.cuda.get_device_capability(i) for i in range(count)), default=None)
+
+
+def cuda_version() -> tuple[int, int] | None:
+    """CUDA version that torch was built for; None of a build without it."""
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
 def device() -> torch.device:
     """Device of this rank: its GPU by `LOCAL_RANK`, or the CPU.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from megarl.actor import fp8
 from megarl.algorithms import RewardModelConfig
 from megarl.config import Config, longest_sequence
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, HUB_NAME
@@ -26,6 +27,7 @@ from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import GRACE_S
 from megarl.observe.run_folder import open_run
+from megarl.parallel import platform
 from megarl.preflight.findings import Finding, refusals
 from megarl.preflight.roofline import estimate_step
 from megarl.preflight.sizing import disk_of, size
@@ -176,12 +178,16 @@ def _of_time_limit(config: Config, model: PretrainedConfig, left_s: float) -> li
 
 
 def _of_gpus(config: Config, gpus: GPUs) -> list[Finding]:
-    """GPUs here with less memory than planned."""
+    """GPUs here with less memory than planned, or without the instructions of `actor.fp8`."""
+    problems = []
+    if gpus.names and config.actor.fp8 != "off":
+        here = platform.compute_capability(), platform.cuda_version()
+        problems += [replace(f, stops=False) for f in refusals([partial(fp8.check_gpu, config.actor, *here)])]
     per_node, least = config.cluster.gpus_per_node, min(gpus.memory_mib, default=0)
     if not per_node or not least or least >= 0.95 * config.cluster.gpu_memory_gib * 1024:
-        return []
+        return problems
     text = f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}, and a GPU here ({gpus.names[0]}) has "
-    return [Finding(f"{text}{least / 1024:.0f} GiB; set the knob to what there is", stops=False)]
+    return [*problems, Finding(f"{text}{least / 1024:.0f} GiB; set the knob to what there is", stops=False)]
 
 
 def _of_dispatcher(config: Config, gpus: GPUs) -> list[Finding]:

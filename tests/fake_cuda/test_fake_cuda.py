@@ -256,6 +256,7 @@ def test_the_watch_notices_what_a_gpu_does(outcomes: Any) -> None:
         "tensor": write,
         "to": write,
         "to without waiting": [],
+        "to of pageable memory": ["copy of pageable memory"],
         "add a number": [],
         "add host": ["MixedDevices"],
         "index by host": ["MixedDevices"],

@@ -39,12 +39,14 @@ class Watch(TorchDispatchMode):
     """Counts what makes the host wait for the device, by the function of megarl or Megatron that asks for it.
 
     Raises MixedDevices where a GPU refuses. A tensor of the host without dimensions is a number to most operations. A
-    copy from the host with `non_blocking=True` does not wait: CUDA first copies pageable memory to a buffer of its own.
+    copy from the host with `non_blocking=True` may wait if its memory is not pinned: CUDA then copies it to a buffer of
+    its own first. A single element does not count.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()  # by place and kind
+        self.pinned: set[int] = set()  # pinned host memory, by address
         self.arriving: set[int] = set()  # host memory to which a copy may still be on its way, by address
 
     def __enter__(self) -> Watch:
@@ -60,6 +62,7 @@ class Watch(TorchDispatchMode):
     def counted(self, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
         """Runs `call` and returns its result and its waits, by place and kind."""
         self.waits.clear()
+        self.pinned.clear()
         result = call()
         return result, {f"{place}: {kind}": count for (place, kind), count in sorted(self.waits.items())}
 
@@ -86,6 +89,8 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if name == "lift_fresh" and result.is_cuda:  # torch.tensor(numbers, device="cuda") has copied them, unseen
             self.note("copy from the host")
+        if name == "_pin_memory":
+            self.pinned.add(result.untyped_storage().data_ptr())
         if name in COPIES:
             self._copied(name, args, kwargs, result)
         return result
@@ -100,6 +105,8 @@ class Watch(TorchDispatchMode):
             self.arriving.add(result.untyped_storage().data_ptr())
         elif blocking:
             self.note("copy to the host" if source.is_cuda else "copy from the host")
+        elif source.numel() > 1 and source.untyped_storage().data_ptr() not in self.pinned:
+            self.note("copy of pageable memory")
 
     def _compute(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], on_host: list[Tensor]

@@ -45,7 +45,7 @@ def shapes_one_by_one(communicator: Any, *arguments: Any) -> Any:
 
 def main(work: Path, limit_s: float, shapes: str, names: list[str]) -> None:
     torch.set_num_threads(1)
-    nccl_over_gloo.install(work, limit_s)
+    emulation = nccl_over_gloo.install(work, limit_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "collective_backend", lambda: "nccl")
         patch.setattr(platform, "takes_gpu_options", lambda: True)
@@ -55,7 +55,10 @@ def main(work: Path, limit_s: float, shapes: str, names: list[str]) -> None:
         for name in names:
             actor = invariance.build_actor(CASES[name], work / CASES[name].model)
             # Ranks that have sent their part go on to the world's first collective, while rank 0 still receives.
+            before = set(emulation.communicators)
             weights = {f"weight {name}": tensor.clone() for name, tensor in actor.named_weights()}
+            pairs = [key for key in set(emulation.communicators) - before if key[1] is not None]
+            assert not pairs, f"to gather weights, NCCL would connect pairs of ranks: {pairs}"
             dist.all_reduce(torch.ones(1))
             figures = invariance.measure(actor)
             if dist.get_rank() == 0:

@@ -60,6 +60,7 @@ NAMES = (  # below transformer_engine.pytorch: functions whose arguments the sta
     "cpp_extensions.general_gemm",
     "optimizers.FusedAdam.__init__",
     "distributed.activation_recompute_forward",
+    "module.base.initialize_ub",
     "module.base.get_dummy_wgrad",
 )
 OFFERED = (  # what the stand-in has beside these
@@ -70,11 +71,14 @@ OFFERED = (  # what the stand-in has beside these
     "optimizers.multi_tensor_l2norm",
     "optimizers.multi_tensor_scale",
     "distributed.CudaRNGStatesTracker",
+    "distributed.checkpoint",
     "fp8.FP8GlobalStateManager",
     "fp8.fp8_autocast",
     "fp8.fp8_model_init",
     "tensor.QuantizedTensor",
     "module.base.TransformerEngineBaseModule",
+    "module.base.UserBufferQuantizationMode",
+    "module.base.destroy_ub",
     "router.fused_compute_score_for_moe_aux_loss",
     "router.fused_moe_aux_loss",
     "router.fused_topk_with_score_function",

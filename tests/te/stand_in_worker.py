@@ -210,6 +210,8 @@ def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
         running = {process.sentinel: process for process in ranks}
         while running:
             ended = [running.pop(one) for one in connection.wait(list(running), timeout=600)]
+            for process in ended:
+                process.join()  # its sentinel may come before its exit code
             if not ended or any(process.exitcode for process in ended):
                 for process in running.values():
                     process.kill()

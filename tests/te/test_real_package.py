@@ -40,6 +40,40 @@ def test_the_record_is_what_transformer_engine_says(part: str, recorded_now: dic
     assert recorded_now[part] == json.loads(RECORD.read_text())[part]
 
 
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, Any]:
+    python = GPU_ENV / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{GPU_ENV} has no GPU environment: run `make gpu-env`, or name another in MEGARL_GPU_ENV")
+    run = subprocess.run(
+        [str(python), "-W", "ignore", "-m", "tests.te.fp8_checks"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    facts: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return facts
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_fp8_runs_where_transformer_engine_says(name: str, verdicts: dict[str, Any]) -> None:
+    gpus = verdicts[name]["gpus"]
+    assert {theirs for theirs, _ in gpus.values()} == {True, False}
+    for gpu, (theirs, megarls) in gpus.items():
+        assert theirs == megarls, gpu
+    assert verdicts[name]["multiples"] == {"whole": True, "half": False}
+
+
+def test_megatron_builds_the_recipes_of_fp8(verdicts: dict[str, Any]) -> None:
+    assert {name: facts["recipe"] for name, facts in verdicts.items()} == {
+        "blockwise": {"class": "Float8BlockScaling", "format": "E4M3", "align": 16, "parameters": False},
+        "mxfp8": {"class": "MXFP8BlockScaling", "format": "E4M3", "align": 32, "parameters": False},
+    }
+
+
 def test_one_cudnn_is_loaded_though_the_machine_has_another(tmp_path: Path) -> None:
     """A second copy stands where Transformer Engine looks first, as in images of CUDA."""
     python = GPU_ENV / "bin" / "python"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.parallel.groups import Groups
-from megarl.types import cu_seqlens_of
+from megarl.types import cu_seqlens_of, to_device
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,32 @@ class Cut:
 
     cp_rank: int = 0
     cp_size: int = 1
-    token_multiple: int = 1  # divides each rank's number of tokens; tp under sequence parallelism
+    token_multiple: int = 1  # divides each rank's number of tokens; a multiple of tp under sequence parallelism
+
+    fixed_tokens: int = 0  # tokens of every microbatch, filled up by sequences of padding; 0: as few as possible
 
     @staticmethod
-    def of(groups: Groups) -> Cut:
-        multiple = groups.tp_size if groups.layout.sequence_parallel else 1
-        return Cut(groups.cp_rank, groups.cp_size, multiple)
+    def of(groups: Groups, multiple: int = 1, most_tokens: int = 0) -> Cut:
+        """Builds this rank's cut.
+
+        Args:
+            multiple: divides the tokens of each rank that a linear layer reads.
+            most_tokens: gives every microbatch so many tokens, rounded up; 0 does not. Only without cp.
+        """
+        token_multiple = multiple * (groups.tp_size if groups.layout.sequence_parallel else 1)
+        fixed_tokens = -(-most_tokens // token_multiple) * token_multiple
+        return Cut(groups.cp_rank, groups.cp_size, token_multiple, fixed_tokens)
 
     def padded_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
-        """Bounds of the padded sequences, int32 `[num_seqs + 1]`. The last sequence also gets the rank's padding."""
+        """Bounds of the padded sequences, int32 `[num_seqs + 1]`. The last sequence also gets the rank's padding.
+
+        With `fixed_tokens`, sequences of padding follow, none longer than the longest: attention costs least so.
+        """
+        if self.fixed_tokens:
+            lengths = cu_seqlens.diff().long()
+            missing, longest = self.fixed_tokens - int(lengths.sum()), max(1, int(lengths.max()))
+            fill = [longest] * (missing // longest) + [missing % longest] * (missing % longest > 0)
+            return cu_seqlens_of(torch.cat([lengths, torch.tensor(fill, dtype=torch.long)]))
         chunks = 2 * self.cp_size if self.cp_size > 1 else 1
         lengths = -(-cu_seqlens.diff().long() // chunks) * chunks
         lengths[-1] += -int(lengths.sum()) % math.lcm(chunks, self.cp_size * self.token_multiple)
@@ -73,7 +90,7 @@ class LocalTokens:
 
     def to(self, device: torch.device) -> LocalTokens:
         """Copies the indices from the host to `device`, without waiting for it."""
-        return LocalTokens(self.source.to(device, non_blocking=True), self.rows.to(device, non_blocking=True))
+        return LocalTokens(to_device(self.source, device), to_device(self.rows, device))
 
     def take(self, values: Tensor, fill: int) -> Tensor:
         """Selects this rank's part `[local tokens]` of per-token `values [tokens]`. Padding gets `fill`."""

@@ -14,7 +14,7 @@ from megarl.actor.batch.balance import SequenceCost, karmarkar_karp
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.actor.batch.shared_prefix import share, units
 from megarl.knobs import UserError
-from megarl.types import PackedBatch
+from megarl.types import PackedBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Labels:
     def of(ids: Tensor, device: torch.device) -> Labels:
         """Copies labels from the host to `device`, without waiting for it."""
         rows = (ids != -1).nonzero().squeeze(1)
-        return Labels(ids.to(device, non_blocking=True), rows.to(device, non_blocking=True))
+        return Labels(to_device(ids, device), to_device(rows, device))
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,13 @@ def build_microbatch(
         inputs = shared.take(inputs, 0)
     elif local is not None:
         inputs, labels, trained = local.take(inputs, 0), local.take(labels, -1), local.take(trained, -1)
-    part, last = host.to(device), last.to(device, non_blocking=True)
+    part, last = host.to(device), to_device(last, device)
     aligned_tokens = {k: _shift_left(v, last) for k, v in part.tokens.items()}
     return Microbatch(
         indices,
         part,
         PackedBatch(part.cu_seqlens, aligned_tokens, part.sequences, part.bounds),
-        inputs.to(device, non_blocking=True),
+        to_device(inputs, device),
         last,
         Labels.of(labels, device),
         Labels.of(trained, device),

@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megarl.actor import fp8
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.config import EngineConfig, backend_of, groups_experts
 from megarl.actor.model import heads
@@ -130,7 +131,8 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
-        backend = _transformer_engine()
+        te = _transformer_engine()
+        backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
     elif name == "cpu":
         backend = _cpu(rotary_inv_freq(model))
     else:

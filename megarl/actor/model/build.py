@@ -63,6 +63,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,
         sequence_parallel=layout.sequence_parallel,
+        tp_comm_overlap=layout.tp_comm_overlap,
         context_parallel_size=groups.cp_size,
         expert_model_parallel_size=groups.ep_size,
         expert_tensor_parallel_size=groups.etp_size,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, gather_keys_values
+from megarl.types import to_device
 
 WHOLE = Cut()
 MAX_MASKED_KEYS = 2048  # masks of longer sequences would take too much memory
@@ -97,13 +98,13 @@ def pack_in_blocks(
                 key_slots = torch.minimum(torch.arange(key_length), (chunk + 1) * size - 1)
                 keys = cut.rows(cu_seqlens, members[:, None].expand_as(key_slots), key_slots)
                 keys = keys if shared is None else local_index[keys]
-                mask = (torch.arange(key_length) <= query_positions[..., None])[:, None].to(device, non_blocking=True)
-            queries, valid, keys = (t.flatten().to(device, non_blocking=True) for t in (queries, valid, keys))
+                mask = to_device((torch.arange(key_length) <= query_positions[..., None])[:, None], device)
+            queries, valid, keys = (to_device(t.flatten(), device) for t in (queries, valid, keys))
             blocks.append(Block(len(members), length, queries, valid, keys, mask))
     block_order = torch.cat(order) if order else torch.empty(0, dtype=torch.long)
     restore = torch.empty_like(block_order)
     restore[block_order] = torch.arange(len(block_order))
-    positions, restore = (t.to(device, non_blocking=True) for t in (positions, restore))
+    positions, restore = (to_device(t, device) for t in (positions, restore))
     return PackedBlocks(qkv_format="thd", positions=positions, blocks=blocks, restore=restore)
 
 
@@ -132,7 +133,7 @@ def pack_with_bounds(
     Transformer Engine itself cuts padded sequences in zigzag order. The positions give one table of rotary angles, from
     which Megatron's rotary code takes each rank's part.
     """
-    bounds, longest = cu_seqlens.to(device, non_blocking=True), int(cu_seqlens.diff().max())
+    bounds, longest = to_device(cu_seqlens, device), int(cu_seqlens.diff().max())
     return PackedBounds(
         qkv_format="thd",
         cu_seqlens_q=bounds,

@@ -7,6 +7,7 @@ views and never as copies. Loading, exporting, checkpoints and resharding all us
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from megarl.actor.weights.shards import SCORE, ShardSpec, shard_specs, tensor_sh
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform
+from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
@@ -37,6 +39,7 @@ TE_SPELLINGS = (
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # bounds the memory of a comparison
+RECEIVED_BYTES = 256 << 20  # of a tensor on rank 0's device at a time, while it is gathered
 
 
 @dataclass(frozen=True)
@@ -176,36 +179,70 @@ def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     several ranks hold the same box, the lowest rank sends it.
     """
     local_views = {(s.name, s.start): s.view for s in shards(modules, config, groups)}
-    dtype = next(parameters(modules)).dtype
-    senders = _senders(config, groups)
+    dtype, senders = next(parameters(modules)).dtype, _senders(config, groups)
+    gather_json(groups.rank)  # NCCL connects all ranks here: a batch of sends connects the world, and waits for all
     for name, shape in tensor_shapes(config).items():
-        full = torch.empty(shape if groups.rank == 0 else 0, dtype=dtype)
-        for rank, boxes in senders[name].items():
-            if rank == groups.rank:
-                parts = [local_views[name, start].detach() for start, _ in boxes]
-                if rank != 0:
-                    dist.send(torch.cat([part.flatten() for part in parts]), 0)
-            elif groups.rank == 0:
-                shapes = [tuple(b - a for a, b in zip(*box, strict=True)) for box in boxes]
-                counts = [int(np.prod(extent)) for extent in shapes]
-                message = torch.empty(sum(counts), dtype=dtype, device=platform.device())
-                dist.recv(message, rank)
-                parts = [part.view(extent) for part, extent in zip(message.split(counts), shapes, strict=True)]
-            if groups.rank == 0:
-                for (start, stop), part in zip(boxes, parts, strict=True):
-                    full[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = part.cpu()
+        if groups.rank != 0:
+            boxes = senders[name].get(groups.rank)
+            if boxes is not None:
+                message = torch.cat([local_views[name, start].detach().flatten() for start, _ in boxes])
+                _exchange([dist.P2POp(dist.isend, message, 0)])
+            yield name, torch.empty(0, dtype=dtype)
+            continue
+        full = torch.empty(shape, dtype=dtype)
+        for start, stop in senders[name].get(0, []):
+            _write(full, start, stop, local_views[name, start].detach())
+        for batch in _batches({rank: boxes for rank, boxes in senders[name].items() if rank != 0}, dtype.itemsize):
+            messages = [
+                torch.empty(sum(map(_size, boxes)), dtype=dtype, device=platform.device()) for boxes in batch.values()
+            ]
+            _exchange([dist.P2POp(dist.irecv, message, rank) for rank, message in zip(batch, messages, strict=True)])
+            for boxes, message in zip(batch.values(), messages, strict=True):
+                for box, part in zip(boxes, message.split([_size(box) for box in boxes]), strict=True):
+                    _write(full, *box, part)
         yield name, full
 
 
 Corner = tuple[int, ...]
+Box = tuple[Corner, Corner]
 
 
-def _senders(config: PretrainedConfig, groups: Groups) -> dict[str, dict[int, list[tuple[Corner, Corner]]]]:
+def _size(box: Box) -> int:
+    return math.prod(b - a for a, b in zip(*box, strict=True))
+
+
+def _write(full: Tensor, start: Corner, stop: Corner, part: Tensor) -> None:
+    region = full[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+    region.copy_(part.view(region.shape))
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """Runs sends and receives as one batch. A single one would connect its two ranks anew under NCCL."""
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _batches(senders: dict[int, list[Box]], itemsize: int) -> Iterator[dict[int, list[Box]]]:
+    """Splits the senders of a tensor so that a batch has at most `RECEIVED_BYTES`, or one sender."""
+    batch: dict[int, list[Box]] = {}
+    size = 0
+    for rank, boxes in senders.items():
+        nbytes = sum(map(_size, boxes)) * itemsize
+        if batch and size + nbytes > RECEIVED_BYTES:
+            yield batch
+            batch, size = {}, 0
+        batch[rank] = boxes
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _senders(config: PretrainedConfig, groups: Groups) -> dict[str, dict[int, list[Box]]]:
     """Boxes by HF tensor and sending rank. Every rank computes the same order."""
     table = world_table(config, groups.layout)
     first = np.array([min(ranks) for ranks in table.holders])[table.holder]
     dims = {name: len(shape) for name, shape in tensor_shapes(config).items()}
-    result: dict[str, dict[int, list[tuple[Corner, Corner]]]] = {name: {} for name in dims}
+    result: dict[str, dict[int, list[Box]]] = {name: {} for name in dims}
     assigned: set[tuple[str, Corner]] = set()
     for row in np.argsort(first, kind="stable"):
         name = table.names[table.tensor[row]]

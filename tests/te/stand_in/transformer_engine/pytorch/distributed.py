@@ -7,12 +7,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
+
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
 
 
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Any:
     """Only FP8 needs to know that activations are computed again."""
     return contextlib.nullcontext()
+
+
+def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Recomputes `function` in backward, under the FP8 recipe of its forward pass."""
+    assert not kwargs.pop("distribute_saved_activations", False)
+    inputs = {k: v for k, v in kwargs.items() if k not in ("get_rng_state_tracker", "tp_group")}
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    contexts = (contextlib.nullcontext(), fp8_autocast(recipe is not None, recipe))
+    options = {"use_reentrant": False, "context_fn": lambda: contexts}
+    return torch.utils.checkpoint.checkpoint(function, *args, **options, **inputs)
 
 
 class CudaRNGStatesTracker:

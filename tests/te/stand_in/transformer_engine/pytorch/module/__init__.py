@@ -12,33 +12,36 @@ from torch.nn import Parameter
 
 from transformer_engine.kernels import kernel
 from transformer_engine.pytorch.distributed import exchange
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, get_dummy_wgrad
+from transformer_engine.pytorch.fp8 import rounded
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_buffer, get_dummy_wgrad
 from transformer_engine.signatures import taken
 
 LINEAR = (
     "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker "
     "rng_tracker_name init_method bias return_bias params_dtype parallel_mode device ub_name name"
 )
+OVERLAP = "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_wgrad ub_bulk_dgrad"  # of layers cut over tp
 
 
 class _AddingToMainGrad(torch.autograd.Function):
-    """`x @ weight.t()`, whose backward adds the weight's gradient to `weight.main_grad`."""
+    """`x @ values.t()`, the weight's values, whose backward adds the weight's gradient to `weight.main_grad`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(x, values)
         ctx.weight = weight  # the parameter itself, which has the marks
-        return F.linear(x, weight)
+        return F.linear(x, values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, values), weight = ctx.saved_tensors, ctx.weight
         rows = grad.reshape(-1, grad.shape[-1])
         weight.main_grad.add_(
             rows.t().to(weight.main_grad.dtype) @ x.reshape(-1, x.shape[-1]).to(weight.main_grad.dtype)
         )
         weight.grad_added_to_main_grad = True
-        return grad @ weight, get_dummy_wgrad(list(weight.shape), x.dtype, getattr(weight, "zero_out_wgrad", False))
+        dummy = get_dummy_wgrad(list(weight.shape), x.dtype, getattr(weight, "zero_out_wgrad", False))
+        return grad @ values, dummy, None
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -85,6 +88,9 @@ class _LinearBase(TransformerEngineBaseModule):
                 assert size % self.tp_size == 0, f"{name}={size} over {self.tp_size} ranks"
                 setattr(self, name, size // self.tp_size)
         self.sequence_parallel = self.tp_size > 1 and a.sequence_parallel
+        overlaps = getattr(a, "ub_overlap_ag", False) or getattr(a, "ub_overlap_rs", False)
+        self.buffer = a.ub_name if overlaps else None
+        self.save_original_input = False  # Megatron sets it; here inputs are never saved in 8 bits
         self.fuse_wgrad_accumulation, self.use_bias, self.return_bias = a.fuse_wgrad_accumulation, a.bias, a.return_bias
 
     def _add(self, suffix: str, a: SimpleNamespace) -> None:
@@ -105,13 +111,16 @@ class _LinearBase(TransformerEngineBaseModule):
         self.register_parameter(f"bias{suffix}", bias)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _AddingToMainGrad.apply(x, weight) if self.fuse_wgrad_accumulation else F.linear(x, weight)
+        x, values = rounded(x, weight)
+        if not self.fuse_wgrad_accumulation:
+            return F.linear(x, values)
+        return _AddingToMainGrad.apply(x, weight, values.detach())
 
 
 class Linear(_LinearBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        a = taken("Linear.__init__", LINEAR, args, kwargs)
+        a = taken("Linear.__init__", f"{LINEAR} {OVERLAP}", args, kwargs)
         self._set_up(a)
         self._add("", a)
 
@@ -121,6 +130,8 @@ class Linear(_LinearBase):
         scattered = ("reduce_scatter", "all_gather") if self.sequence_parallel else ("all_reduce", "nothing")
         if self.parallel_mode == "column":
             x = exchange(x, self.tp_group, *gathered)
+        if self.buffer is not None and self.sequence_parallel:
+            check_buffer(self.buffer, x.numel() // x.shape[-1])
         out = self._product(x, self.weight)
         if self.parallel_mode == "row":
             out = exchange(out, self.tp_group, *scattered)
@@ -134,7 +145,8 @@ class LayerNormLinear(Linear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         TransformerEngineBaseModule.__init__(self)
-        a = taken("LayerNormLinear.__init__", f"{LINEAR} eps normalization zero_centered_gamma", args, kwargs)
+        names = f"{LINEAR} {OVERLAP} eps normalization zero_centered_gamma"
+        a = taken("LayerNormLinear.__init__", names, args, kwargs)
         assert a.normalization == "RMSNorm", a.normalization
         self._set_up(a)
         self.eps, self.offset = a.eps, float(a.zero_centered_gamma)
