@@ -96,7 +96,7 @@ def machine_checks(config: Config) -> Sequence[Check]:
     return [
         _check_driver,
         _check_kernels,
-        partial(actor_checks.check_device, config.actor, *devices, config.deterministic),
+        partial(actor_checks.check_device, config.actor, *devices, config.deterministic, platform.compute_capability()),
     ]
 
 

@@ -75,7 +75,8 @@ class MegatronEngine(TrainEngine):
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
         run_all(knob_checks(config, self.parallel, deterministic))
-        check_device(config, platform.takes_gpu_options(), platform.has_transformer_engine(), deterministic)
+        devices = platform.takes_gpu_options(), platform.has_transformer_engine()
+        check_device(config, *devices, deterministic, platform.compute_capability())
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
@@ -167,8 +168,9 @@ class MegatronEngine(TrainEngine):
         if weigh is not None and not (total > 0 and math.isfinite(total)):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         dp_rank = groups.dp_rank
+        share, pack = self.backend.share if shared else None, self.backend.pack
         return [
-            build_microbatch(batch, part, weight / total, self.device, self._cut, shared, self.backend.pack)
+            build_microbatch(batch, part, weight / total, self.device, self._cut, share, pack)
             for part, weight in zip(rows[dp_rank], weights[dp_rank], strict=True)
         ]
 

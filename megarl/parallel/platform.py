@@ -33,6 +33,11 @@ def has_transformer_engine() -> bool:
     return takes_gpu_options() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of this rank's GPU, such as (9, 0); None without a GPU."""
+    return torch.cuda.get_device_capability(device()) if has_gpu() else None
+
+
 def device() -> torch.device:
     """Device of this rank: its GPU by `LOCAL_RANK`, or the CPU.
 

@@ -1,7 +1,8 @@
 """Runs the backends `te` and `torch` on the same batch, with the stand-in of Transformer Engine on `sys.path`.
 
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
-`model`, `layout`, `recompute` and `fused`. Ranks are forked from this process, which has imported Megatron once.
+`model`, `layout`, `recompute`, `fused` and `shared`: then `te` reads common beginnings once, and `torch` reads
+them in each sequence. Ranks are forked from this process, which has imported Megatron once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.actor import checks
+from megarl.actor.batch import shared_prefix
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import build
@@ -34,12 +36,18 @@ from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, gather_gradients, logits_loss_fn, loss_fn, loss_weight_fn
+from tests.te import flash_twin
 
 
 def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
     optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
     config = EngineConfig(
-        path=str(model), backend=backend, max_tokens_per_mb=60, recompute=case["recompute"], optimizer=optimizer
+        path=str(model),
+        backend=backend,
+        max_tokens_per_mb=60,
+        recompute=case["recompute"],
+        optimizer=optimizer,
+        shared_prefix=case["shared"] and backend == "te",
     )
     engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
     with pytest.MonkeyPatch.context() as patch:
@@ -108,8 +116,9 @@ def resumed(engine: MegatronEngine, state: Path, batch: PackedBatch, kind: str) 
 
 
 def measure(work: Path, case: dict[str, Any]) -> None:
-    stored = load_file(work / case["model"] / "batch.safetensors")
-    batch = PackedBatch(stored.pop("cu_seqlens"), stored)
+    stored = load_file(work / case["model"] / ("shared.safetensors" if case["shared"] else "batch.safetensors"))
+    groups_of_sequences = {"group_ids": stored.pop("group_ids")} if case["shared"] else {}
+    batch = PackedBatch(stored.pop("cu_seqlens"), stored, groups_of_sequences)
     engines, results, stats, states = {}, {}, {}, {}
     for backend in ("te", "torch"):
         engine = engines[backend] = engine_of(backend, work / case["model"] / "model", case)
@@ -133,6 +142,7 @@ def measure(work: Path, case: dict[str, Any]) -> None:
             "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
             "stats": stats["te"],
             "kernels": clip_grads.l2_norm_impl.__module__,
+            "read": [sum(len(mb.input_ids) for mb in e._microbatches(batch)) for e in engines.values()],
             "layers": sorted({type(module).__name__ for module in engines["te"].modules[0].modules()}),
         }
         (work / case["name"] / "facts.json").write_text(json.dumps(facts))
@@ -152,6 +162,8 @@ def run_rank(rank: int, size: int, work: Path, cases: list[dict[str, Any]]) -> N
 def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
     assert "stand_in" in transformer_engine.__file__, transformer_engine.__file__
     checks._check_float32_attention = lambda *_: None  # float32 stands for bfloat16, whose rounding hides errors
+    shared_prefix.PAGE = 4  # branches of few tokens are shared
+    flash_twin.register()
     torch.set_num_threads(1)
     platform.takes_gpu_options = lambda: True
     fork = multiprocessing.get_context("fork")
