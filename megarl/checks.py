@@ -95,12 +95,13 @@ def server_checks(config: Config, folder: Path) -> Sequence[Check]:
 def machine_checks(config: Config) -> Sequence[Check]:
     """Checks of this machine's driver, kernels and devices."""
     devices = platform.takes_gpu_options(), platform.has_transformer_engine()
+    more, capability = (config.deterministic, platform.has_deep_ep()), platform.compute_capability()
     return [
         _check_driver,
         _check_kernels,
-        partial(actor_checks.check_device, config.actor, *devices, config.deterministic, platform.has_deep_ep()),
+        partial(actor_checks.check_device, config.actor, *devices, *more, capability),
         partial(userbuffers.check_device, config.parallel, platform.has_transformer_engine()),
-        partial(fp8.check_gpu, config.actor, platform.compute_capability(), platform.cuda_version()),
+        partial(fp8.check_gpu, config.actor, capability, platform.cuda_version()),
     ]
 
 

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from transformers import PretrainedConfig
 
 from megarl.actor import fp8, userbuffers
-from megarl.actor.config import EngineConfig
+from megarl.actor.config import EngineConfig, backend_of
 from megarl.families import MoeShape, head_dim, moe_shape
 from megarl.knobs import UserError, check_ranges
 from megarl.parallel.config import ParallelConfig
 
 # Numbers of ranks that DeepEP 2.1 has settings for (`Buffer.get_dispatch_config`)
 DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+FLASH_HEAD_DIM = 256  # the largest of torch's flash attention (flash_api.cpp)
+FLASH_CAPABILITY = (8, 0)  # compute capability that it needs
 
 
 def knob_checks(
@@ -51,6 +53,7 @@ def model_checks(
         functools.partial(check_layout, model, parallel),
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
         functools.partial(fp8.check_layout, config, parallel, model),
+        functools.partial(_check_shared_heads, config, model, deterministic),
     )
 
 
@@ -60,8 +63,9 @@ def check_device(
     has_te: bool = False,
     deterministic: bool = False,
     has_deep_ep: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> None:
-    """Refuses backends and options that this machine's devices cannot run.
+    """Refuses backends and options that this machine's devices cannot run. `capability` is the GPU's, None without.
 
     Raises:
         UserError: naming the knob.
@@ -87,6 +91,13 @@ def check_device(
         raise UserError(
             f"actor.fp8={config.fp8} needs the package transformer_engine and a GPU, and {missing} was not found; set "
             "it to off"
+        )
+    on_te = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic) == "te"
+    if on_te and config.shared_prefix and capability is not None and capability < FLASH_CAPABILITY:
+        needed, present = (".".join(map(str, version)) for version in (FLASH_CAPABILITY, capability))
+        raise UserError(
+            f"actor.shared_prefix=true on Transformer Engine's layers needs a GPU of compute capability {needed} or "
+            f"newer, and this one has {present}; set it to false, or actor.backend=torch"
         )
     if config.offload_optimizer and not has_gpu:
         raise UserError(
@@ -132,8 +143,6 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_backend(config: EngineConfig, deterministic: bool) -> None:
-    if config.backend == "te" and config.shared_prefix:
-        raise UserError("actor.shared_prefix=true runs on the torch layers; set actor.backend to auto or torch")
     if config.backend == "cpu" and config.dtype != "float32":
         raise UserError(f"actor.backend=cpu is float32 only, and actor.dtype={config.dtype}; change one of them")
     if deterministic and config.backend not in ("auto", "torch"):
@@ -144,12 +153,15 @@ def _check_backend(config: EngineConfig, deterministic: bool) -> None:
 
 
 def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> None:
-    """Refuses what no attention of Transformer Engine computes (`get_attention_backend` of its 2.12.0)."""
-    if config.backend == "te" and config.dtype == "float32" and parallel.cp_size > 1:
-        raise UserError(
-            f"actor.backend=te with parallel.cp_size={parallel.cp_size} computes 16 bits only, and actor.dtype="
-            "float32; set actor.dtype=bfloat16 or actor.backend=torch"
-        )
+    """Refuses what no attention of Transformer Engine (`get_attention_backend` of its 2.12.0) or torch computes."""
+    options = {f"parallel.cp_size={parallel.cp_size}": parallel.cp_size > 1}
+    options["actor.shared_prefix=true"] = config.shared_prefix
+    for option, is_set in options.items():
+        if config.backend == "te" and config.dtype == "float32" and is_set:
+            raise UserError(
+                f"actor.backend=te with {option} computes 16 bits only, and actor.dtype=float32; set "
+                "actor.dtype=bfloat16 or actor.backend=torch"
+            )
 
 
 def _check_deterministic(
@@ -171,10 +183,20 @@ def _check_deterministic(
 
 
 def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None:
-    if config.shared_prefix and (parallel.cp_size > 1 or parallel.sequence_parallel):
+    if config.shared_prefix and parallel.cp_size > 1:
         raise UserError(
             f"actor.shared_prefix=true takes whole sequences on every rank: set it to false, or parallel.cp_size="
-            f"{parallel.cp_size} to 1 and sequence_parallel={parallel.sequence_parallel} to false"
+            f"{parallel.cp_size} to 1"
+        )
+
+
+def _check_shared_heads(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> None:
+    """Refuses heads that flash attention does not compute, on the layers that a GPU would take."""
+    on_te = backend_of(config, has_gpu=True, has_te=True, deterministic=deterministic) == "te"
+    if config.shared_prefix and on_te and head_dim(model) > FLASH_HEAD_DIM:
+        raise UserError(
+            f"actor.shared_prefix=true on Transformer Engine's layers takes heads of at most {FLASH_HEAD_DIM}, and the "
+            f"model's have {head_dim(model)}; set it to false, or actor.backend=torch"
         )
 
 

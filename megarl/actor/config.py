@@ -83,7 +83,7 @@ class EngineConfig:
     kept_logits_mb: int = knob(
         256, "MiB of logits kept for backward; where there are more, they are computed twice", least=0, most=2**20
     )
-    shared_prefix: bool = knob(False, "compute the prompt that a group shares once a microbatch; cp_size=1 only")
+    shared_prefix: bool = knob(False, "compute prompts and turns that a group shares once a microbatch; cp_size=1 only")
     value_head_std: float = knob(
         0.0, "standard deviation of a new critic's or reward model's head; 0 starts at zero", least=0, most=1000
     )
@@ -134,15 +134,15 @@ class EngineConfig:
 def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, deterministic: bool = False) -> str:
     """Name of an engine's layer backend: torch, te, cpu or deterministic.
 
-    `auto` takes Transformer Engine if it can run, except with shared prompts, which its attention does not support, and
-    in float32: flash-attn and cuDNN compute 16 bits only, and what is left stores all scores. Without a GPU, float32
-    models take the kernels of `megarl/cpu`. All other cases take plain torch.
+    `auto` takes Transformer Engine if it can run, except in float32: flash-attn and cuDNN compute 16 bits only, and
+    what is left stores all scores. Without a GPU, float32 models take the kernels of `megarl/cpu`. All other cases
+    take plain torch.
     """
     if deterministic:
         return "deterministic"
     if config.backend != "auto":
         return config.backend
-    if has_te and not config.shared_prefix and config.dtype != "float32":
+    if has_te and config.dtype != "float32":
         return "te"
     on_cpu = not has_gpu and config.dtype == "float32" and importlib.util.find_spec("megarl.cpu") is not None
     return "cpu" if on_cpu else "torch"

@@ -76,9 +76,10 @@ class MegatronEngine(TrainEngine):
         self.trainable = trainable
         run_all(knob_checks(config, self.parallel, deterministic))
         devices = platform.takes_gpu_options(), platform.has_transformer_engine()
-        check_device(config, *devices, deterministic, platform.has_deep_ep())
+        capability = platform.compute_capability()
+        check_device(config, *devices, deterministic, platform.has_deep_ep(), capability)
         userbuffers.check_device(self.parallel, platform.has_transformer_engine())
-        fp8.check_gpu(config, platform.compute_capability(), platform.cuda_version())
+        fp8.check_gpu(config, capability, platform.cuda_version())
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
@@ -167,8 +168,9 @@ class MegatronEngine(TrainEngine):
         if weigh is not None and not (total > 0 and math.isfinite(total)):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         dp_rank = groups.dp_rank
+        share, pack = self.backend.share if shared else None, self.backend.pack
         return [
-            build_microbatch(batch, part, weight / total, self.device, self._cut, shared, self.backend.pack)
+            build_microbatch(batch, part, weight / total, self.device, self._cut, share, pack)
             for part, weight in zip(rows[dp_rank], weights[dp_rank], strict=True)
         ]
 

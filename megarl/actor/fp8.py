@@ -64,7 +64,7 @@ def check_knobs(config: EngineConfig, deterministic: bool) -> None:
             if is_set
         )
         raise UserError(
-            f"actor.fp8={config.fp8} runs in Transformer Engine's layers, and {other} takes others; set actor.fp8=off "
+            f"actor.fp8={config.fp8} runs in Transformer Engine's layers and not with {other}; set actor.fp8=off "
             "or change that"
         )
     if config.dtype != "bfloat16":

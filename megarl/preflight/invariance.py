@@ -55,6 +55,7 @@ MODELS = {
 }  # fmt: skip
 COMPLETIONS = 4  # per prompt, of three prompts
 LENGTHS = (19, 33, 11, 26, 48, 17, 21, 9, 40, 14, 28, 23)
+PROMPT = 4  # tokens that are not trained
 FIGURES = ("logprobs", "advantages", "loss", "grad_norm")
 
 
@@ -66,6 +67,13 @@ class Case:
     knobs: dict[str, Any] = field(default_factory=dict)
     max_tokens_per_mb: int = 120
     experts: str = "auto"  # actor.experts
+    prompts: bool = False  # completions of a group begin with a common prompt
+    shared: bool = False  # actor.shared_prefix
+
+    @property
+    def reference(self) -> str:
+        """Name of the case of the single process, on the same model and batch."""
+        return "prompts tp1" if self.prompts else "tp1" if self.model == "dense" else "moe tp1"
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -97,6 +105,10 @@ CASES = {
     "dp2 pp2": Case(knobs={"dp_size": 2, "pp_size": 2}),
     "cp2 dp2": Case(knobs={"cp_size": 2, "dp_size": 2}),
     "dp2 pp2 vpp2 overlap": Case(knobs={"dp_size": 2, "pp_size": 2, "vpp_size": 2, "overlap": True}),
+    "prompts tp1": Case(prompts=True),
+    "prompts shared": Case(prompts=True, shared=True),
+    "prompts shared tp2 sp": Case(knobs=SP, prompts=True, shared=True),
+    "prompts shared pp2": Case(knobs={"pp_size": 2}, prompts=True, shared=True),
     "moe tp1": Case("moe"),
     "moe ep2": Case("moe", {"dp_size": 2, "ep_size": 2}),
     "moe etp2": Case("moe", {"dp_size": 2, "etp_size": 2}),
@@ -108,20 +120,27 @@ CASES = {
     "moe ep2 etp2 overlap": Case("moe", {"dp_size": 4, "ep_size": 2, "etp_size": 2, "overlap": True}),
     "moe pp2 vpp2 ep2": Case("moe", {"pp_size": 2, "vpp_size": 2, "dp_size": 2, "ep_size": 2}),
 }
-REFERENCES = {"dense": "tp1", "moe": "moe tp1"}
+REFERENCES = {case.reference for case in CASES.values()}
 
 
-def batch() -> PackedBatch:
-    """Three prompts with `COMPLETIONS` completions each, of mixed lengths, with random tokens and rewards."""
+def batch(prompts: bool = False) -> PackedBatch:
+    """Three groups of `COMPLETIONS` sequences of mixed lengths, with random tokens and rewards.
+
+    With `prompts`, the first `PROMPT` tokens are equal in a group.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor(LENGTHS)
     total = int(lengths.sum())
     position = torch.cat([torch.arange(length) for length in LENGTHS])
+    ids = torch.randint(0, SHAPE["vocab_size"], (total,), generator=generator)
+    if prompts:
+        group = (torch.arange(len(LENGTHS)) // COMPLETIONS).repeat_interleave(lengths)
+        ids = torch.where(position < PROMPT, position + PROMPT * group, ids)
     return PackedBatch(
         cu_seqlens_of(lengths),
         {
-            "input_ids": torch.randint(0, SHAPE["vocab_size"], (total,), generator=generator),
-            "loss_mask": position >= 4,
+            "input_ids": ids,
+            "loss_mask": position >= PROMPT,
             "noise": 0.3 * torch.randn(total, generator=generator),
         },
         {
@@ -138,6 +157,7 @@ def build_actor(case: Case, folder: Path) -> MegatronPPOActor:
         init="random",
         max_tokens_per_mb=case.max_tokens_per_mb,
         experts=case.experts,
+        shared_prefix=case.shared,
         optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.0),
     )
     algorithm = GRPO(GRPOConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1", entropy_coef=0.01))
@@ -146,9 +166,8 @@ def build_actor(case: Case, folder: Path) -> MegatronPPOActor:
     return actor
 
 
-def measure(actor: MegatronPPOActor) -> dict[str, Tensor]:
+def measure(actor: MegatronPPOActor, data: PackedBatch) -> dict[str, Tensor]:
     """Figures of one GRPO update under the actor's layout, equal on every rank."""
-    data = batch()
     logprobs = actor.compute_logp(data)
     # Policies for the ratio and the KL, close to the present one: the ratio clips some tokens, not all.
     data["prox_logp"] = logprobs + data["noise"]
@@ -165,7 +184,7 @@ def worker(work: Path) -> None:
     world = ParallelConfig().world_size()
     for name, case in CASES.items():
         if case.ranks == world:
-            figures = measure(build_actor(case, work / case.model))
+            figures = measure(build_actor(case, work / case.model), batch(case.prompts))
             if torch.distributed.get_rank() == 0:
                 save_file(figures, work / f"{name}.safetensors")
             groups.leave_layout()
@@ -177,7 +196,7 @@ def differences(work: Path) -> dict[str, dict[str, float]]:
     figures = {name: load_file(work / f"{name}.safetensors") for name in CASES}
     result = {}
     for name, case in CASES.items():
-        expected = figures[REFERENCES[case.model]]
+        expected = figures[case.reference]
         result[name] = {
             figure: float((figures[name][figure] - expected[figure]).abs().max() / expected[figure].abs().max())
             for figure in FIGURES
@@ -192,7 +211,7 @@ def table(results: dict[str, dict[str, float]]) -> Table:
     for name in ("ranks", *FIGURES, ""):
         rows.add_column(name.replace("_", " "), justify="right")
     for name, case in CASES.items():
-        is_reference = name in REFERENCES.values()
+        is_reference = name in REFERENCES
         cells = ["-" if is_reference else f"{results[name][figure]:.1e}" for figure in FIGURES]
         verdict = "reference" if is_reference else "ok" if holds(results[name]) else "[bold red]differs[/]"
         rows.add_row(name, str(case.ranks), *cells, verdict, end_section=_ends_world(name))

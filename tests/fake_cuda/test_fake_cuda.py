@@ -104,6 +104,7 @@ def te_outcomes(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
         "te": ("sft", {"path": dense, **te}, {}),
         "te, 3 layers, 3 microbatches": ("sft", {"path": deep, "max_tokens_per_mb": 30, **te}, {}),
         "te, GRPO": ("policy", {"path": dense, **te}, {}),
+        "te, shared prompts": ("sft", {"path": dense, "shared_prefix": True, **te}, {}),
     }
     return run_on_device(cases, tmp_path_factory.mktemp("te"), HERE.parent / "te" / "stand_in", HERE.parents[1])
 
@@ -143,7 +144,7 @@ def test_an_update_waits_four_times_whatever_its_layers_and_microbatches(outcome
     assert len(found["evaluation_waits"]) == 1
 
 
-@pytest.mark.parametrize("name", ["te", "te, 3 layers, 3 microbatches", "te, GRPO"])
+@pytest.mark.parametrize("name", ["te", "te, 3 layers, 3 microbatches", "te, GRPO", "te, shared prompts"])
 def test_an_update_by_transformer_engine_waits_three_times(te_outcomes: Any, name: str) -> None:
     """Its own kernels are not run; Megatron's calls around them, and megarl's code, are."""
     waits = result(te_outcomes, name)["waits"]
@@ -209,6 +210,12 @@ def test_results_on_the_device_are_those_of_the_host(outcomes: Any, cases: dict[
 @pytest.mark.parametrize("name", ["tp 2", "cp 2", "dp 2", "pp 2", "shared prompts"])
 def test_layouts_agree_on_the_device(outcomes: Any, name: str) -> None:
     assert result(outcomes, name)["losses"] == pytest.approx(result(outcomes, "sft")["losses"], rel=1e-5)
+
+
+def test_transformer_engine_agrees_on_shared_prompts(te_outcomes: Any) -> None:
+    apart, together = (result(te_outcomes, name)["losses"] for name in ("te", "te, shared prompts"))
+    assert together == pytest.approx(apart, rel=2**-8)
+    assert together != apart, "nothing was shared"
 
 
 @pytest.mark.parametrize("name", ["float32 state", "bfloat16 state"])

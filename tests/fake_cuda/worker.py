@@ -28,11 +28,13 @@ from watch import WATCH  # noqa: E402
 from megarl.ops import advantage, digest, logprob_kernels, loss, native  # noqa: E402
 from megarl.parallel import platform  # noqa: E402
 from megarl.parallel.config import ParallelConfig  # noqa: E402
+from tests.te import flash_twin  # noqa: E402
 
 
 def prepare() -> None:
-    """Has gloo carry collectives, and the CPU's kernels take the device's memory."""
+    """Has gloo carry collectives, and the CPU's kernels take the device's memory. Flash attention has a twin."""
     torch.set_num_threads(1)
+    flash_twin.register()
     platform.collective_backend = lambda: "gloo"
     distributed_c10d._get_object_coll_device = lambda _=None: "cuda"  # as for NCCL's groups
     for module in (native, advantage, logprob_kernels, loss):

@@ -115,6 +115,31 @@ ACTOR: Bugs = {
             ),
         ],
     },
+    "megarl/actor/batch/shared_prefix.py": {
+        unit("actor/test_prefix_attention"): [
+            ("the last page is shared too", "equal // PAGE * PAGE - PAGE", "equal // PAGE * PAGE"),
+            ("a token is read by the last member that has it", "shared[member, :member]", "shared[member, member:]"),
+            ("padding continues a sequence", "Segment(total, count, -1)", "Segment(total, count, 0)"),
+            ("a unit counts the prompt again", "common[i, first:i].max(initial=0)", "common[i, i:i].max(initial=0)"),
+        ],
+    },
+    "megarl/actor/model/prefix_attention.py": {
+        unit("actor/test_prefix_attention"): [
+            (
+                "the outputs' weights are swapped",
+                "torch.sigmoid(more_lse - part_lse)",
+                "torch.sigmoid(part_lse - more_lse)",
+            ),
+            ("backward has each call's own log-sum-exp", "part_lse.copy_(torch.logaddexp(part_lse, more_lse))", "pass"),
+            ("keys of ancestors get no gradient", "total.float().index_add_(0, ancestors, part.float())", "total"),
+            (
+                "only the parent is seen",
+                "while (parent := segments[line[-1]].parent) >= 0:",
+                "while (parent := -1) >= 0:",
+            ),
+            ("a part's longest query may be 1", "max(2, int(queries.max()))", "int(queries.max())"),
+        ],
+    },
     "megarl/actor/policy.py": {
         unit("actor/test_minibatches"): [
             (

@@ -1,8 +1,9 @@
 """Runs the backends `te` and `torch` on the same batch, with the stand-in of Transformer Engine on `sys.path`.
 
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
-`model`, `layout`, `recompute`, `fused`, `experts` (their knobs under `te`), and `marks`: if the norm is also computed
-under other marks of experts. Ranks are forked from this process, which has imported Megatron once.
+`model`, `layout`, `recompute`, `fused`, `experts` (their knobs under `te`), `marks`: if the norm is also computed under
+other marks of experts, and `shared`: then `te` reads common beginnings once, and `torch` reads them in each sequence.
+Ranks are forked from this process, which has imported Megatron once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from transformer_engine.pytorch import GroupedLinear
 
 from megarl.actor import checks
+from megarl.actor.batch import shared_prefix
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import build
@@ -34,6 +36,7 @@ from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, gather_gradients, logits_loss_fn, loss_fn, loss_weight_fn
+from tests.te import flash_twin
 
 
 def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
@@ -45,6 +48,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         max_tokens_per_mb=60,
         recompute=case["recompute"],
         optimizer=optimizer,
+        shared_prefix=case["shared"] and backend == "te",
         **options,
     )
     engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
@@ -152,8 +156,9 @@ def norms_by_marks(model: Path, case: dict[str, Any], batch: PackedBatch) -> dic
 
 
 def measure(work: Path, case: dict[str, Any]) -> None:
-    stored = load_file(work / case["model"] / "batch.safetensors")
-    batch = PackedBatch(stored.pop("cu_seqlens"), stored)
+    stored = load_file(work / case["model"] / ("shared.safetensors" if case["shared"] else "batch.safetensors"))
+    groups_of_sequences = {"group_ids": stored.pop("group_ids")} if case["shared"] else {}
+    batch = PackedBatch(stored.pop("cu_seqlens"), stored, groups_of_sequences)
     engines, results, stats, states = {}, {}, {}, {}
     for backend in ("te", "torch"):
         engine = engines[backend] = engine_of(backend, work / case["model"] / "model", case)
@@ -179,6 +184,7 @@ def measure(work: Path, case: dict[str, Any]) -> None:
             "norms": norms,
             "stats": stats["te"],
             "kernels": clip_grads.l2_norm_impl.__module__,
+            "read": [sum(len(mb.input_ids) for mb in e._microbatches(batch)) for e in engines.values()],
             "layers": sorted({type(module).__name__ for module in engines["te"].modules[0].modules()}),
             "dispatchers": dispatchers_of(engines["te"]),
         }
@@ -200,6 +206,8 @@ def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
     assert "stand_in" in transformer_engine.__file__, transformer_engine.__file__
     # float32 stands for bfloat16, whose rounding hides errors
     checks._check_float32_attention = checks._check_dispatcher = lambda *_: None
+    shared_prefix.PAGE = 4  # branches of few tokens are shared
+    flash_twin.register()
     torch.set_num_threads(1)
     platform.takes_gpu_options = lambda: True
     fork = multiprocessing.get_context("fork")

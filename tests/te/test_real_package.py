@@ -74,6 +74,22 @@ def test_megatron_builds_the_recipes_of_fp8(verdicts: dict[str, Any]) -> None:
     }
 
 
+def test_torch_takes_the_calls_of_attention_over_shared_prompts() -> None:
+    """On CUDA tensors without data: the signatures, dtypes and shapes of the environment's torch."""
+    python = GPU_ENV / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{GPU_ENV} has no GPU environment: run `make gpu-env`, or name another in MEGARL_GPU_ENV")
+    done = subprocess.run(
+        [str(python), "-W", "ignore", "-m", "tests.te.flash_calls"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_one_cudnn_is_loaded_though_the_machine_has_another(tmp_path: Path) -> None:
     """A second copy stands where Transformer Engine looks first, as in images of CUDA."""
     python = GPU_ENV / "bin" / "python"

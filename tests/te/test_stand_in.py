@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megarl.types import cu_seqlens_of
 from tests.distributed.test_layouts import LLAMA3_ROPE, make_batch, reference_logprobs, reference_steps
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [1]},
 }
 FUSED = "fused"  # in place of recompute: accumulation of gradients by Transformer Engine
+SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
 EXPERTS = {  # in place of recompute: knobs of experts
     "sequential": {"experts": "sequential"},
     "flex": {"moe_dispatcher": "flex"},
@@ -45,6 +47,9 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen2_tied", {}, FUSED),
         ("qwen3_moe", {}, FUSED),
         ("qwen3_moe", {}, "sequential"),
+        ("qwen3", {}, SHARED),
+        ("mha", {}, SHARED),
+        ("mixtral", {}, SHARED),
     ],
     2: [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -59,6 +64,10 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "flex"),
         ("qwen3_moe", {"dp_size": 2, "ep_size": 2}, "flex"),
+        ("llama_biased", {"tp_size": 2}, SHARED),
+        ("qwen3", SP, SHARED),
+        ("qwen2_tied", {"pp_size": 2}, SHARED),
+        ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, SHARED),
     ],
     4: [
         ("mixtral", {**SP, "dp_size": 2, "ep_size": 2}, "none"),  # experts cut by ep 2 and tp 2
@@ -69,6 +78,36 @@ MARKS = "mixtral-none-tp_size-sequence_parallel-dp_size-ep_size"  # the case run
 NAMES = {ranks: [f"{m}-{r}-" + "-".join(layout) for m, layout, r in cases] for ranks, cases in CASES.items()}
 
 
+def make_shared_batch(vocab_size: int) -> dict[str, torch.Tensor]:
+    """Completions of two prompts, and conversations that part after one turn or two, all mixed."""
+    generator = torch.Generator().manual_seed(vocab_size)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randint(0, vocab_size, (count,), generator=generator)
+
+    first, second, system = tokens(18), tokens(5), tokens(9)
+    turn = torch.cat((system, tokens(16)))
+    later = torch.cat((turn, tokens(12)))
+    sequences = [
+        *[(0, torch.cat((first, tokens(n)))) for n in (4, 11, 1)],
+        *[(2, torch.cat((start, tokens(n)))) for start, n in ((later, 9), (system, 7), (turn, 8), (later, 3))],
+        *[(1, torch.cat((second, tokens(n)))) for n in (6, 20)],
+        (3, tokens(14)),
+    ]
+    order = torch.randperm(len(sequences), generator=generator).tolist()
+    groups, ids = zip(*(sequences[i] for i in order), strict=True)
+    cu_seqlens = cu_seqlens_of(torch.tensor([len(row) for row in ids]))
+    mask = torch.rand(int(cu_seqlens[-1]), generator=generator) < 0.7
+    mask[cu_seqlens[:-1].long()] = False
+    return {
+        "cu_seqlens": cu_seqlens,
+        "input_ids": torch.cat(ids),
+        "loss_mask": mask,
+        "advantages": torch.randn(len(mask), generator=generator),
+        "group_ids": torch.tensor(groups),
+    }
+
+
 @pytest.fixture(scope="module")
 def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs all cases once, and returns the folder with their results."""
@@ -77,13 +116,22 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         (folder / name).mkdir()
         (folder / name / "model").symlink_to(checkpoints(**fields))
         save_file(make_batch(fields.get("vocab_size", 343)), folder / name / "batch.safetensors")
+        save_file(make_shared_batch(fields.get("vocab_size", 343)), folder / name / "shared.safetensors")
     cases: dict[str, list[dict[str, Any]]] = {}
     for ranks, parts in CASES.items():
         for name, (model, layout, recompute) in zip(NAMES[ranks], parts, strict=True):
             (folder / name).mkdir()
-            case = {"name": name, "model": model, "layout": layout, "experts": EXPERTS.get(recompute, {})}
-            plain = recompute == FUSED or recompute in EXPERTS
-            case |= {"recompute": "none" if plain else recompute, "fused": recompute == FUSED, "marks": name == MARKS}
+            plain = recompute in (FUSED, SHARED, *EXPERTS)
+            case = {
+                "name": name,
+                "model": model,
+                "layout": layout,
+                "experts": EXPERTS.get(recompute, {}),
+                "recompute": "none" if plain else recompute,
+                "marks": name == MARKS,
+                FUSED: recompute == FUSED,
+                SHARED: recompute == SHARED,
+            }
             cases.setdefault(str(ranks), []).append(case)
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.te.stand_in_worker", str(folder), json.dumps(cases)],
@@ -130,12 +178,19 @@ def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> No
         expected |= {"SequentialMLP", "ColumnParallelLinear", "RowParallelLinear"}
     elif name.startswith(("mixtral", "qwen3_moe")):
         expected |= {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
-    assert expected | {"TEDotProductAttention", "RotaryTable"} <= set(layers)
+    attention = "SharedPromptAttention" if SHARED in name else "TEDotProductAttention"
+    assert expected | {attention, "RotaryTable"} <= set(layers)
     assert "PackedAttention" not in layers
     if name.startswith(("mixtral", "qwen3_moe")):
         dispatcher = "MoEFlexTokenDispatcher" if "-flex-" in name else "MoEAlltoAllTokenDispatcher"
         assert facts_of(work, name)["dispatchers"] == [[dispatcher, True]]
     assert facts_of(work, name)["kernels"].startswith("transformer_engine.")
+
+
+@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names if SHARED in name])
+def test_common_beginnings_are_read_once(name: str, work: Path) -> None:
+    read, all_tokens = facts_of(work, name)["read"]
+    assert read < 0.8 * all_tokens
 
 
 @pytest.mark.parametrize("name", NAMES[1][:4])

@@ -92,6 +92,10 @@ class LocalTokens:
         """Copies the indices from the host to `device`, without waiting for it."""
         return LocalTokens(to_device(self.source, device), to_device(self.rows, device))
 
+    def without_padding(self, tokens: int) -> LocalTokens:
+        """Marks tokens from `tokens` on as padding, and leaves out their rows."""
+        return LocalTokens(torch.where(self.source < tokens, self.source, -1), self.rows[:tokens])
+
     def take(self, values: Tensor, fill: int) -> Tensor:
         """Selects this rank's part `[local tokens]` of per-token `values [tokens]`. Padding gets `fill`."""
         return torch.where(self.source < 0, fill, values[self.source.clamp(min=0)])

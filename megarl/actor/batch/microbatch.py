@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.actor.batch.balance import SequenceCost, karmarkar_karp
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
-from megarl.actor.batch.shared_prefix import share, units
+from megarl.actor.batch.shared_prefix import Share, pad, units
 from megarl.knobs import UserError
 from megarl.types import PackedBatch, to_device
 
@@ -184,21 +184,27 @@ def build_microbatch(
     weight: float,
     device: torch.device,
     cut: Cut,
-    shared_prefix: bool,
+    share: Share | None,
     pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams],
 ) -> Microbatch:
     """Builds the microbatch of the sequences `indices`, cut for this rank.
 
-    An empty microbatch takes the first sequence with weight 0, because every rank must run the same collectives. `pack`
-    builds the attention's parameters (see `LayerBackend`). Sizes and indices are computed on the host, and no copy to
-    the device waits for it.
+    An empty microbatch takes the first sequence with weight 0, because every rank must run the same collectives.
+    `share` selects the tokens to read; None reads all. `pack` builds the attention's parameters (see `LayerBackend`).
+    Sizes and indices are computed on the host, and no copy to the device waits for it.
     """
     host = batch.select(indices or [0])
-    padded = cut.padded_cu_seqlens(host.cu_seqlens)
-    uncut = cut.cp_size == 1 and int(padded[-1]) == host.total_tokens
-    local = None if uncut else local_tokens(host.cu_seqlens, padded, cut)
-    shared = share(host) if shared_prefix else None
-    packed = pack(padded, device, cut, shared)
+    local: LocalTokens | None = None
+    shared: LocalTokens | None = None
+    if share is not None:
+        bounds, padded = pad(share(host), host.cu_seqlens, cut.token_multiple)
+        packed = pack(bounds, device, cut, padded)
+        shared = padded.without_padding(host.total_tokens)
+    else:
+        bounds = cut.padded_cu_seqlens(host.cu_seqlens)
+        if cut.cp_size > 1 or int(bounds[-1]) != host.total_tokens:
+            local = local_tokens(host.cu_seqlens, bounds, cut)
+        packed = pack(bounds, device, cut, None)
     inputs, last = host["input_ids"], last_positions(host.cu_seqlens)
     labels = inputs.roll(-1).index_fill(0, last, -1)
     trained = labels

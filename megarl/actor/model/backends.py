@@ -35,6 +35,7 @@ from transformers import PretrainedConfig
 
 from megarl.actor import fp8
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
+from megarl.actor.batch.shared_prefix import Share, share, share_in_segments
 from megarl.actor.config import EngineConfig, backend_of, groups_experts
 from megarl.actor.model import heads
 from megarl.actor.model.deterministic_layers import (
@@ -49,8 +50,8 @@ from megarl.actor.model.packed_attention import (
     PackedRotary,
     RotaryTable,
     pack_in_blocks,
-    pack_with_bounds,
 )
+from megarl.actor.model.prefix_attention import pack_segments, with_shared_prompts
 from megarl.families import rotary_inv_freq
 from megarl.ops import row_invariant
 from megarl.parallel import megatron_patches, platform
@@ -74,12 +75,14 @@ class LayerBackend:
     """Modules and functions of a model that depend on the layer implementation.
 
     `pack` builds the attention's parameters from padded `cu_seqlens` (int32 `[num_seqs + 1]`, on the host), the cut
-    over ranks, and the tokens read under shared prompts. `rotary` takes the frequencies `[rotary dim / 2]`.
+    over ranks, and the tokens that `share` selects under shared prompts. `rotary` takes the frequencies
+    `[rotary dim / 2]`.
     `gated_activation` None uses Megatron's `activation_func`. `logprobs` has the signature of `heads.logprobs`.
     """
 
     name: str
     pack: Pack
+    share: Share = share
     rotary: Callable[[Tensor], torch.nn.Module] = PackedRotary
     norm: Any = RMSNorm
     qk_norm: Any = RMSNorm
@@ -131,7 +134,7 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
-        te = _transformer_engine()
+        te = _transformer_engine(config.shared_prefix)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
     elif name == "cpu":
         backend = _cpu(rotary_inv_freq(model))
@@ -168,21 +171,24 @@ def _deterministic() -> LayerBackend:
     )
 
 
-def _transformer_engine() -> LayerBackend:
+def _transformer_engine(shared_prefix: bool) -> LayerBackend:
     """Builds the backend of Transformer Engine's modules.
 
-    Norms are not fused into the following linear layers, so parameters have the names of the torch layers.
+    Norms are not fused into the following linear layers, so parameters have the names of the torch layers. Attention
+    over shared prompts is computed by torch's flash attention (`prefix_attention.py`).
     """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the package
 
     provider = TESpecProvider()
+    attention = provider.core_attention()
     return LayerBackend(
         "te",
-        pack_with_bounds,
+        pack_segments,
+        share=share_in_segments,
         rotary=RotaryTable,
         norm=provider.layer_norm(rms_norm=True),
         qk_norm=provider.layer_norm(rms_norm=True, for_qk=True),
-        attention=provider.core_attention(),
+        attention=with_shared_prompts(attention) if shared_prefix else attention,
         column_linear=provider.column_parallel_linear(),
         row_linear=provider.row_parallel_linear(),
         experts=provider.grouped_mlp_modules(True),

@@ -207,61 +207,6 @@ def test_logits_kept_or_computed_twice_give_the_same_step(checkpoints: Callable[
         torch.testing.assert_close(gradient, kept_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
-def shared_rollout() -> PackedBatch:
-    """Two groups of four with shared prompts of 9 and 20 tokens. Their sequences alternate.
-
-    Each group has an empty completion, and one of 3 tokens that both groups have.
-    """
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(0, 343, (n,), generator=generator) for n in (9, 20)]
-    parts, masks, groups_ = [], [], []
-    for length in (7, 3, 0, 12):
-        for group, prompt in enumerate(prompts):
-            completion = torch.arange(length) if length == 3 else torch.randint(0, 343, (length,), generator=generator)
-            parts.append(torch.cat([prompt, completion]))
-            masks.append(torch.arange(len(parts[-1])) >= len(prompt))
-            groups_.append(group)
-    ids = torch.cat(parts)
-    return PackedBatch(
-        cu_seqlens_of(torch.tensor([len(p) for p in parts])),
-        {
-            "input_ids": ids,
-            "loss_mask": torch.cat(masks),
-            "rollout_logprobs": torch.randn(ids.numel(), generator=generator),
-        },
-        {"rewards": torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 1]), "group_ids": torch.tensor(groups_)},
-    )
-
-
-@pytest.mark.parametrize("budget", [1000, 60, 32])
-def test_a_shared_prompt_computed_once_gives_equal_log_probs_and_gradients(folder: Path, budget: int) -> None:
-    results = []
-    for shared in (False, True):
-        config = config_of(folder, max_tokens_per_mb=budget, shared_prefix=shared)
-        actor = MegatronPPOActor(config, GRPO(GRPOConfig(eps_clip=0.2)))
-        actor.initialize()
-        batch = shared_rollout()
-        logp = actor.eval().logprobs(batch)
-        batch["prox_logp"] = actor.compute_logp(batch) + 0.1
-        actor.compute_advantages(batch)
-        tokens = sum(mb.input_ids.numel() for mb in actor._microbatches(batch))
-        results.append((logp, actor.ppo_update(batch), gradients(actor), tokens))
-    (plain_logp, stats, plain_gradients, tokens), (shared_logp, shared_stats, shared_gradients, shared_tokens) = results
-    torch.testing.assert_close(shared_logp, plain_logp, atol=1e-6, rtol=1e-6)
-    assert shared_stats == pytest.approx(stats, rel=1e-5)
-    for name, gradient in shared_gradients.items():
-        torch.testing.assert_close(gradient, plain_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
-    assert tokens == batch.total_tokens == 4 * 29 + 44
-    if budget == 1000:
-        assert shared_tokens == 29 + 44
-
-
-def test_a_shared_prompt_is_refused_where_sequences_are_cut(folder: Path) -> None:
-    for layout in ({"cp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
-        with pytest.raises(UserError, match=r"shared_prefix=true takes whole sequences"):
-            MegatronEngine(config_of(folder, shared_prefix=True), ParallelConfig(**layout))
-
-
 def test_forward_gives_results_in_the_order_of_the_batch(folder: Path) -> None:
     engine = MegatronEngine(config_of(folder, max_tokens_per_mb=24))
     engine.initialize()

@@ -124,14 +124,14 @@ def test_a_shift_stays_inside_its_sequence(lengths: list[int]) -> None:
 
 def test_labels_are_the_next_tokens_and_none_at_a_sequence_end() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
-    labels = build_microbatch(batch, [0, 1], 1.0, torch.device("cpu"), WHOLE, False, pack_in_blocks).labels
+    labels = build_microbatch(batch, [0, 1], 1.0, torch.device("cpu"), WHOLE, None, pack_in_blocks).labels
     assert labels.ids.tolist() == [8, 9, -1, -1]
     assert labels.rows.tolist() == [0, 1]
 
 
 def test_an_empty_microbatch_has_a_sequence_and_no_weight() -> None:
     batch = PackedBatch(torch.tensor([0, 3, 4]), {"input_ids": torch.tensor([7, 8, 9, 5])})
-    empty = build_microbatch(batch, [], 0.5, torch.device("cpu"), WHOLE, False, pack_in_blocks)
+    empty = build_microbatch(batch, [], 0.5, torch.device("cpu"), WHOLE, None, pack_in_blocks)
     assert empty.weight == 0.0
     assert empty.indices == []
     assert empty.batch.total_tokens == 3

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from megarl.actor.checks import check_device, check_layout, knob_checks
+from megarl.actor.checks import check_device, check_layout, knob_checks, model_checks
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.knobs import UserError, run_all
 from megarl.parallel import groups
@@ -170,7 +170,10 @@ def test_transformer_engine_is_asked_for_only_where_it_can_run(
     ("config", "message"),
     [
         (EngineConfig(backend="flash"), "actor.backend=flash must be one of auto, torch, te, cpu"),
-        (EngineConfig(backend="te", shared_prefix=True), "actor.shared_prefix=true runs on the torch layers"),
+        (
+            EngineConfig(backend="te", shared_prefix=True),
+            "actor.backend=te with actor.shared_prefix=true computes 16 bits only, and actor.dtype=float32",
+        ),
         (EngineConfig(backend="cpu", dtype="bfloat16"), "actor.backend=cpu is float32 only, and actor.dtype=bfloat16"),
     ],
 )
@@ -190,6 +193,33 @@ def test_context_parallel_attention_of_transformer_engine_needs_16_bits() -> Non
 
 
 @pytest.mark.parametrize(
+    ("knobs", "refused"), [({}, True), ({"backend": "torch"}, False), ({"shared_prefix": False}, False)]
+)
+def test_shared_prompts_need_a_gpu_and_heads_that_flash_attention_takes(knobs: dict[str, Any], refused: bool) -> None:
+    config = EngineConfig(**{"dtype": "bfloat16", "shared_prefix": True, **knobs})
+    wide = Qwen3Config(head_dim=288, num_attention_heads=4, num_key_value_heads=2)
+    checks = {
+        "needs a GPU of compute capability 8.0 or newer, and this one has 7.5": lambda: check_device(
+            config, True, True, capability=(7, 5)
+        ),
+        "takes heads of at most 256, and the model's have 288": lambda: run_all(
+            model_checks(config, ParallelConfig(), wide)
+        ),
+    }
+    for message, check in checks.items():
+        if not refused:
+            check()
+            continue
+        with pytest.raises(UserError) as error:
+            check()
+        one_line(error, f"actor.shared_prefix=true on Transformer Engine's layers {message}")
+    check_device(config, True, True, capability=(8, 0))
+    check_device(config, True, False, capability=(7, 5))
+    narrow = Qwen3Config(head_dim=256, num_attention_heads=4, num_key_value_heads=2)
+    run_all(model_checks(config, ParallelConfig(), narrow))
+
+
+@pytest.mark.parametrize(
     ("knobs", "gpu", "te", "deterministic", "name"),
     [
         ({}, False, False, False, "cpu"),
@@ -198,7 +228,8 @@ def test_context_parallel_attention_of_transformer_engine_needs_16_bits() -> Non
         ({}, True, True, False, "torch"),
         ({"backend": "te"}, True, True, False, "te"),
         ({}, True, False, False, "torch"),
-        ({"dtype": "bfloat16", "shared_prefix": True}, True, True, False, "torch"),
+        ({"dtype": "bfloat16", "shared_prefix": True}, True, True, False, "te"),
+        ({"shared_prefix": True}, True, True, False, "torch"),
         ({"backend": "torch"}, True, True, False, "torch"),
         ({"backend": "torch"}, False, False, False, "torch"),
         ({}, False, False, True, "deterministic"),
