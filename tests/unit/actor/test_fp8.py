@@ -44,10 +44,10 @@ def refusal(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("fields", "deterministic", "message"),
     [
-        ({"backend": "torch"}, False, "runs in Transformer Engine's layers, and actor.backend=torch takes others"),
-        ({"backend": "cpu"}, False, "and actor.backend=cpu takes others"),
-        ({"shared_prefix": True}, False, "and actor.shared_prefix=true takes others"),
-        ({}, True, "and deterministic=true takes others"),
+        ({"backend": "torch"}, False, "runs in Transformer Engine's layers and not with actor.backend=torch"),
+        ({"backend": "cpu"}, False, "and not with actor.backend=cpu"),
+        ({"shared_prefix": True}, False, "and not with actor.shared_prefix=true"),
+        ({}, True, "and not with deterministic=true"),
         ({"dtype": "float32"}, False, "quantises bfloat16 layers, and actor.dtype=float32"),
     ],
 )
