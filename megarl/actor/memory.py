@@ -118,7 +118,7 @@ def _quantised_weights(specs: list[ShardSpec], engine: EngineConfig) -> int:
     """Bytes of the 8-bit copies that layers keep of their matrices in a step: along rows, and along columns."""
     if engine.fp8 == "off":
         return 0
-    matrices = elements([spec for spec in specs if ".linear_" in spec.param and spec.param.endswith("weight")])
+    matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
     return math.ceil(2 * matrices * (1 + fp8.SCALES[engine.fp8]))
 
 

@@ -72,6 +72,8 @@ OFFERED = (  # what the stand-in has beside these
     "optimizers.multi_tensor_scale",
     "distributed.CudaRNGStatesTracker",
     "distributed.checkpoint",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "fp8.FP8GlobalStateManager",
     "fp8.fp8_autocast",
     "fp8.fp8_model_init",

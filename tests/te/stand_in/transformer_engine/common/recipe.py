@@ -21,6 +21,7 @@ class DelayedScaling:
 class Float8BlockScaling:
     fp8_format: Format = Format.E4M3
     block = 128
+    align = 16
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,4 @@ class MXFP8BlockScaling:
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     block = 32
+    align = 32

@@ -2,6 +2,7 @@
 
 Factors of forward products are rounded, one scale to a block along the last dimension. Gradients are not: backward
 multiplies them by the rounded factors. The real kernels round gradients too, and blocks of weights have two dimensions.
+Experts' rows are padded and checked, their factors are not rounded.
 """
 
 from __future__ import annotations
@@ -48,6 +49,38 @@ def fp8_model_init(enabled: bool = True, **_: Any) -> Any:
     if enabled:
         raise NotImplementedError("the stand-in of Transformer Engine has no parameters in FP8")
     return contextlib.nullcontext()
+
+
+def check_splits(splits: list[int]) -> None:
+    """Refuses rows of an expert that are not padded as Megatron does (`get_align_size_for_quantization`)."""
+    recipe = FP8GlobalStateManager.get_fp8_recipe()
+    assert recipe is None or all(rows % recipe.align == 0 for rows in splits), f"rows of experts: {splits}"
+
+
+class Fp8Padding(torch.nn.Module):
+    """Pads each expert's rows with zeros to the recipe's multiple."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        assert align_size is None
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
+        align = FP8GlobalStateManager.get_fp8_recipe().align
+        padded = [-(-rows // align) * align for rows in m_splits]
+        parts = [
+            torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
+            for part, rows in zip(inp.split(list(m_splits)), padded, strict=True)
+        ]
+        return torch.cat(parts), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    """Takes the padding of `Fp8Padding` away."""
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:  # type: ignore[override]
+        align = FP8GlobalStateManager.get_fp8_recipe().align
+        padded = [-(-rows // align) * align for rows in m_splits]
+        return torch.cat([part[:rows] for part, rows in zip(inp.split(padded), m_splits, strict=True)])
 
 
 def rounded(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from transformer_engine.kernels import kernel
 from transformer_engine.pytorch.distributed import exchange
-from transformer_engine.pytorch.fp8 import rounded
+from transformer_engine.pytorch.fp8 import check_splits, rounded
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, check_buffer, get_dummy_wgrad
 from transformer_engine.signatures import taken
 
@@ -176,6 +176,7 @@ class GroupedLinear(_LinearBase):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         a = taken("GroupedLinear.forward", "inp m_splits is_first_microbatch", args, kwargs)
         assert len(a.m_splits) == self.num_gemms, "Number of splits should match number of GEMMs."
+        check_splits(list(a.m_splits))
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         assert not self.use_bias
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
