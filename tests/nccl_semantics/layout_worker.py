@@ -26,7 +26,6 @@ from tests.nccl_semantics import nccl_over_gloo
 
 DEEP = Qwen3Config(**(invariance.SHAPE | {"num_hidden_layers": 8}), tie_word_embeddings=True)
 MODELS = {**invariance.MODELS, "deep": DEEP}
-REFERENCES = {**invariance.REFERENCES, "deep": "deep tp1"}
 CASES = {
     **invariance.CASES,
     "deep tp1": Case("deep"),
@@ -35,6 +34,11 @@ CASES = {
     "cp2 pp2": Case(knobs={"cp_size": 2, "pp_size": 2}),
     "moe tp2 ep2": Case("moe", {"tp_size": 2, "sequence_parallel": True, "dp_size": 2, "ep_size": 2, "etp_size": 2}),
 }
+
+
+def reference_of(name: str) -> str:
+    """Name of the case of the single process, on the same model and batch."""
+    return "deep tp1" if CASES[name].model == "deep" else CASES[name].reference
 
 
 def shapes_one_by_one(communicator: Any, *arguments: Any) -> Any:
@@ -60,7 +64,7 @@ def main(work: Path, limit_s: float, shapes: str, names: list[str]) -> None:
             pairs = [key for key in set(emulation.communicators) - before if key[1] is not None]
             assert not pairs, f"to gather weights, NCCL would connect pairs of ranks: {pairs}"
             dist.all_reduce(torch.ones(1))
-            figures = invariance.measure(actor)
+            figures = invariance.measure(actor, invariance.batch(CASES[name].prompts))
             if dist.get_rank() == 0:
                 save_file(figures | weights, work / f"{name}.safetensors")
             del actor

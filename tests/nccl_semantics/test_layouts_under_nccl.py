@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.launcher.local import run_ranks
 from megarl.preflight import invariance
-from tests.nccl_semantics.layout_worker import CASES, MODELS, REFERENCES
+from tests.nccl_semantics.layout_worker import CASES, MODELS, reference_of
 
 LIMIT_S = 240.0
 SHORT_LIMIT_S = 20.0  # where ranks are meant to hang
@@ -59,7 +59,7 @@ def test_a_layout_trains_a_step_to_the_numbers_of_the_single_process(name: str, 
     folder = world(CASES[name].ranks)
     assert (folder / f"{name}.safetensors").exists(), f"a rank failed in or before it\n{reports(folder)}"
     figures = load_file(folder / f"{name}.safetensors")
-    expected = load_file(world(1) / f"{REFERENCES[CASES[name].model]}.safetensors")
+    expected = load_file(world(1) / f"{reference_of(name)}.safetensors")
     assert set(figures) == set(expected)
     for key, tensor in figures.items():
         if key in invariance.FIGURES:
