@@ -232,7 +232,7 @@ def test_a_bucket_that_is_packed_again_for_a_later_receiver_is_the_same_delta(
     transfer_plan = plan(holdings_of(world.sources), holdings_of(world.destinations), topology, 512)
     messages = transfer_plan.messages
     order = np.lexsort((messages.bucket, messages.destination))
-    reordered = Messages(messages.bucket[order], messages.source[order], messages.destination[order])
+    reordered = Messages(*(column[order] for column in vars(messages).values()))
     world.plan = replace(transfer_plan, messages=reordered)
     group = grouped(world, kind, keep=True)
     again = [{b for b in sender.buckets if sender.buckets.count(b) > 1} for sender in group.senders if sender.buckets]
