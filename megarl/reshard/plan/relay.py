@@ -69,7 +69,7 @@ def _tree(members: Ints, number: int, stripe: int) -> Forest:
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
+class RelayRounds:
     """Rounds in which buckets leave the trainer, each `[buckets]`: one bucket a round for each destination.
 
     `turn`: the round; `count`: rounds in which a destination's buckets leave. Neighbours in a destination's list are
@@ -80,7 +80,7 @@ class Turns:
     count: Ints
 
     @staticmethod
-    def of(buckets: Buckets, destinations: Holdings) -> Turns:
+    def of(buckets: Buckets, destinations: Holdings) -> RelayRounds:
         turn, count = np.zeros_like(buckets.holder), np.ones_like(buckets.holder)
         for holder, ranks in enumerate(destinations.holders):  # ranks of a set have equal lists, or nearly
             sets = [other for other, of in enumerate(destinations.holders) if ranks[0] in of]
@@ -88,7 +88,7 @@ class Turns:
             own = buckets.holder[listed] == holder
             turn[listed[own]] = (np.arange(len(listed)) * _step(len(listed)) % max(len(listed), 1))[own]
             count[listed] = len(listed)
-        return Turns(turn, count)
+        return RelayRounds(turn, count)
 
     def stripe(self, bucket: int) -> int:
         """Stripe of a bucket: successive rounds take successive stripes, so that relays take turns."""

@@ -13,7 +13,7 @@ from test_planner import World, worlds
 
 from megarl.reshard.plan.holdings import Box, Holdings, Topology
 from megarl.reshard.plan.planner import _check_relays, plan
-from megarl.reshard.plan.relay import FAN_OUT, STRIPES, Turns, forest, served_share
+from megarl.reshard.plan.relay import FAN_OUT, STRIPES, RelayRounds, forest, served_share
 from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
 
 ROWS = 96
@@ -123,7 +123,7 @@ def test_trees_are_bounded_in_fan_out_and_each_stripe_has_other_roots() -> None:
 
 def test_neighbouring_buckets_leave_in_distant_rounds_and_take_turns_among_stripes() -> None:
     relayed = of_alike_servers(2, 40, 2)
-    turns = Turns.of(relayed.buckets, relayed.destinations)
+    turns = RelayRounds.of(relayed.buckets, relayed.destinations)
     for rank in range(2):
         holders = [holder for holder, ranks in enumerate(relayed.destinations.holders) if rank in ranks]
         own = np.flatnonzero(np.isin(relayed.buckets.holder, holders))

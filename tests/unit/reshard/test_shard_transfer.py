@@ -146,6 +146,25 @@ def grouped() -> Iterator[Callable[..., Group]]:
         group.close()
 
 
+def damage_one_message(end: Any) -> None:
+    """Flips a bit of the next message that a receiver gets."""
+    receive = end.receive
+
+    def once(slot: int, nbytes: int, peer: int, tag: int) -> Any:
+        end.receive, pending = receive, receive(slot, nbytes, peer, tag)
+        wait = pending.wait
+
+        def flipped(deadline: Deadline) -> Tensor:
+            payload = wait(deadline)
+            payload[nbytes // 2] ^= 1
+            return payload
+
+        pending.wait = flipped
+        return pending
+
+    end.receive = once
+
+
 def assert_delivered(world: World) -> None:
     """Asserts that every destination equals the full tensors, cast to its dtype."""
     for fragments in world.destinations:
@@ -188,6 +207,18 @@ def test_a_bit_that_differs_is_named_with_its_tensor(grouped: Callable[..., Grou
     assert error.value.tensor == victim.box.name
     with pytest.raises(VerificationError, match="does not hold"):
         check_messages(world.plan, ALL, digests, 1, {}, "rank 1")
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_byte_damaged_on_the_way_is_noticed(kind: str, grouped: Callable[..., Group]) -> None:
+    world = make_world(3, 2, 2, torch.float32)
+    group = grouped(world, kind)
+    damage_one_message(group.ends[2])
+    sent, _ = group.run()
+    digests = [s.digests for s in sent]
+    with pytest.raises(VerificationError, match="rank 0 does not hold what was sent of t"):
+        check_messages(world.plan, ALL, digests, 0, group.receivers[0].read_back(ALL), "rank 0")
+    check_messages(world.plan, ALL, digests, 1, group.receivers[1].read_back(ALL), "rank 1")
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
