@@ -133,6 +133,12 @@ CPU = place()
             id="hidden GPU",
         ),
         pytest.param(
+            NODE_A[:1],
+            [[place("B0", "b", ("B0", "A0"))]],
+            "nccl to 1 server: nccl between GPUs of their own",
+            id="another node, whatever it sees",
+        ),
+        pytest.param(
             NODE_A[:2],
             [[NODE_A[2]], [CPU]],
             "gloo to 2 servers: rank 0 of server 1 has no GPU",
