@@ -4,8 +4,8 @@
 
 First the largest case, in a process of its own: 1,024 trainer ranks of Qwen3-235B-A22B to 64 servers of TP 8. Then, for
 three models, the bytes that a server rank receives by the plan and by a full broadcast. The full broadcast gathers full
-tensors and sends them to every server rank. Everything is simulated: nothing is sent. The times are floors at --gb-s a
-rank.
+tensors and sends them to every server rank. Last, 512 servers, with and without relays. Everything is simulated:
+nothing is sent. The times are floors at --gb-s a rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 from timing import machine
 from transformers import AutoConfig
 
@@ -28,7 +29,7 @@ from megarl.reshard.plan.holdings import Topology
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import plan
 from megarl.reshard.plan.sglang_layout import server_holdings
-from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
 
 CONFIGS = Path(__file__).parents[1] / "assets/configs"
 BUCKET_BYTES = 64 * 2**20
@@ -49,13 +50,23 @@ CASES = (  # model, trainer's layout, SGLang's tp and ep, servers
 )
 
 
-def planned(model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_servers: int) -> TransferPlan:
+HUNDREDS = (  # model, trainer's layout, SGLang's tp and ep, servers
+    ("Qwen/Qwen3-8B", ParallelConfig(tp_size=2, dp_size=8), 1, 1, 512),
+    ("meta-llama/Llama-3.3-70B-Instruct", ParallelConfig(tp_size=8, pp_size=4, dp_size=2), 8, 1, 512),
+    (LARGEST, OF_235B, 8, 1, 512),
+)
+
+
+def planned(
+    model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_servers: int, relays: bool = False
+) -> TransferPlan:
     config = AutoConfig.from_pretrained(CONFIGS / model)
     return plan(
         source_holdings(world_table(config, parallel)),
         server_holdings(config, tp_size=tp_size, ep_size=ep_size, n_servers=n_servers),
         Topology.of_sizes(parallel.world_size(), [tp_size] * n_servers, GPUS),
         BUCKET_BYTES,
+        relays=relays,
     )
 
 
@@ -109,6 +120,58 @@ def table(bandwidth: float) -> None:
         print(" | ".join(cells))
 
 
+def simulated(transfer_plan: TransferPlan, bandwidth: float) -> float:
+    """Seconds until the last message has arrived, if a rank sends one and receives one message at a time, in order.
+
+    A relay sends a bucket on once it has all of it. Copies, latency and digests take no time.
+    """
+    messages, sources = transfer_plan.messages, len(transfer_plan.topology.source_node)
+    sender = np.where(messages.relay == NO_RELAY, messages.source, sources + messages.relay)
+    cost = (transfer_plan.buckets.nbytes[messages.bucket] / bandwidth).tolist()
+    sends, receives = [0.0] * (sources + len(transfer_plan.topology.node)), [0.0] * len(transfer_plan.topology.node)
+    arrived: dict[tuple[int, int], float] = {}  # of the buckets that are sent on
+    kept = set(np.unique(messages.relay).tolist())
+    rows = zip(sender.tolist(), messages.destination.tolist(), messages.bucket.tolist(), cost, strict=True)
+    for source, destination, bucket, seconds in rows:
+        has = arrived[source - sources, bucket] if source >= sources else 0.0
+        end = max(sends[source], receives[destination], has) + seconds
+        sends[source] = receives[destination] = end
+        if destination in kept:
+            arrived[destination, bucket] = end
+    return max(receives)
+
+
+def relay_table(bandwidth: float) -> None:
+    columns = ("model", "trainer ranks", "servers", "", "a trainer rank sends", "a server rank sends on", "to ranks")
+    print(" | ".join((*columns, "simulated", "a server rank's own bytes", "planning")))
+    for case in HUNDREDS:
+        model, parallel, tp_size, _, n_servers = case
+        for relays in (False, True):
+            start = time.process_time()
+            transfer_plan = planned(*case, relays=relays)
+            seconds = time.process_time() - start
+            cells = (
+                model.partition("/")[2],
+                str(parallel.world_size()),
+                f"{n_servers} of TP {tp_size}",
+                "relays" if relays else "direct",
+                size(int(transfer_plan.bytes_out.max())),
+                size(int(transfer_plan.bytes_forwarded.max())),
+                str(
+                    len(
+                        {
+                            message.peer
+                            for message in transfer_plan.forwards(int(transfer_plan.bytes_forwarded.argmax()))
+                        }
+                    )
+                ),
+                duration(simulated(transfer_plan, bandwidth)),
+                duration(int(transfer_plan.bytes_needed.max()) / bandwidth),
+                f"{seconds:.1f} CPU s",
+            )
+            print(" | ".join(cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb-s", type=float, default=50.0, help="GB/s of a rank, each way; 50: one 400 Gbit/s port")
@@ -121,6 +184,8 @@ def main() -> None:
     largest()
     print()
     table(args.gb_s * 1e9)
+    print()
+    relay_table(args.gb_s * 1e9)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ hold them as callables. A run stops at the first that raises; `megarl.preflight`
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -263,6 +264,10 @@ def _check_transport(config: Config) -> None:
         raise UserError(
             f"reshard.transport={transport} moves weights between GPUs, and the servers run on the CPU (server.device="
             f"{config.server.device}, cluster.gpus_per_node={per_node}); use gloo or shm"
+        )
+    if transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        raise UserError(
+            "reshard.transport=nixl needs the package nixl on trainer and servers: pip install nixl, or use auto"
         )
     gpus = max(ranks, servers) if config.server.colocate else ranks + servers
     if transport in ("shm", "cuda_ipc") and 0 < per_node < gpus:

@@ -8,7 +8,7 @@ from megarl.knobs import MAX_COUNT, MAX_SECONDS, UserError, check_ranges, knob
 
 PATHS = ("exact", "full")
 AUTO = "auto"
-TRANSPORTS = (AUTO, "gloo", "shm", "nccl", "cuda_ipc", "disk")
+TRANSPORTS = (AUTO, "gloo", "shm", "nccl", "cuda_ipc", "nixl", "disk")
 PAUSE_MODES = ("retract", "in_place", "abort")
 VERIFY = ("always", "sampled", "off")
 ON_FAILURE = ("stop", "drop_server")
@@ -24,7 +24,7 @@ class ReshardConfig:
     transport: str = knob(
         AUTO,
         "auto (cuda_ipc on the trainer's machine, nccl to GPUs of others, gloo without GPUs), gloo, shm (same "
-        "machine), nccl, cuda_ipc (same machine's GPUs) or disk (full tensors as files)",
+        "machine), nccl, cuda_ipc (same machine's GPUs), nixl (RDMA) or disk (full tensors as files)",
         choices=TRANSPORTS,
     )
     folder: str = knob(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
@@ -14,12 +15,13 @@ from watch import ON_HOST, WATCH, Watch
 
 from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology
 from megarl.reshard.plan.planner import plan
-from megarl.reshard.transfer.digests import BucketSample, check_messages
+from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages
 from megarl.reshard.transfer.full_tensor_transfer import FullTensorSender
 from megarl.reshard.transfer.shard_transfer import Route, ShardReceiver, ShardSender
 from megarl.reshard.transfer.store import Deadline, join_store, open_store
 from megarl.reshard.transfer.transports import disk, transport_named
 from megarl.reshard.transfer.transports.base import PlainStaging
+from tests.unit.reshard.test_shard_transfer import damage_one_message
 
 HOST = "127.0.0.1"
 SHAPES = {"embedding": (48, 16), "norm": (16,), "weight": (24, 16)}
@@ -87,7 +89,10 @@ def holdings(parts: list[Fragment]) -> Holdings:
 
 
 def exact(transport: str) -> dict[str, Any]:
-    """Three syncs from float32 to bfloat16: two in full, one as a delta. Proven by digests and by values."""
+    """Three syncs from float32 to bfloat16: two in full, one as a delta. Proven by digests and by values.
+
+    A fourth, with a bit of one message flipped, is noticed.
+    """
     torch.distributed.ProcessGroupNCCL = NcclOverGloo  # type: ignore[attr-defined]
     share_memory_of_one_process()
     trained = {name: torch.randn(shape, device="cuda") for name, shape in SHAPES.items()}
@@ -131,6 +136,11 @@ def exact(transport: str) -> dict[str, Any]:
             for name, value in served.items():
                 assert torch.equal(value, trained[name].to(torch.bfloat16)), name
             reads.append([of_sender, of_receiver])
+        damage_one_message(ends[1])
+        sending = pool.submit(sender.send, Deadline(20), sample, {})
+        receiver.receive(Deadline(20), {})
+        with pytest.raises(VerificationError, match="rank 0 does not hold what was sent of"):
+            check_messages(transfer_plan, sample, [sending.result().digests], 0, receiver.read_back(sample), "rank 0")
     return {"messages": len(sender.messages), "parts": len(transfer_plan.ops.row), "reads": reads}
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from megarl.reshard.plan.box_arrays import BoxArray, distinct_rows, overlaps, split, sum_by, union_volume
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
+from megarl.reshard.plan.relay import served_share
 from megarl.reshard.plan.sender_choice import SLACK_BUCKETS, ReplicaSets, choose, fill
-from megarl.reshard.plan.transfer_plan import Buckets, Ops, TransferPlan
+from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Ops, TransferPlan, bytes_held
 
 OPS_A_BUCKET = 8  # larger copies are cut, so that buckets come out at least 7/8 full
 
@@ -34,6 +35,8 @@ def plan(
     topology: Topology,
     bucket_bytes: int,
     waived: Collection[str] = (),
+    *,
+    relays: bool = False,
 ) -> TransferPlan:
     """Plans the transfer of all that `destinations` hold, from `sources`.
 
@@ -42,7 +45,8 @@ def plan(
     buckets of each other, so that it has few peers.
 
     No bucket exceeds `bucket_bytes`. Bytes are counted in the destinations' dtypes: senders cast. `waived` names
-    trainer tensors that no server needs.
+    trainer tensors that no server needs. With `relays` servers send on what they have received, as far as the trainer
+    cannot serve all of them at the speed at which they receive.
 
     Raises:
         PlanError: a destination holds elements that no source has; a server lacks a trainer tensor that is not waived;
@@ -73,6 +77,7 @@ def plan(
     first = np.searchsorted(bucket[order], np.arange(len(holder) + 1))
     before = np.concatenate([[0], np.cumsum(nbytes[order])])
     offset = before[:-1] - before[first[bucket[order]]]
+    served = served_share(bytes_held(destinations, len(topology.node)), len(topology.source_node)) if relays else 1.0
     unhashed = TransferPlan(
         sources=sources,
         destinations=destinations,
@@ -82,11 +87,12 @@ def plan(
         replica_sets=replica_sets,
         ops=Ops(block[order], row[order], start[order], stop[order], offset),
         buckets=(buckets := Buckets(first, before[first[1:]] - before[first[:-1]], holder, candidates)),
-        messages=choose(buckets, destinations, replica_sets, topology, SLACK_BUCKETS * bucket_bytes),
+        messages=choose(buckets, destinations, replica_sets, topology, SLACK_BUCKETS * bucket_bytes, served),
         waived=unused,
         hash="",
     )
     _check_bytes(unhashed)
+    _check_relays(unhashed)
     return replace(unhashed, hash=_hash(unhashed))
 
 
@@ -186,6 +192,23 @@ def _check_bytes(unhashed: TransferPlan) -> None:
         rank = short[0]
         raise AssertionError(
             f"destination {rank} would receive {unhashed.bytes_in[rank]} bytes of {unhashed.bytes_needed[rank]}"
+        )
+
+
+def _check_relays(unhashed: TransferPlan) -> None:
+    """Raises AssertionError unless every relay has received a bucket, from the same source, before it sends it on."""
+    messages, ranks = unhashed.messages, len(unhashed.topology.node)
+    (sent_on,) = np.nonzero(messages.relay != NO_RELAY)
+    received = messages.bucket * ranks + messages.destination  # unique, as each destination gets a bucket once
+    order = np.argsort(received)
+    wanted = messages.bucket[sent_on] * ranks + messages.relay[sent_on]
+    place = np.minimum(np.searchsorted(received, wanted, sorter=order), len(order) - 1)
+    before = order[place]
+    wrong = (received[before] != wanted) | (before >= sent_on) | (messages.source[before] != messages.source[sent_on])
+    if wrong.any():
+        index = sent_on[np.flatnonzero(wrong)[0]]
+        raise AssertionError(
+            f"destination {messages.relay[index]} would forward bucket {messages.bucket[index]} unseen"
         )
 
 

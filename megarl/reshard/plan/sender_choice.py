@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from megarl.reshard.plan.box_arrays import sum_by
+from megarl.reshard.plan.box_arrays import sum_by, within_groups
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
-from megarl.reshard.plan.transfer_plan import Buckets, Messages
+from megarl.reshard.plan.relay import Forest, RelayRounds, forest
+from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Messages
 
 SLACK_BUCKETS = 4  # a destination keeps its sender while loads stay within this many buckets of each other
 
@@ -57,42 +58,67 @@ def fill(
 
 
 def choose(
-    buckets: Buckets, destinations: Holdings, replica_sets: ReplicaSets, topology: Topology, slack: int
+    buckets: Buckets,
+    destinations: Holdings,
+    replica_sets: ReplicaSets,
+    topology: Topology,
+    slack: int,
+    served: float = 1.0,
 ) -> Messages:
     """Picks a sender for every destination of every bucket; `slack` in bytes.
 
-    Buckets with the fewest candidates go first, so that buckets with a choice even the loads out.
+    Buckets with the fewest candidates go first, so that buckets with a choice even the loads out. With `served` below 1
+    the trainer serves only this share of the destinations on other nodes, and these forward to the rest.
     """
     loads = np.zeros(len(topology.source_node), dtype=np.int64)
-    groups: dict[tuple[int, int], list[tuple[Ints, Ints]]] = {}
-    latest: dict[tuple[int, int, int], Ints] = {}
-    chosen: list[tuple[int, Ints, Ints]] = []
+    groups: dict[tuple[int, int], list[tuple[Ints, Ints, bool]]] = {}
+    latest: dict[tuple[int, ...], Ints] = {}
+    chosen: list[tuple[int, Ints, Forest]] = []
+    leaves = RelayRounds.of(buckets, destinations)
+    forests: dict[tuple[bytes, int, int], Forest] = {}
     freedom = np.array([len(replica_sets[r]) for r in buckets.replicas], dtype=np.int64)
     for bucket in np.lexsort((np.arange(len(freedom)), freedom)):
         key = int(buckets.replicas[bucket]), int(buckets.holder[bucket])
         if key not in groups:
             groups[key] = _by_node(replica_sets[key[0]], destinations.holders[key[1]], topology)
         size = int(buckets.nbytes[bucket])
-        for number, (candidates, receivers) in enumerate(groups[key]):
-            senders = latest.get((*key, number))
+        stripe = leaves.stripe(bucket) if served < 1 else 0
+        for number, (candidates, receivers, near) in enumerate(groups[key]):
+            roots = len(receivers) if near else max(1, int(len(receivers) * served))
+            shape = receivers.tobytes(), roots, stripe
+            if shape not in forests:
+                forests[shape] = forest(receivers, roots, stripe)
+            senders = latest.get((*key, number, stripe))
             if senders is None or not _stay_even(loads, senders, candidates, size, slack):
-                senders = latest[(*key, number)] = _least_loaded(loads, candidates, len(receivers), size)
+                senders = latest[(*key, number, stripe)] = _least_loaded(loads, candidates, roots, size)
             np.add.at(loads, senders, size)
-            chosen.append((int(bucket), senders, receivers))
-    return _in_order(chosen, len(topology.node))
+            chosen.append((int(bucket), senders, forests[shape]))
+    bucket = np.concatenate([np.full(len(trees.ranks), number) for number, _, trees in chosen])
+    source = np.concatenate([senders[trees.tree] for _, senders, trees in chosen])
+    destination = np.concatenate([trees.ranks for _, _, trees in chosen])
+    relay = np.concatenate([trees.relay for _, _, trees in chosen])
+    if (relay == NO_RELAY).all():
+        order = _in_rounds(bucket, destination, len(topology.node))
+    else:
+        level = np.concatenate([trees.level for _, _, trees in chosen])
+        first = np.concatenate([trees.first for _, _, trees in chosen])
+        order = np.lexsort((destination, level, leaves.rounds(bucket, first, level, len(topology.node))))
+    return Messages(bucket[order], source[order], destination[order], relay[order])
 
 
-def _by_node(replicas: tuple[int, ...], receivers: tuple[int, ...], topology: Topology) -> list[tuple[Ints, Ints]]:
-    """(candidates, receivers) of each node that has both, then all candidates with the remaining receivers."""
+def _by_node(
+    replicas: tuple[int, ...], receivers: tuple[int, ...], topology: Topology
+) -> list[tuple[Ints, Ints, bool]]:
+    """(candidates, receivers, True) of each node that has both; all candidates, the remaining receivers, False."""
     sources, receiving = np.array(replicas, dtype=np.int64), np.array(receivers, dtype=np.int64)
     groups = []
     remote = np.ones(len(receiving), dtype=bool)
     for node in np.intersect1d(topology.source_node[sources], topology.node[receiving]):
         on_node = topology.node[receiving] == node
         remote &= ~on_node
-        groups.append((sources[topology.source_node[sources] == node], receiving[on_node]))
+        groups.append((sources[topology.source_node[sources] == node], receiving[on_node], True))
     if remote.any():
-        groups.append((sources, receiving[remote]))
+        groups.append((sources, receiving[remote], False))
     return groups
 
 
@@ -115,18 +141,14 @@ def _least_loaded(loads: Ints, candidates: Ints, count: int, size: int) -> Ints:
     return np.array(picked, dtype=np.int64)
 
 
-def _in_order(chosen: list[tuple[int, Ints, Ints]], destinations: int) -> Messages:
+def _in_rounds(bucket: Ints, destination: Ints, destinations: int) -> Ints:
     """Orders messages in rounds: in each round, every destination gets one bucket.
 
     Each destination starts at another point of its list, so that no round asks one sender for everything.
     """
-    bucket = np.concatenate([np.full(len(receivers), number) for number, _, receivers in chosen])
-    source = np.concatenate([senders for _, senders, _ in chosen])
-    destination = np.concatenate([receivers for _, _, receivers in chosen])
     by_destination = np.lexsort((bucket, destination))
-    bucket, source, destination = bucket[by_destination], source[by_destination], destination[by_destination]
     counts = sum_by(destination, np.ones_like(destination), destinations)
-    place = np.arange(len(destination)) - (np.cumsum(counts) - counts)[destination]
+    place = np.empty_like(bucket)
+    place[by_destination] = within_groups(counts)
     turn = (place + destination * counts[destination] // destinations) % counts[destination]
-    order = np.lexsort((destination, turn))
-    return Messages(bucket[order], source[order], destination[order])
+    return np.lexsort((bucket, destination, turn))

@@ -1,8 +1,8 @@
 """A plan of copies, made by `planner.plan`, and each rank's part of it.
 
 Servers are alike and trainer ranks repeat each other. Copies are therefore kept per *kind* of destination (`Ops`,
-`Buckets`); only the choice of the sender is kept per rank (`Messages`). `TransferPlan.sends` and
-`TransferPlan.receives` list one rank's messages.
+`Buckets`); only the choice of the sender is kept per rank (`Messages`). `TransferPlan.sends`, `receives` and
+`forwards` list one rank's messages.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import numpy as np
 
 from megarl.reshard.plan.box_arrays import sum_by
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
+
+NO_RELAY = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,21 +50,27 @@ class Buckets:
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """One bucket from one source to one destination each, in the global order: `bucket`, `source`, `destination [m]`.
+    """One bucket to one destination each, in the global order: `bucket`, `source`, `destination`, `relay [m]`.
 
-    Every rank works through its own messages by rising index. As all agree on the order, no two wait for each other.
+    `source` is the trainer rank whose copy it is. It sends the bucket itself where `relay` is NO_RELAY. Elsewhere the
+    destination rank `relay`, which received the bucket by an earlier message, sends it on.
+
+    Every rank works through its own sends and its own receives by rising index. As all agree on the order, no two wait
+    for each other.
     """
 
     bucket: Ints
     source: Ints
     destination: Ints
+    relay: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class RankMessage:
     """One message as seen from one of its ends.
 
-    `index`: place in the global order; `peer`: rank at the other end; `nbytes`: size of the message.
+    `index`: place in the global order; `peer`: rank at the other end; `nbytes`: size of the message; `relayed`: True if
+    a destination rank sends it on, and `peer` of a receiver is that rank.
 
     Op `i` copies the part `[start[i], stop[i])` of fragment `fragment[i]`. The fragment is an index into this rank's
     list, and the part is relative to the fragment's own box. Dimensions that a tensor lacks are `[0, 1)`.
@@ -79,6 +87,7 @@ class RankMessage:
     stop: Ints
     offset: Ints
     dtype: tuple[str, ...]
+    relayed: bool = False
 
     def __len__(self) -> int:
         return len(self.fragment)
@@ -105,24 +114,29 @@ class TransferPlan:
 
     def sends(self, rank: int) -> Iterator[RankMessage]:
         """Messages from source rank `rank`, in order."""
-        return self._messages_of(rank, sending=True)
+        messages = self.messages
+        own = np.flatnonzero((messages.source == rank) & (messages.relay == NO_RELAY))
+        return self._messages_of(rank, own, messages.destination, at_source=True)
 
     def receives(self, rank: int) -> Iterator[RankMessage]:
         """Messages to destination rank `rank`, in order."""
-        return self._messages_of(rank, sending=False)
+        messages = self.messages
+        peers = np.where(messages.relay == NO_RELAY, messages.source, messages.relay)
+        return self._messages_of(rank, np.flatnonzero(messages.destination == rank), peers, at_source=False)
 
-    def _messages_of(self, rank: int, *, sending: bool) -> Iterator[RankMessage]:
-        side = self.sources if sending else self.destinations
-        ranks, peers = (
-            (self.messages.source, self.messages.destination)
-            if sending
-            else (self.messages.destination, self.messages.source)
-        )
+    def forwards(self, rank: int) -> Iterator[RankMessage]:
+        """Messages that destination rank `rank` sends on, in order. It received each bucket by an earlier message."""
+        own = np.flatnonzero(self.messages.relay == rank)
+        return self._messages_of(rank, own, self.messages.destination, at_source=False)
+
+    def _messages_of(self, rank: int, indices: Ints, peers: Ints, *, at_source: bool) -> Iterator[RankMessage]:
+        """The messages `indices` as copies between a bucket and the fragments of a source or destination rank."""
+        side = self.sources if at_source else self.destinations
         rows = side.rows_of(rank)
-        keys = self.block_of_row[rows] if sending else rows
+        keys = self.block_of_row[rows] if at_source else rows
         by_key = np.argsort(keys, kind="stable")
-        key_of_op = self.ops.block if sending else self.ops.row
-        for index in np.flatnonzero(ranks == rank):
+        key_of_op = self.ops.block if at_source else self.ops.row
+        for index in indices:
             bucket = self.messages.bucket[index]
             ops = slice(self.buckets.first[bucket], self.buckets.first[bucket + 1])
             fragment = by_key[np.searchsorted(keys, key_of_op[ops], sorter=by_key)]
@@ -137,13 +151,22 @@ class TransferPlan:
                 stop=self.ops.stop[ops] - origin,
                 offset=self.ops.offset[ops],
                 dtype=tuple(self.destinations.dtypes[code] for code in dtypes),
+                relayed=bool(self.messages.relay[index] != NO_RELAY),
             )
 
     @cached_property
     def bytes_out(self) -> Ints:
         """Bytes sent by each source rank, `[source ranks]`."""
-        sizes = self.buckets.nbytes[self.messages.bucket]
-        return sum_by(self.messages.source, sizes, len(self.topology.source_node))
+        direct = self.messages.relay == NO_RELAY
+        sizes = self.buckets.nbytes[self.messages.bucket[direct]]
+        return sum_by(self.messages.source[direct], sizes, len(self.topology.source_node))
+
+    @cached_property
+    def bytes_forwarded(self) -> Ints:
+        """Bytes sent on by each destination rank, `[destination ranks]`."""
+        relayed = self.messages.relay != NO_RELAY
+        sizes = self.buckets.nbytes[self.messages.bucket[relayed]]
+        return sum_by(self.messages.relay[relayed], sizes, len(self.topology.node))
 
     @cached_property
     def bytes_in(self) -> Ints:
@@ -154,8 +177,13 @@ class TransferPlan:
     @cached_property
     def bytes_needed(self) -> Ints:
         """Bytes held by each destination rank, the least that any plan can send it, `[destination ranks]`."""
-        per_holder = sum_by(self.destinations.holder, self.destinations.nbytes, len(self.destinations.holders))
-        total = np.zeros(len(self.topology.node), dtype=np.int64)
-        for holder, ranks in enumerate(self.destinations.holders):
-            total[list(ranks)] += per_holder[holder]
-        return total
+        return bytes_held(self.destinations, len(self.topology.node))
+
+
+def bytes_held(side: Holdings, ranks: int) -> Ints:
+    """Bytes held by each of `ranks` ranks of a side, `[ranks]`."""
+    per_holder = sum_by(side.holder, side.nbytes, len(side.holders))
+    total = np.zeros(ranks, dtype=np.int64)
+    for holder, holding in enumerate(side.holders):
+        total[list(holding)] += per_holder[holder]
+    return total

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.reshard.plan.holdings import Box, Holdings
-from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.reshard.plan.transfer_plan import RankMessage, TransferPlan
 
 
 def checkpoint_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -32,44 +32,47 @@ def boxes_of(side: Holdings, rank: int, checkpoint: Mapping[str, Tensor]) -> lis
 
 
 def check_delivery(transfer_plan: TransferPlan, checkpoint: Mapping[str, Tensor]) -> None:
-    """Asserts that every element of every destination is written once, with the right bits.
+    """Asserts that every element of every destination is written once, with the right bits, in the plan's order.
 
-    Buckets must be bounded and have no gaps.
+    Buckets must be bounded and have no gaps. A relay packs what it holds when its message's turn comes.
     """
-    wires = dict(packed(transfer_plan, checkpoint))
-    for rank in range(len(transfer_plan.topology.node)):
-        boxes = boxes_of(transfer_plan.destinations, rank, checkpoint)
-        held = [torch.full(box.shape, -1.0, dtype=dtype) for box, dtype in boxes]
-        for message in transfer_plan.receives(rank):
-            wire, at = wires.pop(message.index), 0
-            for i in range(len(message)):
-                target = part_of(held[message.fragment[i]], message.start[i], message.stop[i])
-                assert (target == -1).all(), "an element is written twice"
-                size = target.numel() * target.element_size()
-                assert message.offset[i] == at, "a gap in the bucket"
-                assert target.dtype == getattr(torch, message.dtype[i])
-                target.copy_(wire[at : at + size].view(target.dtype).view(target.shape))
-                at += size
-            assert at == len(wire) == message.nbytes <= transfer_plan.bucket_bytes
-        for (box, dtype), fragment in zip(boxes, held, strict=True):
+    ranks = range(len(transfer_plan.topology.node))
+    boxes = [boxes_of(transfer_plan.destinations, rank, checkpoint) for rank in ranks]
+    held = [[torch.full(box.shape, -1.0, dtype=dtype) for box, dtype in of_rank] for of_rank in boxes]
+    trained = [
+        [box.of(checkpoint[box.name]) for box, _ in boxes_of(transfer_plan.sources, rank, checkpoint)]
+        for rank in range(len(transfer_plan.topology.source_node))
+    ]
+    outgoing = {m.index: (trained[rank], m) for rank in range(len(trained)) for m in transfer_plan.sends(rank)}
+    outgoing |= {m.index: (held[rank], m) for rank in ranks for m in transfer_plan.forwards(rank)}
+    incoming = {m.index: (held[rank], m) for rank in ranks for m in transfer_plan.receives(rank)}
+    assert sorted(outgoing) == sorted(incoming) == list(range(len(transfer_plan.messages.bucket)))
+    for index in range(len(incoming)):
+        (views, sent), (targets, message) = outgoing[index], incoming[index]
+        wire, at = packed(views, sent), 0
+        assert message.relayed == sent.relayed
+        for i in range(len(message)):
+            target = part_of(targets[message.fragment[i]], message.start[i], message.stop[i])
+            assert (target == -1).all(), "an element is written twice"
+            size = target.numel() * target.element_size()
+            assert message.offset[i] == at, "a gap in the bucket"
+            assert target.dtype == getattr(torch, message.dtype[i])
+            target.copy_(wire[at : at + size].view(target.dtype).view(target.shape))
+            at += size
+        assert at == len(wire) == message.nbytes <= transfer_plan.bucket_bytes
+    for of_rank, fragments in zip(boxes, held, strict=True):
+        for (box, dtype), fragment in zip(of_rank, fragments, strict=True):
             assert torch.equal(fragment, box.of(checkpoint[box.name]).to(dtype)), box
-    assert not wires, "a message that nobody receives"
 
 
-def packed(transfer_plan: TransferPlan, checkpoint: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Bytes of every message, by its place in the global order."""
-    wires: dict[int, Tensor] = {}
-    for rank in range(len(transfer_plan.topology.source_node)):
-        boxes = boxes_of(transfer_plan.sources, rank, checkpoint)
-        for message in transfer_plan.sends(rank):
-            wire = torch.empty(message.nbytes, dtype=torch.uint8)
-            for i in range(len(message)):
-                box, _ = boxes[message.fragment[i]]
-                piece = part_of(box.of(checkpoint[box.name]), message.start[i], message.stop[i])
-                raw = piece.to(getattr(torch, message.dtype[i])).contiguous().flatten().view(torch.uint8)
-                wire[message.offset[i] : message.offset[i] + raw.numel()] = raw
-            wires[message.index] = wire
-    return wires
+def packed(fragments: Sequence[Tensor], message: RankMessage) -> Tensor:
+    """Bytes of a message from its sender's fragments."""
+    wire = torch.empty(message.nbytes, dtype=torch.uint8)
+    for i in range(len(message)):
+        piece = part_of(fragments[message.fragment[i]], message.start[i], message.stop[i])
+        raw = piece.to(getattr(torch, message.dtype[i])).contiguous().flatten().view(torch.uint8)
+        wire[message.offset[i] : message.offset[i] + raw.numel()] = raw
+    return wire
 
 
 def part_of(tensor: Tensor, start: np.ndarray, stop: np.ndarray) -> Tensor:

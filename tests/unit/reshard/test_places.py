@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.plan.holdings import Box, Fragment
 from megarl.reshard.plan.planner import PlanError
-from megarl.reshard.plan.transfer_plan import Messages
+from megarl.reshard.plan.transfer_plan import NO_RELAY, Messages
 from megarl.reshard.session import WeightSession
 from megarl.reshard.sync import shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup
@@ -36,7 +36,7 @@ def world(sources: list[dict[str, Any]], *servers: list[dict[str, Any]]) -> dict
 def between(*pairs: tuple[int, int]) -> Messages:
     """One message of a plan for each (trainer rank, server rank)."""
     source, destination = np.array(pairs).T
-    return Messages(np.zeros(len(pairs), dtype=np.int64), source, destination)
+    return Messages(np.zeros(len(pairs), dtype=np.int64), source, destination, np.full(len(pairs), NO_RELAY))
 
 
 @pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
@@ -131,6 +131,12 @@ CPU = place()
             [[place("A1", "a", ("A1",))]],
             "nccl to 1 server: nccl between GPUs of their own",
             id="hidden GPU",
+        ),
+        pytest.param(
+            NODE_A[:1],
+            [[place("B0", "b", ("B0", "A0"))]],
+            "nccl to 1 server: nccl between GPUs of their own",
+            id="another node, whatever it sees",
         ),
         pytest.param(
             NODE_A[:2],

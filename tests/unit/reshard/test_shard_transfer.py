@@ -146,6 +146,25 @@ def grouped() -> Iterator[Callable[..., Group]]:
         group.close()
 
 
+def damage_one_message(end: Any) -> None:
+    """Flips a bit of the next message that a receiver gets."""
+    receive = end.receive
+
+    def once(slot: int, nbytes: int, peer: int, tag: int) -> Any:
+        end.receive, pending = receive, receive(slot, nbytes, peer, tag)
+        wait = pending.wait
+
+        def flipped(deadline: Deadline) -> Tensor:
+            payload = wait(deadline)
+            payload[nbytes // 2] ^= 1
+            return payload
+
+        pending.wait = flipped
+        return pending
+
+    end.receive = once
+
+
 def assert_delivered(world: World) -> None:
     """Asserts that every destination equals the full tensors, cast to its dtype."""
     for fragments in world.destinations:
@@ -191,6 +210,18 @@ def test_a_bit_that_differs_is_named_with_its_tensor(grouped: Callable[..., Grou
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_a_byte_damaged_on_the_way_is_noticed(kind: str, grouped: Callable[..., Group]) -> None:
+    world = make_world(3, 2, 2, torch.float32)
+    group = grouped(world, kind)
+    damage_one_message(group.ends[2])
+    sent, _ = group.run()
+    digests = [s.digests for s in sent]
+    with pytest.raises(VerificationError, match="rank 0 does not hold what was sent of t"):
+        check_messages(world.plan, ALL, digests, 0, group.receivers[0].read_back(ALL), "rank 0")
+    check_messages(world.plan, ALL, digests, 1, group.receivers[1].read_back(ALL), "rank 1")
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_deltas_bring_what_changed_into_strided_parameters(
     dtype: torch.dtype, kind: str, grouped: Callable[..., Group]
@@ -232,7 +263,7 @@ def test_a_bucket_that_is_packed_again_for_a_later_receiver_is_the_same_delta(
     transfer_plan = plan(holdings_of(world.sources), holdings_of(world.destinations), topology, 512)
     messages = transfer_plan.messages
     order = np.lexsort((messages.bucket, messages.destination))
-    reordered = Messages(messages.bucket[order], messages.source[order], messages.destination[order])
+    reordered = Messages(*(column[order] for column in vars(messages).values()))
     world.plan = replace(transfer_plan, messages=reordered)
     group = grouped(world, kind, keep=True)
     again = [{b for b in sender.buckets if sender.buckets.count(b) > 1} for sender in group.senders if sender.buckets]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.reshard.transfer.transports.base import Transport
 
-MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc")
+MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "nixl")
 
 
 def transport_named(name: str) -> type[Transport]:
@@ -25,4 +25,8 @@ def transport_named(name: str) -> type[Transport]:
         from megarl.reshard.transfer.transports.cuda_ipc import CudaIpcTransport
 
         return CudaIpcTransport
+    if name == "nixl":
+        from megarl.reshard.transfer.transports.nixl import NixlTransport
+
+        return NixlTransport
     raise ValueError(f"transport {name!r} is not one of {', '.join(MESSAGE_TRANSPORTS)}")

@@ -1,7 +1,7 @@
-"""The common part of shared memory and CUDA IPC: a receiver maps the sender's staging memory and reads it in place.
+"""The common part of shared memory, CUDA IPC and RDMA: a receiver reads the sender's staging memory.
 
-Only a slot's number travels (over gloo), and an acknowledgement back, after which the sender may fill the slot again. A
-receiver needs no staging memory of its own.
+Only a slot's number travels (over gloo), and an acknowledgement back, after which the sender may fill the slot again.
+Where the memory can be mapped it is read in place, and a receiver needs no staging memory of its own.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ class OfferedMessage:
 
 
 class MappedMessage:
-    """The receiver's end of a message: a view of the sender's memory."""
+    """The receiver's end of a message: a view of the sender's memory, or a copy in the receiver's own `slot`."""
 
-    def __init__(self, transport: MappedTransport, peer: int, tag: int, nbytes: int):
+    def __init__(self, transport: MappedTransport, peer: int, tag: int, slot: int, nbytes: int):
         self._transport = transport
         self._peer = peer
         self._tag = tag
+        self._slot = slot
         self._nbytes = nbytes
         self._notice = transport.gloo.receive_tensor(torch.empty(1, dtype=torch.int64), peer, 2 * tag)
 
     def wait(self, deadline: Deadline) -> Tensor:
-        slot = int(self._notice.wait(deadline).item())
-        return self._transport.slots_of(self._peer)[slot][: self._nbytes]
+        offered = int(self._notice.wait(deadline).item())
+        return self._transport.fetch(self._peer, offered, self._slot, self._nbytes, deadline)
 
     def release(self) -> None:
         self._transport.settle()
@@ -66,7 +67,7 @@ class MappedTransport(Transport):
         self._store = store
         self._timeout_s = timeout_s
         self._rank = rank
-        self._mapped: dict[int, list[Tensor]] = {}
+        self._mapped: dict[int, Any] = {}
         self._described: set[int] = set()
         self.gloo = GlooTransport(store, host, rank, size, timeout_s)
 
@@ -75,14 +76,18 @@ class MappedTransport(Transport):
         """JSON with which one peer can map this rank's staging memory. Called once for each peer."""
 
     @abstractmethod
-    def map(self, described: Any) -> list[Tensor]:
-        """Maps the staging memory of a peer, from its description."""
+    def map(self, described: Any) -> Any:
+        """Maps the staging memory of a peer, from its description. Returns what `fetch` needs, slot by slot."""
+
+    def fetch(self, peer: int, remote_slot: int, slot: int, nbytes: int, deadline: Deadline) -> Tensor:
+        """The bytes in a peer's slot: a view of mapped memory. `slot` is this rank's own, for transports that copy."""
+        return self.slots_of(peer)[remote_slot][:nbytes]
 
     def settle(self) -> None:
         """Returns when this rank's reads of a peer's memory are over. On the host they are when the copy returns."""
 
-    def slots_of(self, peer: int) -> list[Tensor]:
-        """A peer's staging buffers, mapped at the first call."""
+    def slots_of(self, peer: int) -> Any:
+        """A peer's staging buffers as `map` gives them, mapped at the first call."""
         if peer not in self._mapped:
             described = read(self._store, f"staging/{peer}/{self._rank}", Deadline(self._timeout_s))
             self._mapped[peer] = self.map(described)
@@ -100,7 +105,7 @@ class MappedTransport(Transport):
     def receive(self, slot: int, nbytes: int, peer: int, tag: int) -> MappedMessage:
         if len(self.acknowledged) > 64:
             self.acknowledged = self.acknowledged[-16:]
-        return MappedMessage(self, peer, tag, nbytes)
+        return MappedMessage(self, peer, tag, slot, nbytes)
 
     def abort(self) -> None:
         self.gloo.abort()
