@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=2 python benchmarks/linear_logprobs.py [--tokens 8192] [--vocab 151936] [--hidden 128]
 
-Peak memory is what a run takes above its inputs and outputs (hidden states, weight and their gradients), as a share of
-the logits tensor; on CPU each side runs in a process of its own. On a GPU also against Liger-Kernel's fused linear
-cross entropy where it is installed (use --tokens 16384 --hidden 4096 --dtype bfloat16).
+Peak memory is what a run takes above its inputs and outputs, as a share of the logits tensor. Inputs and outputs are
+hidden states, weight and their gradients. On CPU each side runs in a process of its own. On a GPU also against the
+fused linear cross entropy of Liger-Kernel, its form for tensor parallel ranks (on one rank here) and QuACK's, where
+they are installed. Use --tokens 16384 --hidden 4096 --dtype bfloat16 there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from timing import machine, parse, record, side_by_side, with_warm_allocator
 from torch import Tensor
 
@@ -46,6 +48,27 @@ def liger(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return torch.autograd.grad(liger_fused_linear_cross_entropy(x, w, labels, reduction="sum"), (x, w))
 
 
+def liger_parallel(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyTPFunction as Function
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    result = Function.apply(x, w, labels, dist.group.WORLD)
+    nll = result[0] if isinstance(result, tuple) else result
+    return torch.autograd.grad(nll.sum(), (x, w))
+
+
+def quack(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return torch.autograd.grad(chunked_linear_cross_entropy(x, w, labels, reduction="sum"), (x, w))
+
+
+PEERS: dict[str, tuple[str, Step]] = {  # the package that each needs
+    "liger": ("liger_kernel", liger),
+    "liger_parallel": ("liger_kernel", liger_parallel),
+    "quack": ("quack", quack),
+}
 STEPS: dict[str, Step] = {"materialising": materialising, "token_loss": token_loss, "logprobs": logprobs}
 
 
@@ -82,6 +105,21 @@ def peak_of_side(name: str, args: argparse.Namespace) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+def peaks_of_peers(args: argparse.Namespace) -> dict[str, int]:
+    """Peaks of the other packages' functions that are installed and run here; they join STEPS. Others are named."""
+    peaks = {}
+    for name, (package, step) in PEERS.items():
+        if not importlib.util.find_spec(package):
+            continue
+        try:
+            peaks[name] = peak_bytes(step, args)
+        except Exception as error:  # another project's code: its faults are no fault of this comparison
+            print(f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        else:
+            STEPS[name] = step
+    return peaks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -95,12 +133,12 @@ def main() -> None:
     if args.peak_of:
         print(peak_bytes(STEPS[args.peak_of], args))
         return
-    if args.device == "cuda" and importlib.util.find_spec("liger_kernel"):
-        STEPS["liger"] = liger
     shape = f"T={args.tokens} V={args.vocab} H={args.hidden} {args.dtype}"
     print(f"# {machine(args.device)}; {shape}")
     logits_bytes = args.tokens * args.vocab * getattr(torch, args.dtype).itemsize
     peaks = {name: peak_of_side(name, args) for name in STEPS}
+    if args.device == "cuda":
+        peaks |= peaks_of_peers(args)
     data = inputs(args)
     sides = {name: lambda step=step: step(*data) for name, step in STEPS.items()}
     t = side_by_side(sides, device=args.device, rounds=args.rounds)

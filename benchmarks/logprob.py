@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=2 python benchmarks/logprob.py [--tokens 2048] [--vocab 32000 151936]
 
-On a GPU also against Liger-Kernel where it is installed. Every figure is a ratio within this run.
+On a GPU also against Liger-Kernel where it is installed. Every figure is a ratio within this run. There, the
+host's time to issue a call tells whether the kernel or Python is slow: near 100%, the GPU waits for the host.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from timing import machine, parse, record, side_by_side, with_warm_allocator
+from timing import host_seconds, machine, parse, record, side_by_side, with_warm_allocator
 from torch import Tensor
 
 from megarl.ops import logprob_kernels as kernels
@@ -41,13 +42,11 @@ class Case:
         self.one = torch.ones(1, dtype=torch.float64, device=self.logits.device)
         vocab = self.logits.shape[1]
         self.key = (self.labels, self.one, vocab, 0)
-        stats = kernels.logprob_stats(self.logits, *self.key, True)
-        self.context = kernels.logprob_merge(stats[None], self.labels, self.one)[2]
+        self.context = kernels.logprob_rows(self.logits, *self.key, True)[2]
         self.scratch = torch.empty_like(self.logits)
 
     def ours_forward(self, entropy: bool) -> None:
-        stats = kernels.logprob_stats(self.logits, *self.key, entropy)
-        kernels.logprob_merge(stats[None], self.labels, self.one)
+        kernels.logprob_rows(self.logits, *self.key, entropy)
 
     def ours_backward(self, entropy: bool) -> None:
         """In place: a copy of the logits is turned into their gradient. The values that it meets do not matter."""
@@ -96,6 +95,8 @@ def measure(device: str, dtype: torch.dtype, tokens: int, vocab: int, rounds: in
                 rounds=rounds,
             )
         # The forward pass reads once what a copy reads and writes: its floor is half of a copy.
+        if device == "cuda":
+            t["host"] = host_seconds(lambda entropy=entropy: case.ours_forward(entropy))
         report(facts | {"pass": "forward"}, t, floor=t["copy"] / 2)
         sides = {
             "ours": lambda entropy=entropy: case.ours_backward(entropy),
@@ -120,6 +121,9 @@ def report(facts: dict[str, str | int], t: dict[str, float], floor: float) -> No
     line = "{dtype:8s} V={vocab:6d} {kind:16s} {pass:8s}".format(**facts)
     line += f"  {ours * 1e3:8.2f} ms   {t['eager'] / ours:6.2f}x eager   {t['compile'] / ours:6.2f}x torch.compile"
     line += f"   {floor / ours:6.0%} of copy bandwidth"
+    if "host" in t:
+        record("host time of a call over its time", t["host"] / ours, "share", **facts)
+        line += f"   the host alone {t['host'] / ours:.0%} of the time"
     if "liger" in t:
         record("forward and backward over Liger", t["liger"] / t["ours fwd+bwd"], "x", **facts)
         line += f"   forward+backward {t['liger'] / t['ours fwd+bwd']:.2f}x Liger"

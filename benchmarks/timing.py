@@ -65,6 +65,17 @@ def side_by_side(
     return {name: statistics.median(t) for name, t in times.items()}
 
 
+def host_seconds(run: Callable[[], object], calls: int = 50) -> float:
+    """Seconds that the host takes to issue a call to the GPU, without waiting for its end."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / calls
+
+
 def machine(device: str) -> str:
     if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"

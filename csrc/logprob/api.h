@@ -39,6 +39,13 @@ struct MergeArgs {
   void *logprob, *entropy, *context;
 };
 
+// Statistics and their merge in one pass, of rows whose whole vocabulary is here. The outputs are MergeArgs';
+// null ones leave the statistics instead.
+struct RowsArgs {
+  StatsArgs stats;
+  void *logprob, *entropy, *context;
+};
+
 // grad [rows, columns] from the gradients of log-prob and entropy; the latter may be null. `grad` may alias
 // `logits`. Rows with label -1, rows with both gradients 0, and padding columns get zeros and are not read.
 struct BackwardArgs {
@@ -53,10 +60,12 @@ struct BackwardArgs {
 };
 
 void logprob_stats_cpu(const StatsArgs& args, int threads);
+void logprob_rows_cpu(const RowsArgs& args, int threads);
 void logprob_merge_cpu(const MergeArgs& args, int threads);
 void logprob_backward_cpu(const BackwardArgs& args, int threads);
 
 void logprob_stats_cuda(const StatsArgs& args, void* stream);
+void logprob_rows_cuda(const RowsArgs& args, void* stream);
 void logprob_merge_cuda(const MergeArgs& args, void* stream);
 void logprob_backward_cuda(const BackwardArgs& args, void* stream);
 

@@ -22,6 +22,22 @@ void register_logprob(py::module_& m) {
       py::arg("temp_stride"), py::arg("with_entropy"), py::arg("stats"));
 
   m.def(
+      "logprob_rows",
+      [](const Where& where, const LogitRows& shape, uintptr_t logits, uintptr_t labels, uintptr_t inv_temp,
+         int64_t temp_stride, bool with_entropy, uintptr_t stats, uintptr_t logprob, uintptr_t entropy,
+         uintptr_t context) {
+        const RowsArgs args{{shape, pointer(logits), pointer<int64_t>(labels), pointer<double>(inv_temp),
+                             temp_stride, with_entropy, pointer(stats)},
+                            pointer(logprob),
+                            pointer(entropy),
+                            pointer(context)};
+        launch(where, args, logprob_rows_cpu, MEGARL_CUDA_KERNEL(logprob_rows_cuda));
+      },
+      py::arg("where"), py::arg("shape"), py::arg("logits"), py::arg("labels"), py::arg("inv_temp"),
+      py::arg("temp_stride"), py::arg("with_entropy"), py::arg("stats"), py::arg("logprob"),
+      py::arg("entropy"), py::arg("context"));
+
+  m.def(
       "logprob_merge",
       [](const Where& where, int64_t ranks, int64_t rows, int dtype, uintptr_t stats, uintptr_t labels,
          uintptr_t inv_temp, int64_t temp_stride, uintptr_t logprob, uintptr_t entropy, uintptr_t context) {

@@ -105,6 +105,15 @@ void logprob_merge_cpu(const MergeArgs& args, int threads) {
   merge_rows<float>(args, threads);
 }
 
+void logprob_rows_cpu(const RowsArgs& args, int threads) {
+  const StatsArgs& s = args.stats;
+  const DType wide = s.shape.dtype == static_cast<int>(DType::kFloat64) ? DType::kFloat64 : DType::kFloat32;
+  logprob_stats_cpu(s, threads);
+  logprob_merge_cpu({1, s.shape.rows, static_cast<int>(wide), s.stats, s.labels, s.inv_temp, s.temp_stride,
+                     args.logprob, args.entropy, args.context},
+                    threads);
+}
+
 void logprob_backward_cpu(const BackwardArgs& args, int threads) {
   if (args.shape.columns == 0) return;  // an empty shard may have no memory at all
   dispatch_dtype(args.shape.dtype, "logprob_backward",

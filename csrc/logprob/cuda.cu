@@ -1,6 +1,9 @@
 // One block per row. Each thread keeps running statistics over its own columns, with one exponential per
 // element. The block then merges them in a fixed tree. A column's thread does not depend on alignment, so a
 // row gives the same bits anywhere in memory.
+//
+// A block waits for its label, its first columns and its last reduction. Rows of short vocabularies take
+// smaller blocks, so that more of them are in flight on an SM and hide these waits.
 #include "../common/cuda.cuh"
 #include "../common/row_math.h"
 #include "api.h"
@@ -8,9 +11,10 @@
 namespace megarl {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kBlocksPerSm = 2;
-constexpr int kGroup = 8;  // adjacent columns of a thread
+constexpr int kThreadsPerSm = 1024;  // in flight: 64 registers each
+constexpr int kLongThreads = 512, kShortThreads = 128;
+constexpr int64_t kLongVocabulary = 65536;  // columns from which a row takes a block of kLongThreads
+constexpr int kGroup = 8;                   // adjacent columns of a thread
 
 // Groups with which each thread has 64 bytes of a row in flight.
 template <class T>
@@ -109,16 +113,46 @@ __device__ __forceinline__ void add_groups(const Group<T> (&g)[kGroups<T>], floa
   s.dot += dot * static_cast<float>(kLn2);
 }
 
-template <class T, bool kAligned, bool kDot>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) stats_kernel(const StatsArgs a) {
+__device__ __forceinline__ void store_result(const RowsArgs& a, int64_t row, const RowResult<float>& r,
+                                             float max) {
+  static_cast<float*>(a.logprob)[row] = r.logprob;
+  static_cast<float*>(a.entropy)[row] = r.entropy;
+  float* context = static_cast<float*>(a.context) + 3 * row;
+  context[0] = max;
+  context[1] = r.log_sum;
+  context[2] = r.entropy;
+}
+
+// Writes a row's statistics, or its results where `a` has a place for them. Called by one thread.
+__device__ __forceinline__ void finish(const RowsArgs& a, int64_t row, const RowStats<float>& s,
+                                       float label_logit) {
+  if (a.logprob) {
+    const double inv_temp = a.stats.inv_temp[row * a.stats.temp_stride];
+    const RowStats<float> all =
+        merge(empty_stats<float>(), s, static_cast<float>(inv_temp));  // as of one rank
+    store_result(a, row, finish_row(all, label_logit, inv_temp), all.max);
+  } else {
+    static_cast<float4*>(a.stats.stats)[row] = make_float4(s.max, s.sum, s.dot, label_logit);
+  }
+}
+
+template <int kThreads, class T, bool kAligned, bool kDot>
+__global__ void __launch_bounds__(kThreads, kThreadsPerSm / kThreads) stats_kernel(const RowsArgs args) {
+  const StatsArgs& a = args.stats;
   const int64_t row = blockIdx.x, label = a.labels[row], valid = a.shape.valid;
-  float* out = static_cast<float*>(a.stats) + 4 * row;
   if (label == -1) {
-    if (threadIdx.x < 4) out[threadIdx.x] = 0;
+    if (threadIdx.x != 0) return;
+    if (args.logprob)
+      store_result(args, row, RowResult<float>{0, 0, 0}, 0);
+    else
+      static_cast<float4*>(a.stats)[row] = make_float4(0, 0, 0, 0);
     return;
   }
   const T* x = static_cast<const T*>(a.logits) + row * a.shape.row_stride;
   const float inv_temp = static_cast<float>(a.inv_temp[row * a.temp_stride]);
+  const int64_t column = label - a.shape.vocab_start;
+  float label_logit = NAN;  // loaded before the columns, not after their reduction
+  if (threadIdx.x == 0 && column >= 0 && column < valid) label_logit = to_float(x[column]);
   RowStats<float> s = empty_stats<float>();
   constexpr int64_t kSpan = kThreads * kGroup;
   for (int64_t c = threadIdx.x * kGroup; c < valid; c += kSpan * kGroups<T>) {
@@ -128,12 +162,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) stats_kernel(const Sta
     add_groups<T, kDot>(g, inv_temp, s);
   }
   s = block_reduce<kThreads>(s, [inv_temp](const auto& l, const auto& r) { return merge(l, r, inv_temp); });
-  if (threadIdx.x != 0) return;
-  const int64_t column = label - a.shape.vocab_start;
-  out[0] = s.max;
-  out[1] = s.sum;
-  out[2] = s.dot;
-  out[3] = column >= 0 && column < valid ? to_float(x[column]) : NAN;
+  if (threadIdx.x == 0) finish(args, row, s, label_logit);
 }
 
 __global__ void merge_kernel(const MergeArgs a) {
@@ -161,8 +190,8 @@ __global__ void merge_kernel(const MergeArgs a) {
   context[2] = r.entropy;
 }
 
-template <class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) backward_kernel(const BackwardArgs a) {
+template <int kThreads, class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kThreadsPerSm / kThreads) backward_kernel(const BackwardArgs a) {
   const int64_t row = blockIdx.x, label = a.labels[row], columns = a.shape.columns;
   T* grad = static_cast<T*>(a.grad) + row * a.grad_stride;
   const float g = static_cast<const float*>(a.grad_logprob)[row];
@@ -213,19 +242,42 @@ void dispatch_device_dtype(int dtype, const char* op, Fn&& fn) {
   }
 }
 
+// Launches one block a row.
+template <int kThreads, class T>
+void launch_stats(const RowsArgs& args, cudaStream_t stream) {
+  const StatsArgs& a = args.stats;
+  const bool fast = aligned(a.logits, a.shape.row_stride, sizeof(T));
+  const auto kernel =
+      a.with_entropy
+          ? (fast ? stats_kernel<kThreads, T, true, true> : stats_kernel<kThreads, T, false, true>)
+          : (fast ? stats_kernel<kThreads, T, true, false> : stats_kernel<kThreads, T, false, false>);
+  kernel<<<static_cast<unsigned>(a.shape.rows), kThreads, 0, stream>>>(args);
+}
+
+template <int kThreads, class T>
+void launch_backward(const BackwardArgs& args, cudaStream_t stream) {
+  const bool fast = aligned(args.logits, args.shape.row_stride, sizeof(T)) &&
+                    aligned(args.grad, args.grad_stride, sizeof(T));
+  const auto kernel = fast ? backward_kernel<kThreads, T, true> : backward_kernel<kThreads, T, false>;
+  kernel<<<static_cast<unsigned>(args.shape.rows), kThreads, 0, stream>>>(args);
+}
+
 }  // namespace
 
-void logprob_stats_cuda(const StatsArgs& args, void* stream) {
-  if (args.shape.rows == 0) return;
-  dispatch_device_dtype(args.shape.dtype, "logprob_stats", [&](auto* type) {
+void logprob_rows_cuda(const RowsArgs& args, void* stream) {
+  const LogitRows& shape = args.stats.shape;
+  if (shape.rows == 0) return;
+  dispatch_device_dtype(shape.dtype, "logprob_stats", [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const bool fast = aligned(args.logits, args.shape.row_stride, sizeof(T));
-    const auto kernel = args.with_entropy
-                            ? (fast ? stats_kernel<T, true, true> : stats_kernel<T, false, true>)
-                            : (fast ? stats_kernel<T, true, false> : stats_kernel<T, false, false>);
-    kernel<<<static_cast<unsigned>(args.shape.rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+    const auto launch =
+        shape.columns < kLongVocabulary ? launch_stats<kShortThreads, T> : launch_stats<kLongThreads, T>;
+    launch(args, static_cast<cudaStream_t>(stream));
   });
   check_launch("logprob_stats");
+}
+
+void logprob_stats_cuda(const StatsArgs& args, void* stream) {
+  logprob_rows_cuda(RowsArgs{args, nullptr, nullptr, nullptr}, stream);
 }
 
 void logprob_merge_cuda(const MergeArgs& args, void* stream) {
@@ -235,13 +287,13 @@ void logprob_merge_cuda(const MergeArgs& args, void* stream) {
 }
 
 void logprob_backward_cuda(const BackwardArgs& args, void* stream) {
-  if (args.shape.rows == 0) return;
-  dispatch_device_dtype(args.shape.dtype, "logprob_backward", [&](auto* type) {
+  const LogitRows& shape = args.shape;
+  if (shape.rows == 0) return;
+  dispatch_device_dtype(shape.dtype, "logprob_backward", [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const bool fast = aligned(args.logits, args.shape.row_stride, sizeof(T)) &&
-                      aligned(args.grad, args.grad_stride, sizeof(T));
-    const auto kernel = fast ? backward_kernel<T, true> : backward_kernel<T, false>;
-    kernel<<<static_cast<unsigned>(args.shape.rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+    const auto launch = shape.columns < kLongVocabulary ? launch_backward<kShortThreads, T>
+                                                        : launch_backward<kLongThreads, T>;
+    launch(args, static_cast<cudaStream_t>(stream));
   });
   check_launch("logprob_backward");
 }

@@ -13,6 +13,7 @@ LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 OFFLOAD_WHILE_SAMPLING = ("all", "optimizer", "none")
 BACKENDS = ("auto", "torch", "te", "cpu")
+KEPT_LOGITS_ON_CPU_MB = 256
 RECOMPUTE = ("none", "selective", "full")
 EXPERTS = ("auto", "grouped", "sequential")
 DISPATCHERS = ("alltoall", "flex")
@@ -81,7 +82,11 @@ class EngineConfig:
         16384, "most tokens in one packed microbatch; bounds activation memory", least=1, most=MAX_COUNT
     )
     kept_logits_mb: int = knob(
-        256, "MiB of logits kept for backward; where there are more, they are computed twice", least=0, most=2**20
+        -1,
+        "MiB of logits kept for backward; where there are more, they are computed twice; -1: 256 on the CPU, a quarter "
+        "of the free memory on a GPU, 1/32 of its memory where tp_size is above 1",
+        least=-1,
+        most=2**20,
     )
     shared_prefix: bool = knob(False, "compute prompts and turns that a group shares once a microbatch; cp_size=1 only")
     value_head_std: float = knob(

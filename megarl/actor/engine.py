@@ -203,7 +203,7 @@ class MegatronEngine(TrainEngine):
             self.hf_config.vocab_size,
             self.config.temperature,
             with_entropy,
-            self.config.kept_logits_mb * 2**20,
+            heads.kept_logits_bytes(self.config.kept_logits_mb, hidden.device, self.groups),
             torch.float32 if self.config.float32_head else hidden.dtype,
         )
         logprobs, entropy = (mb.gather(x, self.groups.cp) if x is not None else None for x in local)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, fields
 from transformers import PretrainedConfig
 
 from megarl.actor import fp8
-from megarl.actor.config import EngineConfig, backend_of, groups_experts
+from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of, groups_experts
 from megarl.actor.weights.shards import ShardSpec, shard_specs
 from megarl.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
+from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
 
@@ -107,7 +108,7 @@ def trainer_memory(
         gradients=(dense + experts) * GRADIENT,
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
         activations=_activations(model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank),
-        head=_head(model, parallel, engine, layer, tokens, item) if pp_rank == parallel.pp_size - 1 else 0,
+        head=_head(model, parallel, engine, layer, tokens, item, on_gpu) if pp_rank == parallel.pp_size - 1 else 0,
         update=0 if on_gpu else (dense + experts) * item,  # gloo all-gathers the parameters into a copy
         batch=BATCH_BYTES * load.all_tokens,
         runtime=GPU_RUNTIME if on_gpu else 0,
@@ -233,14 +234,26 @@ def _activations(
 
 
 def _head(
-    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, layer: LayerBytes, tokens: int, item: int
+    model: PretrainedConfig,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    layer: LayerBytes,
+    tokens: int,
+    item: int,
+    on_gpu: bool,
 ) -> int:
-    """Computes bytes of the final norm, the gradient of its output, and all logits or one chunk (`heads.logprobs`)."""
+    """Computes bytes of the final norm, the gradient of its output, and all logits or one chunk (`heads.logprobs`).
+
+    Logits that a GPU keeps because memory is free are not counted: without it they are computed in chunks.
+    """
     vocab = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size
     logit = max(item, 4) if engine.float32_head else item
-    if tokens * vocab * logit <= engine.kept_logits_mb * 2**20:
+    kept_mb = engine.kept_logits_mb
+    if kept_mb < 0:
+        kept_mb = 0 if on_gpu else KEPT_LOGITS_ON_CPU_MB
+    if tokens * vocab * logit <= kept_mb * 2**20:
         chunk = tokens
     else:
-        chunk = min(tokens, max(math.ceil(tokens / 16), 256), 1024)
+        chunk = min(tokens, most_gpu_chunk_rows(tokens) if on_gpu else cpu_chunk_rows(tokens))
     row = vocab * logit + 2 * model.hidden_size * item + (vocab * item if logit > item else 0)  # with its narrow copy
     return math.ceil(tokens * (layer.norm + model.hidden_size * item) + chunk * row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megarl.ops import logprob_kernels as kernels
 from megarl.ops.first_derivative import first_derivative_only
-from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
+from megarl.ops.head_chunks import ChunkCost, GpuSpeed, cpu_chunk_rows, gpu_chunk_rows
+from megarl.ops.logprob_kernels import as_labels, inverse_temperature, row_results
 from megarl.ops.native import check, values_checked
 
 # Takes log-probs `[rows]`, entropy `[rows]` or None, and the rows' positions. Returns their losses, which are summed.
@@ -38,6 +39,7 @@ def linear_logprobs(
     chunk_rows: int | None = None,
     main_grad: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    weight_grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs of `labels` under `hidden @ weight.T`, without a `[tokens, vocabulary]` tensor.
 
@@ -51,16 +53,21 @@ def linear_logprobs(
         weight: `[local vocabulary, hidden]`, this rank's rows of the LM head, in hidden's dtype.
         rows: int64, the positions with a label, if the caller knows them. None finds them here, which on CUDA waits
             for the device.
-        chunk_rows: rows of logits in memory at a time; None is a sixteenth of the rows, between 256 and 1024.
+        chunk_rows: rows of logits in memory at a time. None chooses by the GPU's speed and memory (`head_chunks`). On
+            the CPU it is a sixteenth of the rows, between 256 and 1024.
         logits_dtype: dtype of the logits, at least hidden's; None is hidden's. Sums are float32 in any case.
         main_grad: float32 `[local vocabulary, hidden]`. Backward adds the weight's gradient to it, in float32
             throughout, and leaves `weight.grad` unchanged. None returns the gradient through autograd.
+        weight_grad_dtype: dtype in which chunks of the weight's gradient are summed without `main_grad`, weight's or
+            float32. None is float32 on the CPU, and on a GPU weight's: a float32 sum of a 16-bit weight takes twice
+            the weight's memory. Each chunk then rounds the sum once more.
 
     Returns:
         float32 `[tokens]` log-probs and entropy (or None), 0 for rows without a label. Both are differentiable.
     """
     vocab, dtype = (vocab_valid, vocab_start), logits_dtype or hidden.dtype
-    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, main_grad, dtype)
+    sums = _weight_sums(weight, main_grad, weight_grad_dtype)
+    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, sums, dtype)
     logprob, entropy = _LinearLogprobs.apply(hidden, weight, head, with_entropy)
     return logprob, entropy if with_entropy else None
 
@@ -80,20 +87,52 @@ def linear_token_loss(
     chunk_rows: int | None = None,
     main_grad: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
+    weight_grad_dtype: torch.dtype | None = None,
+    loss_grad: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes a token-level loss directly from the hidden states, and each chunk's gradient with it.
 
     `loss_fn(logprobs, entropy, rows)` is called once per chunk, with the values and positions of the chunk's rows. It
     returns their losses, which are summed. See `linear_logprobs` for the other arguments.
 
+    Args:
+        loss_grad: gradient of the loss with which backward will be called, if it is known. Forward then adds the
+            weight's gradient to `main_grad` and needs no buffer for it, and backward multiplies nothing.
+
     Returns:
         The summed loss, differentiable in `hidden` and `weight`; backward can run only once. Log-probs and entropy
         `[tokens]`, detached.
     """
     vocab, dtype = (vocab_valid, vocab_start), logits_dtype or hidden.dtype
-    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, main_grad, dtype)
-    loss, logprob, entropy = _LinearTokenLoss.apply(hidden, weight, head, with_entropy, loss_fn)
+    sums = _weight_sums(weight, main_grad, weight_grad_dtype)
+    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, sums, dtype)
+    if not torch.is_grad_enabled():  # autograd functions do not learn of it
+        hidden, weight, loss_grad = hidden.detach(), weight.detach(), None
+    loss, logprob, entropy = _LinearTokenLoss.apply(hidden, weight, head, with_entropy, loss_fn, loss_grad)
     return loss, logprob, entropy if with_entropy else None
+
+
+class _WeightSums(NamedTuple):
+    """Place of the weight's gradient: the main gradient, or None and the dtype of a buffer."""
+
+    main_grad: Tensor | None
+    dtype: torch.dtype
+
+
+def _weight_sums(weight: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None) -> _WeightSums:
+    """Checks where the weight's gradient is to be summed."""
+    if main_grad is not None:
+        if dtype is not None:
+            raise ValueError(f"weight_grad_dtype={dtype} with main_grad, whose sums are float32; leave one of them out")
+        check("main_grad", main_grad, dtype=torch.float32, shape=tuple(weight.shape), device=weight.device)
+        return _WeightSums(main_grad, torch.float32)
+    wide = kernels.stats_dtype(weight.dtype)
+    if dtype is None:
+        dtype = weight.dtype if weight.device.type == "cuda" else wide
+    if dtype not in (weight.dtype, wide):
+        allowed = " or ".join(dict.fromkeys((str(weight.dtype), str(wide))))
+        raise ValueError(f"weight_grad_dtype is {dtype}, expected {allowed}, for a {weight.dtype} weight")
+    return _WeightSums(None, dtype)
 
 
 @dataclass
@@ -106,7 +145,7 @@ class _Head:
     chunk: int
     vocab: tuple[int, int]  # vocab_valid, vocab_start
     group: dist.ProcessGroup | None
-    main_grad: Tensor | None
+    sums: _WeightSums
     logits_dtype: torch.dtype
 
     @staticmethod
@@ -119,7 +158,7 @@ class _Head:
         group: dist.ProcessGroup | None,
         rows: Tensor | None,
         chunk_rows: int | None,
-        main_grad: Tensor | None,
+        sums: _WeightSums,
         logits_dtype: torch.dtype,
     ) -> _Head:
         kernels.check_rows("hidden", hidden)
@@ -127,15 +166,13 @@ class _Head:
         check("weight", weight, dtype=hidden.dtype, shape=weight_shape, device=hidden.device)
         if group is None and weight.shape[0] < 1:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected at least one row of the vocabulary")
-        if main_grad is not None:
-            check("main_grad", main_grad, dtype=torch.float32, shape=tuple(weight.shape), device=hidden.device)
         labels = as_labels(labels, hidden, vocab[0])
         rows = _labelled_rows(labels) if rows is None else _check_rows(rows, labels)
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows is {chunk_rows}, it must be at least 1; None chooses")
-        chunk = chunk_rows or min(max(-(-rows.numel() // 16), 256), 1024)
+        chunk = chunk_rows or _rows_of_chunk(rows.numel(), weight, logits_dtype.itemsize, sums.dtype.itemsize)
         inv_temp = inverse_temperature(temperature, hidden)
-        return _Head(labels, inv_temp, rows, chunk, vocab, group, main_grad, logits_dtype)
+        return _Head(labels, inv_temp, rows, chunk, vocab, group, sums, logits_dtype)
 
     def chunks(self) -> list[tuple[slice, Tensor]]:
         """Splits the labelled rows into chunks: the slice of `rows`, and the token positions in it."""
@@ -144,7 +181,20 @@ class _Head:
         return [(span, self.rows[span]) for span in spans]
 
     def buffer(self, weight: Tensor) -> Tensor:
-        return weight.new_empty(min(self.chunk, self.rows.numel()), weight.shape[0], dtype=self.logits_dtype)
+        """Memory for the logits of a chunk.
+
+        Raises:
+            torch.OutOfMemoryError: in one line, with the size of a chunk.
+        """
+        shape = min(self.chunk, self.rows.numel()), weight.shape[0]
+        try:
+            return torch.empty(shape, dtype=self.logits_dtype, device=weight.device)
+        except torch.OutOfMemoryError as error:
+            size = shape[0] * shape[1] * self.logits_dtype.itemsize / 2**20
+            raise torch.OutOfMemoryError(
+                f"a chunk of {shape[0]:,} x {shape[1]:,} logits takes {size:,.0f} MiB, more than {weight.device} has "
+                "free; pass fewer chunk_rows, or keep less on the GPU"
+            ) from error
 
     def row_inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         inv_temp = self.inv_temp if self.inv_temp.numel() == 1 else self.inv_temp[rows]
@@ -152,8 +202,7 @@ class _Head:
 
     def forward_chunk(self, logits: Tensor, rows: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
         labels, inv_temp = self.row_inputs(rows)
-        stats = kernels.logprob_stats(logits, labels, inv_temp, *self.vocab, with_entropy)
-        return kernels.logprob_merge(gathered_stats(stats, self.group), labels, inv_temp)
+        return row_results(logits, labels, inv_temp, self.vocab, self.group, with_entropy)
 
     def backward_chunk(
         self, logits: Tensor, rows: Tensor, context: Tensor, g: Tensor, h: Tensor | None, x: Tensor, grads: _HeadGrads
@@ -166,11 +215,21 @@ class _Head:
         if grads.hidden is not None:
             grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight, out=torch.empty_like(x)))
         if grads.weight is not None:
-            add_weight_grad(grads.weight, logits, x)
+            grads.add_weight(logits, x)
 
     def finish(self, grads: _HeadGrads) -> None:
         if grads.hidden is not None and self.group is not None and dist.get_world_size(self.group) > 1:
             dist.all_reduce(grads.hidden, group=self.group)
+
+
+def _rows_of_chunk(total: int, weight: Tensor, logit_bytes: int, grad_bytes: int) -> int:
+    """Chooses the rows of a chunk for the device of `weight`."""
+    if weight.device.type != "cuda":
+        return cpu_chunk_rows(total)
+    properties = torch.cuda.get_device_properties(weight.device)
+    vocab, hidden = weight.shape
+    cost = ChunkCost(hidden, vocab, GpuSpeed.of(properties), logit_bytes, grad_bytes)
+    return gpu_chunk_rows(total, cost, properties.total_memory)
 
 
 def _check_rows(rows: Tensor, labels: Tensor) -> Tensor:
@@ -196,15 +255,28 @@ class _HeadGrads:
 
     head_weight: Tensor  # the weight itself, to which hidden's gradient is linear
     hidden: Tensor | None
-    weight: Tensor | None  # float32, or float64 for float64 weights
+    weight: Tensor | None
+    unwritten: bool = False  # the weight's gradient has no values yet: the first chunk's are written, not added
 
     @staticmethod
-    def make(hidden: Tensor, weight: Tensor, needed: tuple[bool, ...], main_grad: Tensor | None) -> _HeadGrads:
+    def make(hidden: Tensor, weight: Tensor, needed: tuple[bool, ...], sums: _WeightSums, rows: Tensor) -> _HeadGrads:
         for_hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
-        for_weight = main_grad
-        if for_weight is None and needed[1]:
-            for_weight = torch.zeros_like(weight, dtype=kernels.stats_dtype(weight.dtype))
-        return _HeadGrads(weight, for_hidden, for_weight)
+        if sums.main_grad is not None:
+            return _HeadGrads(weight, for_hidden, sums.main_grad)
+        if not needed[1]:
+            return _HeadGrads(weight, for_hidden, None)
+        unwritten = weight.device.type == "cuda" and rows.numel() > 0
+        new = torch.empty_like if unwritten else torch.zeros_like
+        return _HeadGrads(weight, for_hidden, new(weight, dtype=sums.dtype), unwritten)
+
+    def add_weight(self, d_logits: Tensor, hidden: Tensor) -> None:
+        """Adds a chunk to the weight's gradient."""
+        assert self.weight is not None
+        if self.unwritten:
+            product(d_logits.t(), hidden.t(), self.weight)
+        else:
+            add_weight_grad(self.weight, d_logits, hidden)
+        self.unwritten = False
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
@@ -270,7 +342,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, context = ctx.saved_tensors
         head: _Head = ctx.head
-        grads = _HeadGrads.make(hidden, weight, ctx.needs_input_grad, head.main_grad)
+        grads = _HeadGrads.make(hidden, weight, ctx.needs_input_grad, head.sums, head.rows)
         buffer = head.buffer(weight)
         for span, rows in head.chunks():
             x = hidden.index_select(0, rows)
@@ -278,18 +350,27 @@ class _LinearLogprobs(torch.autograd.Function):
             h = grad_entropy[rows] if ctx.with_entropy else None
             head.backward_chunk(logits, rows, context[span], grad_logprob[rows], h, x, grads)
         head.finish(grads)
-        returned = grads.weight.to(weight.dtype) if grads.weight is not None and head.main_grad is None else None
+        returned = grads.weight.to(weight.dtype) if grads.weight is not None and head.sums.main_grad is None else None
         return grads.hidden, returned, None, None
 
 
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, head: _Head, with_entropy: bool, loss_fn: TokenLossFn
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        head: _Head,
+        with_entropy: bool,
+        loss_fn: TokenLossFn,
+        loss_grad: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprob = torch.zeros(hidden.shape[0], dtype=kernels.stats_dtype(hidden.dtype), device=hidden.device)
         entropy, total = torch.zeros_like(logprob), logprob.new_zeros(())
-        grads = _HeadGrads.make(hidden, weight, ctx.needs_input_grad, None)
+        # Without `loss_grad` the main gradient waits for backward, which knows the factor.
+        sums = head.sums if loss_grad is not None else head.sums._replace(main_grad=None)
+        grads = _HeadGrads.make(hidden, weight, ctx.needs_input_grad, sums, head.rows)
+        seed = None if loss_grad is None else torch.full_like(total, loss_grad)
         buffer = head.buffer(weight)
         for _, rows in head.chunks():
             x = hidden.index_select(0, rows)
@@ -302,11 +383,17 @@ class _LinearTokenLoss(torch.autograd.Function):
             with torch.enable_grad():
                 loss = loss_fn(chunk_logprob, chunk_entropy if with_entropy else None, rows).sum()
             total += loss.detach()
-            g, *h = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            g, *h = torch.autograd.grad(
+                loss,
+                leaves,
+                seed.to(loss.dtype) if seed is not None else None,
+                allow_unused=True,
+                materialize_grads=True,
+            )
             head.backward_chunk(logits, rows, context, g, h[0] if h else None, x, grads)
         head.finish(grads)
-        ctx.save_for_backward(grads.hidden, grads.weight)
-        ctx.head, ctx.weight_dtype = head, weight.dtype
+        ctx.save_for_backward(grads.hidden, grads.weight if sums.main_grad is None else None)
+        ctx.main_grad, ctx.weight_dtype, ctx.loss_grad = head.sums.main_grad, weight.dtype, loss_grad
         ctx.mark_non_differentiable(logprob, entropy)
         return total, logprob, entropy
 
@@ -314,11 +401,24 @@ class _LinearTokenLoss(torch.autograd.Function):
     @first_derivative_only("linear_token_loss", "megarl.ops.torch_twins.linear_logprobs")
     def backward(ctx: Any, grad_loss: Tensor, *unused: Any) -> tuple[Any, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        if hidden_grad is not None:
-            hidden_grad = hidden_grad * grad_loss.to(hidden_grad.dtype)
-        if weight_grad is not None and ctx.head.main_grad is not None:
-            ctx.head.main_grad.addcmul_(weight_grad, grad_loss.to(weight_grad.dtype))
-            weight_grad = None
-        elif weight_grad is not None:
-            weight_grad = weight_grad.mul_(grad_loss).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None, None, None
+        if ctx.loss_grad is not None:
+            _check_loss_grad(grad_loss, ctx.loss_grad)
+        else:
+            if hidden_grad is not None:
+                hidden_grad.mul_(grad_loss.to(hidden_grad.dtype))
+            if weight_grad is not None and ctx.main_grad is not None:
+                ctx.main_grad.addcmul_(weight_grad, grad_loss.to(weight_grad.dtype))
+                weight_grad = None
+            elif weight_grad is not None:
+                weight_grad.mul_(grad_loss)
+        weight_grad = weight_grad.to(ctx.weight_dtype) if weight_grad is not None else None
+        return hidden_grad, weight_grad, None, None, None, None
+
+
+def _check_loss_grad(actual: Tensor, told: float) -> None:
+    """Refuses another gradient than forward was told. On a GPU the device itself stops, so that nothing waits."""
+    expected = torch.full_like(actual, told)
+    if values_checked(actual) and not torch.equal(actual, expected):
+        raise ValueError(f"backward got a loss gradient of {float(actual):g} after loss_grad={told:g}; pass the same")
+    if actual.device.type == "cuda" and not is_fake(actual):
+        torch._assert_async(actual == expected, f"backward got another loss gradient than loss_grad={told:g}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.ops import logprob_kernels as kernels
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.linear_logprob import linear_logprobs, linear_token_loss
-from megarl.ops.logprob_kernels import as_labels, gathered_stats, inverse_temperature
+from megarl.ops.logprob_kernels import as_labels, inverse_temperature, row_results
 
 __all__ = [
     "gather_logprobs",
@@ -125,10 +125,10 @@ class _RowLogprobs(torch.autograd.Function):
         with_entropy: bool,
         inplace_backward: bool,
     ) -> tuple[Tensor, Tensor]:
-        stats = kernels.logprob_stats(logits, labels, inv_temp, vocab_valid, vocab_start, with_entropy)
-        logprob, entropy, context = kernels.logprob_merge(gathered_stats(stats, group), labels, inv_temp)
+        vocab = (vocab_valid, vocab_start)
+        logprob, entropy, context = row_results(logits, labels, inv_temp, vocab, group, with_entropy)
         ctx.save_for_backward(logits, labels, inv_temp, context)
-        ctx.vocab = (vocab_valid, vocab_start)
+        ctx.vocab = vocab
         ctx.with_entropy = with_entropy
         ctx.inplace_backward = inplace_backward
         if not with_entropy:

@@ -66,14 +66,22 @@ def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
     return value.reshape(1) if value.numel() == 1 else value.contiguous()
 
 
-def gathered_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gathers the row statistics of all ranks of `group` in rank order, `[ranks, rows, 4]`."""
+def row_results(
+    logits: Tensor,
+    labels: Tensor,
+    inv_temp: Tensor,
+    vocab: tuple[int, int],
+    group: dist.ProcessGroup | None,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes log-prob, entropy and context of each row. Ranks of `group` exchange their statistics."""
     size = dist.get_world_size(group) if group is not None else 1
     if size == 1:
-        return stats.unsqueeze(0)
+        return logprob_rows(logits, labels, inv_temp, *vocab, with_entropy)
+    stats = logprob_stats(logits, labels, inv_temp, *vocab, with_entropy)
     stats_by_rank = stats.new_empty(size, *stats.shape)
     dist.all_gather(list(stats_by_rank.unbind(0)), stats, group=group)
-    return stats_by_rank
+    return logprob_merge(stats_by_rank, labels, inv_temp)
 
 
 def _check_row_inputs(logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int) -> None:
@@ -112,6 +120,32 @@ def _(
     logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int, with_entropy: bool
 ) -> Tensor:
     return logits.new_empty((logits.shape[0], 4), dtype=stats_dtype(logits.dtype))
+
+
+@torch.library.custom_op("megarl::logprob_rows", mutates_args=())
+def logprob_rows(
+    logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `logprob_merge` of `logprob_stats` in one launch, of rows whose whole vocabulary is on this rank."""
+    _check_row_inputs(logits, labels, inv_temp, vocab_valid, vocab_start)
+    rows = logits.shape[0]
+    stats = torch.empty(rows, 4, dtype=stats_dtype(logits.dtype), device=logits.device)
+    logprob, entropy, context = stats.new_empty(rows), stats.new_empty(rows), stats.new_empty(rows, 3)
+    shape = _shape(logits, vocab_valid, vocab_start)
+    _C.logprob_rows(
+        *(where(logits), shape, logits.data_ptr(), labels.data_ptr(), inv_temp.data_ptr(), int(inv_temp.numel() > 1)),
+        *(with_entropy, stats.data_ptr(), logprob.data_ptr(), entropy.data_ptr(), context.data_ptr()),
+    )
+    return logprob, entropy, context
+
+
+@logprob_rows.register_fake
+def _(
+    logits: Tensor, labels: Tensor, inv_temp: Tensor, vocab_valid: int, vocab_start: int, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dtype = logits.shape[0], stats_dtype(logits.dtype)
+    logprob, entropy = logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
+    return logprob, entropy, logits.new_empty((rows, 3), dtype=dtype)
 
 
 @torch.library.custom_op("megarl::logprob_merge", mutates_args=())

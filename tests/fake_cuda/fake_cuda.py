@@ -77,7 +77,17 @@ def _answer_for_torch_cuda() -> None:
     import torch
 
     generator = torch.Generator()
-    properties = SimpleNamespace(name="host memory", major=9, minor=0, total_memory=2**30, uuid="GPU-0")
+    properties = SimpleNamespace(  # clocks in kHz and bus width in bits are an H100 SXM's
+        name="host memory",
+        major=9,
+        minor=0,
+        total_memory=80 * 2**30,
+        uuid="GPU-0",
+        multi_processor_count=132,
+        clock_rate=1_980_000,
+        memory_clock_rate=2_619_000,
+        memory_bus_width=5120,
+    )
     answers: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "_lazy_call": lambda call, **_: call(),
@@ -88,6 +98,9 @@ def _answer_for_torch_cuda() -> None:
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "get_device_properties": lambda *_: properties,
+        "mem_get_info": lambda *_: (2**30, 80 * 2**30),
+        "memory_reserved": lambda *_: 0,
+        "memory_allocated": lambda *_: 0,
         "get_device_capability": lambda *_: (9, 0),
         "synchronize": lambda *_: note("synchronize"),
         "current_stream": _Stream,

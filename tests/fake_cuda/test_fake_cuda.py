@@ -47,6 +47,15 @@ STAGES = {
     f"{_P2P} _communicate_shapes: copy from the host": "microbatches differ in length",
     f"{_P2P} _communicate_shapes: copy to the host": "the same, on the receiving side",
 }
+# Routes through the LM head -> most memory as a share of the logits, and products of 2 T V H operations.
+HEAD = {
+    "token loss": (0.10, 3),
+    "token loss, main gradient": (0.10, 3),
+    "log-probs": (0.10, 4),
+    "log-probs, main gradient": (0.10, 4),
+    "token loss, sums in float32": (0.51, 3),
+    "all logits": (1.01, 3),
+}
 FAULTS = {
     "mask on the host": "MixedDevices: megarl/actor/batch/microbatch.py _shift_left",
     "rows on the host": "MixedDevices: megarl/actor/model/heads.py logprobs",
@@ -84,6 +93,8 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "full": ("full", {"folder": str(folder / "full")}, {}),
         "debug_kernels": ("debug_kernels", {"path": dense}, {}),
         "notices": ("notices", {}, {}),
+        **{f"head, {route}": ("head", {"route": route}, {}) for route in HEAD},
+        "head, fewer tokens": ("head", {"route": "token loss", "tokens": 8192}, {}),
         **{name: ("planted", {"path": dense, "fault": name}, {}) for name in FAULTS},
     }
     return named
@@ -178,6 +189,21 @@ def test_pipeline_stages_wait_at_each_exchange(outcomes: Any) -> None:
     waits = result(outcomes, "pp 2")["waits"]
     assert set(waits) <= {*STEP, *RANKS, *STAGES}
     assert {waits[place] for place in STAGES} <= {3, 3 + 1}, "exchanges of the first stage: sends beside receives"
+
+
+@pytest.mark.parametrize("route", HEAD)
+def test_the_head_of_a_large_model_takes_a_tenth_of_its_logits_memory(outcomes: Any, route: str) -> None:
+    found, (share, products) = result(outcomes, f"head, {route}"), HEAD[route]
+    assert 0.9 * share - 0.04 < found["share"] <= share
+    assert found["products"] == pytest.approx(products)
+
+
+def test_a_chunk_of_the_head_costs_few_launches(outcomes: Any) -> None:
+    """Operations that the 8 chunks of 8,192 more tokens add; views and empty tensors launch nothing."""
+    views = {"t", "slice", "detach", "unsqueeze", "expand", "device", "empty_like"}
+    many, few = (result(outcomes, f"head, {name}")["operations"] for name in ("token loss", "fewer tokens"))
+    added = {name: many[name] - few.get(name, 0) for name in many if name not in views}
+    assert sum(added.values()) == 8 * 15, added
 
 
 def test_the_table_of_waits_stands_in_the_numbers() -> None:

@@ -20,6 +20,7 @@ import fake_cuda
 fake_cuda.load(Path(sys.argv[1]))
 
 import cases  # noqa: E402
+import head  # noqa: E402
 import torch  # noqa: E402
 import transfers  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
@@ -53,7 +54,7 @@ def leaves_in_host_memory(data: torch.Tensor) -> torch.Tensor:
 
 def run(name: str, arguments: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:
     """Runs one rank's part of a case."""
-    function = getattr(cases, name, None) or getattr(transfers, name)
+    function = next(getattr(module, name) for module in (cases, transfers, head) if hasattr(module, name))
     if layout:
         arguments = {**arguments, "layout": ParallelConfig(**layout)}
     try:

@@ -51,6 +51,32 @@ def test_log_probs_and_gradients_match_the_oracle(device, vocab, dtype, rows, pa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "pad"), [(65535, 0), (65533, 3)])
+def test_long_rows_take_larger_blocks_and_match_the_oracle(device, vocab, pad, dtype):
+    """Vocabularies around the size from which a row takes a larger block."""
+    test_log_probs_and_gradients_match_the_oracle(device, vocab, dtype, 2, pad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [507, 66000])
+def test_results_in_one_launch_are_those_of_statistics_and_merge(device, vocab, dtype):
+    logits, labels = torch.randn(6, vocab).to(dtype), torch.tensor([0, -1, 5, vocab - 1, 3, 1])
+    logits[4] = torch.nan
+    logits[5, 7:] = -torch.inf
+
+    def run(logits, labels, inv_temp):
+        keys = (logits, labels, inv_temp, vocab - 2, 0, True)
+        stats = kernels.logprob_stats(*keys)
+        return *kernels.logprob_rows(*keys), *kernels.logprob_merge(stats[None], labels, inv_temp)
+
+    results = device.run(run, logits, labels, torch.linspace(0.5, 2, 6, dtype=torch.float64))
+    assert results[0][1] == 0
+    assert results[0][3].isnan(), "a label outside of the vocabulary"
+    for got, want in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(got.nan_to_num(77.0), want.nan_to_num(77.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_values_behave_like_on_the_cpu(device, dtype):
     logits = (torch.randn(9, 4097) * 3).to(dtype)
     logits[1] = torch.nan

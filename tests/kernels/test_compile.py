@@ -38,6 +38,7 @@ def test_every_fake_implementation_matches_the_real_one():
     numbers, codes = [0.2, 0.2, 0.0, 0.0, 0.0, 2.0, 0.0], [0, 0, 0, 0]
     calls = {
         "logprob_stats": (LOGITS, LABELS, ONE, 9, 0, True),
+        "logprob_rows": (LOGITS, LABELS, ONE, 9, 0, True),
         "logprob_merge": (stats[None], LABELS, ONE),
         "logprob_backward": (LOGITS, LABELS, ONE, context, F, F, 9, 0),
         "logprob_backward_": (LOGITS.clone(), LABELS, ONE, context, F, None, 9, 0),

@@ -143,6 +143,74 @@ def test_a_token_loss_takes_float32_logits_too():
     assert w.grad.abs().sum() > 0
 
 
+def of_token_loss(x, w, labels, **keys):
+    """Gradients of a token loss in chunks of 9 rows, by a factor of 3."""
+    keys = {"vocab_valid": 301, "with_entropy": True, "chunk_rows": 9} | keys
+    return torch.autograd.grad(linear_token_loss(x, w, labels, loss_of, **keys)[0] * 3, (x, w))
+
+
+def test_chunks_summed_in_bfloat16_round_a_little_more_than_in_float32():
+    """Against float64: each of 6 chunks rounds the sum to bfloat16, a float32 sum is rounded once."""
+    x, w, labels = problem(tokens=54, dtype=torch.bfloat16)
+    labels = labels.clamp(min=0)
+    wide = {"logits_dtype": torch.float32}
+    exact = of_token_loss(*(t.detach().double().requires_grad_() for t in (x, w)), labels)[1]
+    narrow, summed = (
+        of_token_loss(x, w, labels, **wide, weight_grad_dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert torch.equal(narrow[0], summed[0])
+    errors = [(g[1].double() - exact).norm() / exact.norm() for g in (narrow, summed)]
+    assert 0 < errors[1] < errors[0] < 2.5 * errors[1] < 0.02
+    unchanged = of_token_loss(x, w, labels, **wide)
+    assert torch.equal(unchanged[1], summed[1]), "float32 is the default on the CPU"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_loss_gradient_known_beforehand_gives_the_same_gradients(dtype):
+    x, w, labels = problem(dtype=dtype)
+    want = of_token_loss(x, w, labels)
+    got = of_token_loss(x, w, labels, loss_grad=3.0)
+    tolerance = 2.0**-6 if dtype == torch.bfloat16 else 1e-5  # bfloat16 logits' gradients are scaled before rounding
+    for gradient, expected in zip(got, want, strict=True):
+        assert (gradient - expected).norm() <= tolerance * expected.norm()
+
+
+def test_a_loss_gradient_known_beforehand_fills_the_main_gradient_in_forward():
+    x, w, labels = problem()
+    want = of_token_loss(x, w, labels)[1]
+    main = torch.ones(w.shape)
+    keys = {"vocab_valid": 301, "with_entropy": True, "chunk_rows": 9, "main_grad": main, "loss_grad": 3.0}
+    with torch.no_grad():
+        linear_token_loss(x, w, labels, loss_of, **keys)
+    assert (main == 1).all(), "without gradients nothing is added"
+    loss, *_ = linear_token_loss(x, w, labels, loss_of, **keys)
+    torch.testing.assert_close(main - 1, want, rtol=1e-5, atol=2e-5)
+    filled = main.clone()
+    (loss * 3).backward()
+    assert torch.equal(main, filled)
+    assert w.grad is None
+    torch.testing.assert_close(x.grad, of_token_loss(x, w, labels)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_another_loss_gradient_than_the_one_told_is_refused():
+    x, w, labels = problem()
+    loss, *_ = linear_token_loss(x, w, labels, loss_of, vocab_valid=301, with_entropy=True, loss_grad=2.0)
+    with pytest.raises(ValueError, match=r"^backward got a loss gradient of 1 after loss_grad=2; pass the same$"):
+        loss.backward()
+
+
+def test_a_chunk_that_does_not_fit_the_memory_is_one_line(monkeypatch):
+    x, w, labels = problem()
+
+    def full(*shape, **keys):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(torch, "empty", full)
+    line = r"^a chunk of 20 x 312 logits takes 0 MiB, more than cpu has free; pass fewer chunk_rows, or keep less .*$"
+    with pytest.raises(torch.OutOfMemoryError, match=line):
+        linear_logprobs(x, w, labels, vocab_valid=301, chunk_rows=20)
+
+
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_bit(dtype, autocast):

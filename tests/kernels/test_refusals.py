@@ -65,6 +65,14 @@ CASES = {
     "weight dtype": (lambda: linear_logprobs(X, X.half(), Y, vocab_valid=4), r"torch.float16.*torch.float32"),
     "weight shape": (lambda: linear_logprobs(X, X[:, :5], Y, vocab_valid=4), r"\(4, 5\).*\(4, 6\)"),
     "main_grad": (lambda: linear_logprobs(X, X, Y, vocab_valid=4, main_grad=X.double()), r"float64.*float32"),
+    "dtype of sums": (
+        lambda: linear_logprobs(X, X, Y, vocab_valid=4, weight_grad_dtype=torch.bfloat16),
+        r"weight_grad_dtype is torch.bfloat16, expected torch.float32, for a torch.float32 weight",
+    ),
+    "dtype of sums beside a main gradient": (
+        lambda: linear_logprobs(X, X, Y, vocab_valid=4, main_grad=X.clone(), weight_grad_dtype=torch.float32),
+        r"weight_grad_dtype=torch.float32 with main_grad",
+    ),
     "chunk_rows": (lambda: linear_logprobs(X, X, Y, vocab_valid=4, chunk_rows=0), r"chunk_rows is 0"),
     "group ids": (lambda: group_advantage(F, Y[:3]), r"\(3,\).*\(4,\)"),
     "group ids dtype": (lambda: group_advantage(F, Y.int()), r"torch.int32.*torch.int64"),

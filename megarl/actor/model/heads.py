@@ -21,10 +21,13 @@ from torch import Tensor
 
 from megarl.actor.batch.context_parallel import LocalTokens
 from megarl.actor.batch.microbatch import Labels
+from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB
 from megarl.ops import row_invariant
 from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
 from megarl.parallel.groups import Groups
+
+KEPT_SHARE_OF_FREE, KEPT_SHARE_OF_ALL = 1 / 4, 1 / 32
 
 
 class HeadlessGPT(GPTModel):
@@ -101,6 +104,21 @@ def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) ->
     if groups.tp_size > 1:
         local = gather_from_tensor_model_parallel_region(local, group=groups.tp)
     return local[:, :vocab_size]
+
+
+def kept_logits_bytes(megabytes: int, device: torch.device, groups: Groups) -> int:
+    """Most bytes of logits to keep for backward, by `actor.kept_logits_mb`.
+
+    On a GPU the default follows the memory that is free at this moment, with what torch's allocator holds unused.
+    Ranks that share the vocabulary must decide alike, as the two ways differ in their collectives: they go by the GPU's
+    whole memory.
+    """
+    if megabytes >= 0 or device.type != "cuda":
+        return (megabytes if megabytes >= 0 else KEPT_LOGITS_ON_CPU_MB) * 2**20
+    if groups.tp_size > 1:
+        return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE_OF_ALL)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int((torch.cuda.mem_get_info(device)[0] + unused) * KEPT_SHARE_OF_FREE)
 
 
 def logprobs(

@@ -34,6 +34,10 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
   return {x, y, z, w};
 }
 
+inline float4 make_float4(float x, float y, float z, float w) {
+  return {x, y, z, w};
+}
+
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 

@@ -1,0 +1,100 @@
+"""The LM head at the size of a large model, on tensors without values: memory, operations and the chunks chosen.
+
+`FakeTensorMode` carries shapes, dtypes and storages through the code that a GPU runs, forward and backward. Every
+storage that an operation makes is counted while it lives. Not covered: the allocator's rounding and the workspaces of
+cuBLAS, which a GPU adds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
+
+TOKENS, VOCAB, HIDDEN = 16384, 151936, 4096
+
+
+class Peak(TorchDispatchMode):
+    """Counts bytes of storages that operations make, calls by operation, and operations of matrix products."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.sizes = {x.untyped_storage()._cdata: 0 for x in inputs}
+        self.live = self.most = 0
+        self.operations: Counter[str] = Counter()
+        self.flops = 0  # of matrix products
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        self.operations[name] += 1
+        if name in ("mm", "addmm", "addmm_"):
+            left, right = [x for x in args if isinstance(x, Tensor)][-2:]
+            self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return results
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.most = max(self.most, self.live)
+            weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+
+def _token_loss(x: Tensor, w: Tensor, labels: Tensor, **keys: Any) -> Tensor:
+    return linear_token_loss(x, w, labels, lambda logprobs, *_: logprobs, vocab_valid=w.shape[0], **keys)[0]
+
+
+def _logprobs(x: Tensor, w: Tensor, labels: Tensor, **keys: Any) -> Tensor:
+    return linear_logprobs(x, w, labels, vocab_valid=w.shape[0], **keys)[0].sum()
+
+
+def _all_logits(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return vocab_parallel_logprobs(x @ w.t(), labels, vocab_valid=w.shape[0], inplace_backward=True)[0].sum()
+
+
+ROUTES: dict[str, Callable[..., Tensor]] = {
+    "token loss": _token_loss,
+    "token loss, sums in float32": lambda *inputs: _token_loss(*inputs, weight_grad_dtype=torch.float32),
+    "token loss, main gradient": lambda *inputs: _token_loss(*inputs, main_grad=_main_grad(), loss_grad=1.0),
+    "log-probs": _logprobs,
+    "log-probs, main gradient": lambda *inputs: _logprobs(*inputs, main_grad=_main_grad()),
+    "all logits": _all_logits,
+}
+
+
+def _main_grad() -> Tensor:
+    return torch.empty(VOCAB, HIDDEN, device="cuda")
+
+
+def head(route: str, tokens: int = TOKENS) -> dict[str, Any]:
+    """Peak memory above inputs and gradients as a share of the logits, and the operations, of one route."""
+    with FakeTensorMode():
+        keys = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
+        x, w = torch.empty(tokens, HIDDEN, **keys), torch.empty(VOCAB, HIDDEN, **keys)
+        labels = torch.empty(tokens, dtype=torch.int64, device="cuda")
+        gradients = x.nbytes + (_main_grad().nbytes if "main gradient" in route else w.nbytes)
+        with Peak([x, w, labels]) as peak:
+            ROUTES[route](x, w, labels).backward()
+        assert x.grad is not None
+        assert (w.grad is None) == ("main gradient" in route)
+    return {
+        "share": (peak.most - gradients) / (tokens * VOCAB * 2),
+        "products": peak.flops / (2 * tokens * VOCAB * HIDDEN),
+        "operations": dict(peak.operations),
+    }
