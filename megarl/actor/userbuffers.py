@@ -56,7 +56,7 @@ def token_multiple(config: EngineConfig, parallel: ParallelConfig) -> int:
 
 
 def initialize(tokens: int, hidden_size: int, groups: Groups, fp8: str) -> None:
-    """Makes the buffers of this process, as Megatron's training loop does (training/initialize.py:187). A collective.
+    """Makes the buffers of this process, as Megatron's `_initialize_tp_communicators` does. A collective.
 
     Args:
         tokens: of every microbatch.
