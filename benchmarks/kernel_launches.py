@@ -85,15 +85,20 @@ class Count(TorchDispatchMode):
 
 
 class Waits(TorchFunctionMode):
-    """Counts reads of values by the host."""
+    """Counts reads of values by the host, except of tensors made there."""
 
     def __init__(self, count: Count) -> None:
         super().__init__()
         self.total, self._count = 0, count
+        self._of_host: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.total += func in WAITS and not self._count.inside
-        return func(*args, **(kwargs or {}))
+        if func in WAITS and not self._count.inside and args[0].data_ptr() not in self._of_host:
+            self.total += 1
+        result = func(*args, **(kwargs or {}))
+        if func is torch.tensor and "device" not in (kwargs or {}):
+            self._of_host[result.data_ptr()] = result
+        return result
 
 
 COUNT = Count()

@@ -240,7 +240,7 @@ def _activations(
 ) -> int:
     """Computes activation bytes at the peak: all layers of the microbatches in flight, and one layer in backward.
 
-    Those of `offloaded` layers are on the host.
+    Activations of `offloaded` layers are on the host.
     """
     layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank]) - offloaded
     in_flight = float(min(load.microbatches, parallel.pp_size - pp_rank))

@@ -156,7 +156,7 @@ def norms_by_marks(model: Path, case: dict[str, Any], batch: PackedBatch) -> dic
 
 
 def bits_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a state, whatever ranks wrote its parts."""
+    """Every tensor of a state, of the parts of all ranks."""
     stored = StoredState(folder)
     kinds = ["weight", "exp_avg", "exp_avg_sq", *(["main"] if stored.dtype != torch.float32 else [])]
     return {

@@ -56,7 +56,7 @@ def norm_before(linear: Any, norm: Any) -> type:
 
 
 class RecomputingMLP(MLP):
-    """Gated MLP that recomputes SwiGLU's output in backward: a third of what it would keep."""
+    """Gated MLP that recomputes SwiGLU's output in backward: a third of the activations."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
         assert per_token_scale is None, "experts are recomputed as a whole"

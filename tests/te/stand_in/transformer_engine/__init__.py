@@ -8,7 +8,8 @@ factors (`fp8.py`). It offloads activations by layers. Signatures come from `tra
 which was read from the real package. Arguments that the stand-in does not compute are refused.
 
 Does not cover kernels, their rounding and their choice (flash-attn, cuDNN), streams, copies to the host, overlap of
-communication, CUDA graphs and the fused MLP. It computes float32 everywhere; on a GPU fast attention takes 16 bits only.
+communication, CUDA graphs and the fused MLP. It computes float32 everywhere; on a GPU fast attention takes 16 bits
+only.
 """
 
 from transformer_engine import common, pytorch  # noqa: F401
