@@ -30,8 +30,7 @@ from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
 # Parameter names of Megatron's local spec (regex), which the shard table has -> names in Transformer Engine's modules,
-# which have a norm and the following projection in one module, and in modules that hold all experts of a layer. No other
-# code knows them.
+# which fuse a norm into the following projection, and in modules that hold all experts of a layer. No other code knows.
 TE_SPELLINGS = (
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
