@@ -41,6 +41,7 @@ def knob_checks(
         functools.partial(_check_dispatcher, config, parallel),
         functools.partial(fp8.check_knobs, config, deterministic),
         functools.partial(userbuffers.check_knobs, config, parallel, deterministic),
+        functools.partial(_check_offloaded_activations, config, parallel, deterministic),
     )
 
 
@@ -54,6 +55,7 @@ def model_checks(
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
         functools.partial(fp8.check_layout, config, parallel, model),
         functools.partial(_check_shared_heads, config, model, deterministic),
+        functools.partial(_check_offloaded_layers, config, model),
     )
 
 
@@ -104,6 +106,16 @@ def check_device(
             "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "
             "set it to false"
         )
+    backend = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
+    if config.offload_activations and backend != "te":
+        _refuse_offloaded_activations(config, backend)
+
+
+def _refuse_offloaded_activations(config: EngineConfig, backend: str) -> None:
+    raise UserError(
+        f"actor.offload_activations={config.offload_activations} needs Transformer Engine's layers, and this engine "
+        f"has those of '{backend}' (actor.backend={config.backend}, actor.dtype={config.dtype}); set it to 0"
+    )
 
 
 def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
@@ -162,6 +174,33 @@ def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> 
                 f"actor.backend=te with {option} computes 16 bits only, and actor.dtype=float32; set "
                 "actor.dtype=bfloat16 or actor.backend=torch"
             )
+
+
+def _check_offloaded_activations(config: EngineConfig, parallel: ParallelConfig, deterministic: bool) -> None:
+    """Refuses what Megatron's `cpu_offloading` does not cover (transformer_config.py:1707-1721)."""
+    if not config.offload_activations:
+        return
+    backend = backend_of(config, has_gpu=True, has_te=True, deterministic=deterministic)
+    if backend != "te":
+        _refuse_offloaded_activations(config, backend)
+    if parallel.pp_size > 1:
+        raise UserError(
+            f"actor.offload_activations={config.offload_activations} takes one pipeline stage, and parallel.pp_size="
+            f"{parallel.pp_size}; set one of them to 0 and 1"
+        )
+    if config.recompute != "none":
+        raise UserError(
+            f"actor.offload_activations={config.offload_activations} offloads what actor.recompute={config.recompute} "
+            "does not keep; set it to 0, or recompute to none"
+        )
+
+
+def _check_offloaded_layers(config: EngineConfig, model: PretrainedConfig) -> None:
+    if config.offload_activations >= model.num_hidden_layers:
+        raise UserError(
+            f"actor.offload_activations={config.offload_activations} must be below the model's "
+            f"{model.num_hidden_layers} layers: the last ones' are read at once; lower it"
+        )
 
 
 def _check_deterministic(

@@ -114,7 +114,17 @@ class EngineConfig:
         False, "logits of bfloat16 models in float32, here and on the servers: a log-prob rounds at 2^-24, not 2^-8"
     )
     recompute: str = knob(
-        "none", "activations computed again in backward: none, selective (attention, MLP), full", choices=RECOMPUTE
+        "none",
+        "activations computed again in backward: none, selective (te: norms, SwiGLU, experts; others: attention, MLP), "
+        "full",
+        choices=RECOMPUTE,
+    )
+    offload_activations: int = knob(
+        0,
+        "layers, from the first, whose activations wait on the host for backward; Transformer Engine, pp_size=1, "
+        "recompute=none",
+        least=0,
+        most=MAX_COUNT,
     )
     fp8: str = knob(
         "off",

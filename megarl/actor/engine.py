@@ -108,7 +108,10 @@ class MegatronEngine(TrainEngine):
             torch.set_num_threads(1)
         self._cut = self._make_cut()
         dtype = build.DTYPES[self.config.dtype]
-        self.modules = build.build_model(self.hf_config, self.groups, dtype, self.backend, self.config.recompute)
+        offloaded_layers = self.config.offload_activations if self.trainable else 0
+        self.modules = build.build_model(
+            self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded_layers
+        )
         if self.config.init == "random":
             hf_weights.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
         else:

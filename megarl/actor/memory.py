@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer state are counted exactly, from `shards.shard_specs`. Activations are the tensors that
 autograd keeps for backward in a layer of `model/build.py`. On the CPU they were measured with
-`torch.autograd.graph.saved_tensors_hooks`; on a GPU they are derived from the fused norms and attention.
+`torch.autograd.graph.saved_tensors_hooks`; on a GPU they are derived from Transformer Engine's fused layers.
 `tests/unit/actor/test_memory.py` compares the total with real training steps.
 """
 
@@ -107,7 +107,9 @@ def trainer_memory(
         weights=(dense + experts) * item + _quantised_weights(specs, engine),
         gradients=(dense + experts) * GRADIENT,
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
-        activations=_activations(model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank),
+        activations=_activations(
+            model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank, engine.offload_activations
+        ),
         head=_head(model, parallel, engine, layer, tokens, item, on_gpu) if pp_rank == parallel.pp_size - 1 else 0,
         update=0 if on_gpu else (dense + experts) * item,  # gloo all-gathers the parameters into a copy
         batch=BATCH_BYTES * load.all_tokens,
@@ -126,12 +128,18 @@ def _quantised_weights(specs: list[ShardSpec], engine: EngineConfig) -> int:
 def host_memory(
     model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, pp_rank: int, load: StepLoad
 ) -> int:
-    """Bytes on the host of an offloaded optimizer: a copy of the parameter shard, its gradient and the moments."""
+    """Bytes on the host: of an offloaded optimizer, and of offloaded activations.
+
+    The optimizer has a copy of the parameter shard, its gradient and the moments there.
+    """
+    tokens = math.ceil(load.tokens / parallel.cp_size)
+    layer = LayerBytes.of(model, parallel, engine, on_gpu=True)
+    activations = math.ceil(engine.offload_activations * tokens * layer.kept)
     if not engine.offload_optimizer:
-        return 0
+        return activations
     memory = trainer_memory(model, parallel, engine, load, pp_rank, on_gpu=True)
     sharded = memory.gradients // GRADIENT * parallel.tp_size * parallel.pp_size // parallel.world_size()
-    return sharded * (4 + 4 + MOMENTS)
+    return activations + sharded * (4 + 4 + MOMENTS)
 
 
 def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int) -> ServerMemory:
@@ -154,12 +162,16 @@ class LayerBytes:
 
     @staticmethod
     def of(model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, on_gpu: bool) -> LayerBytes:
-        """Computes the bytes of the largest layer: one with experts, if the model has them."""
+        """Computes the bytes of the largest layer: one with experts, if the model has them.
+
+        In Transformer Engine's layers, recompute=selective spares the outputs of SwiGLU and of norms before
+        projections, or all that experts keep (`backends.py`). Elsewhere it spares the inside of attention and MLPs.
+        """
         item, tp = ITEM_BYTES[engine.dtype], parallel.tp_size
         spread = tp if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
         hidden = model.hidden_size * item / spread
         backend = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu)
-        fused = backend == "cpu"  # its layers keep only their inputs
+        fused, te = backend == "cpu", backend == "te"  # layers of the backend cpu keep only their inputs
         saved = 1 + fp8.SCALES[engine.fp8] if engine.fp8 != "off" else item  # per element of a linear layer's input
         norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
         dim = head_dim(model)
@@ -171,18 +183,22 @@ class LayerBytes:
         # Without norm and rotation, keys are a view of the QKV projection's output, as values are.
         keys = kv if queries or not fused else 0
         inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
-        around = 2 * norm + queries + q * item + (0 if fused else 4 * dim * item)
+        around = 2 * norm + queries + q * item + (0 if fused or te else 4 * dim * item)
         around -= 2 * (item - saved) * model.hidden_size / spread  # what follows the norms; attention's output stays
-        moe = moe_shape(model)
+        moe, width = moe_shape(model), model.intermediate_size / tp
         if moe is None:
-            mlp, matrix, working = _mlp(model, parallel, item, fused)
-            mlp -= (item - saved) * model.intermediate_size / tp  # the second product's input
+            mlp, matrix, working = _mlp(model, parallel, item, fused or te)
+            mlp -= (item - saved) * width  # the second product's input
         else:
-            at_once = backend == "te" and groups_experts(engine, backend)
-            mlp, matrix, working = _experts(model, parallel, item, fused, at_once)
+            at_once = te and groups_experts(engine, backend)
+            mlp, matrix, working = _experts(model, parallel, item, fused or te, at_once)
             mlp -= (item - saved) * moe.topk * moe.width / parallel.expert_tp_size
         inside = around + core + mlp
-        kept = {"none": inside, "selective": around + inputs, "full": hidden}[engine.recompute]
+        selective = around + inputs
+        if te:  # FP8 layers keep other tensors than the outputs of norms and SwiGLU
+            outputs = 0.0 if engine.fp8 != "off" else hidden if moe else 2 * hidden + width * item
+            selective = inside - outputs - (mlp if moe else 0.0)
+        kept = {"none": inside, "selective": selective, "full": hidden}[engine.recompute]
         return LayerBytes(norm, kept, inside, working + 3 * hidden * spread, matrix)
 
 
@@ -221,10 +237,13 @@ def _experts(
 
 
 def _activations(
-    model: PretrainedConfig, parallel: ParallelConfig, layer: LayerBytes, load: StepLoad, pp_rank: int
+    model: PretrainedConfig, parallel: ParallelConfig, layer: LayerBytes, load: StepLoad, pp_rank: int, offloaded: int
 ) -> int:
-    """Computes activation bytes at the peak: all layers of the microbatches in flight, and one layer in backward."""
-    layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank])
+    """Computes activation bytes at the peak: all layers of the microbatches in flight, and one layer in backward.
+
+    Activations of `offloaded` layers are on the host.
+    """
+    layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank]) - offloaded
     in_flight = float(min(load.microbatches, parallel.pp_size - pp_rank))
     if parallel.vpp_size > 1:  # each chunk has layers / vpp layers, schedules.py:937
         warmup = 2 * (parallel.pp_size - pp_rank - 1) + (parallel.vpp_size - 1) * parallel.pp_size + 1

@@ -154,7 +154,7 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
     table.add_section()
     totals = [stage.total + sum(others.values()) for stage, others in zip(stages, beside, strict=True)]
     table.add_row("peak", *map(size, totals))
-    if config.actor.offload_optimizer:
+    if config.actor.offload_optimizer or config.actor.offload_activations:
         host = [host_memory(model, config.parallel, config.actor, rank, load) for rank in range(len(stages))]
         table.add_row("on the host", *map(size, host))
     yield table

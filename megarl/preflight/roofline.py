@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from megarl.actor.batch.balance import SequenceCost
+from megarl.actor.config import backend_of
 from megarl.actor.memory import ITEM_BYTES, server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
@@ -113,7 +114,7 @@ def _train(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: fl
     rate = parallel.world_size() * config.cluster.gpu_tflops * 1e12 * config.cluster.train_utilisation
     forward = batch.sequences * cost(math.ceil(mean))
     per_update = max(1, math.ceil(batch.per_replica * mean / batch.max_tokens))
-    again = {"none": 0.0, "selective": _computed_again(model, cost, mean), "full": 1.0}[config.actor.recompute]
+    again = {"none": 0.0, "selective": _computed_again(config, model, cost, mean), "full": 1.0}[config.actor.recompute]
 
     def stage(name: str, passes: float, microbatches: int, how: str) -> StageEstimate:
         bubble = (parallel.pp_size - 1) / (microbatches * parallel.vpp_size)
@@ -131,12 +132,20 @@ def _train(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: fl
     return stages
 
 
-def _computed_again(model: PretrainedConfig, cost: SequenceCost, mean: float) -> float:
-    """Part of forward that recompute=selective repeats: MLPs or experts, and the attention core."""
+def _computed_again(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: float) -> float:
+    """Part of forward that recompute=selective repeats.
+
+    Transformer Engine's layers repeat experts, and no product of a dense model. The others repeat MLPs or experts, and
+    the attention core.
+    """
     without = copy.deepcopy(model)
     without.intermediate_size = without.moe_intermediate_size = 0
     mlp = cost.linear - SequenceCost.of(without).linear
-    return (mlp * mean + cost.quadratic * mean * mean) / cost(math.ceil(mean))
+    on_gpu = config.cluster.gpus_per_node > 0
+    attention = cost.quadratic * mean * mean
+    if backend_of(config.actor, has_gpu=on_gpu, has_te=on_gpu) == "te":
+        mlp, attention = (mlp if moe_shape(model) else 0.0), 0.0
+    return (mlp * mean + attention) / cost(math.ceil(mean))
 
 
 def _rollout(config: Config, model: PretrainedConfig, cost: SequenceCost) -> tuple[list[StageEstimate], int, float]:

@@ -58,6 +58,7 @@ NAMES = (  # below transformer_engine.pytorch: functions whose arguments the sta
     "permutation.moe_sort_chunks_by_index_with_probs",
     "permutation.moe_unpermute",
     "cpp_extensions.general_gemm",
+    "cpu_offload.get_cpu_offload_context",
     "optimizers.FusedAdam.__init__",
     "distributed.activation_recompute_forward",
     "module.base.initialize_ub",
@@ -87,11 +88,11 @@ OFFERED = (  # what the stand-in has beside these
 )
 
 
-def runs() -> list[tuple[str, dict[str, Any], int]]:
-    """Every model, layout and rank."""
+def runs() -> list[tuple[str, dict[str, Any], int, str]]:
+    """Every model, layout and rank, and `actor.recompute`, on which the modules depend."""
     return [
-        (name, layout, rank)
+        (name, layout, rank, "none")
         for name in MODELS
         for layout, ranks in LAYOUTS + (EXPERT_LAYOUTS if name in ("mixtral", "qwen3_moe") else [])
         for rank in ranks
-    ]
+    ] + [(name, layout, 0, "selective") for name in ("llama_biased_tied", "qwen3", "qwen3_moe") for layout in ({}, TP2)]

@@ -67,7 +67,7 @@ def signature(name: str) -> list[dict[str, Any]]:
     return parameters
 
 
-def parameters_of(name: str, layout: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+def parameters_of(name: str, layout: dict[str, Any], rank: int, recompute: str) -> list[dict[str, Any]]:
     """Names, shapes and marks of the parameters on a rank, for each virtual stage."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig
@@ -82,8 +82,9 @@ def parameters_of(name: str, layout: dict[str, Any], rank: int) -> list[dict[str
     fields = {**SHAPE, **MODELS[name]}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size())
-    backend = choose_backend(EngineConfig(path=name, backend="te", dtype="bfloat16"), config, False)
-    stages = build_model(config, groups.initialize(parallel), torch.bfloat16, backend)
+    knobs = EngineConfig(path=name, backend="te", dtype="bfloat16", recompute=recompute)
+    backend = choose_backend(knobs, config, False)
+    stages = build_model(config, groups.initialize(parallel), torch.bfloat16, backend, recompute)
     result = [
         {
             key: {
@@ -110,8 +111,14 @@ def record() -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "signatures": {name: signature(name) for name in NAMES},
         "models": [
-            {"model": name, "layout": layout, "rank": rank, "stages": parameters_of(name, layout, rank)}
-            for name, layout, rank in runs()
+            {
+                "model": name,
+                "layout": layout,
+                "rank": rank,
+                "recompute": recompute,
+                "stages": parameters_of(name, layout, rank, recompute),
+            }
+            for name, layout, rank, recompute in runs()
         ],
     }
 

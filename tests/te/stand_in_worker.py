@@ -1,13 +1,15 @@
 """Runs the backends `te` and `torch` on the same batch, with the stand-in of Transformer Engine on `sys.path`.
 
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
-`model`, `layout`, `recompute`, `fused`, `experts` (their knobs under `te`), `marks`: if the norm is also computed under
+`model`, `layout`, `recompute`, `dtype`, `experts` (their knobs under `te`), `marks`: if the norm is also computed under
 other marks of experts, and `shared`: then `te` reads common beginnings once, and `torch` reads them in each sequence.
-Ranks are forked from this process, which has imported Megatron once.
+`without` names a fusion that is off, `offload` is a number of layers. Ranks are forked from this process, which has
+imported Megatron once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -18,20 +20,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformer_engine
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.optimizer import clip_grads
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformer_engine.pytorch import GroupedLinear
+from transformer_engine.pytorch import GroupedLinear, cpu_offload
+from transformer_engine.pytorch.cpu_offload import Layers
 
 from megarl.actor import checks
 from megarl.actor.batch import shared_prefix
+from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model import build
+from megarl.actor.model import fused_layers
+from megarl.actor.model.backends import LayerBackend
 from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
@@ -40,40 +45,35 @@ from tests.te import flash_twin
 
 
 def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
-    optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
     options = case["experts"] if backend == "te" else {}
     config = EngineConfig(
         path=str(model),
         backend=backend,
         max_tokens_per_mb=60,
         recompute=case["recompute"],
-        optimizer=optimizer,
+        dtype=case["dtype"],
+        offload_activations=case["offload"] if backend == "te" else 0,
         shared_prefix=case["shared"] and backend == "te",
+        optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
         **options,
     )
-    engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
     with pytest.MonkeyPatch.context() as patch:
-        if case["fused"] and backend == "te":
-            fuse(patch)
+        if case["without"] == "accumulation":
+            patch.setattr(fused_layers, "accumulating", lambda module: module)
+        engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
+        if backend == "te":
+            engine.backend = without(engine.backend, case["without"])
         engine.initialize()
     return engine
 
 
-def fuse(patch: pytest.MonkeyPatch) -> None:
-    """Turns on Transformer Engine's accumulation of weight gradients.
-
-    Megatron's own linear layers cannot accumulate without a GPU and are told that they can: of theirs, only the head
-    is left, which megarl computes itself.
-    """
-
-    def transformer_config(*args: Any, **kwargs: Any) -> Any:
-        config = plain(*args, **kwargs)
-        config.gradient_accumulation_fusion = True
-        return config
-
-    plain = build.transformer_config
-    patch.setattr(build, "transformer_config", transformer_config)
-    patch.setattr(layers, "_grad_accum_fusion_available", True)
+def without(backend: LayerBackend, fusion: str) -> LayerBackend:
+    """Turns a fusion off: norm, swiglu or rope."""
+    if fusion == "norm":
+        return dataclasses.replace(backend, norm_linear=None)
+    field = {"swiglu": "bias_activation_fusion", "rope": "apply_rope_fusion"}.get(fusion)
+    fields = {name: value for name, value in backend.config_fields.items() if name != field}
+    return dataclasses.replace(backend, config_fields=fields)
 
 
 def dispatchers_of(engine: MegatronEngine) -> list[list[Any]]:
@@ -155,6 +155,42 @@ def norms_by_marks(model: Path, case: dict[str, Any], batch: PackedBatch) -> dic
     return norms
 
 
+def bits_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a state, of the parts of all ranks."""
+    stored = StoredState(folder)
+    kinds = ["weight", "exp_avg", "exp_avg_sq", *(["main"] if stored.dtype != torch.float32 else [])]
+    return {
+        f"{kind} {name}": stored.read(kind, name, (0,) * len(shape), shape)
+        for kind in kinds
+        for name, shape in stored.shapes.items()
+    }
+
+
+def differing_bits(engine: MegatronEngine, state: Path, work: Path) -> list[str]:
+    """Tensors that differ after the engine has loaded a state and saved it again."""
+    engine.load_state(state)
+    engine.save_state(work)
+    dist.barrier()
+    written, read = bits_of(state), bits_of(work)
+    assert written.keys() == read.keys()
+    return [name for name, tensor in written.items() if not torch.equal(tensor, read[name])]
+
+
+def kept_in_forward(engine: MegatronEngine, batch: PackedBatch) -> int:
+    """Bytes that autograd holds for the backward passes of a step, without weights."""
+    weights = {p.untyped_storage().data_ptr() for module in engine.modules for p in module.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs")
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
 def measure(work: Path, case: dict[str, Any]) -> None:
     stored = load_file(work / case["model"] / ("shared.safetensors" if case["shared"] else "batch.safetensors"))
     groups_of_sequences = {"group_ids": stored.pop("group_ids")} if case["shared"] else {}
@@ -173,6 +209,12 @@ def measure(work: Path, case: dict[str, Any]) -> None:
         for a, b in (("te", "torch"), ("torch", "te"))
     }
     norms = norms_by_marks(work / case["model"] / "model", case, batch) if case["marks"] else {}
+    bits = [
+        name
+        for a, b in (("te", "torch"), ("torch", "te"))
+        for name in differing_bits(engines[a], states[b] / "end", states[a] / f"from_{b}")
+    ]
+    kept = kept_in_forward(engines["te"], batch)
     if engine.groups.rank == 0:
         save_file(results["te"], work / case["name"] / "out.safetensors")
         pairs = zip(stats["te"], stats["torch"], strict=True)
@@ -182,6 +224,9 @@ def measure(work: Path, case: dict[str, Any]) -> None:
             "again": worst(only("first", crossed["te"]), only("first", results["te"]))["first"],
             "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
             "norms": norms,
+            "bits": bits,
+            "kept": kept,
+            "offloaded": Layers.made[-1].host_bytes if case["offload"] else [],
             "stats": stats["te"],
             "kernels": clip_grads.l2_norm_impl.__module__,
             "read": [sum(len(mb.input_ids) for mb in e._microbatches(batch)) for e in engines.values()],
@@ -208,6 +253,7 @@ def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
     checks._check_float32_attention = checks._check_dispatcher = lambda *_: None
     shared_prefix.PAGE = 4  # branches of few tokens are shared
     flash_twin.register()
+    cpu_offload.MIN_ELEMENTS = 1
     torch.set_num_threads(1)
     platform.takes_gpu_options = lambda: True
     fork = multiprocessing.get_context("fork")

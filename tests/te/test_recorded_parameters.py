@@ -20,7 +20,10 @@ from tests.te.cases import MODELS, SHAPE, runs
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((Path(__file__).parent / "transformer_engine.json").read_text())
-IDS = [f"{m['model']}-{'-'.join(f'{k}={v}' for k, v in m['layout'].items())}-rank{m['rank']}" for m in RECORD["models"]]
+IDS = [
+    f"{m['model']}-{'-'.join(f'{k}={v}' for k, v in m['layout'].items())}-rank{m['rank']}-{m['recompute']}"
+    for m in RECORD["models"]
+]
 
 
 def config_of(name: str) -> Any:
@@ -37,7 +40,7 @@ def test_the_record_is_of_the_versions_that_are_installed_on_gpus() -> None:
 
 
 def test_the_record_has_every_model_layout_and_rank() -> None:
-    assert [(m["model"], m["layout"], m["rank"]) for m in RECORD["models"]] == runs()
+    assert [(m["model"], m["layout"], m["rank"], m["recompute"]) for m in RECORD["models"]] == runs()
 
 
 @pytest.mark.parametrize("entry", RECORD["models"], ids=IDS)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megarl.actor.config import RECOMPUTE, EngineConfig
+from megarl.actor.memory import LayerBytes
+from megarl.families import read_config
+from megarl.parallel.config import ParallelConfig
 from megarl.types import cu_seqlens_of
 from tests.distributed.test_layouts import LLAMA3_ROPE, make_batch, reference_logprobs, reference_steps
 
@@ -30,12 +35,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "tied": False},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [1]},
 }
-FUSED = "fused"  # in place of recompute: accumulation of gradients by Transformer Engine
 SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
-EXPERTS = {  # in place of recompute: knobs of experts
-    "sequential": {"experts": "sequential"},
-    "flex": {"moe_dispatcher": "flex"},
-}
+# In place of recompute, too: knobs of experts, a layer offloaded, bfloat16, or a fusion that is off.
+EXPERTS = {"sequential": {"experts": "sequential"}, "flex": {"moe_dispatcher": "flex"}}
+OFFLOADED, SIXTEEN = "offloaded", "bfloat16"
+WITHOUT = ("norm", "swiglu", "rope", "accumulation")
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
     1: [
         ("qwen2_tied", {}, "none"),
@@ -44,12 +48,16 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mha", {}, "none"),
         ("mixtral", {}, "selective"),
         ("qwen3_moe", {}, "full"),
-        ("qwen2_tied", {}, FUSED),
-        ("qwen3_moe", {}, FUSED),
+        ("qwen3", {}, "none"),
+        ("qwen3_moe", {}, "none"),
         ("qwen3_moe", {}, "sequential"),
         ("qwen3", {}, SHARED),
         ("mha", {}, SHARED),
         ("mixtral", {}, SHARED),
+        ("qwen3", {}, OFFLOADED),
+        *(("qwen3", {}, fusion) for fusion in WITHOUT),
+        ("qwen3_moe", {}, "accumulation"),
+        *((model, {}, SIXTEEN) for model in ("llama_biased", "qwen3_moe")),
     ],
     2: [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -59,8 +67,6 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen2_tied", {"pp_size": 2}, "none"),
         ("qwen3_moe", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mixtral", {"cp_size": 2, "ep_size": 2}, "none"),
-        ("qwen3", {"cp_size": 2}, FUSED),
-        ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, FUSED),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "flex"),
         ("qwen3_moe", {"dp_size": 2, "ep_size": 2}, "flex"),
@@ -121,22 +127,23 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     for ranks, parts in CASES.items():
         for name, (model, layout, recompute) in zip(NAMES[ranks], parts, strict=True):
             (folder / name).mkdir()
-            plain = recompute in (FUSED, SHARED, *EXPERTS)
             case = {
                 "name": name,
                 "model": model,
                 "layout": layout,
+                "recompute": recompute if recompute in RECOMPUTE else "none",
+                "dtype": "bfloat16" if recompute == SIXTEEN else "float32",
                 "experts": EXPERTS.get(recompute, {}),
-                "recompute": "none" if plain else recompute,
                 "marks": name == MARKS,
-                FUSED: recompute == FUSED,
+                "without": recompute if recompute in WITHOUT else "",
+                "offload": 1 if recompute == OFFLOADED else 0,
                 SHARED: recompute == SHARED,
             }
             cases.setdefault(str(ranks), []).append(case)
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.te.stand_in_worker", str(folder), json.dumps(cases)],
         cwd=ROOT,
-        # Megatron compiles a function of the flex dispatcher, which is no faster here.
+        # Without a compiler for Megatron's functions: it takes longer than they do here.
         env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}", "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,
@@ -156,7 +163,11 @@ def test_the_stand_in_is_seen_by_nobody_else() -> None:
     assert spec is None or str(STAND_IN) not in str(spec.origin)
 
 
-@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+ALL = [name for names in NAMES.values() for name in names]
+EXACT = [name for name in ALL if SIXTEEN not in name]
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_te_equals_torch(name: str, work: Path) -> None:
     """Log-probs, gradients relative to a tensor's largest, weights after each step and after each other's states."""
     facts = facts_of(work, name)
@@ -164,23 +175,33 @@ def test_te_equals_torch(name: str, work: Path) -> None:
     assert {k: error for k, error in errors.items() if not error <= 1e-5} == {}
 
 
-@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+@pytest.mark.parametrize("name", ALL)
+def test_a_state_of_either_names_is_loaded_and_saved_again_bit_for_bit(name: str, work: Path) -> None:
+    """Weights, main parameters and moments, from the layers of `torch` to fused ones and back."""
+    assert facts_of(work, name)["bits"] == []
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_adam_counts_from_the_start_again_after_a_state_without_steps(name: str, work: Path) -> None:
     assert facts_of(work, name)["again"] <= 1e-6
 
 
-@pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
+@pytest.mark.parametrize("name", ALL)
 def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> None:
-    layers, expected = facts_of(work, name)["layers"], {"TEColumnParallelLinear", "TERowParallelLinear"}
-    if name.startswith("llama_biased"):
-        expected = {"TEColumnParallelLinear", "BiasedRowParallelLinear"}
-    if "sequential" in name:
+    layers, option = set(facts_of(work, name)["layers"]), name.split("-")[1]
+    norm_linear = {"selective": "NormColumnLinear", "norm": "TEColumnParallelLinear"}.get(
+        option, "TELayerNormColumnParallelLinear"
+    )
+    expected = {norm_linear, "TERowParallelLinear", "TEDotProductAttention", "RotaryTable"}
+    if option == "selective" and not name.startswith("mixtral"):
+        expected |= {"RecomputingMLP"}
+    if option == "sequential":
         expected |= {"SequentialMLP", "ColumnParallelLinear", "RowParallelLinear"}
     elif name.startswith(("mixtral", "qwen3_moe")):
         expected |= {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
-    attention = "SharedPromptAttention" if SHARED in name else "TEDotProductAttention"
-    assert expected | {attention, "RotaryTable"} <= set(layers)
-    assert "PackedAttention" not in layers
+    expected = (expected - {"TEDotProductAttention"}) | {"SharedPromptAttention"} if SHARED in name else expected
+    assert expected <= layers
+    assert not layers & {"PackedAttention", "BiasedRowParallelLinear"}
     if name.startswith(("mixtral", "qwen3_moe")):
         dispatcher = "MoEFlexTokenDispatcher" if "-flex-" in name else "MoEAlltoAllTokenDispatcher"
         assert facts_of(work, name)["dispatchers"] == [[dispatcher, True]]
@@ -191,6 +212,24 @@ def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> No
 def test_common_beginnings_are_read_once(name: str, work: Path) -> None:
     read, all_tokens = facts_of(work, name)["read"]
     assert read < 0.8 * all_tokens
+
+
+def test_selective_keeps_no_outputs_of_norms_and_swiglu(work: Path) -> None:
+    """By the bytes that the estimate of memory says, which has no other figure for Transformer Engine's layers."""
+    model, engine = read_config(str(work / "qwen3" / "model")), EngineConfig(dtype="float32", backend="te")
+    kept = {
+        recompute: LayerBytes.of(model, ParallelConfig(), replace(engine, recompute=recompute), on_gpu=True).kept
+        for recompute in ("none", "selective")
+    }
+    tokens = int(load_file(work / "qwen3" / "batch.safetensors")["cu_seqlens"][-1]) * model.num_hidden_layers
+    spared = facts_of(work, "qwen3-none-")["kept"] - facts_of(work, "qwen3-selective-")["kept"]
+    assert spared == tokens * (kept["none"] - kept["selective"]) > 0
+
+
+def test_only_the_first_layers_are_offloaded(work: Path) -> None:
+    first, second = facts_of(work, "qwen3-offloaded-")["offloaded"]
+    assert first > 0
+    assert second == 0
 
 
 @pytest.mark.parametrize("name", NAMES[1][:4])

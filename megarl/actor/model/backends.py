@@ -1,7 +1,7 @@
 """Layer backends: a model's modules, sequence packing and log-probs. Chosen once per engine.
 
     torch          Megatron's own layers, with attention over packed sequences in plain torch; runs everywhere
-    te             Transformer Engine's modules, under the same parameter names; needs a GPU
+    te             Transformer Engine's fused modules; needs a GPU
     cpu            float32 kernels of `megarl/cpu`, for machines without a GPU
     deterministic  row-invariant layers: results do not depend on the batch and equal the rollout server's bits
 
@@ -37,7 +37,7 @@ from megarl.actor import fp8
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.batch.shared_prefix import Share, share, share_in_segments
 from megarl.actor.config import EngineConfig, backend_of, groups_experts
-from megarl.actor.model import heads
+from megarl.actor.model import fused_layers, heads
 from megarl.actor.model.deterministic_layers import (
     RowInvariantAttention,
     RowInvariantColumnLinear,
@@ -88,13 +88,17 @@ class LayerBackend:
     qk_norm: Any = RMSNorm
     attention: Any = PackedAttention
     column_linear: Any = ColumnParallelLinear
+    norm_linear: Any = None  # a norm and the column-parallel layer behind it, in one module; None: two modules
     row_linear: Any = RowParallelLinear
     biased_row_linear: Any = BiasedRowParallelLinear
+    mlp: Any = MLP
     gated_activation: Any = None
     experts: ExpertsBuilder | None = None  # builds a rank's experts as one module; None: one after another
     dispatcher: str = "alltoall"  # of `actor.moe_dispatcher`
     fused_permutation: bool = False  # True: kernels of Transformer Engine sort tokens by expert
     config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
+    # Megatron's recompute_modules of actor.recompute=selective: activations that are large and cheap to compute
+    recompute_modules: tuple[str, ...] = ("core_attn", "mlp", "moe")
     logprobs: Callable[..., tuple[Tensor, Tensor | None]] = heads.logprobs
     one_thread: bool = False  # True: run on one thread, because results depend on the number of threads
 
@@ -102,25 +106,25 @@ class LayerBackend:
         """Builds Megatron's spec of one transformer layer; `sparse` layers have experts in place of an MLP."""
         head_norm = self.qk_norm if qk_norm else IdentityOp
         attention = SelfAttentionSubmodules(
-            linear_qkv=self.column_linear,
+            linear_qkv=self.norm_linear or self.column_linear,
             core_attention=self.attention,
             linear_proj=self.biased_row_linear if output_bias else self.row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         )
         layer = TransformerLayerSubmodules(
-            input_layernorm=self.norm,
+            input_layernorm=IdentityOp if self.norm_linear else self.norm,
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=self.norm,
+            pre_mlp_layernorm=IdentityOp if self.norm_linear and not sparse else self.norm,
             mlp=self._experts() if sparse else self._mlp(),
             mlp_bda=get_bias_dropout_add,
         )
         return ModuleSpec(TransformerLayer, submodules=layer)
 
     def _mlp(self) -> Callable[..., torch.nn.Module]:
-        parts = MLPSubmodules(self.column_linear, self.row_linear, self.gated_activation)
-        return partial(MLP.as_mlp_submodule, submodules=parts)
+        parts = MLPSubmodules(self.norm_linear or self.column_linear, self.row_linear, self.gated_activation)
+        return partial(self.mlp.as_mlp_submodule, submodules=parts)
 
     def _experts(self) -> Callable[..., torch.nn.Module]:
         """Experts as one module or one after another. The latter have Megatron's own linear layers in every backend."""
@@ -134,7 +138,7 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
-        te = _transformer_engine(config.shared_prefix)
+        te = _transformer_engine(config.shared_prefix, config.recompute)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
     elif name == "cpu":
         backend = _cpu(rotary_inv_freq(model))
@@ -171,30 +175,47 @@ def _deterministic() -> LayerBackend:
     )
 
 
-def _transformer_engine(shared_prefix: bool) -> LayerBackend:
-    """Builds the backend of Transformer Engine's modules.
+def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
+    """Builds the backend of Transformer Engine's modules, fused as in Megatron's own GPT recipe.
 
-    Norms are not fused into the following linear layers, so parameters have the names of the torch layers. Attention
-    over shared prompts is computed by torch's flash attention (`prefix_attention.py`).
+    A norm and the projection behind it are one module, except before experts. SwiGLU and rotary positions take a kernel
+    each. Linear layers add weight gradients to DDP's main gradient in float32. Attention over shared prompts is
+    torch's flash attention (`prefix_attention.py`).
+
+    `recompute` selective recomputes what is large and cheap. Of the 158 KB a token that a layer of Qwen3-8B keeps, the
+    outputs of norms and SwiGLU are 41, and no product is repeated for them. Flash attention keeps its inputs, which are
+    kept anyway, its output, which the next product keeps, and 4 bytes a head: repeating it frees nothing. Repeating
+    the MLP would free 57 KB for 78% of the layer's products; full recompute frees 150 KB for all of them. Experts are
+    narrow, keep more for each product, and are repeated.
     """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the package
 
     provider = TESpecProvider()
     attention = provider.core_attention()
+    norm, column_linear = provider.layer_norm(rms_norm=True), provider.column_parallel_linear()
+    row_linear = fused_layers.accumulating(provider.row_parallel_linear())
+    norm_linear, mlp = provider.column_parallel_layer_norm_linear(), MLP
+    if recompute == "selective":
+        norm_linear, mlp = fused_layers.norm_before(column_linear, norm), fused_layers.RecomputingMLP
     return LayerBackend(
         "te",
         pack_segments,
         share=share_in_segments,
         rotary=RotaryTable,
-        norm=provider.layer_norm(rms_norm=True),
+        norm=norm,
         qk_norm=provider.layer_norm(rms_norm=True, for_qk=True),
         attention=with_shared_prompts(attention) if shared_prefix else attention,
-        column_linear=provider.column_parallel_linear(),
-        row_linear=provider.row_parallel_linear(),
-        experts=provider.grouped_mlp_modules(True),
+        column_linear=fused_layers.accumulating(column_linear),
+        norm_linear=fused_layers.accumulating(norm_linear),
+        row_linear=row_linear,
+        biased_row_linear=partial(row_linear, biased=True),
+        mlp=mlp,
+        experts=fused_layers.accumulating_experts(provider.grouped_mlp_modules(True)),
         fused_permutation=True,
-        # Unfused, Megatron reads the bounds of sequences from the GPU in every layer (rope_utils.py:226).
-        config_fields={"activation_func": F.silu, "apply_rope_fusion": True},
+        # Unfused rotary positions read the bounds of sequences from the GPU in every layer (rope_utils.py:226).
+        # Dropout and biases are off, so Megatron's bias_dropout_fusion would fuse nothing.
+        config_fields={"activation_func": F.silu, "apply_rope_fusion": True, "bias_activation_fusion": True},
+        recompute_modules=("moe",),
     )
 
 

@@ -27,17 +27,14 @@ from megarl.parallel.groups import Groups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# actor.recompute as Megatron's fields. Selective recomputes activations that are large but cheap: inside the attention
-# core and inside MLPs and experts. Full keeps only each layer's input.
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-
 
 def transformer_config(
-    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, backend: LayerBackend, recompute: str = "none"
+    config: PretrainedConfig,
+    groups: Groups,
+    dtype: torch.dtype,
+    backend: LayerBackend,
+    recompute: str = "none",
+    offloaded_layers: int = 0,
 ) -> TransformerConfig:
     """Builds Megatron's config from the HF config, on this layout."""
     family, layout = FAMILIES[config.model_type], groups.layout
@@ -87,13 +84,19 @@ def transformer_config(
         init_method=_no_init,  # hf_weights.py writes every element
         output_layer_init_method=_no_init,
         batch_p2p_comm=on_gpu and not crosswise,
-        **RECOMPUTE[recompute],
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
+        **_recompute_fields(recompute, backend),
+        cpu_offloading=offloaded_layers > 0,
+        cpu_offloading_num_layers=offloaded_layers,
     )
+
+
+def _recompute_fields(recompute: str, backend: LayerBackend) -> dict[str, Any]:
+    """Gives actor.recompute as Megatron's fields. Full keeps only each layer's input."""
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(backend.recompute_modules)}
+    return {}
 
 
 def _no_init(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,10 +113,18 @@ def _layer_specs(config: PretrainedConfig, layers: range, backend: LayerBackend)
 
 
 def build_model(
-    config: PretrainedConfig, groups: Groups, dtype: torch.dtype, backend: LayerBackend, recompute: str = "none"
+    config: PretrainedConfig,
+    groups: Groups,
+    dtype: torch.dtype,
+    backend: LayerBackend,
+    recompute: str = "none",
+    offloaded_layers: int = 0,
 ) -> list[GPTModel]:
-    """Builds this rank's virtual stages of the model. `hf_weights.py` fills their parameters."""
-    megatron = transformer_config(config, groups, dtype, backend, recompute)
+    """Builds this rank's virtual stages of the model. `hf_weights.py` fills their parameters.
+
+    Activations of the first `offloaded_layers` wait on the host for backward.
+    """
+    megatron = transformer_config(config, groups, dtype, backend, recompute, offloaded_layers)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
         with megatron_patches.scope():

@@ -29,11 +29,13 @@ from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
-# Parameter names of Megatron's local spec (regex) -> names in Transformer Engine's modules, which fuse a norm into the
-# following projection, and in modules that hold all experts of a layer.
+# Parameter names of Megatron's local spec (regex), which the shard table has -> names in Transformer Engine's modules,
+# which fuse a norm into the following projection, and in modules that hold all experts of a layer. No other code knows.
 TE_SPELLINGS = (
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
+    (r"input_layernorm\.weight$", "self_attention.linear_qkv.norm.weight"),  # actor.recompute=selective
+    (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.norm.weight"),
     (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r"experts.\2.weight\1"),
 )
 

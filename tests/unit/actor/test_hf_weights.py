@@ -99,6 +99,8 @@ def test_live_parameters_are_those_of_the_table(name: str, checkpoints: Callable
     [
         ("layers.3.input_layernorm.weight", "layers.3.self_attention.linear_qkv.layer_norm_weight"),
         ("layers.0.pre_mlp_layernorm.weight", "layers.0.mlp.linear_fc1.layer_norm_weight"),
+        ("layers.3.input_layernorm.weight", "layers.3.self_attention.linear_qkv.norm.weight"),
+        ("layers.0.pre_mlp_layernorm.weight", "layers.0.mlp.linear_fc1.norm.weight"),
         ("layers.1.mlp.experts.local_experts.12.linear_fc2.weight", "layers.1.mlp.experts.linear_fc2.weight12"),
         ("layers.1.mlp.router.weight", "layers.1.mlp.router.weight"),
     ],

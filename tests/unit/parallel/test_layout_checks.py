@@ -183,6 +183,42 @@ def test_a_backend_that_does_not_fit_is_refused(config: EngineConfig, message: s
     one_line(error, message)
 
 
+@pytest.mark.parametrize(
+    ("knobs", "sizes", "message"),
+    [
+        ({"backend": "torch"}, {}, "and this engine has those of 'torch' (actor.backend=torch, actor.dtype=bfloat16)"),
+        ({"backend": "cpu", "dtype": "float32"}, {}, "and this engine has those of 'cpu'"),
+        ({"dtype": "float32"}, {}, "and this engine has those of 'torch' (actor.backend=auto, actor.dtype=float32)"),
+        ({"recompute": "full"}, {}, "offloads what actor.recompute=full does not keep"),
+        ({}, {"pp_size": 2}, "takes one pipeline stage, and parallel.pp_size=2"),
+    ],
+)
+def test_activations_are_offloaded_only_where_megatron_can(
+    knobs: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    config = EngineConfig(**{"dtype": "bfloat16", "offload_activations": 4, **knobs})
+    with pytest.raises(UserError) as error:
+        run_all(knob_checks(config, ParallelConfig(**sizes)))
+    one_line(error, message)
+    run_all(knob_checks(EngineConfig(dtype="bfloat16", offload_activations=4), ParallelConfig()))
+
+
+def test_offloaded_activations_need_a_layer_more_and_transformer_engine() -> None:
+    model, config = Qwen3Config(**SHAPE), EngineConfig(dtype="bfloat16", offload_activations=6)
+    with pytest.raises(UserError) as error:
+        run_all(model_checks(config, ParallelConfig(), model))
+    one_line(error, "actor.offload_activations=6 must be below the model's 6 layers")
+    run_all(model_checks(EngineConfig(offload_activations=5), ParallelConfig(), model))
+    for has_gpu, deterministic in ((False, False), (True, False)):
+        with pytest.raises(UserError) as error:
+            check_device(config, has_gpu, False, deterministic)
+        one_line(error, "and this engine has those of 'torch'")
+    with pytest.raises(UserError) as error:
+        run_all(knob_checks(config, ParallelConfig(), deterministic=True))
+    one_line(error, "and this engine has those of 'deterministic'")
+    check_device(config, True, True)
+
+
 def test_context_parallel_attention_of_transformer_engine_needs_16_bits() -> None:
     cut = ParallelConfig(cp_size=2)
     with pytest.raises(UserError) as error:

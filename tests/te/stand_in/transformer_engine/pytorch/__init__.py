@@ -3,6 +3,7 @@
 from transformer_engine.pytorch import (  # noqa: F401
     attention,
     cpp_extensions,
+    cpu_offload,
     distributed,
     fp8,
     module,

@@ -24,32 +24,37 @@ OVERLAP = "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_wgrad ub_bulk
 
 
 class _AddingToMainGrad(torch.autograd.Function):
-    """`x @ values.t()`, the weight's values, whose backward adds the weight's gradient to `weight.main_grad`."""
+    """`x @ values.t()`, the weight's values, whose backward adds the weight's gradient to `weight.main_grad`.
+
+    Of a step's first microbatch it overwrites, as the real one does (linear.py:835).
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, values: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, values: Tensor, first: bool | None) -> Tensor:
         ctx.save_for_backward(x, values)
+        ctx.first = first
         ctx.weight = weight  # the parameter itself, which has the marks
         return F.linear(x, values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (x, values), weight = ctx.saved_tensors, ctx.weight
         rows = grad.reshape(-1, grad.shape[-1])
-        weight.main_grad.add_(
-            rows.t().to(weight.main_grad.dtype) @ x.reshape(-1, x.shape[-1]).to(weight.main_grad.dtype)
-        )
+        product = rows.t().to(weight.main_grad.dtype) @ x.reshape(-1, x.shape[-1]).to(weight.main_grad.dtype)
+        (weight.main_grad.copy_ if ctx.first else weight.main_grad.add_)(product)
         weight.grad_added_to_main_grad = True
         dummy = get_dummy_wgrad(list(weight.shape), x.dtype, getattr(weight, "zero_out_wgrad", False))
-        return grad @ values, dummy, None
+        return grad @ values, dummy, None, None
 
 
 class _GroupedProduct(torch.autograd.Function):
     """One product for each group of rows, as one call; likewise for the gradients of rows and of weights."""
 
     @staticmethod
-    def forward(ctx: Any, splits: list[int], accumulates: bool, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.splits, ctx.accumulates, ctx.weights = splits, accumulates, weights
+    def forward(
+        ctx: Any, splits: list[int], accumulates: bool, first: bool | None, x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.splits, ctx.accumulates, ctx.first, ctx.weights = splits, accumulates, first, weights
         ctx.save_for_backward(x)
         with kernel("grouped_gemm"):
             return torch.cat([F.linear(part, w) for part, w in zip(x.split(splits), weights, strict=True)])
@@ -62,12 +67,13 @@ class _GroupedProduct(torch.autograd.Function):
             x_grad = torch.cat([rows @ w for (rows, _), w in zip(pairs, weights, strict=True)])
         with kernel("grouped_gemm"):
             if not ctx.accumulates:
-                return None, None, x_grad, *(rows.t() @ part for rows, part in pairs)
+                return None, None, None, x_grad, *(rows.t() @ part for rows, part in pairs)
             for (rows, part), w in zip(pairs, weights, strict=True):
-                w.main_grad.add_(rows.t().to(w.main_grad.dtype) @ part.to(w.main_grad.dtype))
+                product = rows.t().to(w.main_grad.dtype) @ part.to(w.main_grad.dtype)
+                (w.main_grad.copy_ if ctx.first else w.main_grad.add_)(product)
                 w.grad_added_to_main_grad = True
         dummies = [get_dummy_wgrad(list(w.shape), x.dtype, getattr(w, "zero_out_wgrad", False)) for w in weights]
-        return None, None, x_grad, *dummies
+        return None, None, None, x_grad, *dummies
 
 
 def _mark(parameter: Tensor, dim: int) -> None:
@@ -110,11 +116,11 @@ class _LinearBase(TransformerEngineBaseModule):
             _mark(bias, 0)
         self.register_parameter(f"bias{suffix}", bias)
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, first: bool | None) -> Tensor:
         x, values = rounded(x, weight)
         if not self.fuse_wgrad_accumulation:
             return F.linear(x, values)
-        return _AddingToMainGrad.apply(x, weight, values.detach())
+        return _AddingToMainGrad.apply(x, weight, values.detach(), first)
 
 
 class Linear(_LinearBase):
@@ -125,14 +131,17 @@ class Linear(_LinearBase):
         self._add("", a)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = taken("Linear.forward", "inp is_first_microbatch", args, kwargs).inp
+        a = taken("Linear.forward", "inp is_first_microbatch", args, kwargs)
+        return self._linear(a.inp, a.is_first_microbatch)
+
+    def _linear(self, x: Tensor, first: bool | None) -> Any:
         gathered = ("all_gather", "reduce_scatter") if self.sequence_parallel else ("nothing", "all_reduce")
         scattered = ("reduce_scatter", "all_gather") if self.sequence_parallel else ("all_reduce", "nothing")
         if self.parallel_mode == "column":
             x = exchange(x, self.tp_group, *gathered)
         if self.buffer is not None and self.sequence_parallel:
             check_buffer(self.buffer, x.numel() // x.shape[-1])
-        out = self._product(x, self.weight)
+        out = self._product(x, self.weight, first)
         if self.parallel_mode == "row":
             out = exchange(out, self.tp_group, *scattered)
         if self.use_bias and not self.return_bias:
@@ -145,7 +154,7 @@ class LayerNormLinear(Linear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         TransformerEngineBaseModule.__init__(self)
-        names = f"{LINEAR} {OVERLAP} eps normalization zero_centered_gamma"
+        names = f"{LINEAR} {OVERLAP} eps normalization zero_centered_gamma".replace("rng_tracker_name ", "")
         a = taken("LayerNormLinear.__init__", names, args, kwargs)
         assert a.normalization == "RMSNorm", a.normalization
         self._set_up(a)
@@ -157,8 +166,9 @@ class LayerNormLinear(Linear):
         self._add("", a)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = taken("LayerNormLinear.forward", "inp is_first_microbatch", args, kwargs).inp
-        return super().forward(_rms_norm(x, self.layer_norm_weight, self.eps, self.offset))
+        a = taken("LayerNormLinear.forward", "inp is_first_microbatch", args, kwargs)
+        normed = _rms_norm(a.inp, self.layer_norm_weight, self.eps, self.offset)
+        return self._linear(normed, a.is_first_microbatch)
 
 
 class GroupedLinear(_LinearBase):
@@ -180,7 +190,8 @@ class GroupedLinear(_LinearBase):
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         assert not self.use_bias
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        out = _GroupedProduct.apply(list(a.m_splits), self.fuse_wgrad_accumulation, a.inp, *weights)
+        first = a.is_first_microbatch if self.fuse_wgrad_accumulation else None
+        out = _GroupedProduct.apply(list(a.m_splits), self.fuse_wgrad_accumulation, first, a.inp, *weights)
         return (out, biases) if self.return_bias else out
 
 

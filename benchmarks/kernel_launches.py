@@ -1,0 +1,258 @@
+"""Kernel launches and waits of the host for each dense layer and microbatch, without a GPU.
+
+    python benchmarks/kernel_launches.py
+
+Runs training steps of two and of three layers on the stand-in for Transformer Engine (`tests/te/stand_in`), and
+subtracts. Each torch operation that reads or writes data counts as one launch, in forward or backward. A call of
+Transformer Engine counts by its source, release 2.12 (`KERNELS`). Functions under torch.compile count as one launch.
+Layers of Megatron's own GPT spec run in megarl's loop, on the same packed batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "te" / "stand_in"), str(ROOT)]
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import torch  # noqa: E402
+import transformer_engine.pytorch as te  # noqa: E402
+from megatron.core.extensions import transformer_engine as megatron_te  # noqa: E402
+from megatron.core.fusions import fused_bias_swiglu  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers import Qwen3Config  # noqa: E402
+
+from megarl.actor import checks  # noqa: E402
+from megarl.actor.config import EngineConfig  # noqa: E402
+from megarl.actor.model import backends, fused_layers  # noqa: E402
+from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
+from megarl.parallel import platform  # noqa: E402
+from megarl.types import PackedBatch, cu_seqlens_of  # noqa: E402
+
+# Launches in forward and backward. Norm: its gradient of the weight is summed by a second kernel. Attention: flash-attn
+# 2, whose backward has kernels before and after the main one.
+KERNELS = {"norm": (1, 2), "product": (1, 2), "attention": (1, 3), "rope": (1, 1)}
+LENGTHS = [5, 17, 9, 30, 3, 11, 20, 8]
+SHAPE = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+    "vocab_size": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+WAITS = {getattr(Tensor, name) for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__")}
+FREE = {  # operations that move no data
+    "aten.detach", "aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten._unsafe_view",
+    "aten.set_", "aten.resize_", "aten.lift_fresh", "aten.is_same_size", "aten.new_empty_strided",
+}  # fmt: skip
+
+
+class Count(TorchDispatchMode):
+    """Counts launches in forward and in backward while it is open, outside of calls that count as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = [0, 0]
+        self.inside = 0  # calls that count as a whole
+
+    def add(self, launches: int) -> None:
+        """Counts launches of the current pass, unless a call around them counts as a whole."""
+        if not self.inside:
+            self.launches[torch._C._current_graph_task_id() != -1] += launches
+
+    @contextlib.contextmanager
+    def whole(self, launches: int) -> Iterator[None]:
+        """Counts what runs inside as so many launches."""
+        self.add(launches)
+        self.inside += 1
+        yield
+        self.inside -= 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and str(func.overloadpacket) not in FREE:
+            self.add(1)
+        return func(*args, **(kwargs or {}))
+
+
+class Waits(TorchFunctionMode):
+    """Counts reads of values by the host, except of tensors made there."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.total, self._count = 0, count
+        self._of_host: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITS and not self._count.inside and args[0].data_ptr() not in self._of_host:
+            self.total += 1
+        result = func(*args, **(kwargs or {}))
+        if func is torch.tensor and "device" not in (kwargs or {}):
+            self._of_host[result.data_ptr()] = result
+        return result
+
+
+COUNT = Count()
+
+
+class Whole(torch.autograd.Function):
+    """A call with its gradient, which counts as the kernels of Transformer Engine that run in its place."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.name = name
+        with COUNT.whole(KERNELS[name][0]), torch.enable_grad():
+            ctx.inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+            ctx.output = function(*ctx.inputs)
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with COUNT.whole(KERNELS[ctx.name][1]):
+            needed = [x for x in ctx.inputs if x.requires_grad]
+            grads = iter(torch.autograd.grad(ctx.output, needed, grad, allow_unused=True))
+            return None, None, *(next(grads) if x.requires_grad else None for x in ctx.inputs)
+
+
+def count_calls() -> None:
+    """Replaces the arithmetic of the stand-in, and compiled functions, by calls that count as a whole."""
+    module = te.module
+    norm, attend, rotate = module._rms_norm, te.DotProductAttention.forward, megatron_te.apply_rotary_pos_emb
+    module._rms_norm = lambda x, weight, eps, offset: Whole.apply(
+        "norm", lambda a, w: norm(a, w, eps, offset), x.contiguous(), weight
+    )
+    te.DotProductAttention.forward = lambda self, q, k, v, *args, **options: Whole.apply(
+        "attention", lambda *qkv: attend(self, *qkv, *args, **options), q, k, v
+    )
+    megatron_te.apply_rotary_pos_emb = lambda t, freqs, **options: Whole.apply(
+        "rope", lambda x: rotate(x, freqs, **options), t
+    )
+    module._AddingToMainGrad = Accumulating
+    module.F = type("Functions", (), {"linear": staticmethod(lambda x, w: Whole.apply("product", _linear, x, w))})
+    module.F.rms_norm = torch.nn.functional.rms_norm
+    for name in ("swiglu", "swiglu_back"):
+        compiled = getattr(fused_bias_swiglu, name)
+        setattr(fused_bias_swiglu, name, lambda *a, run=compiled: _whole(run, *a))
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
+def _whole(run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    with COUNT.whole(1):
+        return run(*tensors)
+
+
+AddingToMainGrad = te.module._AddingToMainGrad
+
+
+class Accumulating(AddingToMainGrad):
+    """A product whose backward adds the weight's gradient to `main_grad`, as one of its two kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        with COUNT.whole(KERNELS["product"][0]):
+            return AddingToMainGrad.forward(ctx, *args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        _ = ctx.saved_tensors  # what is recomputed counts by itself
+        with COUNT.whole(KERNELS["product"][1]):
+            return AddingToMainGrad.backward(ctx, grad)
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronsSpec(backends.LayerBackend):
+    """Layers of Megatron's own GPT spec for Transformer Engine."""
+
+    def layer_spec(self, *, qk_norm: bool, sparse: bool, output_bias: bool) -> ModuleSpec:
+        layer = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=qk_norm)
+        parts = layer.self_attention.submodules
+        parts.linear_qkv, parts.linear_proj = map(fused_layers.accumulating, (parts.linear_qkv, parts.linear_proj))
+        fc1, fc2 = megatron_te.TELayerNormColumnParallelLinear, megatron_te.TERowParallelLinear
+        layer.mlp.keywords["submodules"].linear_fc1 = fused_layers.accumulating(fc1)
+        layer.mlp.keywords["submodules"].linear_fc2 = fused_layers.accumulating(fc2)
+        return ModuleSpec(TransformerLayer, submodules=layer)
+
+
+def megatrons(backend: backends.LayerBackend) -> backends.LayerBackend:
+    fields = {f.name: getattr(backend, f.name) for f in dataclasses.fields(backend)}
+    return MegatronsSpec(**{**fields, "config_fields": {**backend.config_fields, "bias_dropout_fusion": True}})
+
+
+def unfused(backend: backends.LayerBackend, *fields: str) -> backends.LayerBackend:
+    """The backend as it was: modules without fusion; `fields` of Megatron's config are left out."""
+    provider = megatron_te.TEColumnParallelLinear, megatron_te.TERowParallelLinear
+    kept = {name: value for name, value in backend.config_fields.items() if name not in fields}
+    column, row = provider
+    return dataclasses.replace(
+        backend,
+        norm_linear=None,
+        mlp=backends.MLP,
+        column_linear=column,
+        row_linear=row,
+        config_fields=kept,
+        recompute_modules=("core_attn", "mlp", "moe"),
+    )
+
+
+CASES: list[tuple[str, str, Callable[[backends.LayerBackend], backends.LayerBackend]]] = [
+    ("no fusion", "none", lambda b: unfused(b, "bias_activation_fusion", "apply_rope_fusion")),
+    ("rotary positions fused (before)", "none", lambda b: unfused(b, "bias_activation_fusion")),
+    ("all fused", "none", lambda b: b),
+    ("Megatron's own GPT spec", "none", megatrons),
+    ("before, recompute=selective", "selective", lambda b: unfused(b, "bias_activation_fusion")),
+    ("all fused, recompute=selective", "selective", lambda b: b),
+    ("all fused, recompute=full", "full", lambda b: b),
+]
+
+
+def measure(folder: Path, layers: int, recompute: str, change: Callable[..., Any]) -> tuple[int, int, int]:
+    """Launches in forward and backward of a step of one microbatch, and waits of the host."""
+    Qwen3Config(**SHAPE, num_hidden_layers=layers, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
+    config = EngineConfig(path=str(folder), init="random", dtype="bfloat16", backend="te", recompute=recompute)
+    engine = MegatronLMEngine(config)
+    engine.backend = change(engine.backend)
+    engine.initialize()
+    run, counts = engine._run, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        COUNT.launches, waits = [0, 0], Waits(COUNT)
+        with COUNT, waits:
+            result = run(*args, **options)
+        counts.append((*COUNT.launches, waits.total))
+        return result
+
+    engine._run = counted  # type: ignore[method-assign]
+    total = sum(LENGTHS)
+    tensors = {"input_ids": torch.randint(0, 128, (total,)), "loss_mask": torch.ones(total, dtype=torch.bool)}
+    engine.train_lm(PackedBatch(cu_seqlens_of(torch.tensor(LENGTHS)), tensors))
+    engine.destroy()
+    return counts[0]
+
+
+def main() -> None:
+    platform.takes_gpu_options = lambda: True
+    checks.check_device = lambda *_: None
+    count_calls()
+    print(f"{len(LENGTHS)} sequences; launches and waits of each dense layer and microbatch\n")
+    print("| layers | forward | backward | together | waits |\n| --- | --- | --- | --- | --- |")
+    for name, recompute, change in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            two, three = (measure(Path(folder), layers, recompute, change) for layers in (2, 3))
+        forward, backward, waits = (b - a for a, b in zip(two, three, strict=True))
+        print(f"| {name} | {forward} | {backward} | {forward + backward} | {waits} |")
+
+
+if __name__ == "__main__":
+    main()
