@@ -42,7 +42,7 @@ class Bounds:
     def of(queries: Tensor, keys: Tensor, causal: bool, device: torch.device) -> Bounds:
         """Computes the bounds of parts of lengths `[parts]`, on the host. Does not wait for the device."""
         query_bounds, key_bounds = (cu_seqlens_of(n).to(device, non_blocking=True) for n in (queries, keys))
-        # If the longest is 1, the kernel takes for granted that every part has one query (flash_api.cpp).
+        # If the longest is 1, the kernel takes another path, which regroups the heads (flash_api.cpp).
         return Bounds(query_bounds, key_bounds, max(2, int(queries.max())), int(keys.max()), causal)
 
 

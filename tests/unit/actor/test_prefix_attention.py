@@ -100,6 +100,12 @@ def test_attention_by_segments_is_attention_of_whole_sequences(batch: PackedBatc
     torch.testing.assert_close(*both(batch, dim), atol=1e-5, rtol=1e-5)
 
 
+def test_a_part_may_have_one_query() -> None:
+    ids = torch.tensor([5, 6, 7, 5, 6])
+    batch = PackedBatch(torch.tensor([0, 3, 5]), {"input_ids": ids}, {"group_ids": torch.tensor([0, 0])})
+    torch.testing.assert_close(*both(batch, 8), atol=1e-5, rtol=1e-5)
+
+
 def test_in_bfloat16_the_difference_is_that_of_its_rounding() -> None:
     exact = both(conversation_tree(), 16)[1]
     by_segments, whole = both(conversation_tree(), 16, torch.bfloat16)
@@ -178,12 +184,15 @@ def test_blocks_over_a_tree_are_attention_of_whole_sequences(batch: PackedBatch,
     torch.testing.assert_close(out[rows], expected, atol=1e-5, rtol=1e-5)
 
 
+@settings(max_examples=30)
 @given(trees(), st.integers(1, 30))
 def test_a_part_of_a_group_reads_no_more_than_was_counted(batch: PackedBatch, max_tokens: int) -> None:
     members, sizes = units(batch, max_tokens, shared=True)
     assert sorted(i for unit in members for i in unit) == list(range(batch.num_seqs))
     for unit, size in zip(members, sizes, strict=True):
         assert len(share(batch.select(unit)).source) <= size
+    for unit, size in zip(*units(batch, 1000, shared=True), strict=True):  # whole groups
+        assert len(share(batch.select(unit)).source) == size
     together = members[0] + members[-1] if len(members) > 1 else members[0]
     read = len(share(batch.select(together)).source)
     assert read <= sizes[0] + (sizes[-1] if len(members) > 1 else 0)
@@ -194,11 +203,13 @@ def test_padding_for_sequence_parallelism_is_read_and_returned_by_no_token() -> 
     mb = build_microbatch(batch, [0, 1, 2], 1.0, CPU, Cut(token_multiple=8), share_in_segments, pack_segments)
     assert mb.shared is not None
     assert mb.local is None
-    read = 30 + 9 + 6
+    read = 30 + 9 + 4  # all three have 16 in common
     assert len(mb.input_ids) == 48
-    assert mb.shared.source[read:].tolist() == [-1] * 3
+    assert mb.shared.source[read:].tolist() == [-1] * 5
     assert torch.equal(mb.input_ids[mb.shared.rows], mb.batch["input_ids"])
-    assert mb.packed.own.queries[-1] == 48  # type: ignore[attr-defined]
+    packed: Any = mb.packed
+    assert packed.own.queries[-1] == 48
+    assert packed.children.stop == read, "padding continues nothing"
 
 
 def test_other_microbatches_go_to_the_class_itself() -> None:
