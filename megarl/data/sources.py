@@ -62,7 +62,12 @@ def load_rows(path: str, split: str, name: str = "") -> Dataset:
     lines = [line for file in files for line in _json_lines(file)]
     if not lines:
         raise UserError(f"data set {path} is empty: {', '.join(map(str, files))} holds no rows")
-    slices = ReadInstruction.from_spec(split).to_absolute({_base(split): len(lines)})
+    try:
+        slices = ReadInstruction.from_spec(split).to_absolute({_base(split): len(lines)})
+    except (ValueError, AssertionError) as error:
+        raise UserError(
+            f"split {split!r} is not a split with a slice, such as test[:100]: {one_line(error)}"
+        ) from error
     return Dataset.from_dict({JSON: [line for part in slices for line in lines[part.from_ : part.to]]})
 
 

@@ -17,7 +17,7 @@ from megarl.data.examples import get_preference_dataset
 from megarl.data.preference import JUDGED, PAIRS
 from megarl.data.prompts import get_rl_dataset
 from megarl.data.sft import get_sft_dataset
-from megarl.data.sources import MAX_NESTING, load_table
+from megarl.data.sources import MAX_NESTING, load_rows, load_table
 from megarl.knobs import UserError
 from tests.fuzzing import fuzzed
 
@@ -140,3 +140,14 @@ def test_brackets_in_texts_and_wide_lists_are_no_nesting(tmp_path: Path) -> None
     row = {"question": '[{"\\' * 10 * MAX_NESTING, "answer": [[1]] * 2 * MAX_NESTING}
     path.write_text(json.dumps(row) + "\n")
     assert load_table(str(path), "train")[0] == row
+
+
+@pytest.mark.parametrize(
+    "split", ["", "\n", "train[", "train[5", "train[::]", "train[:999%]", "train+", "train[:5]+test"]
+)
+def test_a_split_that_names_no_rows_is_refused_in_one_line(tmp_path: Path, split: str) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "2+2", "answer": "4"}\n')
+    for read in (load_rows, load_table):
+        with pytest.raises(UserError) as refused:
+            read(str(tmp_path / "train.jsonl"), split)
+        assert "\n" not in str(refused.value)

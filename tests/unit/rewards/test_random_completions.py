@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from megarl.rewards import REWARDS
 from megarl.rewards.answers import answer_of
 from megarl.rewards.code import code_reward_fn
 from megarl.rewards.pool import RewardConfig, RewardPool
+from megarl.sandbox import client
 from tests.fuzzing import fuzzed
 
 NAMES = [name for name in REWARDS if name != "code"]
@@ -73,7 +75,9 @@ def test_the_right_answer_after_any_text_is_right(effort: Any) -> None:
 
 
 @fuzzed(bounded=20, long=300)
-def test_the_fraction_of_tests_that_a_random_program_passes(effort: Any) -> None:
+def test_the_fraction_of_tests_that_a_random_program_passes(effort: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # a busy machine gives a loop its processor time late
+
     @effort
     @given(PROGRAMS)
     def holds(program: str) -> None:
