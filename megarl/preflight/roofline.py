@@ -140,8 +140,8 @@ class DecodeSpeed:
     cached_s: float  # reads the cache of one token
     product_s: float  # computes one token
     pair_s: float  # computes its attention to one cached token
-    reduce_s: float  # all-reduces, whatever their size
-    reduced_s: float  # all-reduces of one token
+    reduce_s: float  # latency of its all-reduces
+    reduced_s: float  # moves the vector of one token in them
 
     def step(self, sequences: float, cached: float) -> float:
         """Seconds of a step of `sequences` completions with `cached` tokens together."""
@@ -174,12 +174,12 @@ def decode_speed(config: Config, model: PretrainedConfig) -> DecodeSpeed:
     )
 
 
-def under_way_of(config: Config, model: PretrainedConfig) -> int:
-    """Completions that a server has in flight at once."""
+def under_way_of(config: Config, model: PretrainedConfig, batches: int = 1) -> int:
+    """Completions that a server has in flight at once, out of `batches` batches."""
     batch, servers, share = batch_of(config), config.server.n_servers, config.cluster.mean_length
     mean = share * ((config.train_dataset.max_length or 0) + config.gconfig.max_new_tokens)
     limits = (
-        math.ceil(batch.sequences / servers),
+        math.ceil(batches * batch.sequences / servers),
         config.rollout.max_per_server,
         config.rollout.max_connections // servers,
         int(cache_of(config, model).tokens / mean),

@@ -69,7 +69,7 @@ class TrainerTimes:
 
 @dataclass(frozen=True)
 class TrainerWork:
-    """Work of a step, the same for every layout."""
+    """Work of a step, independent of the layout."""
 
     model: PretrainedConfig
     moe: MoeShape | None
@@ -124,7 +124,7 @@ def trainer_times(
     max_tokens: int,
     parameters: RankParameters | None = None,
 ) -> TrainerTimes:
-    """Estimates a step. `dp` is the resolved dp_size; `parameters` are those of pipeline rank 0, if counted before."""
+    """Estimates a step. `dp` is the resolved dp_size; `parameters`: pipeline rank 0's, if counted before."""
     pp, vpp = parallel.pp_size, parallel.vpp_size
     ranks = parallel.tp_size * pp * parallel.cp_size * dp
     per_replica = math.ceil(work.sequences / work.minibatches / work.together / dp) * work.together

@@ -189,7 +189,7 @@ def _servers(config: Config, sizes: list[int], gpus: int, ranks: int) -> Iterato
 
 @dataclass(frozen=True)
 class Search:
-    """What all trainer layouts of a run share."""
+    """Facts of a run that all its layouts share, and their memory."""
 
     config: Config
     work: TrainerWork
