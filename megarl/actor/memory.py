@@ -94,6 +94,7 @@ class RankParameters:
 
     dense: int
     experts: int
+    matrices: int  # part of `dense` in linear layers
 
 
 def rank_parameters(model: PretrainedConfig, parallel: ParallelConfig, pp_rank: int) -> RankParameters:
@@ -103,7 +104,8 @@ def rank_parameters(model: PretrainedConfig, parallel: ParallelConfig, pp_rank: 
     specs = shard_specs(model, single, Place(0, 0, 0, pp_rank, 0, 0, 0))
     expert = elements([spec for spec in specs if ".experts." in spec.param])
     share = 0 if moe is None else moe.experts // parallel.ep_size
-    return RankParameters(elements(specs) - expert, expert * share)
+    matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
+    return RankParameters(elements(specs) - expert, expert * share, matrices - expert)
 
 
 def trainer_memory(
@@ -129,7 +131,7 @@ def trainer_memory(
     layer = LayerBytes.of(model, parallel, engine, on_gpu)
     tokens = math.ceil(load.tokens / parallel.cp_size)
     return TrainerMemory(
-        weights=(dense + experts) * item + _quantised_weights(specs, engine),
+        weights=(dense + experts) * item + _quantised_weights(parameters, engine),
         gradients=(dense + experts) * GRADIENT,
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
         activations=_activations(model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank),
@@ -140,11 +142,11 @@ def trainer_memory(
     )
 
 
-def _quantised_weights(specs: list[ShardSpec], engine: EngineConfig) -> int:
+def _quantised_weights(parameters: RankParameters, engine: EngineConfig) -> int:
     """Bytes of the 8-bit copies that layers keep of their matrices in a step: along rows, and along columns."""
     if engine.fp8 == "off":
         return 0
-    matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
+    matrices = parameters.matrices + parameters.experts
     return math.ceil(2 * matrices * (1 + fp8.SCALES[engine.fp8]))
 
 

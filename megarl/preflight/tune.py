@@ -236,7 +236,7 @@ def _layouts(config: Config, model: PretrainedConfig, gpus: int) -> Iterator[Lay
                 continue
             for ep in _expert_sizes(search.work, tp * cp * dp):
                 parallel = replace(base, cp_size=cp, dp_size=dp, ep_size=ep)
-                shared = {rank: RankParameters(c.dense, c.experts // ep) for rank, c in counts.items()}
+                shared = {rank: replace(c, experts=c.experts // ep) for rank, c in counts.items()}
                 if (layout := _fitting(search, parallel, shared)) is not None:
                     yield layout
 
