@@ -63,7 +63,7 @@ gpu-env:
 
 # A single benchmark with arguments of its own: .venv/bin/python benchmarks/logprob.py --help
 bench: setup
-	@set -e; for script in $(filter-out %/timing.py %/gpu_acceptance.py,$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out %/timing.py %/pipeline_simulator.py %/gpu_acceptance.py,$(wildcard benchmarks/*.py)); do \
 	  echo "== $$script"; OMP_NUM_THREADS=2 $(BIN)/python "$$script"; done
 
 test-asan: setup

@@ -65,7 +65,16 @@ class ClusterConfig:
     gpus_per_node: int = knob(0, "GPUs of a node; 0: everything runs on the CPUs of this machine", least=0, most=128)
     gpu_memory_gib: float = knob(80.0, "memory of a GPU in GiB", least=0.001, most=1e5)
     network_gb_s: float = knob(
-        50.0, "bandwidth of a GPU's network link, GB/s each way; for the time of a weight sync", least=0.001, most=1e6
+        50.0,
+        "bandwidth of a GPU's network link between nodes, GB/s each way; for times of syncs and of training",
+        least=0.001,
+        most=1e6,
+    )
+    node_gb_s: float = knob(
+        450.0,
+        "bandwidth between GPUs of a node, GB/s each way, for expected times; 450 is NVLink of an H100 SXM",
+        least=0.001,
+        most=1e6,
     )
     gpu_tflops: float = knob(
         989.0, "dense bfloat16 peak of a GPU in TFLOP/s, for expected times; 989 is an H100 SXM", least=0.001, most=1e6

@@ -9,7 +9,7 @@ autograd keeps for backward in a layer of `model/build.py`. On the CPU they were
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from transformers import PretrainedConfig
 
@@ -89,13 +89,41 @@ def count_parameters(model: PretrainedConfig) -> int:
     return elements(shard_specs(model, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0)))
 
 
+@dataclass(frozen=True)
+class RankParameters:
+    """Number of parameters on one rank: experts, and all others."""
+
+    dense: int
+    experts: int
+    matrices: int  # part of `dense` in linear layers
+
+
+def rank_parameters(model: PretrainedConfig, parallel: ParallelConfig, pp_rank: int) -> RankParameters:
+    """Counts the parameters of a rank with pipeline rank `pp_rank`. All experts have one size, so one is counted."""
+    moe = moe_shape(model)
+    single = parallel if moe is None else replace(parallel, ep_size=moe.experts)
+    specs = shard_specs(model, single, Place(0, 0, 0, pp_rank, 0, 0, 0))
+    expert = elements([spec for spec in specs if ".experts." in spec.param])
+    share = 0 if moe is None else moe.experts // parallel.ep_size
+    matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
+    return RankParameters(elements(specs) - expert, expert * share, matrices - expert)
+
+
 def trainer_memory(
-    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, load: StepLoad, pp_rank: int, on_gpu: bool
+    model: PretrainedConfig,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    load: StepLoad,
+    pp_rank: int,
+    on_gpu: bool,
+    parameters: RankParameters | None = None,
 ) -> TrainerMemory:
-    """Estimates the memory of a rank with pipeline rank `pp_rank`. All ranks of one stage need the same."""
-    specs = shard_specs(model, parallel, Place(0, 0, 0, pp_rank, 0, 0, 0))
-    experts = elements([spec for spec in specs if ".experts." in spec.param])
-    dense = elements(specs) - experts
+    """Estimates the memory of a rank with pipeline rank `pp_rank`. All ranks of one stage need the same.
+
+    `parameters` are the rank's, if they were counted before.
+    """
+    parameters = parameters or rank_parameters(model, parallel, pp_rank)
+    dense, experts = parameters.dense, parameters.experts
     item = ITEM_BYTES[engine.dtype]
     per_stage = parallel.world_size() // parallel.pp_size
     replicas = per_stage // parallel.tp_size  # dp x cp: number of shards of the distributed optimizer
@@ -104,7 +132,7 @@ def trainer_memory(
     layer = LayerBytes.of(model, parallel, engine, on_gpu)
     tokens = math.ceil(load.tokens / parallel.cp_size)
     return TrainerMemory(
-        weights=(dense + experts) * item + _quantised_weights(specs, engine),
+        weights=(dense + experts) * item + _quantised_weights(parameters, engine),
         gradients=(dense + experts) * GRADIENT,
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
         activations=_activations(
@@ -117,11 +145,11 @@ def trainer_memory(
     )
 
 
-def _quantised_weights(specs: list[ShardSpec], engine: EngineConfig) -> int:
+def _quantised_weights(parameters: RankParameters, engine: EngineConfig) -> int:
     """Bytes of the 8-bit copies that layers keep of their matrices in a step: along rows, and along columns."""
     if engine.fp8 == "off":
         return 0
-    matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
+    matrices = parameters.matrices + parameters.experts
     return math.ceil(2 * matrices * (1 + fp8.SCALES[engine.fp8]))
 
 
@@ -146,7 +174,8 @@ def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_token
     """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number."""
     item = ITEM_BYTES[dtype]
     heads = max(1, model.num_key_value_heads // tp_size)
-    weights = elements(shard_specs(model, ParallelConfig(tp_size=tp_size), Place(0, 0, 0, 0, 0, 0, 0))) * item
+    parameters = rank_parameters(model, ParallelConfig(tp_size=tp_size), 0)
+    weights = (parameters.dense + parameters.experts) * item
     return ServerMemory(weights, 2 * cache_tokens * model.num_hidden_layers * heads * head_dim(model) * item)
 
 

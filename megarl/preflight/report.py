@@ -1,6 +1,7 @@
 """Predicts a run, and the problems that would stop it, before anything is started.
 
 python -m megarl.preflight +experiment=grpo_70b [group=name ...] [knob=value ...] [show=batch|layout|memory|...]
+python -m megarl.preflight tune +experiment=grpo_70b [gpus=N] [group=name ...] [knob=value ...]
 python -m megarl.preflight check=invariance [keep=FOLDER]
 
 Needs no GPU, no process group and no network, and takes seconds. Exit code 1 if something would stop the run.
@@ -30,6 +31,7 @@ from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import plan_of, rendered
+from megarl.parallel.config import MAX_RANKS
 from megarl.parallel.placement import places
 from megarl.preflight import sizing, sync_report
 from megarl.preflight.environment import environment_findings
@@ -37,6 +39,7 @@ from megarl.preflight.findings import Finding, findings, has_sizes, refusals
 from megarl.preflight.planned_places import planned_transports
 from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.sizing import size
+from megarl.preflight.tune import tune
 from megarl.reshard.plan.holdings import Topology
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import PlanError, plan
@@ -278,10 +281,13 @@ def _table(title: str, *columns: str, show_header: bool = True) -> Table:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+def console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
+
+
 def main(config: Config, arguments: list[str], show: str | None) -> int:
     """Prints one table or all of them, then the findings. Returns the exit code."""
-    console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", WIDTH)))
-    seen = gpus()
+    terminal, seen = console(), gpus()
     try:
         folder = folder_of(config.actor.path)
         model = read_config(str(folder))
@@ -293,7 +299,7 @@ def main(config: Config, arguments: list[str], show: str | None) -> int:
             problems += refusals([lambda: plan_of(config)] if config.cluster.gpus_per_node else [])
             try:
                 for table in tables(config, model, arguments, show, seen):
-                    console.print(table)
+                    terminal.print(table)
             except UserError as error:  # no plan of the weight sync
                 if show is not None:
                     raise
@@ -335,13 +341,14 @@ def tables(
 
 
 def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Splits the command line into overrides and this command's `show=`, `check=` and `keep=`.
+    """Splits the command line into overrides and this command's `tune`, `gpus=`, `show=`, `check=` and `keep=`.
 
     Raises:
-        UserError: an unknown value, or `keep=` without `check=`.
+        UserError: an unknown value, or an option without the one it belongs to.
     """
-    options = {}
-    for name, allowed in (("show", SHOW), ("check", CHECK), ("keep", None)):
+    options = {"tune": ""} if "tune" in arguments else {}
+    arguments = [a for a in arguments if a != "tune"]
+    for name, allowed in (("show", SHOW), ("check", CHECK), ("keep", None), ("gpus", None)):
         for argument in [a for a in arguments if a.startswith(f"{name}=")]:
             arguments = [a for a in arguments if a != argument]
             options[name] = argument.partition("=")[2]
@@ -349,6 +356,12 @@ def split_options(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
                 raise UserError(f"{argument} is not one of {', '.join(f'{name}={value}' for value in allowed)}")
     if "keep" in options and "check" not in options:
         raise UserError(f"keep={options['keep']} keeps the figures of check=invariance; add it, or leave keep out")
+    if "gpus" in options and "tune" not in options:
+        raise UserError(f"gpus={options['gpus']} is the number of GPUs to tune for; add tune, or leave gpus out")
+    if "gpus" in options and not (options["gpus"].isdecimal() and 0 < int(options["gpus"]) <= MAX_RANKS):
+        raise UserError(f"gpus={options['gpus']} must be a whole number from 1 to {MAX_RANKS}")
+    if "tune" in options and "show" in options:
+        raise UserError(f"show={options['show']} is a part of the report; leave it out beside tune")
     return arguments, options
 
 
@@ -359,4 +372,9 @@ def command(arguments: list[str]) -> int:
         from megarl.preflight.invariance import run_invariance  # loads Megatron
 
         return run_invariance(Path(options["keep"]) if "keep" in options else None)
-    return main(cli.composed(overrides), overrides, options.get("show"))
+    config = cli.composed(overrides)
+    if "tune" in options:
+        folder = folder_of(config.actor.path)
+        count = int(options["gpus"]) if "gpus" in options else None
+        return tune(config, read_config(str(folder)), folder, count, console())
+    return main(config, overrides, options.get("show"))

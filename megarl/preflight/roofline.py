@@ -1,38 +1,39 @@
 """Expected times of a step on GPUs, by a roofline that can be checked by hand.
 
-    update      forward FLOPs x (3 + recomputed part) x (1 + bubble) / (ranks x peak x train_utilisation)
-    log-probs   forward FLOPs x passes x (1 + bubble) / the same
+    update      forward FLOPs x (3 + recomputed part) x (1 + bubble) / (ranks x peak x train_utilisation), for the
+                slowest pipeline stage; with log-probs and communication in `trainer_time.py`
     prefill     forward FLOPs of the prompts, each once a server / (GPUs of a server x peak x train_utilisation)
-    decode      steps x max(bytes read / (bandwidth x decode_utilisation), FLOPs / (peak x train_utilisation))
+    decode      steps x max(bytes read / (bandwidth x decode_utilisation), FLOPs / (peak x train_utilisation)), and
+                two all-reduces a layer among the ranks of a server
     longest     tokens of the longest completion beyond the mean x bytes read for it alone / the same bandwidth;
                 0 where servers sample ahead
     weights     bytes of the busiest rank / network_gb_s, by the plan of the sync: a floor
 
 FLOPs are counted as the trainer counts them to balance its ranks (`actor/batch/balance.py`): 2 a weight and token,
-active experts only, and attention over half of all pairs. Backward is twice forward (Kaplan et al. 2020). A pipeline
-of p stages and v virtual ones idles (p - 1) / (m v) of the time that m microbatches work (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473). A decode step of b sequences reads the weights once and every sequence's cache. For
-a MoE it reads the experts that b tokens are expected to visit, E (1 - (1 - k/E)^b) of E.
+active experts only, and attention over half of all pairs. Backward is twice forward (Kaplan et al. 2020). A decode step
+of b sequences reads the weights once and every sequence's cache. For a MoE it reads the experts that b tokens are
+expected to visit, E (1 - (1 - k/E)^b) of E.
 
 Peaks and utilisations are knobs of `cluster`. Nothing here was measured on a GPU.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
 from megarl.actor.batch.balance import SequenceCost
-from megarl.actor.config import backend_of
 from megarl.actor.memory import ITEM_BYTES, server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
 from megarl.families import moe_shape
 from megarl.preflight.sizing import cache_of, needs_critic, needs_reference, server_dtype
+from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.trainer.batch_algebra import batch_of
+
+ALL_REDUCE_S = 1e-5  # latency of a small all-reduce within a node, in a CUDA graph. Assumed, not measured
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     """Estimates a step on GPUs; `sync_s` are the seconds of the planned weight sync."""
     batch, share, cost = batch_of(config), config.cluster.mean_length, SequenceCost.of(model)
     mean = share * batch.longest
-    trained = _train(config, model, cost, mean)
+    trained = _train(config, model)
     gpus = config.parallel.world_size()
     if config.method != "rl":
         return StepEstimate([], trained, [], False, batch.sequences * mean, 0.0, gpus, 0, 0.0)
@@ -109,67 +110,93 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     )
 
 
-def _train(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: float) -> list[StageEstimate]:
-    batch, parallel = batch_of(config), config.parallel
-    rate = parallel.world_size() * config.cluster.gpu_tflops * 1e12 * config.cluster.train_utilisation
-    forward = batch.sequences * cost(math.ceil(mean))
-    per_update = max(1, math.ceil(batch.per_replica * mean / batch.max_tokens))
-    again = {"none": 0.0, "selective": _computed_again(config, model, cost, mean), "full": 1.0}[config.actor.recompute]
-
-    def stage(name: str, passes: float, microbatches: int, how: str) -> StageEstimate:
-        bubble = (parallel.pp_size - 1) / (microbatches * parallel.vpp_size)
-        text = f"{passes:.3g} x {forward / 1e15:.3g} PFLOP" + (f", bubble {bubble:.1%}" if bubble else "")
-        return StageEstimate(name, forward * passes * (1 + bubble) / rate, f"{text}: {how}")
-
-    update = stage("update", 3 + again, per_update, f"forward, backward, {again:.2g} of forward again")
-    stages = [update]
-    scored = {"policy": config.method == "rl", "reference": needs_reference(config), "critic": needs_critic(config)}
-    if passes := sum(scored.values()):
+def _train(config: Config, model: PretrainedConfig) -> list[StageEstimate]:
+    work, parallel, actor = TrainerWork.of(config, model), config.parallel, config.actor
+    dp = parallel.sizes()["dp_size"]
+    times = trainer_times(work, parallel, dp, actor.recompute, batch_of(config).max_tokens)
+    again, each = work.again[actor.recompute], f"{work.forward / 1e15:.3g} PFLOP"
+    bubble = f", bubble {times.bubble:.1%}" if times.bubble else ""
+    stages = []
+    if work.scored:
+        scored = {"policy": config.method == "rl", "reference": needs_reference(config), "critic": needs_critic(config)}
         who = ", ".join(name for name, is_there in scored.items() if is_there)
-        stages.insert(0, stage("log-probs", passes, per_update * batch.minibatches, who))
-    if needs_critic(config):
-        stages.append(stage("critic", 3 + again, per_update, "its update"))
+        stages.append(StageEstimate("log-probs", times.scoring, f"{work.scored} x {each}: {who}"))
+    how = f"{work.trained * (3 + again):.3g} x {each}{bubble}: forward, backward, {again:.2g} of forward again"
+    stages.append(StageEstimate("update", times.update, how + (", policy and critic" if work.trained > 1 else "")))
+    parts = {name: seconds for name, seconds in vars(times.communication).items() if seconds}
+    if parts:
+        text = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
+        stages.append(StageEstimate("communication", times.communication.total, f"{text}: all of it exposed"))
     return stages
 
 
-def _computed_again(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: float) -> float:
-    """Part of forward that recompute=selective repeats.
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """Seconds of the parts of a server's decode step."""
 
-    Transformer Engine's layers repeat experts, and no product of a dense model. The others repeat MLPs or experts, and
-    the attention core.
-    """
-    without = copy.deepcopy(model)
-    without.intermediate_size = without.moe_intermediate_size = 0
-    mlp = cost.linear - SequenceCost.of(without).linear
-    on_gpu = config.cluster.gpus_per_node > 0
-    attention = cost.quadratic * mean * mean
-    if backend_of(config.actor, has_gpu=on_gpu, has_te=on_gpu) == "te":
-        mlp, attention = (mlp if moe_shape(model) else 0.0), 0.0
-    return (mlp * mean + attention) / cost(math.ceil(mean))
+    weights_s: float  # reads all weights but experts
+    experts_s: float  # reads all experts
+    missed: float  # part of the experts that one token does not visit
+    cached_s: float  # reads the cache of one token
+    product_s: float  # computes one token
+    pair_s: float  # computes its attention to one cached token
+    reduce_s: float  # latency of its all-reduces
+    reduced_s: float  # moves the vector of one token in them
+
+    def step(self, sequences: float, cached: float) -> float:
+        """Seconds of a step of `sequences` completions with `cached` tokens together."""
+        visited = self.experts_s * (1 - self.missed**sequences)
+        read = self.weights_s + visited + cached * self.cached_s
+        return max(read, sequences * self.product_s + cached * self.pair_s) + self.reduce_s + sequences * self.reduced_s
+
+
+def decode_speed(config: Config, model: PretrainedConfig) -> DecodeSpeed:
+    """Speed of one server, by its layout and `cluster`."""
+    server, cluster, cost, moe = config.server, config.cluster, SequenceCost.of(model), moe_shape(model)
+    dtype = server_dtype(config, model)
+    weights, experts = float(server_memory(model, server.tp_size, dtype, 0).weights), 0.0
+    if moe is not None:
+        count = sum(moe.layers) * moe.experts * 3 * model.hidden_size * moe.width
+        experts = count * ITEM_BYTES[dtype] / server.tp_size
+    memory = cluster.gpu_memory_gb_s * 1e9 * cluster.decode_utilisation
+    compute = server.tp_size * cluster.gpu_tflops * 1e12 * cluster.train_utilisation
+    reduces = 2 * model.num_hidden_layers if server.tp_size > 1 else 0
+    vector = 2 * (server.tp_size - 1) / server.tp_size * model.hidden_size * ITEM_BYTES[dtype]
+    return DecodeSpeed(
+        weights_s=(weights - experts) / memory,
+        experts_s=experts / memory,
+        missed=0.0 if moe is None else 1 - moe.topk / moe.experts,
+        cached_s=cache_of(config, model).token_bytes / memory,
+        product_s=cost.linear / compute,
+        pair_s=2 * cost.quadratic / compute,
+        reduce_s=reduces * ALL_REDUCE_S,
+        reduced_s=reduces * vector / (cluster.node_gb_s * 1e9),
+    )
+
+
+def under_way_of(config: Config, model: PretrainedConfig, batches: int = 1) -> int:
+    """Completions that a server has in flight at once, out of `batches` batches."""
+    batch, servers, share = batch_of(config), config.server.n_servers, config.cluster.mean_length
+    mean = share * ((config.train_dataset.max_length or 0) + config.gconfig.max_new_tokens)
+    limits = (
+        math.ceil(batches * batch.sequences / servers),
+        config.rollout.max_per_server,
+        config.rollout.max_connections // servers,
+        int(cache_of(config, model).tokens / mean),
+    )
+    return max(1, min(limits))
 
 
 def _rollout(config: Config, model: PretrainedConfig, cost: SequenceCost) -> tuple[list[StageEstimate], int, float]:
     """Prefill and decode of the busiest server, its completions in flight, and the seconds of the longest."""
     batch, server, cluster = batch_of(config), config.server, config.cluster
-    share, cache = cluster.mean_length, cache_of(config, model)
+    share, speed, under_way = cluster.mean_length, decode_speed(config, model), under_way_of(config, model)
     prompt, new = share * (config.train_dataset.max_length or 0), share * config.gconfig.max_new_tokens
-    completions = math.ceil(batch.sequences / server.n_servers)
-    limits = (
-        completions,
-        config.rollout.max_per_server,
-        config.rollout.max_connections // server.n_servers,
-        int(cache.tokens / (prompt + new)),
-    )
-    under_way = max(1, min(limits))
+    step_s = speed.step(under_way, under_way * (prompt + new / 2))
     compute = server.tp_size * cluster.gpu_tflops * 1e12 * cluster.train_utilisation
-    memory = cluster.gpu_memory_gb_s * 1e9 * cluster.decode_utilisation
-    step_s = max(
-        _bytes_read(config, model, under_way, (prompt + new / 2) * cache.token_bytes) / memory,
-        under_way * (cost.linear + 2 * cost.quadratic * (prompt + new / 2)) / compute,
-    )
     prefill = math.ceil(batch.rows / server.n_servers) * cost(math.ceil(prompt))
-    steps = completions * new / under_way
-    lone_s = _bytes_read(config, model, 1, (prompt + new) * cache.token_bytes) / memory
+    steps = math.ceil(batch.sequences / server.n_servers) * new / under_way
+    lone_s = speed.step(1, prompt + new)
     tail = 0.0 if config.rollout.max_head_offpolicyness else config.gconfig.max_new_tokens - new
     how = f"{steps:,.0f} steps of {step_s * 1e3:.3g} ms, {under_way} completions under way on a server"
     stages = [
@@ -178,17 +205,6 @@ def _rollout(config: Config, model: PretrainedConfig, cost: SequenceCost) -> tup
         StageEstimate("longest", tail * lone_s, f"{tail:,.0f} steps of {lone_s * 1e3:.3g} ms, for the longest alone"),
     ]
     return stages, under_way, config.gconfig.max_new_tokens * step_s
-
-
-def _bytes_read(config: Config, model: PretrainedConfig, sequences: int, cache_bytes: float) -> float:
-    """Bytes that a server rank reads in one decode step; `cache_bytes` is the cache of one sequence."""
-    dtype = server_dtype(config, model)
-    weights = float(server_memory(model, config.server.tp_size, dtype, 0).weights)
-    if (moe := moe_shape(model)) is not None:
-        experts = sum(moe.layers) * moe.experts * 3 * model.hidden_size * moe.width
-        visited = 1 - (1 - moe.topk / moe.experts) ** sequences
-        weights -= experts * ITEM_BYTES[dtype] / config.server.tp_size * (1 - visited)
-    return weights + sequences * cache_bytes
 
 
 def limits_rollout(config: Config, model: PretrainedConfig) -> str | None:

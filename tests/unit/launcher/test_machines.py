@@ -11,7 +11,7 @@ from megarl.launcher.machines import Machines, check_servers_fit, machines_of
 
 def test_trainers_and_servers_share_no_node_unless_all_fit_on_one() -> None:
     one = machines_of(cli.composed(["+experiment=grpo_7b"]))
-    assert (one.nodes, one.first_server_gpu) == (1, 4)
+    assert (one.nodes, one.first_server_gpu) == (1, 6)
     many = machines_of(cli.composed(["+experiment=grpo_70b"]))
     assert (many.nodes, many.first_server_gpu) == (12, 64)
 

@@ -1,0 +1,119 @@
+"""`preflight tune`: its layouts pass preflight, fit, and the shipped recipes are close to the best of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+from transformers import PretrainedConfig
+
+from megarl import cli
+from megarl.actor.config import RECOMPUTE
+from megarl.config import Config
+from megarl.families import read_config
+from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
+from megarl.preflight import report, tune
+from megarl.preflight.findings import ROOMY, findings
+from megarl.preflight.sizing import GIB, beside_actor, memory_of
+
+RECIPES = (
+    "grpo_0_5b",
+    "grpo_1_5b",
+    "grpo_1_7b",
+    "grpo_7b",
+    "grpo_7b_colocated",
+    "grpo_70b",
+    "grpo_moe_235b",
+    "dapo_32b",
+    "sft_8b",
+    "dpo_8b",
+)
+BEHIND = 1.05  # times the best layout's step that a recipe may take
+
+
+def model_of(name: str, *overrides: str) -> tuple[Config, PretrainedConfig]:
+    config = cli.composed([f"+experiment={name}", *overrides])
+    return config, read_config(str(report.folder_of(config.actor.path)))
+
+
+@functools.cache
+def proposals(name: str) -> tuple[tune.Proposal, ...]:
+    config, model = model_of(name)
+    return tuple(tune.propose(config, model, report.folder_of(config.actor.path), tune.gpus_of(config)))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_at_most_5_percent_behind_the_best_layout(name: str) -> None:
+    config, model = model_of(name)
+    best = proposals(name)[0].step.step_s
+    assert tune.estimate(config, model).step_s <= BEHIND * best
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_override_line_of_a_proposal_makes_it_and_passes_preflight(name: str) -> None:
+    config, _ = model_of(name)
+    for proposal in proposals(name):
+        pasted, model = model_of(name, *proposal.overrides(config).split())
+        assert (pasted.parallel, pasted.server) == (proposal.config.parallel, proposal.config.server)
+        assert tune.gpus_of(pasted) <= tune.gpus_of(config)
+        assert not [f for f in findings(pasted, model, report.folder_of(pasted.actor.path)) if f.stops]
+        peak = max(stage.total + sum(beside_actor(pasted, stage).values()) for stage in memory_of(pasted, model))
+        assert peak <= ROOMY * pasted.cluster.gpu_memory_gib * GIB
+        assert proposal.memory == peak  # counted once for all layouts of a search, and here by preflight
+
+
+def test_the_search_finds_what_trying_every_layout_finds() -> None:
+    """A small search space, each point estimated by preflight itself."""
+    config, model = model_of("sft_8b")
+    best = proposals("sft_8b")[0].step.step_s
+    limit = ROOMY * config.cluster.gpu_memory_gib * GIB
+    tried = []
+    for tp, pp, recompute, tokens in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), RECOMPUTE, (4096, 8192, 16384)):
+        if tp * pp > 8:
+            continue
+        parallel = ParallelConfig(tp_size=tp, pp_size=pp, dp_size=8 // tp // pp, sequence_parallel=tp > 1)
+        actor = replace(config.actor, recompute=recompute, max_tokens_per_mb=tokens)
+        made = replace(config, parallel=parallel, actor=actor)
+        if max(stage.total for stage in memory_of(made, model)) <= limit:
+            tried.append(tune.estimate(made, model).step_s)
+    assert len(tried) > 20
+    assert best == pytest.approx(min(tried), rel=0.01)
+
+
+def test_more_gpus_make_a_quicker_step_and_too_few_are_refused() -> None:
+    config, model = model_of("grpo_7b")
+    folder = report.folder_of(config.actor.path)
+    eight, sixteen = (tune.propose(config, model, folder, count)[0].step.step_s for count in (8, 16))
+    assert sixteen < 0.7 * eight
+    with pytest.raises(UserError, match=r"gpus=2: no layout of Qwen/Qwen2.5-7B-Instruct .* give more GPUs"):
+        tune.propose(config, model, folder, 2)
+
+
+def test_the_command_prints_five_layouts_and_their_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.command(["tune", "+experiment=grpo_7b"]) == 0
+    first = capsys.readouterr().out
+    assert "Layouts on 8 GPUs" in first
+    lines = re.findall(r"^(\d)  (parallel\.\S+=.*)$", first, re.MULTILINE)
+    assert [number for number, _ in lines] == list("12345")
+    assert all("server.n_servers=" in line and "actor.max_tokens_per_mb=" in line for _, line in lines[:1])
+    assert report.command(["tune", "+experiment=grpo_7b", "gpus=8"]) == 0
+    assert capsys.readouterr().out == first  # no chance is in it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpus=8"], "gpus=8 is the number of GPUs to tune for; add tune"),
+        (["tune", "gpus=none"], "gpus=none must be a whole number from 1 to"),
+        (["tune", "gpus=0"], "gpus=0 must be a whole number from 1 to"),
+        (["tune", "show=batch"], "show=batch is a part of the report"),
+        (["tune", "+experiment=gsm8k_grpo"], "tune needs a plan for GPUs: set cluster.gpus_per_node"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        report.command(arguments)
