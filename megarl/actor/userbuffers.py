@@ -6,10 +6,14 @@ to the same number of tokens, `actor.max_tokens_per_mb`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megarl.actor.config import EngineConfig
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
-from megarl.parallel.groups import Groups
+
+if TYPE_CHECKING:  # imports Megatron, which preflight does without
+    from megarl.parallel.groups import Groups
 
 _MXFP8_TOKENS = 128  # divides a rank's tokens, `fill_userbuffers_buffer_for_all_gather` of Transformer Engine 2.12
 

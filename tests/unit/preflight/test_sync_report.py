@@ -68,10 +68,11 @@ def test_a_rank_that_must_send_more_than_others_shows_as_imbalance() -> None:
 
 def test_the_tables_show_every_figure(made: TransferPlan) -> None:
     out, summary = io.StringIO(), summarise(made)
-    Console(file=out, width=120).print(render(made, bandwidth=2e6))
+    Console(file=out, width=120).print(render(made, bandwidth=2e6, transports="gloo to 3 servers"))
     text = out.getvalue()
     for shown in (
         "8 trainer ranks, 3 servers of 2",
+        "gloo to 3 servers",
         f"{len(made.sources.names)}, {size(summary.full_bytes)}",
         "1.00: each server rank receives what it holds, once",
         f"{len(made.buckets.nbytes)} of 4.1 kB",
@@ -91,7 +92,7 @@ def test_sides_with_many_ranks_are_summed_up() -> None:
     whole = (Box("w", (0,), (400,)), "float32")
     many = plan(Holdings.of([[whole]] * 17), Holdings.of([[whole]]), Topology.of_sizes(17, [1], 8), 4096)
     out = io.StringIO()
-    Console(file=out, width=120).print(render(many, 1e9))
+    Console(file=out, width=120).print(render(many, 1e9, "gloo"))
     assert "Trainer ranks, sending" not in out.getvalue()
     assert "Server ranks, receiving" in out.getvalue()
 
