@@ -303,7 +303,7 @@ def test_an_allocation_that_does_not_fit_the_run_is_told(
         ([GRPO, "actor.dtype=bfloat16"], "actor.path holds float32 weights and actor.dtype=bfloat16", 0),
         (
             [BIG, "actor.recompute=full", "actor.max_tokens_per_mb=32768"],
-            "actor.recompute=full leaves 46.8 GiB of a trainer GPU unused; actor.recompute=selective needs 50.2",
+            "actor.recompute=full leaves 47.0 GiB of a trainer GPU unused; actor.recompute=selective needs 61.4",
             0,
         ),
         (

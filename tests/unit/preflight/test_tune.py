@@ -66,16 +66,21 @@ def test_the_override_line_of_a_proposal_makes_it_and_passes_preflight(name: str
         assert proposal.memory == peak  # counted once for all layouts of a search, and here by preflight
 
 
+TOKENS = (4096, 8192, 16384, 32768, 65536)
+
+
 def test_the_search_finds_what_trying_every_layout_finds() -> None:
     """A small search space, each point estimated by preflight itself."""
     config, model = model_of("sft_8b")
     best = proposals("sft_8b")[0].step.step_s
     limit = ROOMY * config.cluster.gpu_memory_gib * GIB
     tried = []
-    for tp, pp, recompute, tokens in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), RECOMPUTE, (4096, 8192, 16384)):
-        if tp * pp > 8:
+    sizes = (1, 2, 4, 8)
+    for tp, pp, cp, recompute, tokens in itertools.product(sizes, sizes, sizes, RECOMPUTE, TOKENS):
+        if tp * pp * cp > 8:
             continue
-        parallel = ParallelConfig(tp_size=tp, pp_size=pp, dp_size=8 // tp // pp, sequence_parallel=tp > 1)
+        dp = 8 // tp // pp // cp
+        parallel = ParallelConfig(tp_size=tp, pp_size=pp, cp_size=cp, dp_size=dp, sequence_parallel=tp > 1)
         actor = replace(config.actor, recompute=recompute, max_tokens_per_mb=tokens)
         made = replace(config, parallel=parallel, actor=actor)
         if max(stage.total for stage in memory_of(made, model)) <= limit:
