@@ -76,7 +76,7 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         ([GRPO, "total_train_steps=0"], "total_train_steps=0 must be at least 1"),
         ([GRPO, "actor.path=/nowhere/model"], "actor.path=/nowhere/model is not a folder"),
         ([GRPO, "actor.init=random"], "actor.init=random is for method=sft"),
-        ([GRPO, "actor.dtype=float8"], "server.dtype=float8 must be one of float32, bfloat16"),
+        ([GRPO, "actor.dtype=float8"], "actor.dtype=float8 must be one of float32, bfloat16"),
         ([GRPO, "actor.temperature=0.5"], "actor.temperature=0.5 must equal gconfig.temperature=1.0"),
         ([GRPO, "gconfig.n_samples=1"], "needs at least 2"),
         ([GRPO, "train_dataset.batch_size=3", "gconfig.n_samples=5"], "3 x gconfig.n_samples=5 = 15 sequences"),

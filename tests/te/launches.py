@@ -9,16 +9,30 @@ import dataclasses
 import json
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
+from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from transformer_engine.kernels import Launches
+from transformer_engine.kernels import Launches, kernel
 
 from megarl.actor import engine as engines
 from megarl.actor.config import EngineConfig
 from megarl.parallel import platform
 
 TOKENS = 256
+COMPILED = ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back")  # a kernel each on a GPU
+
+
+def as_one_kernel(name: str) -> None:
+    """Counts a compiled function of Megatron as one operation."""
+    run = getattr(fused_bias_swiglu, name)
+
+    def counted(*args: Any) -> Any:
+        with kernel(name):
+            return run(*args)
+
+    setattr(fused_bias_swiglu, name, counted)
 
 
 def layer_of(folder: str, *, experts: str, fused_permutation: bool) -> MoELayer:
@@ -44,6 +58,8 @@ def operations(layer: MoELayer) -> Counter[str]:
 
 def main(folder: str) -> None:
     platform.takes_gpu_options = lambda: True
+    for name in COMPILED:
+        as_one_kernel(name)
     one_by_one = layer_of(folder, experts="sequential", fused_permutation=False)
     grouped = layer_of(folder, experts="grouped", fused_permutation=True)
     counts = {"one by one": operations(one_by_one), "grouped": operations(grouped)}

@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_engine.kernels import uncounted
 from transformer_engine.signatures import taken
 
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """Gradient of a weight whose true one went to `main_grad`. The real one is uninitialised memory; here it is NaN."""
-    return torch.zeros(shape, dtype=dtype) if zero else torch.full(shape, torch.nan, dtype=dtype)
+    if zero:
+        return torch.zeros(shape, dtype=dtype)
+    with uncounted():
+        return torch.full(shape, torch.nan, dtype=dtype)
 
 
 class UserBufferQuantizationMode(Enum):
