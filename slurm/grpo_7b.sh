@@ -1,5 +1,5 @@
 #!/bin/bash
-# GRPO of a 7B model on one node: 4 GPUs train, 4 serve.
+# GRPO of a 7B model on one node: 6 GPUs train, 2 serve.
 # sbatch slurm/grpo_7b.sh [KNOB=VALUE ...]     Knobs: configs/experiment/grpo_7b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=grpo_7b
 #SBATCH --nodes=1

@@ -9,7 +9,8 @@ import pytest
 from virtual_cluster import ROOT, Cluster, steps_of
 
 OVERRIDES = [
-    *("model=tiny", "data=arithmetic", "parallel.tp_size=1", "parallel.dp_size=1", "parallel.sequence_parallel=false"),
+    *("model=tiny", "data=arithmetic", "parallel.pp_size=1", "parallel.dp_size=1"),
+    *("parallel.first_stage_layers=0", "parallel.last_stage_layers=0"),
     *("cluster.gpus_per_node=4", "server.n_servers=1", "server.tp_size=1", "rollout.max_connections=64"),
     *("train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=16", "algorithm.n_minibatches=1"),
     *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
