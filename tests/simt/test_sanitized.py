@@ -33,6 +33,7 @@ def under_sanitizer(reports: Path, *arguments: str) -> subprocess.CompletedProce
         "LD_PRELOAD": " ".join(runtimes),
         "ASAN_OPTIONS": f"detect_leaks=0:log_path={reports / 'asan'}",
         "PYTHONMALLOC": "malloc",
+        "PYTEST_ADDOPTS": "",  # the number of tests is read from pytest's output
         "MEGARL_SIMT_SANITIZE": "1",
     }
     command = [sys.executable, *arguments]
