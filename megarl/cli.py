@@ -131,7 +131,8 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
     try:
         sys.exit(command(from_axolotl(from_config_file(arguments))))
     except UserError as error:
-        print(f"megarl: {error}", file=sys.stderr)
+        line = f"megarl: {error}".encode(errors="backslashreplace").decode()  # arguments that are not UTF-8
+        print(line, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)

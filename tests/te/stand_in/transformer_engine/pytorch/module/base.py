@@ -14,10 +14,11 @@ from transformer_engine.signatures import taken
 
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """Gradient of a weight whose true one went to `main_grad`. The real one is uninitialised memory; here it is NaN."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if zero:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
     with uncounted():
-        return torch.full(shape, torch.nan, dtype=dtype)
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
 class UserBufferQuantizationMode(Enum):
