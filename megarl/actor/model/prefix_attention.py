@@ -23,7 +23,7 @@ from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.batch.shared_prefix import Segment, SharedTokens
 from megarl.actor.model.packed_attention import WHOLE, pack_with_bounds
 from megarl.ops.first_derivative import first_derivative_only
-from megarl.types import cu_seqlens_of
+from megarl.types import cu_seqlens_of, to_device
 
 HEAD_DIM_MULTIPLE = 8  # of the kernels (flash_api.cpp); other heads are padded with zeros
 
@@ -41,7 +41,7 @@ class Bounds:
     @staticmethod
     def of(queries: Tensor, keys: Tensor, causal: bool, device: torch.device) -> Bounds:
         """Computes the bounds of parts of lengths `[parts]`, on the host. Does not wait for the device."""
-        query_bounds, key_bounds = (cu_seqlens_of(n).to(device, non_blocking=True) for n in (queries, keys))
+        query_bounds, key_bounds = (to_device(cu_seqlens_of(n), device) for n in (queries, keys))
         # If the longest is 1, the kernel takes another path, which regroups the heads (flash_api.cpp).
         return Bounds(query_bounds, key_bounds, max(2, int(queries.max())), int(keys.max()), causal)
 
@@ -75,7 +75,7 @@ def pack_segments(
     starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
     positions = shared.source - starts[shared.source]
     total = int(lengths.sum())
-    whole = torch.tensor([0, total], dtype=torch.int32).to(device, non_blocking=True)
+    whole = to_device(torch.tensor([0, total], dtype=torch.int32), device)
     earlier, children, ancestors = _attention_to_ancestors(shared.segments, lengths, device)
     return PackedSegments(
         qkv_format="thd",
@@ -83,7 +83,7 @@ def pack_segments(
         cu_seqlens_kv=whole,
         max_seqlen_q=total,
         max_seqlen_kv=total,
-        positions=positions.to(device, non_blocking=True),
+        positions=to_device(positions, device),
         own=Bounds.of(lengths, lengths, causal=True, device=device),
         earlier=earlier,
         children=children,
@@ -109,7 +109,7 @@ def _attention_to_ancestors(
     if all(len(line) == 1 for line in lines):
         return bounds, children, slice(0, int(key_lengths.sum()))
     keys = [torch.arange(int(ends[i] - lengths[i]), int(ends[i])) for line in lines for i in line]
-    return bounds, children, torch.cat(keys).to(device, non_blocking=True)
+    return bounds, children, to_device(torch.cat(keys), device)
 
 
 def _line(segments: list[Segment], index: int) -> list[int]:
