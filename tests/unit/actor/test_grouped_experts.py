@@ -49,9 +49,12 @@ def weights_of(engine: MegatronLMEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in engine.named_weights()}
 
 
+ON_CPU = pytest.mark.cpu_options("actor.backend=cpu is for machines without a GPU")
+
+
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=ON_CPU)])
 @pytest.mark.parametrize("name", MODELS)
 def test_grouped_experts_train_as_experts_one_after_another(
     name: str, backend: str, recompute: str, checkpoints: Callable[..., Path]

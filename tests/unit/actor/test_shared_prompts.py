@@ -74,7 +74,10 @@ def test_a_shared_prompt_computed_once_gives_equal_log_probs_and_gradients(folde
         assert shared_tokens == 29 + 44
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+ON_CPU = pytest.mark.cpu_options("actor.backend=cpu is for machines without a GPU")
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=ON_CPU), "torch"])
 def test_branches_of_conversations_are_computed_once(folder: Path, backend: str) -> None:
     """Three conversations part after 200 and 330 tokens; the last page of 64 tokens is left to each."""
     turns = torch.randint(0, 343, (400,), generator=torch.Generator().manual_seed(0))
