@@ -199,6 +199,8 @@ def _check_relays(unhashed: TransferPlan) -> None:
     """Raises AssertionError unless every relay has received a bucket, from the same source, before it sends it on."""
     messages, ranks = unhashed.messages, len(unhashed.topology.node)
     (sent_on,) = np.nonzero(messages.relay != NO_RELAY)
+    if len(sent_on) == 0:
+        return
     received = messages.bucket * ranks + messages.destination  # unique, as each destination gets a bucket once
     order = np.argsort(received)
     wanted = messages.bucket[sent_on] * ranks + messages.relay[sent_on]

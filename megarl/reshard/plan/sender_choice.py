@@ -74,7 +74,7 @@ def choose(
     groups: dict[tuple[int, int], list[tuple[Ints, Ints, bool]]] = {}
     latest: dict[tuple[int, ...], Ints] = {}
     chosen: list[tuple[int, Ints, Forest]] = []
-    leaves = RelayRounds.of(buckets, destinations)
+    leaves = RelayRounds.of(buckets, destinations) if served < 1 else None
     forests: dict[tuple[bytes, int, int], Forest] = {}
     freedom = np.array([len(replica_sets[r]) for r in buckets.replicas], dtype=np.int64)
     for bucket in np.lexsort((np.arange(len(freedom)), freedom)):
@@ -82,7 +82,7 @@ def choose(
         if key not in groups:
             groups[key] = _by_node(replica_sets[key[0]], destinations.holders[key[1]], topology)
         size = int(buckets.nbytes[bucket])
-        stripe = leaves.stripe(bucket) if served < 1 else 0
+        stripe = leaves.stripe(bucket) if leaves is not None else 0
         for number, (candidates, receivers, near) in enumerate(groups[key]):
             roots = len(receivers) if near else max(1, int(len(receivers) * served))
             shape = receivers.tobytes(), roots, stripe
@@ -97,7 +97,7 @@ def choose(
     source = np.concatenate([senders[trees.tree] for _, senders, trees in chosen])
     destination = np.concatenate([trees.ranks for _, _, trees in chosen])
     relay = np.concatenate([trees.relay for _, _, trees in chosen])
-    if (relay == NO_RELAY).all():
+    if leaves is None or (relay == NO_RELAY).all():
         order = _in_rounds(bucket, destination, len(topology.node))
     else:
         level = np.concatenate([trees.level for _, _, trees in chosen])
