@@ -25,7 +25,6 @@ from transformers import PretrainedConfig
 
 from megarl import versions
 from megarl.actor import checks as actor_checks
-from megarl.actor import fp8, userbuffers
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
 from megarl.knobs import UserError
@@ -95,14 +94,10 @@ def server_checks(config: Config, folder: Path) -> Sequence[Check]:
 
 def machine_checks(config: Config) -> Sequence[Check]:
     """Checks of this machine's driver, kernels and devices."""
-    devices = platform.takes_gpu_options(), platform.has_transformer_engine()
-    more, capability = (config.deterministic, platform.has_deep_ep()), platform.compute_capability()
     return [
         _check_driver,
         _check_kernels,
-        partial(actor_checks.check_device, config.actor, *devices, *more, capability),
-        partial(userbuffers.check_device, config.parallel, platform.has_transformer_engine()),
-        partial(fp8.check_gpu, config.actor, capability, platform.cuda_version()),
+        *actor_checks.device_checks(config.actor, config.parallel, config.deterministic),
     ]
 
 

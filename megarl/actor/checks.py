@@ -15,6 +15,7 @@ from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.families import MoeShape, head_dim, moe_shape
 from megarl.knobs import UserError, check_ranges
+from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
 
 # Numbers of ranks that DeepEP 2.1 has settings for (`Buffer.get_dispatch_config`)
@@ -59,6 +60,19 @@ def model_checks(
     )
 
 
+def device_checks(
+    config: EngineConfig, parallel: ParallelConfig, deterministic: bool
+) -> tuple[Callable[[], None], ...]:
+    """Lists the checks of an engine's knobs against this machine's devices; like `knob_checks`."""
+    has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
+    has_deep_ep, capability = platform.has_deep_ep(), platform.compute_capability()
+    return (
+        functools.partial(check_device, config, has_gpu, has_te, deterministic, has_deep_ep, capability),
+        functools.partial(userbuffers.check_device, parallel, has_te),
+        functools.partial(fp8.check_gpu, config, capability, platform.cuda_version()),
+    )
+
+
 def check_device(
     config: EngineConfig,
     has_gpu: bool,
@@ -72,14 +86,14 @@ def check_device(
     Raises:
         UserError: naming the knob.
     """
+    missing = "the package" if has_gpu else "a GPU"
+    backend = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if config.backend == "te" and not has_te:
-        missing = "the package" if has_gpu else "a GPU"
         raise UserError(
             f"actor.backend=te needs the package transformer_engine and a GPU, and {missing} was not found; set it to "
             "auto or torch"
         )
     if config.moe_dispatcher == "flex" and not has_deep_ep:
-        missing = "the package" if has_gpu else "a GPU"
         raise UserError(
             f"actor.moe_dispatcher=flex needs the package deep_ep and a GPU, and {missing} was not found; set it to "
             "alltoall"
@@ -89,13 +103,11 @@ def check_device(
     if deterministic and has_gpu:
         raise UserError("deterministic=true holds on CPU only, and this machine has a GPU; set it to false")
     if config.fp8 != "off" and not has_te:
-        missing = "the package" if has_gpu else "a GPU"
         raise UserError(
             f"actor.fp8={config.fp8} needs the package transformer_engine and a GPU, and {missing} was not found; set "
             "it to off"
         )
-    on_te = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic) == "te"
-    if on_te and config.shared_prefix and capability is not None and capability < FLASH_CAPABILITY:
+    if backend == "te" and config.shared_prefix and capability is not None and capability < FLASH_CAPABILITY:
         needed, present = (".".join(map(str, version)) for version in (FLASH_CAPABILITY, capability))
         raise UserError(
             f"actor.shared_prefix=true on Transformer Engine's layers needs a GPU of compute capability {needed} or "
@@ -106,7 +118,6 @@ def check_device(
             "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "
             "set it to false"
         )
-    backend = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if config.offload_activations and backend != "te":
         _refuse_offloaded_activations(config, backend)
 

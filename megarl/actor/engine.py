@@ -29,7 +29,7 @@ from megarl.actor.batch.microbatch import (
     shift_right,
 )
 from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
-from megarl.actor.checks import check_device, knob_checks, model_checks
+from megarl.actor.checks import device_checks, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.model import build, heads
@@ -75,11 +75,7 @@ class MegatronEngine(TrainEngine):
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
         run_all(knob_checks(config, self.parallel, deterministic))
-        devices = platform.takes_gpu_options(), platform.has_transformer_engine()
-        capability = platform.compute_capability()
-        check_device(config, *devices, deterministic, platform.has_deep_ep(), capability)
-        userbuffers.check_device(self.parallel, platform.has_transformer_engine())
-        fp8.check_gpu(config, capability, platform.cuda_version())
+        run_all(device_checks(config, self.parallel, deterministic))
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)

@@ -53,20 +53,17 @@ def check_knobs(config: EngineConfig, deterministic: bool) -> None:
     """
     if config.fp8 == "off":
         return
-    if config.backend not in ("auto", "te") or config.shared_prefix or deterministic:
-        other = next(
-            text
-            for text, is_set in (
-                ("actor.shared_prefix=true", config.shared_prefix),
-                ("deterministic=true", deterministic),
-                (f"actor.backend={config.backend}", True),
+    others = {
+        "actor.shared_prefix=true": config.shared_prefix,
+        "deterministic=true": deterministic,
+        f"actor.backend={config.backend}": config.backend not in ("auto", "te"),
+    }
+    for other, is_set in others.items():
+        if is_set:
+            raise UserError(
+                f"actor.fp8={config.fp8} runs in Transformer Engine's layers and not with {other}; set actor.fp8=off "
+                "or change that"
             )
-            if is_set
-        )
-        raise UserError(
-            f"actor.fp8={config.fp8} runs in Transformer Engine's layers and not with {other}; set actor.fp8=off "
-            "or change that"
-        )
     if config.dtype != "bfloat16":
         raise UserError(
             f"actor.fp8={config.fp8} quantises bfloat16 layers, and actor.dtype={config.dtype}; set actor.dtype="

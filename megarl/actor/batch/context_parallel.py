@@ -30,7 +30,6 @@ class Cut:
     cp_rank: int = 0
     cp_size: int = 1
     token_multiple: int = 1  # divides each rank's number of tokens; a multiple of tp under sequence parallelism
-
     fixed_tokens: int = 0  # tokens of every microbatch, filled up by sequences of padding; 0: as few as possible
 
     @staticmethod
