@@ -29,7 +29,7 @@ from megarl.actor.memory import ITEM_BYTES, server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
 from megarl.families import moe_shape
-from megarl.preflight.sizing import cache_of, needs_critic, needs_reference, server_dtype
+from megarl.preflight.sizing import cache_of, server_dtype
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.trainer.batch_algebra import batch_of
 
@@ -118,9 +118,8 @@ def _train(config: Config, model: PretrainedConfig) -> list[StageEstimate]:
     bubble = f", bubble {times.bubble:.1%}" if times.bubble else ""
     stages = []
     if work.scored:
-        scored = {"policy": config.method == "rl", "reference": needs_reference(config), "critic": needs_critic(config)}
-        who = ", ".join(name for name, is_there in scored.items() if is_there)
-        stages.append(StageEstimate("log-probs", times.scoring, f"{work.scored} x {each}: {who}"))
+        what = f"{work.scored} x {each}: {', '.join(work.scorers)}"
+        stages.append(StageEstimate("log-probs", times.scoring, what))
     how = f"{work.trained * (3 + again):.3g} x {each}{bubble}: forward, backward, {again:.2g} of forward again"
     stages.append(StageEstimate("update", times.update, how + (", policy and critic" if work.trained > 1 else "")))
     parts = {name: seconds for name, seconds in vars(times.communication).items() if seconds}

@@ -81,10 +81,14 @@ class TrainerWork:
     mean: float  # tokens of a sequence
     forward: float  # FLOPs of one pass over all sequences
     head: float  # part of them in the LM head
-    scored: int  # passes that only compute log-probs or values
+    scorers: tuple[str, ...]  # models with a pass that only computes log-probs or values
     trained: int  # models that are updated: policy, critic
     again: dict[str, float]  # part of forward that backward repeats, by recompute mode
     item: int  # bytes of an activation
+
+    @property
+    def scored(self) -> int:
+        return len(self.scorers)
 
     @staticmethod
     def of(config: Config, model: PretrainedConfig) -> TrainerWork:
@@ -92,6 +96,7 @@ class TrainerWork:
         mean = config.cluster.mean_length * batch.longest
         each = cost(math.ceil(mean))
         critic = needs_critic(config)
+        scores = {"policy": config.method == "rl", "reference": needs_reference(config), "critic": critic}
         return TrainerWork(
             model=model,
             moe=moe_shape(model),
@@ -102,7 +107,7 @@ class TrainerWork:
             mean=mean,
             forward=batch.sequences * each,
             head=2.0 * model.hidden_size * model.vocab_size * mean / each,
-            scored=(config.method == "rl") + needs_reference(config) + critic,
+            scorers=tuple(name for name, is_there in scores.items() if is_there),
             trained=1 + critic,
             again={"none": 0.0, "selective": computed_again(config, model, cost, mean), "full": 1.0},
             item=ITEM_BYTES[config.actor.dtype],
