@@ -15,21 +15,31 @@ RECORD = Path(__file__).parent / "transformer_engine.json"
 GPU_ENV = Path(os.environ.get("MEGARL_GPU_ENV", ROOT / "build" / "gpu-env"))
 
 
-@pytest.fixture(scope="module")
-def recorded_now(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def python_of_gpu_env() -> Path:
     python = GPU_ENV / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{GPU_ENV} has no GPU environment: run `make gpu-env`, or name another in MEGARL_GPU_ENV")
-    file = tmp_path_factory.mktemp("te") / "record.json"
-    run = subprocess.run(
-        [str(python), "-W", "ignore", "-m", "tests.te.record", str(file)],
+    return python
+
+
+def in_gpu_env(*arguments: str, **variables: str) -> str:
+    """Runs the GPU environment's Python. Returns what it prints."""
+    done = subprocess.run(
+        [str(python_of_gpu_env()), "-W", "ignore", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def recorded_now(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("te") / "record.json"
+    in_gpu_env("-m", "tests.te.record", str(file))
     facts: dict[str, Any] = json.loads(file.read_text())
     return facts
 
@@ -42,19 +52,7 @@ def test_the_record_is_what_transformer_engine_says(part: str, recorded_now: dic
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, Any]:
-    python = GPU_ENV / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{GPU_ENV} has no GPU environment: run `make gpu-env`, or name another in MEGARL_GPU_ENV")
-    run = subprocess.run(
-        [str(python), "-W", "ignore", "-m", "tests.te.fp8_checks"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    facts: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    facts: dict[str, Any] = json.loads(in_gpu_env("-m", "tests.te.fp8_checks").splitlines()[-1])
     return facts
 
 
@@ -76,25 +74,12 @@ def test_megatron_builds_the_recipes_of_fp8(verdicts: dict[str, Any]) -> None:
 
 def test_torch_takes_the_calls_of_attention_over_shared_prompts() -> None:
     """On CUDA tensors without data: the signatures, dtypes and shapes of the environment's torch."""
-    python = GPU_ENV / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{GPU_ENV} has no GPU environment: run `make gpu-env`, or name another in MEGARL_GPU_ENV")
-    done = subprocess.run(
-        [str(python), "-W", "ignore", "-m", "tests.te.flash_calls"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_gpu_env("-m", "tests.te.flash_calls")
 
 
 def test_one_cudnn_is_loaded_though_the_machine_has_another(tmp_path: Path) -> None:
     """A second copy stands where Transformer Engine looks first, as in images of CUDA."""
-    python = GPU_ENV / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{GPU_ENV} has no GPU environment: run `make gpu-env`, or name another in MEGARL_GPU_ENV")
+    python_of_gpu_env()
     (wheel,) = GPU_ENV.glob("lib/python3.*/site-packages/nvidia/cudnn/lib/libcudnn.so.9")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libcudnn.so").write_bytes(wheel.read_bytes())
@@ -102,12 +87,4 @@ def test_one_cudnn_is_loaded_though_the_machine_has_another(tmp_path: Path) -> N
         "import megarl, transformer_engine.pytorch\n"
         "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'libcudnn.so' in line})"
     )
-    done = subprocess.run(
-        [str(python), "-W", "ignore", "-c", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == [str(wheel)]
+    assert in_gpu_env("-c", script, CUDA_HOME=str(tmp_path)).split() == [str(wheel)]

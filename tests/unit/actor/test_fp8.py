@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusal import refusal
 from transformers import Qwen3Config
 
 from megarl.actor import fp8
@@ -19,7 +20,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.memory import StepLoad, elements, trainer_memory
 from megarl.actor.weights.shards import shard_specs
 from megarl.config import Config
-from megarl.knobs import UserError, run_all
+from megarl.knobs import run_all
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
@@ -32,13 +33,6 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 3072, "vocab_size": 1000,
 }  # fmt: skip
 MODEL = Qwen3Config(**SHAPE)
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

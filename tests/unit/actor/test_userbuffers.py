@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusal import refusal
 
 from megarl.actor import userbuffers
 from megarl.actor.batch.context_parallel import Cut
@@ -16,18 +17,10 @@ from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.checks import config_checks, failures
 from megarl.config import ClusterConfig, Config
-from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 
 ON: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as error:
-        call()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from test_recipes import CLUSTER
 from transformers import PretrainedConfig
 
 from megarl import cli
@@ -20,18 +21,6 @@ from megarl.preflight import report, tune
 from megarl.preflight.findings import ROOMY, findings
 from megarl.preflight.sizing import GIB, beside_actor, memory_of
 
-RECIPES = (
-    "grpo_0_5b",
-    "grpo_1_5b",
-    "grpo_1_7b",
-    "grpo_7b",
-    "grpo_7b_colocated",
-    "grpo_70b",
-    "grpo_moe_235b",
-    "dapo_32b",
-    "sft_8b",
-    "dpo_8b",
-)
 BEHIND = 1.05  # times the best layout's step that a recipe may take
 
 
@@ -46,14 +35,14 @@ def proposals(name: str) -> tuple[tune.Proposal, ...]:
     return tuple(tune.propose(config, model, report.folder_of(config.actor.path), tune.gpus_of(config)))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", CLUSTER)
 def test_a_recipe_is_at_most_5_percent_behind_the_best_layout(name: str) -> None:
     config, model = model_of(name)
     best = proposals(name)[0].step.step_s
     assert tune.estimate(config, model).step_s <= BEHIND * best
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", CLUSTER)
 def test_the_override_line_of_a_proposal_makes_it_and_passes_preflight(name: str) -> None:
     config, _ = model_of(name)
     for proposal in proposals(name):
