@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 
 from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
-from megarl.families import MoeShape, head_dim, moe_shape
+from megarl.families import decoder
+from megarl.families.blocks import Experts
 from megarl.knobs import UserError, check_ranges
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
@@ -138,12 +139,12 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
             run under tp without sequence parallelism.
     """
     parallel.check()
-    tp, kv_heads, moe = parallel.tp_size, model.num_key_value_heads, moe_shape(model)
-    split_fields = ["num_attention_heads"]
-    if moe is None or not all(moe.layers):
-        split_fields.append("intermediate_size")
-    for name in split_fields:
-        value = getattr(model, name)
+    tp, shape = parallel.tp_size, decoder(model)
+    kv_heads, head_dim = shape.attention.kv_heads, shape.attention.head_dim
+    split = {"num_attention_heads": shape.attention.heads}
+    if shape.mlp is not None:
+        split["intermediate_size"] = shape.mlp.width
+    for name, value in split.items():
         if value % tp:
             raise UserError(
                 f"parallel.tp_size={tp} does not divide the model's {name}={value}; choose a tp_size that divides it"
@@ -153,15 +154,15 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
             f"parallel.tp_size={tp} and the model's num_key_value_heads={kv_heads}: one must divide the other; choose "
             f"a tp_size that divides {kv_heads} or is a multiple of it"
         )
-    if 2 * kv_heads * head_dim(model) % tp:
+    if 2 * kv_heads * head_dim % tp:
         raise UserError(
-            f"parallel.tp_size={tp} does not divide the model's {kv_heads} key and value heads of {head_dim(model)}; "
+            f"parallel.tp_size={tp} does not divide the model's {kv_heads} key and value heads of {head_dim}; "
             "choose a smaller tp_size"
         )
-    if moe is None:
+    if shape.experts is None:
         _check_no_experts(model, parallel)
     else:
-        _check_expert_layout(moe, parallel)
+        _check_expert_layout(shape.experts, parallel)
     parallel.stage_layers(model.num_hidden_layers)
 
 
@@ -220,7 +221,7 @@ def _check_deterministic(
     """Refuses models and layouts without row-invariant operations (`ops/row_invariant.py`)."""
     if not deterministic:
         return
-    if moe_shape(model) is not None:
+    if decoder(model).experts is not None:
         raise UserError(
             f"deterministic=true does not cover the experts of a '{model.model_type}' model: set it to false, or "
             "train a dense model"
@@ -243,10 +244,10 @@ def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None
 def _check_shared_heads(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> None:
     """Refuses heads that flash attention does not compute, on the layers that a GPU would take."""
     on_te = backend_of(config, has_gpu=True, has_te=True, deterministic=deterministic) == "te"
-    if config.shared_prefix and on_te and head_dim(model) > FLASH_HEAD_DIM:
+    if config.shared_prefix and on_te and (head_dim := decoder(model).attention.head_dim) > FLASH_HEAD_DIM:
         raise UserError(
             f"actor.shared_prefix=true on Transformer Engine's layers takes heads of at most {FLASH_HEAD_DIM}, and the "
-            f"model's have {head_dim(model)}; set it to false, or actor.backend=torch"
+            f"model's have {head_dim}; set it to false, or actor.backend=torch"
         )
 
 
@@ -271,7 +272,7 @@ def _check_expert_knobs(config: EngineConfig, model: PretrainedConfig) -> None:
     """Refuses settings of experts for a model without any."""
     for name, default in (("experts", "auto"), ("moe_dispatcher", "alltoall")):
         value = getattr(config, name)
-        if moe_shape(model) is None and value != default:
+        if decoder(model).experts is None and value != default:
             raise UserError(
                 f"actor.{name}={value} is about experts, and this {model.model_type} model has none; leave it out"
             )
@@ -285,14 +286,14 @@ def _check_no_experts(model: PretrainedConfig, parallel: ParallelConfig) -> None
             )
 
 
-def _check_expert_layout(moe: MoeShape, parallel: ParallelConfig) -> None:
+def _check_expert_layout(experts: Experts, parallel: ParallelConfig) -> None:
     ep, etp = parallel.ep_size, parallel.expert_tp_size
-    if moe.experts % ep:
-        raise UserError(f"parallel.ep_size={ep} does not divide the model's {moe.experts} experts; choose a divisor")
-    if moe.width % etp:
+    if experts.count % ep:
+        raise UserError(f"parallel.ep_size={ep} does not divide the model's {experts.count} experts; choose a divisor")
+    if experts.width % etp:
         raise UserError(
-            f"parallel.etp_size={etp} does not divide the {moe.width} rows of an expert; choose a divisor (when none "
-            "is given it is tp_size)"
+            f"parallel.etp_size={etp} does not divide the {experts.width} rows of an expert; choose a divisor (when "
+            "none is given it is tp_size)"
         )
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         raise UserError(

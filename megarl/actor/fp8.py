@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from megarl.actor.config import EngineConfig
-from megarl.families import head_dim, moe_shape
+from megarl.families import decoder
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 
@@ -79,17 +79,17 @@ def check_layout(config: EngineConfig, parallel: ParallelConfig, model: Pretrain
     """
     if config.fp8 == "off":
         return
-    recipe, tp, moe = RECIPES[config.fp8], parallel.tp_size, moe_shape(model)
-    dim = head_dim(model)
+    recipe, tp, shape = RECIPES[config.fp8], parallel.tp_size, decoder(model)
+    attention = shape.attention
     sizes = {
-        "hidden_size": model.hidden_size,
-        "attention heads x head_dim": model.num_attention_heads * dim // tp,
-        "query, key and value rows": (model.num_attention_heads + 2 * model.num_key_value_heads) * dim // tp,
+        "hidden_size": shape.hidden,
+        "attention heads x head_dim": attention.q_size // tp,
+        "query, key and value rows": (attention.q_size + 2 * attention.kv_size) // tp,
     }
-    if moe is None or not all(moe.layers):
-        sizes["intermediate_size"] = model.intermediate_size // tp
-    if moe is not None:
-        sizes["rows of an expert"] = moe.width // parallel.expert_tp_size
+    if shape.mlp is not None:
+        sizes["intermediate_size"] = shape.mlp.width // tp
+    if shape.experts is not None:
+        sizes["rows of an expert"] = shape.experts.width // parallel.expert_tp_size
     for name, size in sizes.items():
         if size % recipe.features:
             raise UserError(

@@ -15,8 +15,10 @@ from transformers import PretrainedConfig
 
 from megarl.actor import fp8
 from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of, groups_experts
-from megarl.actor.weights.shards import ShardSpec, shard_specs
-from megarl.families import FAMILIES, head_dim, moe_shape, padded_vocab_size
+from megarl.actor.weights.shard_spec import ShardSpec
+from megarl.actor.weights.shards import shard_specs
+from megarl.families import decoder, padded_vocab_size
+from megarl.families.blocks import Experts
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
@@ -100,11 +102,11 @@ class RankParameters:
 
 def rank_parameters(model: PretrainedConfig, parallel: ParallelConfig, pp_rank: int) -> RankParameters:
     """Counts the parameters of a rank with pipeline rank `pp_rank`. All experts have one size, so one is counted."""
-    moe = moe_shape(model)
-    single = parallel if moe is None else replace(parallel, ep_size=moe.experts)
+    experts = decoder(model).experts
+    single = parallel if experts is None else replace(parallel, ep_size=experts.count)
     specs = shard_specs(model, single, Place(0, 0, 0, pp_rank, 0, 0, 0))
     expert = elements([spec for spec in specs if ".experts." in spec.param])
-    share = 0 if moe is None else moe.experts // parallel.ep_size
+    share = 0 if experts is None else experts.count // parallel.ep_size
     matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
     return RankParameters(elements(specs) - expert, expert * share, matrices - expert)
 
@@ -173,10 +175,10 @@ def host_memory(
 def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int) -> ServerMemory:
     """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number."""
     item = ITEM_BYTES[dtype]
-    heads = max(1, model.num_key_value_heads // tp_size)
     parameters = rank_parameters(model, ParallelConfig(tp_size=tp_size), 0)
     weights = (parameters.dense + parameters.experts) * item
-    return ServerMemory(weights, 2 * cache_tokens * model.num_hidden_layers * heads * head_dim(model) * item)
+    cached = sum(layer.attention.cached_elements(tp_size) for layer in decoder(model).layers)
+    return ServerMemory(weights, cache_tokens * cached * item)
 
 
 @dataclass(frozen=True)
@@ -203,24 +205,26 @@ class LayerBytes:
         fused, te = backend == "cpu", backend == "te"  # layers of the backend cpu keep only their inputs
         saved = 1 + fp8.SCALES[engine.fp8] if engine.fp8 != "off" else item  # per element of a linear layer's input
         norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
-        dim = head_dim(model)
-        q = model.num_attention_heads * dim / tp
-        kv = max(1.0, model.num_key_value_heads / tp) * dim
+        shape = decoder(model)
+        attention = shape.attention
+        dim = attention.head_dim
+        q = attention.q_size / tp
+        kv = max(1.0, attention.kv_heads / tp) * dim
         blocks = 0 if fused and parallel.cp_size == 1 else q  # attention's output before padding is removed
         core = (q + blocks + 2 * kv * parallel.cp_size) * item + 4 * q / dim
-        queries = _qk_norm(q, kv, item, on_gpu) if FAMILIES[model.model_type].qk_norm else 0.0
+        queries = _qk_norm(q, kv, item, on_gpu) if attention.qk_norm else 0.0
         # Without norm and rotation, keys are a view of the QKV projection's output, as values are.
         keys = kv if queries or not fused else 0
         inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
         around = 2 * norm + queries + q * item + (0 if fused or te else 4 * dim * item)
         around -= 2 * (item - saved) * model.hidden_size / spread  # what follows the norms; attention's output stays
-        moe, width = moe_shape(model), model.intermediate_size / tp
+        moe, width = shape.experts, shape.mlp.width / tp if shape.mlp is not None else 0.0
         if moe is None:
-            mlp, matrix, working = _mlp(model, parallel, item, fused or te)
+            mlp, matrix, working = _mlp(width, shape.hidden, item, fused or te)
             mlp -= (item - saved) * width  # the second product's input
         else:
             at_once = te and groups_experts(engine, backend)
-            mlp, matrix, working = _experts(model, parallel, item, fused or te, at_once)
+            mlp, matrix, working = _experts(moe, shape.hidden, parallel, item, fused or te, at_once)
             mlp -= (item - saved) * moe.topk * moe.width / parallel.expert_tp_size
         inside = around + core + mlp
         selective = around + inputs
@@ -237,29 +241,27 @@ def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
     return (q + kv) * 4 if item == 4 else (2 * q + 2 * kv) * 4
 
 
-def _mlp(model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bool) -> tuple[float, int, float]:
-    """Computes of the MLP: bytes kept per token, bytes of its largest weight, and bytes per token in backward."""
+def _mlp(width: float, hidden: int, item: int, fused: bool) -> tuple[float, int, float]:
+    """Bytes of an MLP of `width` rows: kept per token, its largest weight, and per token in backward."""
     # Kept tensors: gate, up and their product. Unfused also silu(gate) and a copy of up.
-    tensors, width = 3 if fused else 5, model.intermediate_size / parallel.tp_size
-    return tensors * width * item, int(2 * width * model.hidden_size * item), 4 * width * item
+    tensors = 3 if fused else 5
+    return tensors * width * item, int(2 * width * hidden * item), 4 * width * item
 
 
 def _experts(
-    model: PretrainedConfig, parallel: ParallelConfig, item: int, fused: bool, at_once: bool
+    moe: Experts, hidden: int, parallel: ParallelConfig, item: int, fused: bool, at_once: bool
 ) -> tuple[float, int, float]:
     """Computes of a token's experts what `_mlp` does of an MLP, if each rank gets its share of the tokens.
 
     With `at_once`, the gradients of all experts' weights are in memory together.
     """
-    moe = moe_shape(model)
-    assert moe is not None
     # Kept for each expert of a token: its input, the MLP's tensors, and their product times the router's weight.
-    width, hidden, tensors = moe.width / parallel.expert_tp_size, model.hidden_size, 4 if fused else 6
+    width, tensors = moe.width / parallel.expert_tp_size, 4 if fused else 6
     # For each expert of the model: a token's place among its tokens (8 bytes), float32 weight and mask. For each of the
     # token: two places, two weights.
-    routing = 13 * moe.experts + 24 * moe.topk
+    routing = 13 * moe.count + 24 * moe.topk
     kept = moe.topk * (hidden + tensors * width) * item + routing
-    together = moe.experts // parallel.ep_size if at_once else 1
+    together = moe.count // parallel.ep_size if at_once else 1
     # Gradients of tokens exist three times while they are sorted and exchanged.
     working = moe.topk * (4 * width + 3 * hidden) * item
     return kept, int(2 * width * hidden * item) * together, working

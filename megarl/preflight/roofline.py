@@ -28,7 +28,7 @@ from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.memory import ITEM_BYTES, server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
-from megarl.families import moe_shape
+from megarl.families import decoder
 from megarl.preflight.sizing import cache_of, server_dtype
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.trainer.batch_algebra import batch_of
@@ -151,11 +151,12 @@ class DecodeSpeed:
 
 def decode_speed(config: Config, model: PretrainedConfig) -> DecodeSpeed:
     """Speed of one server, by its layout and `cluster`."""
-    server, cluster, cost, moe = config.server, config.cluster, SequenceCost.of(model), moe_shape(model)
+    server, cluster, cost, shape = config.server, config.cluster, SequenceCost.of(model), decoder(model)
     dtype = server_dtype(config, model)
     weights, experts = float(server_memory(model, server.tp_size, dtype, 0).weights), 0.0
+    moe = shape.experts
     if moe is not None:
-        count = sum(moe.layers) * moe.experts * 3 * model.hidden_size * moe.width
+        count = sum(shape.sparse) * moe.count * 3 * shape.hidden * moe.width
         experts = count * ITEM_BYTES[dtype] / server.tp_size
     memory = cluster.gpu_memory_gb_s * 1e9 * cluster.decode_utilisation
     compute = server.tp_size * cluster.gpu_tflops * 1e12 * cluster.train_utilisation
@@ -164,7 +165,7 @@ def decode_speed(config: Config, model: PretrainedConfig) -> DecodeSpeed:
     return DecodeSpeed(
         weights_s=(weights - experts) / memory,
         experts_s=experts / memory,
-        missed=0.0 if moe is None else 1 - moe.topk / moe.experts,
+        missed=0.0 if moe is None else 1 - moe.topk / moe.count,
         cached_s=cache_of(config, model).token_bytes / memory,
         product_s=cost.linear / compute,
         pair_s=2 * cost.quadratic / compute,

@@ -18,7 +18,6 @@ compute. Expected loads are even: the trainer balances its ranks, and experts ar
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 
@@ -28,7 +27,8 @@ from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.config import backend_of
 from megarl.actor.memory import GRADIENT, ITEM_BYTES, RankParameters, rank_parameters
 from megarl.config import ClusterConfig, Config
-from megarl.families import MoeShape, head_dim, moe_shape
+from megarl.families import decoder
+from megarl.families.blocks import Decoder
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight.sizing import needs_critic, needs_reference
 from megarl.trainer.batch_algebra import batch_of
@@ -73,7 +73,7 @@ class TrainerWork:
     """Work of a step, independent of the layout."""
 
     model: PretrainedConfig
-    moe: MoeShape | None
+    shape: Decoder
     cluster: ClusterConfig
     sequences: int
     together: int  # sequences that are never parted
@@ -99,7 +99,7 @@ class TrainerWork:
         scores = {"policy": config.method == "rl", "reference": needs_reference(config), "critic": critic}
         return TrainerWork(
             model=model,
-            moe=moe_shape(model),
+            shape=decoder(model),
             cluster=config.cluster,
             sequences=batch.sequences,
             together=batch.together,
@@ -120,13 +120,12 @@ def computed_again(config: Config, model: PretrainedConfig, cost: SequenceCost, 
     Transformer Engine's layers repeat experts, and no product of a dense model. The others repeat MLPs or experts, and
     the attention core.
     """
-    without = copy.deepcopy(model)
-    without.intermediate_size = without.moe_intermediate_size = 0
-    mlp = cost.linear - SequenceCost.of(without).linear
+    shape = decoder(model)
+    mlp = 2.0 * sum(layer.mlp.active_elements(shape.hidden) for layer in shape.layers)
     on_gpu = config.cluster.gpus_per_node > 0
     attention = cost.quadratic * mean * mean
     if backend_of(config.actor, has_gpu=on_gpu, has_te=on_gpu) == "te":
-        mlp, attention = (mlp if moe_shape(model) else 0.0), 0.0
+        mlp, attention = (mlp if shape.experts else 0.0), 0.0
     return (mlp * mean + attention) / cost(math.ceil(mean))
 
 
@@ -174,13 +173,13 @@ def _communication(
 ) -> Communication:
     """Seconds in collectives of a rank with `layers` layers and `parameters`; `visits`: layers x microbatches."""
     tp, cp, pp = parallel.tp_size, parallel.cp_size, parallel.pp_size
-    per_stage, hidden, moe = tp * cp * dp, work.model.hidden_size, work.moe
+    per_stage, hidden, moe = tp * cp * dp, work.shape.hidden, work.shape.experts
     tokens = work.sequences * work.mean / dp / cp  # of a step, on each rank before tp splits them
     repeated = {"none": 0.0, "selective": 0.5 * (work.again["selective"] > 0), "full": 1.0}[recompute]  # the MLP's half
     passes = work.scored + work.trained * (2 + repeated)
     vector = hidden * work.item
     inside = 2 if moe is not None and parallel.expert_tp_size == 1 else 4
-    keys = 2 * max(1.0, work.model.num_key_value_heads / tp) * head_dim(work.model) * work.item
+    keys = 2 * max(1.0, work.shape.attention.kv_heads / tp) * work.shape.attention.head_dim * work.item
     sent = vector / (tp if parallel.sequence_parallel else 1)
     replicas, expert_replicas = cp * dp, max(1, per_stage // (parallel.expert_tp_size * parallel.ep_size))
     synced = _ring(replicas) * parameters.dense + _ring(expert_replicas) * parameters.experts
@@ -189,7 +188,7 @@ def _communication(
     return Communication(
         tp=passes * inside * min(1, tp - 1) * (start + layers * _ring(tp) * tokens * vector / _link(work.cluster, tp)),
         cp=(passes + work.trained) * (cp - 1) * (start + layers * tokens * keys / _link(work.cluster, tp * cp)),
-        ep=routed * (2 * start + _experts(work, parallel, layers, tokens)) if work.moe is not None else 0.0,
+        ep=routed * (2 * start + _experts(work, parallel, layers, tokens)) if moe is not None else 0.0,
         pp=(work.scored + 2 * work.trained) * parallel.vpp_size * min(1, pp - 1)
         * (visits / layers * EXCHANGE_S + tokens * sent / _link(work.cluster, per_stage * pp)),
         dp=work.trained * work.minibatches * synced * (GRADIENT + work.item) / _link(work.cluster, per_stage),
@@ -198,11 +197,12 @@ def _communication(
 
 def _experts(work: TrainerWork, parallel: ParallelConfig, layers: int, tokens: float) -> float:
     """Seconds of the all-to-alls of one pass, and of the experts' own tensor parallelism."""
-    moe, per_node = work.moe, max(1, work.cluster.gpus_per_node)
+    moe, per_node = work.shape.experts, max(1, work.cluster.gpus_per_node)
     if moe is None:
         return 0.0
     ep, etp = parallel.ep_size, parallel.expert_tp_size
-    ours = tokens / parallel.tp_size * moe.topk * work.model.hidden_size * work.item * sum(moe.layers) / len(moe.layers)
+    sparse = work.shape.sparse
+    ours = tokens / parallel.tp_size * moe.topk * work.shape.hidden * work.item * sum(sparse) / len(sparse)
     near = min(1.0, per_node / (ep * etp))  # part of the group on the rank's own node
     node, network = work.cluster.node_gb_s * 1e9, work.cluster.network_gb_s * 1e9
     moved = 2 * ours * layers * _ring(ep)

@@ -27,7 +27,7 @@ from megarl.actor.config import RECOMPUTE
 from megarl.actor.memory import RankParameters, StepLoad, rank_parameters, trainer_memory
 from megarl.checks import failures
 from megarl.config import Config, longest_sequence
-from megarl.families import moe_shape
+from megarl.families import decoder
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import plan_of
@@ -268,7 +268,7 @@ def _microbatches(config: Config) -> list[int]:
 
 def _stages(model: PretrainedConfig, tp: int, pp: int, sequence_parallel: bool) -> ParallelConfig | None:
     """Stages with even layers, or with fewer at both ends, which also hold the vocabulary; None if there are none."""
-    moe, layers = moe_shape(model), model.num_hidden_layers
+    layers = model.num_hidden_layers
     inner = math.ceil(layers / pp)
     ends = (layers - (pp - 2) * inner) // 2 if pp > 2 and layers % pp else 0
     if ends < 0 or (layers % pp and (pp <= 2 or ends < 1 or 2 * ends + (pp - 2) * inner != layers)):
@@ -277,7 +277,7 @@ def _stages(model: PretrainedConfig, tp: int, pp: int, sequence_parallel: bool) 
         tp_size=tp,
         pp_size=pp,
         dp_size=1,
-        etp_size=None if moe is None else 1,
+        etp_size=None if decoder(model).experts is None else 1,
         sequence_parallel=tp > 1 and sequence_parallel,
         first_stage_layers=ends,
         last_stage_layers=ends,
@@ -286,9 +286,10 @@ def _stages(model: PretrainedConfig, tp: int, pp: int, sequence_parallel: bool) 
 
 
 def _expert_sizes(work: TrainerWork, per_stage: int) -> list[int]:
-    if work.moe is None:
+    experts = work.shape.experts
+    if experts is None:
         return [1]
-    return [ep for ep in range(1, work.moe.experts + 1) if work.moe.experts % ep == 0 and per_stage % ep == 0]
+    return [ep for ep in range(1, experts.count + 1) if experts.count % ep == 0 and per_stage % ep == 0]
 
 
 def _with_servers(config: Config, servers: Servers) -> Config:

@@ -124,7 +124,7 @@ def main() -> None:
     cases = []
     for path in map(Path, sys.argv[1:]):
         family = json.loads((path / "config.json").read_text())["model_type"]
-        experts = FAMILIES[family].experts is not None
+        experts = FAMILIES[family].experts
         cases += [(family, path, name, "bfloat16", True) for name in (table.ARCHITECTURES if experts else ["sm100"])]
         cases += [(family, path, "sm100", "float32", True)]
         cases += [(family, path, "sm100", dtype, False) for dtype in ("bfloat16", "float32")]

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from megarl.actor.weights import hf_weights
-from megarl.actor.weights.shards import ShardSpec, shard_specs
+from megarl.actor.weights.shard_spec import ShardSpec
+from megarl.actor.weights.shards import shard_specs
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place, place_of, places
 from tests.te.cases import MODELS, SHAPE, runs

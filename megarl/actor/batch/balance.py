@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from megarl.families import head_dim
+from megarl.families import decoder
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,10 @@ class SequenceCost:
         Linear: projections, MLPs (of active experts only) and the LM head. Quadratic: attention scores and their
         weighted sums of values.
         """
-        hidden, layers = config.hidden_size, config.num_hidden_layers
-        queries = config.num_attention_heads * head_dim(config)
-        keys = config.num_key_value_heads * head_dim(config)
-        mlp = 3 * hidden * config.intermediate_size
-        if experts := getattr(config, "num_experts_per_tok", 0):
-            mlp = 3 * hidden * (getattr(config, "moe_intermediate_size", 0) or config.intermediate_size) * experts
-        per_layer = 2 * hidden * (queries + keys) + mlp
-        return SequenceCost(2.0 * (layers * per_layer + hidden * config.vocab_size), 2.0 * layers * queries)
+        model = decoder(config)
+        blocks = [block for layer in model.layers for block in (layer.attention, layer.mlp)]
+        elements = sum(block.active_elements(model.hidden) for block in blocks) + model.hidden * model.vocab
+        return SequenceCost(2.0 * elements, 2.0 * sum(layer.attention.score_size for layer in model.layers))
 
     def __call__(self, tokens: int) -> float:
         return self.linear * tokens + self.quadratic * tokens * tokens

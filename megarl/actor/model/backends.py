@@ -53,6 +53,7 @@ from megarl.actor.model.packed_attention import (
 )
 from megarl.actor.model.prefix_attention import pack_segments, with_shared_prompts
 from megarl.families import rotary_inv_freq
+from megarl.families.blocks import Attention, Experts, Layer
 from megarl.ops import row_invariant
 from megarl.parallel import megatron_patches, platform
 
@@ -102,25 +103,29 @@ class LayerBackend:
     logprobs: Callable[..., tuple[Tensor, Tensor | None]] = heads.logprobs
     one_thread: bool = False  # True: run on one thread, because results depend on the number of threads
 
-    def layer_spec(self, *, qk_norm: bool, sparse: bool, output_bias: bool) -> ModuleSpec:
-        """Builds Megatron's spec of one transformer layer; `sparse` layers have experts in place of an MLP."""
-        head_norm = self.qk_norm if qk_norm else IdentityOp
-        attention = SelfAttentionSubmodules(
-            linear_qkv=self.norm_linear or self.column_linear,
-            core_attention=self.attention,
-            linear_proj=self.biased_row_linear if output_bias else self.row_linear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        )
-        layer = TransformerLayerSubmodules(
+    def layer_spec(self, layer: Layer) -> ModuleSpec:
+        """Builds Megatron's spec of one transformer layer."""
+        sparse = isinstance(layer.mlp, Experts)
+        parts = TransformerLayerSubmodules(
             input_layernorm=IdentityOp if self.norm_linear else self.norm,
-            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+            self_attention=self._attention(layer.attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if self.norm_linear and not sparse else self.norm,
             mlp=self._experts() if sparse else self._mlp(),
             mlp_bda=get_bias_dropout_add,
         )
-        return ModuleSpec(TransformerLayer, submodules=layer)
+        return ModuleSpec(TransformerLayer, submodules=parts)
+
+    def _attention(self, block: Attention) -> ModuleSpec:
+        head_norm = self.qk_norm if block.qk_norm else IdentityOp
+        parts = SelfAttentionSubmodules(
+            linear_qkv=self.norm_linear or self.column_linear,
+            core_attention=self.attention,
+            linear_proj=self.biased_row_linear if block.output_bias else self.row_linear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        )
+        return ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, parts)
 
     def _mlp(self) -> Callable[..., torch.nn.Module]:
         parts = MLPSubmodules(self.norm_linear or self.column_linear, self.row_linear, self.gated_activation)

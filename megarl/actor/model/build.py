@@ -13,15 +13,8 @@ from transformers import PretrainedConfig
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
 from megarl.actor.model.moe import moe_fields
-from megarl.families import (
-    FAMILIES,
-    attention_biases,
-    head_dim,
-    is_scalar,
-    moe_shape,
-    padded_vocab_size,
-    rotary_inv_freq,
-)
+from megarl.families import decoder, is_scalar, padded_vocab_size, rotary_inv_freq
+from megarl.families.blocks import Decoder
 from megarl.parallel import megatron_patches, platform
 from megarl.parallel.groups import Groups
 
@@ -37,25 +30,26 @@ def transformer_config(
     offloaded_layers: int = 0,
 ) -> TransformerConfig:
     """Builds Megatron's config from the HF config, on this layout."""
-    family, layout = FAMILIES[config.model_type], groups.layout
+    model, layout = decoder(config), groups.layout
+    attention = model.attention
     on_gpu = platform.takes_gpu_options()
     # Two stages with virtual stages are each other's previous and next one. A batch matches sends to receives by order
     # alone (p2p_communication.py:17), and would swap the two directions.
     crosswise = groups.pp_size == 2 and groups.vpp_size > 1
     return TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=head_dim(config),
-        layernorm_epsilon=config.rms_norm_eps,
+        num_layers=len(model.layers),
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.mlp_width,
+        num_attention_heads=attention.heads,
+        num_query_groups=attention.kv_heads,
+        kv_channels=attention.head_dim,
+        layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
         **backend.config_fields,
         add_bias_linear=False,
-        add_qkv_bias=attention_biases(config)[0],
-        qk_layernorm=family.qk_norm,
+        add_qkv_bias=attention.qkv_bias,
+        qk_layernorm=attention.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,
@@ -74,7 +68,7 @@ def transformer_config(
         autocast_dtype=dtype,
         variable_seq_lengths=True,
         **moe_fields(
-            config,
+            model,
             dispatcher=backend.dispatcher,
             grouped=backend.experts is not None,
             fused_permutation=backend.fused_permutation,
@@ -104,11 +98,9 @@ def _no_init(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _layer_specs(config: PretrainedConfig, layers: range, backend: LayerBackend) -> TransformerBlockSubmodules:
-    """Builds the specs of the given layers, some of which may have experts."""
-    qk_norm, moe, output_bias = FAMILIES[config.model_type].qk_norm, moe_shape(config), attention_biases(config)[1]
-    sparse_layers = moe.layers if moe is not None else [False] * config.num_hidden_layers
-    specs = [backend.layer_spec(qk_norm=qk_norm, sparse=sparse_layers[i], output_bias=output_bias) for i in layers]
+def _layer_specs(model: Decoder, layers: range, backend: LayerBackend) -> TransformerBlockSubmodules:
+    """Builds the specs of the given layers."""
+    specs = [backend.layer_spec(model.layers[i]) for i in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.norm)
 
 
@@ -130,7 +122,7 @@ def build_model(
         with megatron_patches.scope():
             module = HeadlessGPT(
                 config=megatron,
-                transformer_layer_spec=_layer_specs(config, layers, backend),
+                transformer_layer_spec=_layer_specs(decoder(config), layers, backend),
                 vocab_size=padded_vocab_size(config, groups.tp_size),
                 max_sequence_length=config.max_position_embeddings,
                 pre_process=groups.pp_rank == 0 and stage == 0,

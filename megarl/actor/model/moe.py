@@ -13,12 +13,11 @@ from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupe
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from megarl.families import moe_shape
+from megarl.families.blocks import Decoder
 
 
-def moe_fields(config: PretrainedConfig, *, dispatcher: str, grouped: bool, fused_permutation: bool) -> dict[str, Any]:
+def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutation: bool) -> dict[str, Any]:
     """Builds the fields of Megatron's `TransformerConfig` for the model's experts.
 
     A token's weights are the softmax over all experts, cut to the largest `topk`. Megatron calls this pre-softmax. In
@@ -30,15 +29,15 @@ def moe_fields(config: PretrainedConfig, *, dispatcher: str, grouped: bool, fuse
         grouped: computes a rank's experts in one module.
         fused_permutation: sorts tokens by expert in kernels of Transformer Engine.
     """
-    moe = moe_shape(config)
-    if moe is None:
+    experts = model.experts
+    if experts is None:
         return {"moe_token_dispatcher_type": dispatcher}  # Megatron's default is refused in dense models too
     return {
-        "num_moe_experts": moe.experts,
-        "moe_layer_freq": [int(sparse) for sparse in moe.layers],
-        "moe_ffn_hidden_size": moe.width,
-        "moe_router_topk": moe.topk,
-        "moe_router_pre_softmax": not moe.normalized,
+        "num_moe_experts": experts.count,
+        "moe_layer_freq": [int(sparse) for sparse in model.sparse],
+        "moe_ffn_hidden_size": experts.width,
+        "moe_router_topk": experts.topk,
+        "moe_router_pre_softmax": not experts.normalized,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",

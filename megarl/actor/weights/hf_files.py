@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.families import FAMILIES, moe_shape
+from megarl.families import decoder
+from megarl.families.blocks import Experts
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 
@@ -84,10 +85,10 @@ class Checkpoint:
         `mlp.experts.gate_up_proj [experts, 2 * width, hidden]`, gate rows first, and
         `mlp.experts.down_proj [experts, hidden, width]`.
         """
-        names, moe = FAMILIES[config.model_type].experts, moe_shape(config)
-        if names is None or moe is None:
-            return
-        for layer in (i for i, sparse in enumerate(moe.layers) if sparse):
+        for layer, block in enumerate(shape.mlp for shape in decoder(config).layers):
+            if not isinstance(block, Experts):
+                continue
+            names = block.names
             fused, plain = f"model.layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
             if (router := self._tensors.pop(f"{fused}.gate.weight", None)) is not None:
                 self._tensors[f"{plain}.gate.weight"] = router
@@ -95,10 +96,10 @@ class Checkpoint:
                 tensor = self._tensors.pop(f"{fused}.experts.{stored}", None)
                 if tensor is None:
                     continue
-                for expert in range(moe.experts):
+                for expert in range(block.count):
                     for i, part in enumerate(parts):
                         self._tensors[f"{plain}.experts.{expert}.{part}.weight"] = StoredTensor(
-                            tensor.file, tensor.name, expert, i * moe.width
+                            tensor.file, tensor.name, expert, i * block.width
                         )
 
     def names(self) -> set[str]:

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.weights import hf_files
-from megarl.actor.weights.shards import SCORE, ShardSpec, shard_specs, tensor_shapes, world_table
+from megarl.actor.weights.shard_spec import ShardSpec
+from megarl.actor.weights.shards import SCORE, shard_specs, tensor_shapes, world_table
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform

@@ -15,16 +15,29 @@ On CPU, SGLang adds empty KV groups where tp does not divide the heads, and empt
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megarl.families import FAMILIES, ExpertNames, attention_biases, head_dim, moe_shape
+from megarl.families import FAMILIES, decoder
+from megarl.families.blocks import Decoder, Experts, Layer, Mlp
+from megarl.families.llama import head_dim
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
+from megarl.reshard.plan.sglang_blocks import (
+    ParameterPart,
+    ServerParameter,
+    Span,
+    TpRank,
+    attention_parameters,
+    expert_parameters,
+    full_span,
+    mlp_parameters,
+    round_up,
+    stacked,
+)
 
 VOCAB_MULTIPLE = 64
 CPU_NEURONS = 32
@@ -38,66 +51,17 @@ UNPADDED = {  # sizes that SGLang pads on CPU, and the names under which it keep
 
 
 @dataclass(frozen=True)
-class Span:
-    """A rank's shard along one dimension: `size` entries from `start` on.
-
-    Entries from `total` on are padding and belong to no entry of the checkpoint.
-    """
-
-    start: int
-    size: int
-    total: int
-
-    @property
-    def stop(self) -> int:
-        return min(self.start + self.size, self.total)
-
-
-@dataclass(frozen=True)
-class ParameterPart:
-    """A box of the checkpoint and the place `at`, in the parameter's dimensions, where it begins in a parameter."""
-
-    at: tuple[int, ...]
-    box: Box
-
-
-@dataclass(frozen=True)
-class ServerParameter:
-    """One parameter of a server rank by the rules: its name in SGLang, its shape and the boxes in it."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[ParameterPart, ...]
-
-
-@dataclass(frozen=True)
 class Geometry:
-    """The sizes that decide the parameters of one tensor-parallel rank. `padded_*` are the sizes that SGLang shards."""
+    """A model on one rank of a server: as in the checkpoint, and `padded` as SGLang shards it."""
 
     family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
-    qkv_bias: bool
-    output_bias: bool
-    experts: int
-    expert_intermediate: int
-    padded_heads: int
-    padded_kv_heads: int
-    padded_intermediate: int
-    padded_expert_intermediate: int
-    tp_rank: int
-    tp_size: int
-    ep_size: int
+    model: Decoder
+    padded: Decoder
+    rank: TpRank
 
     @staticmethod
     def of(config: Any, tp_rank: int, tp_size: int, ep_size: int = 1) -> Geometry:
-        """Reads the sizes from a HF config, or from a live SGLang model's config, which SGLang has padded on CPU.
+        """Reads a HF config, or a live SGLang model's config, which SGLang has padded on CPU.
 
         Raises:
             UserError: an unknown family, or a size that the ranks do not divide.
@@ -105,165 +69,61 @@ class Geometry:
         family = config.model_type
         if family not in FAMILIES:
             raise UserError(f"'{family}' models have no rule for live weight updates; known are {', '.join(FAMILIES)}")
-        plain = _unpadded(config)
-        moe, padded_moe = moe_shape(plain), moe_shape(config)
-        if moe is not None and not all(moe.layers):
-            raise UserError(f"a {family} model with dense layers has no rule for live weight updates")
-        qkv_bias, output_bias = attention_biases(config)
-        geometry = Geometry(
-            family=family,
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            heads=plain.num_attention_heads,
-            kv_heads=plain.num_key_value_heads or config.num_attention_heads,
-            head_dim=head_dim(plain),
-            intermediate=0 if moe else plain.intermediate_size,
-            vocab=config.vocab_size,
-            tied=bool(config.tie_word_embeddings),
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-            experts=moe.experts if moe else 0,
-            expert_intermediate=moe.width if moe else 0,
-            padded_heads=config.num_attention_heads,
-            padded_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-            padded_intermediate=0 if moe else config.intermediate_size,
-            padded_expert_intermediate=padded_moe.width if padded_moe else 0,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            ep_size=ep_size,
-        )
-        geometry._check()
+        if tp_size % ep_size:
+            raise UserError(f"SGLang's ep_size={ep_size} must divide its tp_size={tp_size}")
+        rank = TpRank(tp_rank, tp_size, ep_size)
+        geometry = Geometry(family, decoder(_unpadded(config)), decoder(config), rank)
+        for layer, padded in set(geometry.layers):
+            list(geometry.layer_parameters(layer, padded))  # refuses what the ranks cannot share out
         return geometry
 
-    def _check(self) -> None:
-        tp = self.tp_size
-        if self.padded_kv_heads % tp and tp % self.padded_kv_heads:
-            raise UserError(f"SGLang at tp_size={tp} cannot share out {self.padded_kv_heads} KV heads; change tp_size")
-        if tp % self.ep_size:
-            raise UserError(f"SGLang's ep_size={self.ep_size} must divide its tp_size={tp}")
-        for what, size, ranks in (
-            ("attention heads", self.padded_heads, tp),
-            ("MLP neurons", self.padded_intermediate, tp),
-            ("experts", self.experts, self.ep_size),
-            ("neurons of an expert", self.padded_expert_intermediate, tp // self.ep_size),
-        ):
-            if size % ranks:
-                raise UserError(f"SGLang cannot share {size} {what} out to {ranks} ranks at tp_size={tp}; change it")
-
     @property
-    def q_span(self) -> Span:
-        """Rows of q_proj, and columns of o_proj, on this rank: entire heads, in rank order."""
-        size = self.padded_heads // self.tp_size * self.head_dim
-        return Span(self.tp_rank * size, size, self.heads * self.head_dim)
-
-    @property
-    def kv_span(self) -> Span:
-        """Rows of k_proj and v_proj on this rank. Where tp_size exceeds the KV heads, neighbours hold the same head."""
-        replicas = max(1, self.tp_size // self.padded_kv_heads)
-        size = max(1, self.padded_kv_heads // self.tp_size) * self.head_dim
-        return Span(self.tp_rank // replicas * size, size, self.kv_heads * self.head_dim)
-
-    @property
-    def ffn_span(self) -> Span:
-        """Rows of gate_proj and up_proj, and columns of down_proj, on this rank."""
-        size = self.padded_intermediate // self.tp_size
-        return Span(self.tp_rank * size, size, self.intermediate)
-
-    @property
-    def expert_span(self) -> Span:
-        """Rows of an expert's gate and up projections, and columns of its down projection, on this rank."""
-        ranks = self.tp_size // self.ep_size
-        size = self.padded_expert_intermediate // ranks
-        return Span(self.tp_rank % ranks * size, size, self.expert_intermediate)
+    def layers(self) -> list[tuple[Layer, Layer]]:
+        """Each layer as in the checkpoint, and as SGLang shards it."""
+        return list(zip(self.model.layers, self.padded.layers, strict=True))
 
     @property
     def vocab_span(self) -> Span:
         """Rows of the embedding and of the output layer on this rank."""
-        padded = _round_up(self.vocab, VOCAB_MULTIPLE)
-        if padded % self.tp_size:
-            padded = _round_up(self.vocab, VOCAB_MULTIPLE * self.tp_size)
-        size = padded // self.tp_size
-        return Span(self.tp_rank * size, size, self.vocab)
+        vocab, tp = self.model.vocab, self.rank.tp_size
+        padded = round_up(vocab, VOCAB_MULTIPLE)
+        return self.rank.span(vocab, round_up(vocab, VOCAB_MULTIPLE * tp) if padded % tp else padded)
 
     def outer_parameters(self) -> Iterator[ServerParameter]:
         """Parameters outside the layers."""
-        hidden = _full_span(self.hidden)
-        yield _stacked(EMBEDDING, [(EMBEDDING, self.vocab_span)], hidden)
-        yield _stacked("model.norm.weight", [("model.norm.weight", hidden)])
-        if not self.tied:
-            yield _stacked(HEAD, [(HEAD, self.vocab_span)], hidden)
+        hidden = full_span(self.model.hidden)
+        yield stacked(EMBEDDING, [(EMBEDDING, self.vocab_span)], hidden)
+        yield stacked("model.norm.weight", [("model.norm.weight", hidden)])
+        if not self.model.tied:
+            yield stacked(HEAD, [(HEAD, self.vocab_span)], hidden)
         elif not FAMILIES[self.family].sglang_ties_head:
-            yield _stacked(HEAD, [(EMBEDDING, self.vocab_span)], hidden)
+            yield stacked(HEAD, [(EMBEDDING, self.vocab_span)], hidden)
 
-    def layer_parameters(self) -> Iterator[ServerParameter]:
-        """Parameters of one layer, all names without `model.layers.N.`; layers are alike."""
-        family = FAMILIES[self.family]
-        hidden = _full_span(self.hidden)
+    def layer_parameters(self, layer: Layer, padded: Layer) -> Iterator[ServerParameter]:
+        """Yields the parameters of one layer, all names without `model.layers.N.`.
+
+        Raises:
+            UserError: the ranks do not divide a size.
+        """
+        hidden = self.model.hidden
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield _stacked(f"{norm}.weight", [(f"{norm}.weight", hidden)])
-        qkv = [("q_proj", self.q_span), ("k_proj", self.kv_span), ("v_proj", self.kv_span)]
-        yield _stacked("self_attn.qkv_proj.weight", [(f"self_attn.{n}.weight", s) for n, s in qkv], hidden)
-        if self.qkv_bias:
-            yield _stacked("self_attn.qkv_proj.bias", [(f"self_attn.{n}.bias", s) for n, s in qkv])
-        if self.output_bias:
-            yield _stacked("self_attn.o_proj.bias", [("self_attn.o_proj.bias", hidden)])
-        yield _stacked("self_attn.o_proj.weight", [("self_attn.o_proj.weight", hidden)], self.q_span)
-        if family.qk_norm:
-            for norm in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-                yield _stacked(norm, [(norm, _full_span(self.head_dim))])
-        if family.experts is not None:
-            yield from self._experts(family.experts)
+            yield stacked(f"{norm}.weight", [(f"{norm}.weight", full_span(hidden))])
+        yield from attention_parameters(layer.attention, padded.attention, hidden, self.rank)
+        if isinstance(layer.mlp, Experts):
+            assert isinstance(padded.mlp, Experts)
+            yield from expert_parameters(layer.mlp, padded.mlp, hidden, self.rank)
         else:
-            gate_up = [(f"mlp.{n}.weight", self.ffn_span) for n in ("gate_proj", "up_proj")]
-            yield _stacked("mlp.gate_up_proj.weight", gate_up, hidden)
-            yield _stacked("mlp.down_proj.weight", [("mlp.down_proj.weight", hidden)], self.ffn_span)
-
-    def _experts(self, names: ExpertNames) -> Iterator[ServerParameter]:
-        router = f"{names.block}.gate.weight"
-        yield _stacked(router, [(router, _full_span(self.experts))], _full_span(self.hidden))
-        local = self.experts // self.ep_size
-        first = self.tp_rank // (self.tp_size // self.ep_size) * local
-        span, hidden = self.expert_span, _full_span(self.hidden)
-        w13: list[ParameterPart] = []
-        w2: list[ParameterPart] = []
-        for slot in range(local):
-            expert = f"{names.block}.experts.{first + slot}"
-            gate_up = [(f"{expert}.{n}.weight", span) for n in (names.gate, names.up)]
-            w13 += [ParameterPart((slot, *p.at), p.box) for p in _stacked("", gate_up, hidden).parts]
-            down = _stacked("", [(f"{expert}.{names.down}.weight", hidden)], span)
-            w2 += [ParameterPart((slot, *p.at), p.box) for p in down.parts]
-        block = f"{names.block}.experts"
-        yield ServerParameter(f"{block}.w13_weight", (local, 2 * span.size, self.hidden), tuple(w13))
-        yield ServerParameter(f"{block}.w2_weight", (local, self.hidden, span.size), tuple(w2))
+            assert isinstance(padded.mlp, Mlp)
+            yield from mlp_parameters(layer.mlp, padded.mlp, hidden, self.rank)
 
     def parameters(self) -> Iterator[ServerParameter]:
         """Every parameter of this rank."""
         yield from self.outer_parameters()
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}."
-            for p in self.layer_parameters():
+        for number, (layer, padded) in enumerate(self.layers):
+            prefix = f"model.layers.{number}."
+            for p in self.layer_parameters(layer, padded):
                 parts = (ParameterPart(q.at, Box(prefix + q.box.name, q.box.start, q.box.stop)) for q in p.parts)
                 yield ServerParameter(prefix + p.name, p.shape, tuple(parts))
-
-
-def _full_span(size: int) -> Span:
-    return Span(0, size, size)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return math.ceil(size / multiple) * multiple
-
-
-def _stacked(name: str, tensors: list[tuple[str, Span]], *rest: Span) -> ServerParameter:
-    """A parameter that stacks shards of checkpoint tensors along its rows; `rest` spans the other dimensions."""
-    parts, row = [], 0
-    for tensor, span in tensors:
-        spans = (span, *rest)
-        if all(s.start < s.stop for s in spans):  # else all of it is padding
-            box = Box(tensor, tuple(s.start for s in spans), tuple(s.stop for s in spans))
-            parts.append(ParameterPart((row, *(0 for _ in rest)), box))
-        row += span.size
-    return ServerParameter(name, (row, *(s.size for s in rest)), tuple(parts))
 
 
 def _unpadded(config: Any) -> Any:
@@ -282,12 +142,12 @@ def padded_for_cpu(config: Any, tp_size: int) -> Any:
     config.head_dim = head_dim(config)
     config.original_num_attention_heads, config.original_total_num_kv_heads = heads, kv_heads
     if heads % tp_size or kv_heads % tp_size:
-        config.num_key_value_heads = _round_up(kv_heads, tp_size)
+        config.num_key_value_heads = round_up(kv_heads, tp_size)
         config.num_attention_heads = config.num_key_value_heads * (heads // kv_heads)
     for name in ("moe_intermediate_size", "intermediate_size"):
         if (neurons := getattr(config, name, None)) and neurons % (tp_size * CPU_NEURONS):
             setattr(config, f"original_{name}", neurons)
-            setattr(config, name, _round_up(neurons, tp_size * CPU_NEURONS))
+            setattr(config, name, round_up(neurons, tp_size * CPU_NEURONS))
     return config
 
 
@@ -307,14 +167,19 @@ def server_holdings(
     rows: list[int] = []
     for rank in range(tp_size):
         geometry = Geometry.of(config, rank, tp_size, ep_size)
+        before = len(tensor)
         outer = [part.box for p in geometry.outer_parameters() for part in p.parts]
-        inner = [part.box for p in geometry.layer_parameters() for part in p.parts]
         tensor += [names.setdefault(box.name, len(names)) for box in outer]
-        for layer in range(geometry.layers):
-            prefix = f"model.layers.{layer}."
-            tensor += [names.setdefault(prefix + box.name, len(names)) for box in inner]
-        corners += [_corners(outer), np.tile(_corners(inner), (geometry.layers, 1, 1))]
-        rows.append(len(outer) + len(inner) * geometry.layers)
+        corners.append(_corners(outer))
+        inner: dict[tuple[Layer, Layer], tuple[list[str], Ints]] = {}  # most layers are alike
+        for number, pair in enumerate(geometry.layers):
+            if pair not in inner:
+                boxes = [part.box for p in geometry.layer_parameters(*pair) for part in p.parts]
+                inner[pair] = [box.name for box in boxes], _corners(boxes)
+            inner_names, inner_corners = inner[pair]
+            tensor += [names.setdefault(f"model.layers.{number}.{name}", len(names)) for name in inner_names]
+            corners.append(inner_corners)
+        rows.append(len(tensor) - before)
     start, stop = np.moveaxis(np.concatenate(corners), 1, 0)
     return Holdings(
         names=tuple(names),

@@ -40,7 +40,7 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
         LayoutError: live names or shapes differ from the rules: to guess would corrupt weights in silence.
     """
     rules = {p.name: p for p in geometry.parameters()}
-    rank = f"rank {geometry.tp_rank} of {geometry.tp_size}"
+    rank = f"rank {geometry.rank.tp_rank} of {geometry.rank.tp_size}"
     for name, parameter in parameters:
         rule = rules.pop(name, None)
         shape = list(parameter.shape)
@@ -56,7 +56,7 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
                 name,
             )
         for part in rule.parts:
-            yield Fragment(geometry.tp_rank, name, part.box, view_of(part, parameter.detach()))
+            yield Fragment(geometry.rank.tp_rank, name, part.box, view_of(part, parameter.detach()))
     for name, rule in rules.items():
         raise LayoutError(
             f"SGLang holds no {name} on {rank}, and the rules for {geometry.family} say {list(rule.shape)}", name

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from megarl.actor.engine import EngineConfig, MegatronEngine
 from megarl.actor.weights import hf_weights
 from megarl.actor.weights.hf_files import Checkpoint
-from megarl.actor.weights.shards import ShardSpec, shard_specs, tensor_shapes
+from megarl.actor.weights.shard_spec import ShardSpec
+from megarl.actor.weights.shards import shard_specs, tensor_shapes
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.parallel import groups

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import PretrainedConfig, Qwen3MoeConfig
 
 from megarl.actor.checks import check_layout
-from megarl.actor.weights.shards import ShardSpec, shard_specs, tensor_shapes, world_table
-from megarl.families import as_scalar, moe_shape, padded_vocab_size
+from megarl.actor.weights.shard_spec import ShardSpec
+from megarl.actor.weights.shards import shard_specs, tensor_shapes, world_table
+from megarl.families import as_scalar, decoder, padded_vocab_size
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import places
 from tests.conftest import FAMILY_CONFIGS, random_model
@@ -169,7 +170,9 @@ def test_a_thousand_ranks_of_a_235b_mixture_are_described_from_the_config_alone(
     table = world_table(QWEN3_235B, parallel)
     assert sum(math.prod(shape) for shape in tensor_shapes(QWEN3_235B).values()) == 235_093_634_560
     assert {rank for ranks in table.holders for rank in ranks} == set(range(1024))
-    moe = moe_shape(QWEN3_235B)
-    assert moe is not None
+    model = decoder(QWEN3_235B)
+    assert model.experts is not None
     experts = ["experts" in table.names[t] for t in table.tensor]
-    assert sum(experts) == moe.experts * sum(moe.layers) * 3  # each matrix of each expert once, because etp is 1
+    assert (
+        sum(experts) == model.experts.count * sum(model.sparse) * 3
+    )  # each matrix of each expert once, because etp is 1

@@ -156,6 +156,23 @@ def test_a_tied_head_is_one_parameter_or_a_second_copy_as_the_family_has_it(fami
         assert names["lm_head.weight"].parts == names["model.embed_tokens.weight"].parts
 
 
+def test_dense_layers_between_experts_are_planned() -> None:
+    config = config_of("qwen3_moe", mlp_only_layers=[1], num_hidden_layers=3)
+    geometry = Geometry.of(config, 1, 2, 2)
+    names = [p.name for p in geometry.parameters() if ".mlp." in p.name and "gate.weight" not in p.name]
+    sparse = ["mlp.experts.w13_weight", "mlp.experts.w2_weight"]
+    dense = ["mlp.gate_up_proj.weight", "mlp.down_proj.weight"]
+    expected = [f"model.layers.{i}.{name}" for i, part in enumerate((sparse, dense, sparse)) for name in part]
+    assert names == expected
+    trainer = source_holdings(
+        world_table(config, ParallelConfig(tp_size=2, ep_size=2, etp_size=1, sequence_parallel=True))
+    )
+    servers = server_holdings(config, tp_size=2, ep_size=2)
+    planned = plan(trainer, servers, Topology.of_sizes(2, [2], ranks_per_node=8), bucket_bytes=1 << 20)
+    assert planned.waived == ()
+    assert (planned.bytes_in == planned.bytes_needed).all()
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "sizes", "message"),
     [
@@ -169,7 +186,6 @@ def test_a_tied_head_is_one_parameter_or_a_second_copy_as_the_family_has_it(fami
         ("llama", {"intermediate_size": 49}, (2, 1), "share 49 MLP neurons out to 2 ranks"),
         ("mixtral", {}, (4, 3), "ep_size=3 must divide its tp_size=4"),
         ("mixtral", {"num_local_experts": 3}, (2, 2), "share 3 experts out to 2 ranks"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, (1, 1), "with dense layers has no rule"),
         (
             "gpt2",
             {},
@@ -204,7 +220,7 @@ def worlds(draw: st.DrawFn) -> Worlds:
     """Mostly worlds that pass the checks of both sides; the test skips the others."""
     one_to_four, one_or_two = st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])
     family = draw(st.sampled_from(sorted(FAMILIES)))
-    moe = FAMILIES[family].experts is not None
+    moe = FAMILIES[family].experts
     tp, pp, cp = draw(one_to_four), draw(one_or_two), draw(one_or_two)
     vpp = draw(one_or_two) if pp > 1 else 1
     ep = draw(one_to_four) if moe else 1

@@ -1,0 +1,73 @@
+"""Shards of a layer's blocks: HF tensors of attention, MLPs and experts in Megatron's parameters.
+
+`prefix` is the module's name in the checkpoint, `native` its name in Megatron's local layer spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.actor.weights.shard_spec import ShardSpec, Stage
+from megarl.families.blocks import Attention, Experts, Mlp
+
+
+def attention_shards(stage: Stage, block: Attention, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
+    """Yields the shards of grouped-query attention."""
+    yield from _qkv(stage, block, hidden, prefix, native, "weight")
+    if block.qkv_bias:
+        yield from _qkv(stage, block, hidden, prefix, native, "bias")
+    if block.qk_norm:
+        for which in "qk":
+            name = f"{prefix}.{which}_norm.weight"
+            yield stage.replicated(name, f"{native}.{which}_layernorm.weight", block.head_dim)
+    yield stage.columns(f"{prefix}.o_proj.weight", f"{native}.linear_proj.weight", hidden, block.q_size)
+    if block.output_bias:
+        yield stage.replicated(f"{prefix}.o_proj.bias", f"{native}.linear_proj.bias", hidden)
+
+
+def _qkv(stage: Stage, block: Attention, hidden: int, prefix: str, native: str, kind: str) -> Iterator[ShardSpec]:
+    """Yields the shards of the rank's equal share of the interleaved QKV rows.
+
+    With more ranks than key heads, a share can begin or end inside a query group.
+    """
+    dim, groups = block.head_dim, block.kv_heads
+    per_group = block.heads // groups
+    tail = (hidden,) if kind == "weight" else ()
+    segments = (("q_proj", per_group * dim), ("k_proj", dim), ("v_proj", dim))
+    share = groups * (per_group + 2) * dim // stage.size
+    begin, end = stage.rank * share, (stage.rank + 1) * share
+    offset = 0
+    for name, size in segments:
+        for group in range(groups):
+            low = group * (per_group + 2) * dim + offset  # first interleaved row of the segment
+            a, b = max(low, begin), min(low + size, end)
+            if a < b:
+                shape, first = (groups * size, *tail), group * size + a - low
+                param = f"{native}.linear_qkv.{kind}"
+                yield stage.rows(f"{prefix}.{name}.{kind}", param, shape, first, b - a, at=a - begin)
+        offset += size
+
+
+def mlp_shards(stage: Stage, block: Mlp, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
+    """Yields the shards of a gated MLP."""
+    names = (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+    yield from stage.gated(names, f"{native}.linear_fc1.weight", block.width, hidden)
+    yield stage.columns(f"{prefix}.down_proj.weight", f"{native}.linear_fc2.weight", hidden, block.width)
+
+
+def router_shards(stage: Stage, block: Experts, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
+    """Yields the shards of the router, which every rank of a mixture of experts holds."""
+    name = f"{prefix}.{block.names.block}.gate.weight"
+    yield stage.replicated(name, f"{native}.router.weight", block.count, hidden)
+
+
+def expert_shards(
+    stage: Stage, block: Experts, hidden: int, prefix: str, native: str, owned: range
+) -> Iterator[ShardSpec]:
+    """Yields the shards of the experts `owned` by an expert-parallel rank."""
+    names = block.names
+    for local, expert in enumerate(owned):
+        hf, param = f"{prefix}.{names.block}.experts.{expert}", f"{native}.experts.local_experts.{local}"
+        gate_up = (f"{hf}.{names.gate}.weight", f"{hf}.{names.up}.weight")
+        yield from stage.gated(gate_up, f"{param}.linear_fc1.weight", block.width, hidden)
+        yield stage.columns(f"{hf}.{names.down}.weight", f"{param}.linear_fc2.weight", hidden, block.width)

@@ -1,0 +1,126 @@
+"""Shape of a decoder: its layers as blocks with sizes, without the words of any family's config.
+
+A family's file reads a HF config into a `Decoder`. The trainer's modules, the table of shards, the servers' layout, and
+estimates of memory and time are built from it. They choose by the type of a block, layer by layer.
+
+    Attention   grouped-query attention
+    Mlp         gated MLP
+    Experts     mixture of gated experts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention over the full context, with rotary positions."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def active_elements(self, hidden: int) -> int:
+        """Elements of the matrices that multiply a token of `hidden` features."""
+        return 2 * hidden * (self.q_size + self.kv_size)
+
+    @property
+    def score_size(self) -> int:
+        """Products of a query with a key, and as many of its score with the value: the mean of both."""
+        return self.q_size
+
+    def cached_elements(self, tp_size: int) -> int:
+        """Elements of the KV cache for one token on a server's rank. Ranks beyond the KV heads hold copies of them."""
+        return 2 * max(1, self.kv_heads // tp_size) * self.head_dim
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Gated MLP with SiLU."""
+
+    width: int
+
+    def active_elements(self, hidden: int) -> int:
+        """Elements of the matrices that multiply a token of `hidden` features."""
+        return 3 * hidden * self.width
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Module names of a mixture of experts in a family's checkpoints."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of gated experts with SiLU. A router gives each token to the `topk` with the largest softmax."""
+
+    count: int
+    width: int  # intermediate size of one expert
+    topk: int  # experts per token
+    normalized: bool  # True if the weights of a token's experts sum to 1
+    names: ExpertNames
+
+    def active_elements(self, hidden: int) -> int:
+        """Elements of the experts' matrices that multiply a token of `hidden` features."""
+        return 3 * hidden * self.width * self.topk
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: a norm and attention, a norm and an MLP or experts, each added to the residual stream."""
+
+    attention: Attention
+    mlp: Mlp | Experts
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A language model without its head: embedding, layers, final RMSNorm."""
+
+    layers: tuple[Layer, ...]
+    hidden: int
+    vocab: int
+    tied: bool  # True if the head shares the embedding
+    norm_eps: float
+
+    @property
+    def attention(self) -> Attention:
+        """The attention of every layer."""
+        return self.layers[0].attention
+
+    @property
+    def mlp(self) -> Mlp | None:
+        """The MLP of the dense layers; None if every layer has experts."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Mlp)), None)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts of the layers that have some; None for a dense model."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)), None)
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate size of the dense layers' MLP; an expert's where every layer has experts."""
+        return next(layer.mlp.width for layer in sorted(self.layers, key=lambda layer: isinstance(layer.mlp, Experts)))
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """By layer: True if it has experts."""
+        return tuple(isinstance(layer.mlp, Experts) for layer in self.layers)
