@@ -167,8 +167,8 @@ ACTOR: Bugs = {
     },
     "megarl/actor/model/moe.py": {
         unit("actor/test_moe_routing"): [
-            ("pre-softmax is inverted", "not moe.normalized", "moe.normalized"),
-            ("one expert fewer", '"moe_router_topk": moe.topk', '"moe_router_topk": moe.topk - 1'),
+            ("pre-softmax is inverted", "not experts.normalized", "experts.normalized"),
+            ("one expert fewer", '"moe_router_topk": experts.topk', '"moe_router_topk": experts.topk - 1'),
         ],
         unit("actor/test_grouped_experts"): [
             ("the router has the model's dtype", '"moe_router_dtype": "fp32"', '"moe_router_dtype": None'),
