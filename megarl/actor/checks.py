@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.families import decoder
-from megarl.families.blocks import Experts
+from megarl.families.blocks import Attention, Experts, Mlp
 from megarl.knobs import UserError, check_ranges
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
@@ -140,30 +140,36 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
     """
     parallel.check()
     tp, shape = parallel.tp_size, decoder(model)
-    kv_heads, head_dim = shape.attention.kv_heads, shape.attention.head_dim
-    split = {"num_attention_heads": shape.attention.heads}
-    if shape.mlp is not None:
-        split["intermediate_size"] = shape.mlp.width
-    for name, value in split.items():
-        if value % tp:
-            raise UserError(
-                f"parallel.tp_size={tp} does not divide the model's {name}={value}; choose a tp_size that divides it"
-            )
-    if kv_heads % tp and tp % kv_heads:
-        raise UserError(
-            f"parallel.tp_size={tp} and the model's num_key_value_heads={kv_heads}: one must divide the other; choose "
-            f"a tp_size that divides {kv_heads} or is a multiple of it"
-        )
-    if 2 * kv_heads * head_dim % tp:
-        raise UserError(
-            f"parallel.tp_size={tp} does not divide the model's {kv_heads} key and value heads of {head_dim}; "
-            "choose a smaller tp_size"
-        )
+    for layer in set(shape.layers):
+        _check_attention(layer.attention, tp)
+        if isinstance(layer.mlp, Mlp):
+            _check_divides("intermediate_size", layer.mlp.width, tp)
     if shape.experts is None:
         _check_no_experts(model, parallel)
     else:
         _check_expert_layout(shape.experts, parallel)
     parallel.stage_layers(model.num_hidden_layers)
+
+
+def _check_attention(block: Attention, tp: int) -> None:
+    _check_divides("num_attention_heads", block.heads, tp)
+    if block.kv_heads % tp and tp % block.kv_heads:
+        raise UserError(
+            f"parallel.tp_size={tp} and the model's num_key_value_heads={block.kv_heads}: one must divide the other; "
+            f"choose a tp_size that divides {block.kv_heads} or is a multiple of it"
+        )
+    if 2 * block.kv_size % tp:
+        raise UserError(
+            f"parallel.tp_size={tp} does not divide the model's {block.kv_heads} key and value heads of "
+            f"{block.head_dim}; choose a smaller tp_size"
+        )
+
+
+def _check_divides(name: str, value: int, tp: int) -> None:
+    if value % tp:
+        raise UserError(
+            f"parallel.tp_size={tp} does not divide the model's {name}={value}; choose a tp_size that divides it"
+        )
 
 
 def _check_backend(config: EngineConfig, deterministic: bool) -> None:

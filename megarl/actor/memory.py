@@ -18,7 +18,7 @@ from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of,
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.families import decoder, padded_vocab_size
-from megarl.families.blocks import Experts
+from megarl.families.blocks import Attention, Experts, Layer
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
@@ -193,46 +193,95 @@ class LayerBytes:
 
     @staticmethod
     def of(model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, on_gpu: bool) -> LayerBytes:
-        """Computes the bytes of the largest layer: one with experts, if the model has them.
+        """Computes the bytes over the model's layers: the mean of `kept`, the largest of the others.
 
         In Transformer Engine's layers, recompute=selective spares the outputs of SwiGLU and of norms before
         projections, or all that experts keep (`backends.py`). Elsewhere it spares the inside of attention and MLPs.
         """
-        item, tp = ITEM_BYTES[engine.dtype], parallel.tp_size
-        spread = tp if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
-        hidden = model.hidden_size * item / spread
-        backend = backend_of(engine, has_gpu=on_gpu, has_te=on_gpu)
-        fused, te = backend == "cpu", backend == "te"  # layers of the backend cpu keep only their inputs
-        saved = 1 + fp8.SCALES[engine.fp8] if engine.fp8 != "off" else item  # per element of a linear layer's input
-        norm = 2 * hidden if on_gpu or fused else (2 * 4 * model.hidden_size / spread + hidden)
         shape = decoder(model)
-        attention = shape.attention
-        dim = attention.head_dim
-        q = attention.q_size / tp
-        kv = max(1.0, attention.kv_heads / tp) * dim
-        blocks = 0 if fused and parallel.cp_size == 1 else q  # attention's output before padding is removed
-        core = (q + blocks + 2 * kv * parallel.cp_size) * item + 4 * q / dim
-        queries = _qk_norm(q, kv, item, on_gpu) if attention.qk_norm else 0.0
-        # Without norm and rotation, keys are a view of the QKV projection's output, as values are.
-        keys = kv if queries or not fused else 0
-        inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
-        around = 2 * norm + queries + q * item + (0 if fused or te else 4 * dim * item)
-        around -= 2 * (item - saved) * model.hidden_size / spread  # what follows the norms; attention's output stays
-        moe, width = shape.experts, shape.mlp.width / tp if shape.mlp is not None else 0.0
-        if moe is None:
-            mlp, matrix, working = _mlp(width, shape.hidden, item, fused or te)
-            mlp -= (item - saved) * width  # the second product's input
+        rank = _Rank.of(parallel, engine, on_gpu)
+        each = {layer: rank.layer_bytes(layer, shape.hidden) for layer in set(shape.layers)}
+        largest = max(each.values(), key=lambda layer: layer.inside)
+        kept = sum(each[layer].kept for layer in shape.layers) / len(shape.layers)
+        return replace(largest, kept=kept if len(each) > 1 else largest.kept)
+
+
+@dataclass(frozen=True)
+class _AttentionBytes:
+    """Bytes per token that an attention keeps for backward."""
+
+    around: float  # outside its core: norms of queries and keys, the input of the last projection
+    core: float  # inside its core
+    inputs: float  # of its core, and the outputs of the projections
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The properties of a rank on which the bytes of its layers depend."""
+
+    parallel: ParallelConfig
+    engine: EngineConfig
+    on_gpu: bool
+    backend: str
+    item: int  # bytes of an activation
+    saved: float  # bytes of an element that a linear layer keeps of its input
+
+    @staticmethod
+    def of(parallel: ParallelConfig, engine: EngineConfig, on_gpu: bool) -> _Rank:
+        item = ITEM_BYTES[engine.dtype]
+        saved = 1 + fp8.SCALES[engine.fp8] if engine.fp8 != "off" else item
+        return _Rank(parallel, engine, on_gpu, backend_of(engine, has_gpu=on_gpu, has_te=on_gpu), item, saved)
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """True if layers keep only the inputs of their operations: those of the backend cpu."""
+        return self.backend == "cpu"
+
+    @property
+    def te(self) -> bool:
+        return self.backend == "te"
+
+    def layer_bytes(self, layer: Layer, hidden_size: int) -> LayerBytes:
+        """Computes the bytes of one layer."""
+        item, saved, parallel, engine = self.item, self.saved, self.parallel, self.engine
+        spread = parallel.tp_size if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
+        hidden = hidden_size * item / spread
+        norm = 2 * hidden if self.on_gpu or self.keeps_inputs else (2 * 4 * hidden_size / spread + hidden)
+        attention = self._attention(layer.attention)
+        around = 2 * norm + attention.around
+        around -= 2 * (item - saved) * hidden_size / spread  # what follows the norms; attention's output stays
+        fused, outputs = self.keeps_inputs or self.te, hidden  # outputs: of norms and SwiGLU
+        if isinstance(layer.mlp, Experts):
+            at_once = self.te and groups_experts(engine, self.backend)
+            mlp, matrix, working = _experts(layer.mlp, hidden_size, parallel, item, fused, at_once)
+            mlp -= (item - saved) * layer.mlp.topk * layer.mlp.width / parallel.expert_tp_size
         else:
-            at_once = te and groups_experts(engine, backend)
-            mlp, matrix, working = _experts(moe, shape.hidden, parallel, item, fused or te, at_once)
-            mlp -= (item - saved) * moe.topk * moe.width / parallel.expert_tp_size
-        inside = around + core + mlp
-        selective = around + inputs
-        if te:  # FP8 layers keep other tensors than the outputs of norms and SwiGLU
-            outputs = 0.0 if engine.fp8 != "off" else hidden if moe else 2 * hidden + width * item
-            selective = inside - outputs - (mlp if moe else 0.0)
+            width = layer.mlp.width / parallel.tp_size
+            mlp, matrix, working = _mlp(width, hidden_size, item, fused)
+            mlp -= (item - saved) * width  # the second product's input
+            outputs = 2 * hidden + width * item
+        inside = around + attention.core + mlp
+        selective = around + attention.inputs
+        if self.te:  # FP8 layers keep other tensors than the outputs of norms and SwiGLU
+            outputs = 0.0 if engine.fp8 != "off" else outputs
+            selective = inside - outputs - (mlp if isinstance(layer.mlp, Experts) else 0.0)
         kept = {"none": inside, "selective": selective, "full": hidden}[engine.recompute]
         return LayerBytes(norm, kept, inside, working + 3 * hidden * spread, matrix)
+
+    def _attention(self, block: Attention) -> _AttentionBytes:
+        item, parallel = self.item, self.parallel
+        dim = block.head_dim
+        q = block.q_size / parallel.tp_size
+        kv = max(1.0, block.kv_heads / parallel.tp_size) * dim
+        unpadded = self.keeps_inputs and parallel.cp_size == 1
+        blocks = 0 if unpadded else q  # attention's output before padding is removed
+        core = (q + blocks + 2 * kv * parallel.cp_size) * item + 4 * q / dim
+        queries = _qk_norm(q, kv, item, self.on_gpu) if block.qk_norm else 0.0
+        # Without norm and rotation, keys are a view of the QKV projection's output, as values are.
+        keys = kv if queries or not self.keeps_inputs else 0
+        inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
+        around = queries + q * item + (0 if self.keeps_inputs or self.te else 4 * dim * item)
+        return _AttentionBytes(around, core, inputs)
 
 
 def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
