@@ -234,7 +234,7 @@ class _Rank:
 
     @property
     def keeps_inputs(self) -> bool:
-        """True if layers keep only the inputs of their operations: those of the backend cpu."""
+        """True in the layers of the backend cpu, which keep only the inputs of their operations."""
         return self.backend == "cpu"
 
     @property
