@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -13,3 +14,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED where two versions meet in a process. It searches CUDNN_HOME first.
 if importlib.util.find_spec("nvidia") and (_cudnn := importlib.util.find_spec("nvidia.cudnn")):
     os.environ["CUDNN_HOME"] = next(iter(_cudnn.submodule_search_locations or []), "")
+
+
+def __getattr__(name: str) -> Any:
+    """Loads `megarl.shifted_labels` when it is used: importing the package alone does not load torch."""
+    if name == "shifted_labels":
+        from megarl.types import shifted_labels
+
+        return shifted_labels
+    raise AttributeError(f"module 'megarl' has no attribute '{name}'")

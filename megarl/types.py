@@ -275,6 +275,20 @@ class PackedBatch:
         return PackedBatch(cu_seqlens_of(mask.sum(-1)), tokens, sequences)
 
 
+def shifted_labels(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Labels of logits: the token that each position predicts, and True where that token is trained.
+
+    Logits at position i predict token i + 1. So `loss_mask` is shifted with the tokens, and the last position of a
+    sequence predicts nothing: its label is 0 and its mask False.
+
+    Returns:
+        labels, int64 `[total_tokens]`, and mask, bool `[total_tokens]`.
+    """
+    ends = batch.cu_seqlens[1:][batch.lengths > 0].long() - 1
+    labels = batch["input_ids"].long().roll(-1).index_fill(0, ends, 0)
+    return labels, batch["loss_mask"].bool().roll(-1).index_fill(0, ends, False)
+
+
 @dataclass(frozen=True)
 class Episode:
     """Result of one workflow call: the packed group of one prompt, or the reason why there is none."""

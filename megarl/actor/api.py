@@ -45,16 +45,27 @@ class StateSnapshot(Protocol):
 
 
 class TrainEngine(ABC):
-    """One model on all trainer ranks (SPMD). Every rank calls every method with the same global batch.
+    """One model on all trainer ranks (SPMD). Every rank calls every method.
 
-    Batches are `PackedBatch`es, or padded `{key: [batch, length]}` mappings, which the engine packs. The engine splits
-    them over data parallel ranks and microbatches. Every rank gets the same result.
+    Batches are `PackedBatch`es, or padded `{key: [batch, length]}` mappings, which the engine packs. All ranks pass the
+    same global batch, or each data parallel rank its own. Own batches are joined. The engine splits the batch over data
+    parallel ranks and microbatches. Every rank gets the results of the sequences that it passed.
     """
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
         """Device of this rank."""
+
+    @property
+    @abstractmethod
+    def data_parallel_rank(self) -> int:
+        """Data parallel rank of this process, for data loaders that read a share of the data on each."""
+
+    @property
+    @abstractmethod
+    def data_parallel_world_size(self) -> int:
+        """Number of data parallel ranks."""
 
     @abstractmethod
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
@@ -110,7 +121,7 @@ class TrainEngine(ABC):
         Metrics are averaged with the microbatches' weights. Metrics whose names end in `_max` take the maximum.
 
         Args:
-            data: the global batch.
+            data: the global batch, or this data parallel rank's own.
             loss_fn: the mean loss of one microbatch, as above.
             loss_weight_fn: the weight of a microbatch's mean, such as its number of trained tokens. The step's loss is
                 `sum(weight * loss) / sum(weight)` over all microbatches of all ranks.

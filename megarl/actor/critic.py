@@ -49,7 +49,7 @@ class MegatronScalarEngine(MegatronEngine):
             return self._values(out, mb)[mb.batch.cu_seqlens[1:].long() - 1]
 
         self.eval()
-        return torch.cat(self._collect(PackedBatch.from_padded(data), process))
+        return torch.cat(self._collect(data, process))
 
 
 class MegatronPPOCritic(MegatronScalarEngine):
@@ -71,7 +71,7 @@ class MegatronPPOCritic(MegatronScalarEngine):
             return shift_right(self._values(out, mb), mb.last)
 
         self.eval()
-        return torch.cat(self._collect(PackedBatch.from_padded(data), process))
+        return torch.cat(self._collect(data, process))
 
     def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
         """Updates the critic on the batch's `values` and `returns`; see `MegatronPPOActor.ppo_update`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.actor import data_parallel, fp8, userbuffers
 from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn, TrainEngine, WeightFormat
-from megarl.actor.batch import schedule
+from megarl.actor.batch import rank_batches, schedule
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.batch.microbatch import (
@@ -143,6 +143,14 @@ class MegatronEngine(TrainEngine):
     def device(self) -> torch.device:
         return platform.device()
 
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.groups.dp_rank
+
+    @property
+    def data_parallel_world_size(self) -> int:
+        return self.groups.dp_size
+
     def train(self, mode: bool = True) -> MegatronEngine:
         for ddp in self.ddps:
             ddp.train(mode)
@@ -233,7 +241,7 @@ class MegatronEngine(TrainEngine):
     ) -> dict[str, float]:
         if not self.trainable:
             raise UserError("train_batch on a frozen engine: build it with trainable=True")
-        microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
+        microbatches = self._microbatches(rank_batches.join(data, self.groups)[0], loss_weight_fn)
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -254,7 +262,7 @@ class MegatronEngine(TrainEngine):
     def eval_batch(
         self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
-        microbatches = self._microbatches(PackedBatch.from_padded(data), loss_weight_fn)
+        microbatches = self._microbatches(rank_batches.join(data, self.groups)[0], loss_weight_fn)
         with torch.no_grad():
             return self._reduce(self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only=True))
 
@@ -293,7 +301,7 @@ class MegatronEngine(TrainEngine):
             logits = self._logits(out, mb)
             return logits if post_hook is None else post_hook(logits, mb.batch)
 
-        return aggregate(self._collect(PackedBatch.from_padded(data), process))
+        return aggregate(self._collect(data, process))
 
     @torch.no_grad()
     def logprobs(self, data: Any, trained_only: bool = False) -> Tensor:
@@ -308,10 +316,11 @@ class MegatronEngine(TrainEngine):
             logprobs, _ = self._logprobs(out, mb, labels, with_entropy=False)
             return shift_right(logprobs, mb.last)
 
-        return torch.cat(self._collect(PackedBatch.from_padded(data), process))
+        return torch.cat(self._collect(data, process))
 
-    def _collect(self, batch: PackedBatch, process: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
-        """Runs forward only and returns one tensor per sequence, in the batch's order, equal on every rank."""
+    def _collect(self, data: Any, process: Callable[[Tensor, Microbatch], Tensor]) -> list[Tensor]:
+        """Runs forward only and returns one tensor per sequence of this rank's batch, in its order."""
+        batch, local = rank_batches.join(data, self.groups)
         microbatches = self._microbatches(batch)
         outputs = self._run(microbatches, _as_loss(process), forward_only=True)
         local_facts = None  # only the last stage has outputs
@@ -327,7 +336,7 @@ class MegatronEngine(TrainEngine):
                 index = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
                 full[to_device(index, self.device)] = output
         rows_on_host = self._rows_on_all_ranks(full)
-        return batch.split(rows_on_host) if per_token else list(rows_on_host.split(1))
+        return (batch.split(rows_on_host) if per_token else list(rows_on_host.split(1)))[local]
 
     def _rows_on_all_ranks(self, rows: Tensor) -> Tensor:
         """Copies rows of the global batch to the host of every rank. A collective.

@@ -53,8 +53,8 @@ def _loads(text: Tensor) -> Any:
     return json.loads(text.cpu().numpy().tobytes())
 
 
-def broadcast_batch(batch: PackedBatch | None) -> PackedBatch:
-    """Returns rank 0's packed batch on every rank, bit for bit. Other ranks pass None."""
+def broadcast_batch(batch: PackedBatch | None, src: int = 0) -> PackedBatch:
+    """Returns rank `src`'s packed batch on every rank, bit for bit. Other ranks pass None."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
         return batch
@@ -65,13 +65,13 @@ def broadcast_batch(batch: PackedBatch | None) -> PackedBatch:
     header = None
     if batch is not None:
         header = [batch.cu_seqlens.numel(), describe(batch.tokens), describe(batch.sequences)]
-    count, tokens, sequences = broadcast_json(header)
+    count, tokens, sequences = broadcast_json(header, src)
 
     def broadcast_tensor(source: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
         wire_dtype = torch.uint8 if dtype == torch.bool else dtype
         tensor = torch.empty(shape, dtype=wire_dtype) if source is None else source.contiguous().view(wire_dtype)
         on_device = to_device(tensor, platform.device())
-        dist.broadcast(on_device, 0)
+        dist.broadcast(on_device, src)
         return on_device.cpu().view(dtype) if source is None else source
 
     cu_seqlens = broadcast_tensor(batch.cu_seqlens if batch else None, torch.int32, [count])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import megarl
 from megarl.actor.api import FinetuneSpec, TrainEngine
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
@@ -37,6 +38,31 @@ def test_the_guides_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {p.name for p in (names["folder"] / "v1").iterdir()} >= {"model.safetensors", "config.json"}
     finally:
         groups.destroy()
+
+
+def test_the_guides_losses_on_logits_and_on_log_probs_are_one(
+    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs/custom_training.md").read_text()
+    names: dict[str, Any] = {"torch": torch, "gather_logprobs": gather_logprobs, "megarl": megarl}
+    for name in ("reinforce", "policy_gradient"):
+        source = re.search(rf"^def {name}\(.*?(?=^\n|^```)", text, re.M | re.S)
+        assert source is not None
+        exec(source[0], names)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 343, (3, 9), generator=generator)
+    mask = torch.arange(9) >= torch.tensor([[0], [3], [8]])  # a first token is predicted by nothing
+    batch = {"input_ids": ids, "loss_mask": mask, "rewards": torch.randn(3, 9, generator=generator)}
+    engine = MegatronEngine(EngineConfig(path=str(checkpoints("qwen3", tied=True))))
+    engine.initialize()
+    try:
+        weight = {"loss_weight_fn": lambda data: 1.0}
+        on_logits = engine.eval_batch(batch, names["reinforce"], **weight)["loss"]
+        trained = {**batch, "loss_mask": mask & (torch.arange(9) > 0)}
+        on_logprobs = engine.eval_batch(trained, names["policy_gradient"], **weight, loss_input="logprobs")["loss"]
+    finally:
+        groups.destroy()
+    assert on_logits == pytest.approx(on_logprobs, rel=1e-5)
 
 
 def reinforce_loss_fn(logits: Tensor, data: PackedBatch) -> Tensor:

@@ -1,0 +1,55 @@
+"""Batches of the ranks: one that all of them share, or one of each data parallel rank's own.
+
+The trainer passes the same batch on every rank. A loop of a user's may sample or load a batch on each data parallel
+rank instead, as AReaL's do. Checksums of the sequences tell the two apart, and own batches are joined in the order of
+data parallel ranks. So a step is the same, however its sequences were spread.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from megarl.knobs import UserError
+from megarl.parallel.broadcast import broadcast_batch, gather_json
+from megarl.parallel.groups import Groups
+from megarl.types import PackedBatch
+
+
+def join(data: Any, groups: Groups) -> tuple[PackedBatch, slice]:
+    """Returns the batch of all ranks, and the sequences in it that this rank passed. A collective of the world.
+
+    Args:
+        data: a packed batch or a padded mapping: the same on every rank, or the same on the ranks of each data parallel
+            rank.
+
+    Raises:
+        UserError: on every rank. Ranks of one data parallel rank passed different sequences, or own batches have
+            different keys.
+    """
+    batch = PackedBatch.from_padded(data)
+    if groups.world_size == 1:
+        return batch, slice(None)
+    ranks = gather_json([groups.dp_rank, _checksum(batch), batch.num_seqs, sorted(batch.keys())])
+    if len({checksum for _, checksum, _, _ in ranks}) == 1:
+        return batch, slice(None)
+    heads: dict[int, int] = {}  # data parallel rank -> first world rank
+    for rank, (dp_rank, checksum, _, keys) in enumerate(ranks):
+        head = heads.setdefault(dp_rank, rank)
+        if checksum != ranks[head][1]:
+            raise UserError(
+                f"ranks {head} and {rank} passed different sequences, and both are of data parallel rank {dp_rank}: "
+                "pass one batch on all ranks, or one for each engine.data_parallel_rank"
+            )
+        if keys != ranks[0][3]:
+            raise UserError(f"rank 0's batch has the keys {ranks[0][3]} and rank {rank}'s {keys}; give them the same")
+    sources = [heads[dp_rank] for dp_rank in sorted(heads)]
+    parts = [broadcast_batch(batch if groups.rank == source else None, source) for source in sources]
+    first = sum(part.num_seqs for part in parts[: groups.dp_rank])
+    return PackedBatch.concat(parts), slice(first, first + parts[groups.dp_rank].num_seqs)
+
+
+def _checksum(batch: PackedBatch) -> int:
+    """CRC-32 of the sequences' bounds and tokens."""
+    bounds, tokens = (batch[key].cpu().contiguous().numpy().data for key in ("cu_seqlens", "input_ids"))
+    return zlib.crc32(tokens, zlib.crc32(bounds))
