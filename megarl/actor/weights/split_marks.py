@@ -14,7 +14,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import PretrainedConfig
 
 from megarl.actor.weights import hf_weights
-from megarl.actor.weights.shards import ShardSpec, shard_specs
+from megarl.actor.weights.shard_spec import ShardSpec
+from megarl.actor.weights.shards import shard_specs
 from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
@@ -22,8 +23,8 @@ from megarl.parallel.placement import place_of
 def check_split_marks(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups) -> None:
     """Compares each parameter's mark with what its neighbour in the tensor-parallel group holds.
 
-    Experts that no etp rank splits may bear the mark: their gradients are sharded over their own replicas, and each
-    rank counts its part.
+    With etp 1, experts may bear the mark: their gradients are sharded over their own replicas, and each rank counts
+    its part.
 
     Raises:
         RuntimeError: a parameter is split over tensor-parallel ranks and has no mark, or is replicated and has one.
@@ -42,11 +43,11 @@ def check_split_marks(modules: Sequence[GPTModel], config: PretrainedConfig, gro
                 f"{name} is split over tensor parallel ranks without Megatron's mark, so gradient norms miss the other "
                 "ranks' parts; call set_tensor_model_parallel_attributes where it is created"
             )
-        is_dense = getattr(param, "allreduce", True)
-        if is_marked and not is_split and is_dense and groups.tp_size > 1:
+        ranks = groups.tp_size if getattr(param, "allreduce", True) else groups.etp_size
+        if is_marked and not is_split and ranks > 1:
             raise RuntimeError(
-                f"{name} is replicated over tp but has Megatron's mark of split parameters, so gradient norms count it "
-                "on every tp rank; set tensor_model_parallel to False where it is created"
+                f"{name} is replicated over {ranks} tensor parallel ranks but has Megatron's mark of split parameters, "
+                "so gradient norms count it on each; set tensor_model_parallel to False where it is created"
             )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.actor.weights import split_marks
+from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.actor.weights.split_marks import check_split_marks
 from megarl.parallel.config import ParallelConfig
@@ -58,9 +60,24 @@ def test_megatrons_marks_pass_and_each_wrong_one_is_told(model: str, layout: str
                 parameter.tensor_model_parallel = not parameter.tensor_model_parallel
 
 
-def test_experts_that_no_etp_rank_splits_may_bear_the_mark() -> None:
+def test_experts_need_no_mark_with_etp_1() -> None:
     modules, groups = world("moe", LAYOUTS["tp2 ep2 etp1"], 0)
     for _, parameter in modules[0].named_parameters():
         if not parameter.allreduce:
             parameter.tensor_model_parallel = False
     check_split_marks(modules, MODELS["moe"], groups)
+
+
+def test_a_part_of_experts_that_etp_ranks_share_may_not_bear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the bias of a row-parallel layer."""
+    name = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.bias"
+    spec = ShardSpec("x", (4,), (0,), (4,), 0, name, (0,))
+    monkeypatch.setattr(split_marks, "shard_specs", lambda *_: [spec])
+    parameter = torch.nn.Parameter(torch.empty(0, device="meta"))
+    parameter.allreduce = False  # type: ignore[attr-defined]
+    modules: list[Any] = [SimpleNamespace(named_parameters={name: parameter}.items)]
+    _, groups = world("moe", LAYOUTS["ep2 etp2"], 0)
+    check_split_marks(modules, MODELS["moe"], groups)
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="is replicated over 2 tensor parallel ranks"):
+        check_split_marks(modules, MODELS["moe"], groups)
