@@ -36,6 +36,7 @@ from megarl.actor.model import build, heads
 from megarl.actor.model.backends import choose_backend
 from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_norm
 from megarl.actor.weights import hf_weights
+from megarl.actor.weights.split_marks import check_split_marks
 from megarl.families import as_scalar, is_scalar, read_config
 from megarl.knobs import UserError, run_all
 from megarl.ops.native import check_values_on_gpu
@@ -115,6 +116,7 @@ class MegatronEngine(TrainEngine):
         if not self.trainable:
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
+        check_split_marks(self.modules, self.hf_config, self.groups)
         with megatron_patches.scope():
             self.ddps = data_parallel.wrap(self.modules, self.groups)
             self.optimizer = build_optimizer(self.config, self.ddps, dtype)

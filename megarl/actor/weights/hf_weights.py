@@ -72,7 +72,7 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     named = [dict(module.named_parameters()) for module in modules]
     result, bound = [], set()
     for spec in shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)):
-        name, param = _native(named[spec.stage], spec)
+        name, param = native(named[spec.stage], spec)
         view = param[spec.index]
         if any(n != b - a for n, a, b in zip(view.shape, spec.start, spec.stop, strict=True)):
             raise RuntimeError(f"{name} has shape {tuple(param.shape)}, too small for {spec}")
@@ -86,7 +86,7 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     return result
 
 
-def _native(params: dict[str, torch.nn.Parameter], spec: ShardSpec) -> tuple[str, torch.nn.Parameter]:
+def native(params: dict[str, torch.nn.Parameter], spec: ShardSpec) -> tuple[str, torch.nn.Parameter]:
     """Finds the shard's parameter and its name, under the names of both layer specs."""
     if spec.param in params:
         return spec.param, params[spec.param]
