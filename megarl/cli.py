@@ -119,8 +119,8 @@ def run_command(command: Callable[[Config], int]) -> None:
 def exit_with(command: Callable[[list[str]], int]) -> None:
     """Runs a command on sys.argv and exits with its code.
 
-    Three errors print one line in place of a traceback. A UserError ends with exit code 2, a full disk and a step without
-    any sample with 1.
+    Three errors print one line in place of a traceback. A UserError ends with exit code 2; a full disk and a step
+    without any sample end with 1.
     """
     arguments = sys.argv[1:]
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
