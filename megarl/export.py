@@ -6,9 +6,10 @@ Reads checkpoints of any layout, one tensor at a time, in one process and withou
 from __future__ import annotations
 
 import difflib
+import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
 from megarl.actor.weights import hf_files
+from megarl.actor.weights.shards import tensor_shapes
+from megarl.families import read_config
 from megarl.knobs import UserError, knob
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged, Manifest
@@ -30,7 +33,7 @@ from megarl.trainer.checkpoints.saver import ACTOR
 class ExportConfig:
     """Source and target of an export."""
 
-    checkpoint: str = knob("", "folder of a run, for its newest whole checkpoint, or of one of its steps")
+    checkpoint: str = knob("", "folder of a run, for its newest whole checkpoint, a step, or a quantised HF model")
     output: str = knob("", "folder to write, new or empty")
     dtype: str = knob("", "float32 or bfloat16; empty: as the weights were trained")
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
@@ -101,22 +104,55 @@ def export(config: ExportConfig) -> Path:
     output = Path(config.output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output={output} is there and not empty; give a new folder")
+    if _is_quantised(Path(config.checkpoint)):
+        return _rewrite(config, output)
     checkpoint = find(Path(config.checkpoint), config.engine)
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = AutoConfig.from_pretrained(small_files)
     weights = _Conversion(stored, config.dtype)
-    temporary = output.with_name(output.name + manifest.WRITING)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
-        hf_files.write(temporary, weights.tensors(checkpoint.step), hf_config, small_files)
-        temporary.replace(output)
-    except OSError as error:
-        raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
+    _write(output, weights.tensors(checkpoint.step), hf_config, small_files)
     if weights.rounded:
         print(
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
         )
+    return output
+
+
+def _write(output: Path, tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path) -> None:
+    """Writes a HF checkpoint under a temporary name and renames it.
+
+    Raises:
+        UserError: `output` cannot be written.
+    """
+    temporary = output.with_name(output.name + manifest.WRITING)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
+        hf_files.write(temporary, tensors, config, source)
+        temporary.replace(output)
+    except OSError as error:
+        raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
+
+
+def _is_quantised(folder: Path) -> bool:
+    """True if the folder holds a HF model with quantised weights."""
+    file = folder / "config.json"
+    return file.is_file() and "quantization_config" in json.loads(file.read_text())
+
+
+def _rewrite(config: ExportConfig, output: Path) -> Path:
+    """Writes a HF checkpoint with quantised weights again, in 16 or 32 bits (gpt-oss's MXFP4)."""
+    model = read_config(config.checkpoint)
+    stored, shapes = hf_files.Checkpoint(config.checkpoint, model), tensor_shapes(model)
+    if missing := sorted(set(shapes) - stored.names()):
+        raise UserError(f"checkpoint={config.checkpoint} lacks the tensor {missing[0]}; is it complete?")
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            tensor = stored.read(name, shape, tuple(slice(0, size) for size in shape))
+            yield name, tensor.to(DTYPES[config.dtype]) if config.dtype else tensor
+
+    _write(output, tensors(), model, Path(config.checkpoint))
     return output
 
 

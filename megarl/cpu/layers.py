@@ -87,6 +87,9 @@ def fused_rms_norm(plain: type[torch.nn.RMSNorm]) -> type[torch.nn.RMSNorm]:
     class FusedRMSNorm(plain):  # type: ignore[valid-type,misc]
         def forward(self, x: Tensor) -> Tensor:
             assert self.eps is not None
+            if self.zero_centered:
+                plain_result: Tensor = super().forward(x)
+                return plain_result
             return layer_ops.rms_norm(x, self.weight, self.eps)
 
     return FusedRMSNorm

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over the full context, with rotary positions."""
+    """Grouped-query attention with rotary positions, over the full context or in a sliding window."""
 
     heads: int
     kv_heads: int
@@ -23,6 +23,10 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    window: int = 0  # keys that a query sees, itself included; 0: all before it
+    sinks: bool = False  # True: each head has a logit without value in its softmax
+    softmax_scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
+    rotary: int = 0  # row of the model's tables of rotary frequencies
 
     @property
     def q_size(self) -> int:
@@ -48,9 +52,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Gated MLP with SiLU."""
+    """Gated MLP."""
 
     width: int
+    activation: str = "silu"  # or gelu_tanh
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the matrices that multiply a token of `hidden` features."""
@@ -65,17 +70,24 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    router: str = "gate"
+    interleaved: bool = False  # True: a layer's experts are one tensor, with gate and up in turn (`fused_experts.py`)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of gated experts with SiLU. A router gives each token to the `topk` with the largest softmax."""
+    """Mixture of gated experts with SiLU. A router gives each token to the `topk` with the largest softmax.
+
+    With `clamp`, experts compute `(up + 1) * gate * sigmoid(1.702 gate)`, with gate and up clamped (gpt-oss).
+    """
 
     count: int
     width: int  # intermediate size of one expert
     topk: int  # experts per token
     normalized: bool  # True if the weights of a token's experts sum to 1
     names: ExpertNames
+    biased: bool = False  # True: the router and each projection of an expert have a bias
+    clamp: float = 0.0  # 0: SiLU without clamps
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the experts' matrices that multiply a token of `hidden` features."""
@@ -88,6 +100,7 @@ class Layer:
 
     attention: Attention
     mlp: Mlp | Experts
+    sandwich: bool = False  # True: a norm also after attention and after the MLP, before the sum
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,13 @@ class Decoder:
     vocab: int
     tied: bool  # True if the head shares the embedding
     norm_eps: float
+    zero_centered_norms: bool = False  # True: norms multiply by 1 + weight
+    embedding_scale: float = 1.0  # factor of embeddings, not of the head
+
+    @property
+    def windowed(self) -> bool:
+        """True if any layer attends in a window, or with sinks."""
+        return any(layer.attention.window or layer.attention.sinks for layer in self.layers)
 
     @property
     def attention(self) -> Attention:

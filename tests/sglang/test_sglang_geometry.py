@@ -14,7 +14,7 @@ from megarl.rollout.servers.server_config import free_ports
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/sglang/geometry_worker.py"
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss")
 
 
 def ranks_of(
@@ -57,7 +57,7 @@ def check(reports: list[list[dict[str, Any]]], expected: int) -> None:
 
 def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp1(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
-    checkpoints += [tiny_checkpoint(family) for family in ("qwen2", "qwen3", "llama", "mistral")]
+    checkpoints += [tiny_checkpoint(family) for family in ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")]
     reports = ranks_of(checkpoints, tp_size=1)
     check(reports, len(checkpoints))
 
@@ -66,7 +66,10 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_padded_hea
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
-    checkpoints += [tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen2", "qwen3_moe")]
+    checkpoints += [
+        tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen2", "qwen3_moe", "gpt_oss")
+    ]
+    checkpoints += [tiny_checkpoint("gemma3_text")]
     reports = ranks_of(checkpoints, tp_size=2)
     check(reports, len(checkpoints))
     assert any(report["held"] < report["elements"] for report in reports[1]), "nothing was padded"

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from megarl.actor.weights import hf_files
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import SCORE, shard_specs, tensor_shapes, world_table
+from megarl.families import decoder
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform
@@ -37,7 +38,7 @@ TE_SPELLINGS = (
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.norm.weight"),  # actor.recompute=selective
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.norm.weight"),
-    (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r"experts.\2.weight\1"),
+    (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1"),
 )
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -155,13 +156,14 @@ def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, g
 
     Each HF tensor has its own generator, seeded by its name. So every layout starts from the same model.
     """
+    zero_centered = decoder(config).zero_centered_norms
     name, full = "", torch.empty(0)  # drawn once per tensor: its boxes are adjacent in the list
     with torch.no_grad():
         for param in parameters(modules):
             param.zero_()
         for shard in shards(modules, config, groups):
             if shard.name.endswith("norm.weight"):
-                shard.view.fill_(1.0)
+                shard.view.fill_(0.0 if zero_centered else 1.0)
             elif not shard.name.endswith(".bias"):
                 if shard.name != name:
                     name, full = shard.name, _drawn(shard, seed) * config.initializer_range

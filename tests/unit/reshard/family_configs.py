@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -20,6 +22,8 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "gemma3_text": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
     "mixtral": MixtralConfig,
 }
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 8, 4, 32, 48, 347
@@ -40,6 +44,6 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
         sizes["head_dim"] = HEAD_DIM
     if family == "qwen3_moe":
         sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2}
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         sizes |= {"num_local_experts": 4}
     return CONFIGS[family](**(sizes | changes))
