@@ -49,6 +49,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp_size": 2},
     "ep2": {"dp_size": 2, "ep_size": 2},
 }
+WINDOWS: dict[str, dict[str, Any]] = {  # shorter than the sequences, in every other layer
+    "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss": {"sliding_window": 9},
+}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 RUN = (
     "total_train_steps=10", "train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=24",
@@ -87,7 +91,9 @@ def prepare(family: str, folder: Path) -> dict[str, torch.Tensor]:
     """Writes a random model and a batch. Returns the log-probs of transformers before and after the step."""
     vocab = json.loads((ROOT / "assets/tiny/config.json").read_text())["vocab_size"]
     tied = bool(FAMILIES[family].fields.get("tie_word_embeddings"))
-    random_model(family, tied=tied, vocab_size=vocab, num_hidden_layers=4).save_pretrained(folder / "model")
+    random_model(family, tied=tied, vocab_size=vocab, num_hidden_layers=4, **WINDOWS.get(family, {})).save_pretrained(
+        folder / "model"
+    )
     for name in TOKENIZER:
         shutil.copy(ROOT / "assets/tiny" / name, folder / "model" / name)
     batch = make_batch(vocab)
@@ -158,7 +164,7 @@ def run_cell(folder: Path) -> str:
     )  # fmt: skip
     if run.returncode:
         print(run.stdout[-1000:], run.stderr[-1000:], file=sys.stderr)
-        return "fails"
+        return "refused" if run.returncode == 2 else "fails"
     summary = json.loads(next((folder / "runs").glob("*/*/summary.json")).read_text())
     return f"{summary['max_rollout_train_logprob_diff']:.1e}"
 

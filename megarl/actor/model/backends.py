@@ -185,7 +185,7 @@ def _fitted(backend: LayerBackend, config: PretrainedConfig) -> LayerBackend:
     """Adapts the backend to the model's activation, windows and tables of rotary frequencies."""
     model, fields = decoder(config), dict(backend.config_fields)
     backend = dataclasses.replace(backend, tables=len(rope_parameters(config)))
-    if model.windowed and backend.name == "cpu":  # its kernels attend to all tokens before
+    if (model.windowed or backend.tables > 1) and backend.name == "cpu":  # its kernels see all tokens, by one table
         plain = _torch()
         backend = dataclasses.replace(backend, pack=plain.pack, rotary=plain.rotary, attention=plain.attention)
     experts, mlp = model.experts, model.mlp

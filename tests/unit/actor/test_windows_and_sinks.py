@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.actor.batch.shared_prefix import share
+from megarl.actor.config import EngineConfig
+from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import windows_and_sinks
 from megarl.actor.model.packed_attention import PackedAttention, pack_in_blocks
+from megarl.parallel import groups
 from megarl.types import PackedBatch, cu_seqlens_of
 
 CPU, HEADS, KV_HEADS, DIM = torch.device("cpu"), 6, 2, 5
@@ -136,3 +142,19 @@ def test_sinks_bear_megatrons_mark_of_a_tensor_cut_over_ranks() -> None:
     assert getattr(sinks, "partition_dim", -1) == 0
     config = SimpleNamespace(**{**vars(CONFIG), "tensor_model_parallel_size": 3})
     assert windows_and_sinks.new_sinks(config).shape == (2,)
+
+
+def test_two_tables_of_rotary_frequencies_without_a_window_in_use(checkpoints: Callable[..., Path]) -> None:
+    """Windows as long as the context are none, and layers still differ in their positions."""
+    folder = checkpoints("gemma3_text", tied=True, sliding_window=512, num_hidden_layers=6)
+    ids = torch.randint(0, 343, (2, 21), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits[:, :-1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    engine = MegatronEngine(EngineConfig(path=str(folder)))
+    engine.initialize()
+    try:
+        logprobs = engine.eval().logprobs({"input_ids": ids}).view(2, 21)
+    finally:
+        groups.destroy()
+    torch.testing.assert_close(logprobs[:, 1:], expected, rtol=0, atol=1e-5)
