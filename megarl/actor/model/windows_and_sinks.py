@@ -116,9 +116,10 @@ def in_transformer_engine(attention: Any) -> Callable[..., torch.nn.Module]:
                 f"this one is {torch.backends.cudnn.version()}; update nvidia-cudnn, or set actor.backend=torch"
             )
         config = copy.copy(config)
-        config.window_size = (window - 1, 0) if window else None  # keys before the query, and after it
-        config.window_attn_skip_freq = None
-        config.softmax_type = "learnable" if sinks else "vanilla"
+        before_and_after = (window - 1, 0) if window else None  # keys beside the query's own
+        fields = {"window_size": before_and_after, "window_attn_skip_freq": None}
+        for name, value in (fields | {"softmax_type": "learnable" if sinks else "vanilla"}).items():
+            setattr(config, name, value)
         module: torch.nn.Module = attention(config=config, **options)
         if isinstance(offset := getattr(module, "softmax_offset", None), torch.nn.Parameter):
             offset.data = offset.data.to(config.params_dtype)
