@@ -20,7 +20,6 @@ from megarl.types import RewardError
 from tests.unit.rewards.functions import double, halve, knows_math_verify
 from tests.unit.rewards.hostile import HOSTILE
 
-
 DEADLINE_S = 400.0  # for a call that is never answered
 
 
