@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import fsspec
 import httpx
+import pyarrow as pa
 from datasets import Dataset, ReadInstruction, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import HfApi
@@ -129,9 +130,19 @@ def _load_files(files: list[Path], split: str) -> Dataset:
             _check_nesting(file)
     with progress_bars(sum(f.stat().st_size for f in files) >= BAR_FROM_BYTES):
         try:
-            return load_dataset(kinds.pop(), data_files={_base(split): [str(f) for f in files]}, split=split)
+            dataset = load_dataset(kinds.pop(), data_files={_base(split): [str(f) for f in files]}, split=split)
         except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
             raise UserError(f"{', '.join(map(str, files))} cannot be read ({one_line(error)})") from error
+    return _decodable(dataset, ", ".join(map(str, files)))
+
+
+def _decodable(dataset: Dataset, source: str) -> Dataset:
+    """Returns the data set, or refuses text that is not UTF-8: Arrow's reader of JSON takes it, Python does not."""
+    try:
+        dataset.data.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{source} has text that is not UTF-8 ({one_line(error)}); write it as UTF-8") from error
+    return dataset
 
 
 def _check_nesting(file: Path) -> None:
@@ -185,7 +196,7 @@ def _load_hub(path: str, name: str, split: str) -> Dataset:
         raise UserError(f"data set {path} ({name}, {split}) cannot be used: {one_line(error)}") from error
     if unreachable:
         logger.warning("%s: the hub cannot be reached (%s); the cached copy is used", path, unreachable)
-    return dataset
+    return _decodable(dataset, f"data set {path}")
 
 
 def _why_unreachable(path: str) -> str | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,6 +142,17 @@ def test_brackets_in_texts_and_wide_lists_are_no_nesting(tmp_path: Path) -> None
     row = {"question": '[{"\\' * 10 * MAX_NESTING, "answer": [[1]] * 2 * MAX_NESTING}
     path.write_text(json.dumps(row) + "\n")
     assert load_table(str(path), "train")[0] == row
+
+
+def test_text_that_is_not_utf_8_is_refused_in_one_line(tmp_path: Path) -> None:
+    lone_surrogate = "\ud800".encode("utf-8", "surrogatepass")
+    content = b'{"question": "2+2", "answer": "4"}\n{"question": "%s", "answer": "4"}\n' % lone_surrogate
+    (tmp_path / "train.jsonl").write_bytes(content)
+    text = pa.array([b"2+2", lone_surrogate]).view(pa.utf8())
+    pq.write_table(pa.table({"question": text}), tmp_path / "train.parquet")
+    for name, read in (("train.jsonl", load_table), ("train.parquet", load_table), ("train.parquet", load_rows)):
+        with pytest.raises(UserError, match=rf"{name} has text that is not UTF-8 \(.*Column 0: .*; write it as UTF-8$"):
+            read(str(tmp_path / name), "train")
 
 
 @pytest.mark.parametrize(
