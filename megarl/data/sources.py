@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB_TIMEOUT_S = 10.0
 MAX_NESTING = 200  # of lists and objects in each other; Arrow's reader of JSON ends the process at some 20,000
+NULL_ROW = re.compile(rb"(\xef\xbb\xbf)?\s*null\b")
 BAR_FROM_BYTES = 20_000_000  # smaller files take about a second and get no progress bar
 
 
@@ -127,7 +129,7 @@ def _load_files(files: list[Path], split: str) -> Dataset:
         raise UserError(f"data set {', '.join(str(f) for f in files)} is empty: a file has 0 bytes")
     if kinds == {"json"}:
         for file in files:
-            _check_nesting(file)
+            _check_json(file)
     with progress_bars(sum(f.stat().st_size for f in files) >= BAR_FROM_BYTES):
         try:
             dataset = load_dataset(kinds.pop(), data_files={_base(split): [str(f) for f in files]}, split=split)
@@ -145,18 +147,36 @@ def _decodable(dataset: Dataset, source: str) -> Dataset:
     return dataset
 
 
-def _check_nesting(file: Path) -> None:
-    """Refuses a line of JSON that is nested deeper than `MAX_NESTING`."""
+def _check_json(file: Path) -> None:
+    """Refuses what ends the process in Arrow's reader of JSON: a row that is null, and deep nesting."""
+    is_array = False
     try:
         with fsspec.open(str(file), "rb", compression="infer") as stream:
             for number, line in enumerate(stream, 1):
+                is_array = is_array or (number == 1 and line.startswith((b"[", codecs.BOM_UTF8 + b"[")))
                 if line.count(b"[") + line.count(b"{") > MAX_NESTING and _nesting(line) > MAX_NESTING:
                     raise UserError(
                         f"{file}, line {number}: lists and objects nest {_nesting(line)} deep; at most {MAX_NESTING} "
                         "are read, so remove or flatten that value"
                     )
+                if NULL_ROW.match(line) and not is_array:
+                    raise UserError(f"{file}, line {number}: the row is null; remove it")
+        if is_array:
+            _check_array(file)
     except (OSError, EOFError) as error:
         raise UserError(f"{file} cannot be read ({one_line(error)})") from error
+
+
+def _check_array(file: Path) -> None:
+    """Refuses a file of one JSON array that has a null row."""
+    try:
+        with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8-sig") as stream:
+            rows = json.load(stream)
+    except (ValueError, RecursionError):
+        return  # the loader names the error
+    for number, row in enumerate(rows):
+        if row is None:
+            raise UserError(f"{file}, row {number}: the row is null; remove it")
 
 
 def _nesting(line: bytes) -> int:
