@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-DEADLINE_S = 600.0  # for a hang alone
+DEADLINE_S = 240.0  # for a hang alone
 SCORING = """
 import asyncio, pathlib, sys, time
 from megarl.rewards.pool import RewardConfig, RewardPool
