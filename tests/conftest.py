@@ -166,7 +166,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     left = {
         p for p in left if not (told(p.ppid, 0) == os.getpid() and "multiprocessing" in " ".join(told(p.cmdline, [])))
     }
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=120)
     assert not alive, f"tests left processes behind: {[' '.join(told(p.cmdline, []))[:120] for p in alive]}"
 
 

@@ -66,7 +66,7 @@ def test_a_reward_function_may_be_async_and_partial(engine, tokenizer):
 
 
 def test_a_slow_reward_function_does_not_hold_up_other_episodes(engine, tokenizer):
-    beside = threading.Barrier(2, timeout=30)
+    beside = threading.Barrier(2, timeout=300)
 
     def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
         beside.wait()  # until another episode's reward is computed at the same time
