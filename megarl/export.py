@@ -6,6 +6,7 @@ Reads checkpoints of any layout, one tensor at a time, in one process and withou
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import shutil
 import sys
@@ -36,10 +37,14 @@ class ExportConfig:
     checkpoint: str = knob("", "folder of a run, for its newest whole checkpoint, a step, or a quantised HF model")
     output: str = knob("", "folder to write, new or empty")
     dtype: str = knob("", "float32 or bfloat16; empty: as the weights were trained")
+    source: str = knob("", "HF checkpoint of the run's start, if it has moved; its MTP layers are copied from there")
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
 
 
-USAGE = "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR [dtype=bfloat16] [engine=critic]"
+USAGE = (
+    "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR [dtype=bfloat16] [engine=critic] "
+    "[source=DIR]"
+)
 
 
 def parse(arguments: list[str]) -> ExportConfig:
@@ -111,12 +116,29 @@ def export(config: ExportConfig) -> Path:
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = AutoConfig.from_pretrained(small_files)
     weights = _Conversion(stored, config.dtype)
-    _write(output, weights.tensors(checkpoint.step), hf_config, small_files)
+    carried = _carried(stored, hf_config, config.source)
+    _write(output, itertools.chain(weights.tensors(checkpoint.step), carried), hf_config, small_files)
     if weights.rounded:
         print(
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
         )
     return output
+
+
+def _carried(stored: StoredState, config: PretrainedConfig, source: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors that no checkpoint of a run holds, from the run's source: they are not trained.
+
+    Raises:
+        UserError: the source has moved.
+    """
+    facts = stored.facts.get("carried", {"source": "", "tensors": []})
+    folder = source or facts["source"]
+    if facts["tensors"] and not Path(folder).is_dir():
+        raise UserError(
+            f"{folder} is gone, and holds {facts['tensors'][0]} and {len(facts['tensors']) - 1} more tensors that "
+            "training carries along; give the run's source checkpoint as source=DIR"
+        )
+    return hf_files.carried_tensors(folder, config, facts["tensors"])
 
 
 def _write(output: Path, tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path) -> None:

@@ -1,12 +1,20 @@
 """Model families: the shape of each as blocks, and the checks of a checkpoint's config. Imports no Megatron."""
 
-from megarl.families.hf_config import as_scalar, is_scalar, padded_vocab_size, quantisation, read_config
+from megarl.families.hf_config import (
+    as_scalar,
+    carried_prefixes,
+    is_scalar,
+    padded_vocab_size,
+    quantisation,
+    read_config,
+)
 from megarl.families.registry import FAMILIES, decoder
 from megarl.families.rotary import rotary_inv_freq
 
 __all__ = [
     "FAMILIES",
     "as_scalar",
+    "carried_prefixes",
     "decoder",
     "is_scalar",
     "padded_vocab_size",
