@@ -18,12 +18,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
 from megarl.actor.weights import hf_files
+from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.shards import tensor_shapes
-from megarl.families import read_config
+from megarl.families import load_config, read_config
 from megarl.knobs import UserError, knob
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged, Manifest
@@ -114,7 +115,7 @@ def export(config: ExportConfig) -> Path:
     checkpoint = find(Path(config.checkpoint), config.engine)
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
-    hf_config = AutoConfig.from_pretrained(small_files)
+    hf_config = load_config(small_files)
     weights = _Conversion(stored, config.dtype)
     carried = _carried(stored, hf_config, config.source)
     _write(output, itertools.chain(weights.tensors(checkpoint.step), carried), hf_config, small_files)
@@ -194,7 +195,7 @@ class _Conversion:
         with Progress(*columns) as progress:
             task = progress.add_task(f"export of step {step}", total=self.stored.weight_bytes)
             for name, tensor in self.stored.tensors():
-                converted = tensor.to(self.dtype)
+                converted = tensor if is_buffer(name) else tensor.to(self.dtype)
                 self.rounded += int((converted != tensor).sum())
                 self.total += tensor.numel()
                 yield name, converted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -16,7 +17,10 @@ import torch
 from hypothesis import settings
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -100,6 +104,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma3_text": Gemma3TextConfig,
     "gpt_oss": GptOssConfig,
+    "deepseek_v3": DeepseekV3Config,
+    "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
@@ -107,8 +114,38 @@ FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
 }
+SIGMOID_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "n_shared_experts": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid",
+}  # fmt: skip
+LATENT: dict[str, Any] = {  # no two sizes are equal
+    "q_lora_rank": 40, "kv_lora_rank": 28, "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 10,
+    "num_key_value_heads": 4, "head_dim": None, "topk_method": "noaux_tc",
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 1.0,
+}  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {  # what a mixture of experts has besides
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8},
+    "deepseek_v3": {
+        **SIGMOID_EXPERTS,
+        **LATENT,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
+        "rope_parameters": YARN,
+    },
+    "glm4_moe": {
+        **SIGMOID_EXPERTS,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_lite": {**SIGMOID_EXPERTS, **LATENT},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
 }
@@ -129,10 +166,12 @@ def random_model(family: str, *, tied: bool, vocab_size: int = 343, seed: int = 
         **EXPERTS.get(family, {}),
         **fields,
     }
+    shape = {name: value for name, value in shape.items() if (name, value) != ("head_dim", None)}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[family](**shape), dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+        for name, parameter in itertools.chain(model.named_parameters(), biases):
             parameter.copy_((1.0 if "norm" in name else 0.0) + 0.1 * torch.randn_like(parameter))
     return model.eval()
 

@@ -15,7 +15,7 @@ from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.actor.trait_checks import check_expert_biases, check_windows
 from megarl.families import decoder
-from megarl.families.blocks import Attention, Experts, Mlp
+from megarl.families.blocks import Attention, Experts, LatentAttention, Mlp
 from megarl.knobs import UserError, check_ranges
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
@@ -154,7 +154,7 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
     parallel.stage_layers(model.num_hidden_layers)
 
 
-def _check_attention(block: Attention, tp: int) -> None:
+def _check_attention(block: Attention | LatentAttention, tp: int) -> None:
     _check_divides("num_attention_heads", block.heads, tp)
     if block.kv_heads % tp and tp % block.kv_heads:
         raise UserError(

@@ -18,7 +18,7 @@ from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of,
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.families import decoder, padded_vocab_size
-from megarl.families.blocks import Attention, Experts, Layer, Mlp
+from megarl.families.blocks import Attention, Experts, LatentAttention, Layer, Mlp
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
@@ -257,6 +257,10 @@ class _Rank:
             at_once = self.te and groups_experts(engine, self.backend)
             mlp, matrix, working = _experts(layer.mlp, hidden_size, parallel, item, fused, at_once)
             mlp -= (item - saved) * layer.mlp.topk * layer.mlp.width / parallel.expert_tp_size
+            if layer.mlp.shared_width:
+                shared_width = layer.mlp.shared_width / parallel.tp_size
+                shared, _, shared_working = _mlp(shared_width, hidden_size, item, fused)
+                mlp, working = mlp + shared - (item - saved) * shared_width, working + shared_working
         else:
             width = layer.mlp.width / parallel.tp_size
             mlp, matrix, working = _mlp(width, hidden_size, item, fused)
@@ -276,7 +280,21 @@ class _Rank:
             return (self.keeps_inputs or self.te) and block.activation == "silu"
         return self.te or (self.keeps_inputs and not block.clamp)
 
-    def _attention(self, block: Attention) -> _AttentionBytes:
+    def _latent(self, block: LatentAttention) -> _AttentionBytes:
+        """Computes the bytes of latent attention, whose values are padded to the size of keys."""
+        item, parallel = self.item, self.parallel
+        spread = parallel.tp_size if parallel.sequence_parallel else 1
+        per_element = 2 * item if self.on_gpu or self.keeps_inputs else 2 * 4 + item  # of a norm
+        latents = (block.query_rank + block.kv_rank) * per_element / spread
+        q = block.q_size / parallel.tp_size
+        core = (2 * q + 2 * q * parallel.cp_size) * item + 4 * q / block.head_dim
+        output = block.heads * block.value_dim / parallel.tp_size * item
+        angles = 0 if self.te else 4 * block.rotary_dim * item
+        return _AttentionBytes(latents + output + angles, core, 3 * q * item)
+
+    def _attention(self, block: Attention | LatentAttention) -> _AttentionBytes:
+        if isinstance(block, LatentAttention):
+            return self._latent(block)
         item, parallel = self.item, self.parallel
         dim = block.head_dim
         q = block.q_size / parallel.tp_size

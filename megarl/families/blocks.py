@@ -3,9 +3,10 @@
 A family's file reads a HF config into a `Decoder`. The trainer's modules, the table of shards, the servers' layout, and
 estimates of memory and time are built from it. They choose by the type of a block, layer by layer.
 
-    Attention   grouped-query attention
-    Mlp         gated MLP
-    Experts     mixture of gated experts
+    Attention        grouped-query attention
+    LatentAttention  attention whose queries, keys and values come from latent vectors
+    Mlp              gated MLP
+    Experts          mixture of gated experts
 """
 
 from __future__ import annotations
@@ -51,6 +52,65 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention over the full context (DeepSeek-V2, arXiv:2405.04434).
+
+    The last `rotary_dim` elements of a query or key are rotated in pairs of neighbours. All heads share this part of a
+    key.
+    """
+
+    heads: int
+    query_rank: int  # size of a query's latent vector; 0: queries come from the hidden features
+    kv_rank: int  # size of the latent vector of keys and values
+    plain_dim: int  # elements of a query or key that are not rotated
+    rotary_dim: int
+    value_dim: int
+    softmax_scale: float
+    rotary_scale: float  # factor on the rotated elements (YaRN)
+    norm_eps: float  # of the norms of latent vectors
+    qkv_bias = output_bias = qk_norm = sinks = False
+    window = 0
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a query or key."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of all heads' keys, and of values padded to the size of keys."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of the matrix that makes keys, without their rotated part, and values from latent vectors."""
+        return self.heads * (self.plain_dim + self.value_dim)
+
+    def active_elements(self, hidden: int) -> int:
+        """Elements of the matrices that multiply a token of `hidden` features."""
+        query = (hidden + self.q_size) * self.query_rank if self.query_rank else hidden * self.q_size
+        key_value = hidden * (self.kv_rank + self.rotary_dim) + self.kv_rank * self.kv_rows
+        return query + key_value + hidden * self.heads * self.value_dim
+
+    @property
+    def score_size(self) -> int:
+        """Products of a query with a key, and as many of its score with the value: the mean of both."""
+        return self.heads * (self.head_dim + self.value_dim) // 2
+
+    def cached_elements(self, tp_size: int) -> int:
+        """Elements of the KV cache for one token on a server's rank: each holds the latent vector and the key part."""
+        return self.kv_rank + self.rotary_dim
+
+
+@dataclass(frozen=True)
 class Mlp:
     """Gated MLP."""
 
@@ -72,11 +132,12 @@ class ExpertNames:
     down: str
     router: str = "gate"
     interleaved: bool = False  # True: a layer's experts are one tensor, with gate and up in turn (`fused_experts.py`)
+    shared: str = "shared_experts"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of gated experts with SiLU. A router gives each token to the `topk` with the largest softmax.
+    """Mixture of gated experts with SiLU. A router gives each token to the `topk` experts with the largest scores.
 
     With `clamp`, experts compute `(up + 1) * gate * sigmoid(1.702 gate)`, with gate and up clamped (gpt-oss).
     """
@@ -88,17 +149,23 @@ class Experts:
     names: ExpertNames
     biased: bool = False  # True: the router and each projection of an expert have a bias
     clamp: float = 0.0  # 0: SiLU without clamps
+    score: str = "softmax"  # of the router's logits: softmax or sigmoid
+    selection_bias: bool = False  # True: a bias is added to scores for the choice of experts, and not to their weights
+    groups: int = 1  # experts form so many groups, and a token's are from
+    topk_groups: int = 1  # so many of them
+    scale: float = 1.0  # factor on the weights of a token's experts
+    shared_width: int = 0  # intermediate size of the MLP that every token passes besides; 0: none
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the experts' matrices that multiply a token of `hidden` features."""
-        return 3 * hidden * self.width * self.topk
+        return 3 * hidden * (self.width * self.topk + self.shared_width)
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer: a norm and attention, a norm and an MLP or experts, each added to the residual stream."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: Mlp | Experts
     sandwich: bool = False  # True: a norm also after attention and after the MLP, before the sum
 
@@ -121,7 +188,7 @@ class Decoder:
         return any(layer.attention.window or layer.attention.sinks for layer in self.layers)
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> Attention | LatentAttention:
         """The attention of every layer."""
         return self.layers[0].attention
 

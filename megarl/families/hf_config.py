@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from megarl.families.blocks import Experts, LatentAttention
+from megarl.families.deepseek import KimiK2Config
 from megarl.families.registry import FAMILIES, REFUSED, decoder
 from megarl.families.rotary import ROPE_TYPES, rope_parameters
 from megarl.hub import local_folder
@@ -17,6 +20,14 @@ SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"
 )  # fmt: skip
 VOCAB_MULTIPLE = 8  # each rank's embedding shard has a multiple of this many rows; padding rows are never trained
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """Loads the HF config of a folder, of a type that transformers or megarl knows. Checks nothing."""
+    if json.loads((folder / "config.json").read_text()).get("model_type") == KimiK2Config.model_type:
+        return KimiK2Config.from_pretrained(folder)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    return config
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -29,7 +40,7 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         fields = json.loads((folder / "config.json").read_text())
         kind = fields.get("model_type")
-        config = AutoConfig.from_pretrained(folder) if kind in FAMILIES else None
+        config = load_config(folder) if kind in FAMILIES else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
@@ -101,10 +112,39 @@ def _check_experts(path: str, config: PretrainedConfig) -> None:
             f"actor.path={path} has num_experts_per_tok=1 and normalised weights: all weights are 1, so its router "
             "gets no gradient; use more experts per token"
         )
+    if moe.score == "sigmoid":
+        _check_sigmoid_router(path, config, moe)
     if getattr(config, "router_jitter_noise", 0.0):
         raise UserError(
             f"actor.path={path} has router_jitter_noise={config.router_jitter_noise}: routing must be deterministic; "
             "set it to 0 in config.json"
+        )
+
+
+def _check_sigmoid_router(path: str, config: PretrainedConfig, moe: Experts) -> None:
+    """Refuses traits of DeepSeek's relatives that Megatron's router and the latent attention here lack."""
+    kind = f"actor.path={path} is a '{config.model_type}' model with"
+    for name, supported in (
+        ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1), ("rope_interleave", True),
+        ("norm_topk_prob", True),
+    ):  # fmt: skip
+        if (value := getattr(config, name, supported)) != supported:
+            raise UserError(f"{kind} {name}={value}; supported is {supported}: use another model")
+    rope = rope_parameters(config)[0]
+    if rope.get("rope_type") == "yarn" and rope.get("partial_rotary_factor", 1.0) < 1.0:
+        raise UserError(f"{kind} rope_type=yarn and heads rotated in part; supported is default: use another model")
+    if isinstance(decoder(config).attention, LatentAttention) and config.attention_bias:
+        raise UserError(f"{kind} attention_bias=true; latent attention has no biases here: use another model")
+    if moe.count % moe.groups or not 1 <= moe.topk_groups <= moe.groups:
+        raise UserError(
+            f"{kind} n_group={moe.groups} and topk_group={moe.topk_groups}: the groups must divide {moe.count} "
+            "experts, and topk_group be from 1 to n_group; correct its config.json"
+        )
+    # A group's score is the sum of its two best experts, and Megatron's that of topk / topk_group (moe_utils.py:658).
+    if 1 < moe.groups != moe.topk_groups and moe.topk != 2 * moe.topk_groups:
+        raise UserError(
+            f"{kind} num_experts_per_tok={moe.topk} and topk_group={moe.topk_groups}; supported are twice as many "
+            "experts as groups: use another model"
         )
 
 

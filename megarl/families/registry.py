@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megarl.families import gemma3, gpt_oss, llama, mixtral, qwen
+from megarl.families import deepseek, gemma3, glm, gpt_oss, llama, mixtral, qwen
 from megarl.families.blocks import Decoder
 
 
@@ -62,6 +62,10 @@ FAMILIES = {
     "qwen2": Family(qwen.qwen2),
     "qwen3": Family(qwen.qwen3),
     "qwen3_moe": Family(qwen.qwen3_moe, experts=True, sglang_ties_head=False),
+    "deepseek_v3": Family(deepseek.deepseek_v3, experts=True, sglang_ties_head=False),
+    "glm4_moe": Family(glm.glm4_moe, experts=True, sglang_ties_head=False),
+    "glm4_moe_lite": Family(glm.glm4_moe_lite, experts=True, sglang_ties_head=False),
+    "kimi_k2": Family(deepseek.deepseek_v3, experts=True, sglang_ties_head=False),
 }
 
 

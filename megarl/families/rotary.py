@@ -19,7 +19,7 @@ def rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def rotary_inv_freq(config: PretrainedConfig) -> torch.Tensor:
-    """Computes the rotary frequencies `[head_dim / 2]`, or `[layer types, head_dim / 2]` where layers differ."""
+    """Computes the rotary frequencies `[rotary dim / 2]`, or `[layer types, rotary dim / 2]` where layers differ."""
     parameters = rope_parameters(config)
     tables = [_table(config, rope, None if len(parameters) == 1 else kind)[0] for rope, kind in _kinds(parameters)]
     return tables[0] if len(tables) == 1 else torch.stack(tables)
@@ -46,6 +46,7 @@ def _table(config: PretrainedConfig, rope: dict[str, Any], layer_type: str | Non
     kind = rope.get("rope_type", "default")
     if kind == "default":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim = int(dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     table, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)

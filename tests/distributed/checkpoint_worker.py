@@ -15,6 +15,7 @@ from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.weights import hf_weights
+from megarl.actor.weights.block_shards import is_buffer
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
@@ -37,6 +38,7 @@ MOE: dict[str, dict[str, Any]] = {
     "ep4": {"ep_size": 4},
     "tp2ep2etp1": {"tp_size": 2, "ep_size": 2, "etp_size": 1, "sequence_parallel": True},
     "tp2ep2": {"tp_size": 2, "ep_size": 2, "sequence_parallel": True},
+    "pp2ep2": {"pp_size": 2, "ep_size": 2},
     "ep2grouped": {"ep_size": 2, "experts": "grouped"},
     "tp2ep2grouped": {"tp_size": 2, "ep_size": 2, "sequence_parallel": True, "experts": "grouped"},
 }
@@ -83,10 +85,13 @@ def train(engine: MegatronEngine, scalar: bool) -> list[float]:
 
 
 def poison(engine: MegatronEngine) -> None:
-    """Fills parameters and optimizer state with NaN. Elements that a load does not write stay NaN."""
+    """Fills parameters, buffers and optimizer state with NaN. Elements that a load does not write stay NaN."""
     with torch.no_grad():
         for param in hf_weights.parameters(engine.modules):
             param.fill_(math.nan)
+        for shard in engine.shards():
+            if is_buffer(shard.name):
+                shard.view.fill_(math.nan)
         for owned in engine._state._owned():
             for value in (owned.main, *owned.inner.state[owned.main].values()):
                 value.fill_(math.nan)

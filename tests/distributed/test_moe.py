@@ -42,6 +42,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "qwen3_moe", "tied": True, "vocab_size": 341, "num_hidden_layers": 4, "mlp_only_layers": [2],
         "decoder_sparse_step": 1, "norm_topk_prob": False, "attention_bias": True, "num_experts_per_tok": 3,
     },
+    "deepseek_v3": {"family": "deepseek_v3", "tied": False, "vocab_size": 343, "num_hidden_layers": 4},
+    "moonlight": {  # queries without a latent vector, several shared experts, no groups
+        "family": "deepseek_v3", "tied": True, "vocab_size": 341, "num_hidden_layers": 4, "q_lora_rank": None,
+        "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    },
+    "glm4_moe": {"family": "glm4_moe", "tied": False, "vocab_size": 343, "num_hidden_layers": 4},
 }  # fmt: skip
 CASES = [(world, layout) for world, layouts in LAYOUTS.items() for layout in layouts]
 

@@ -11,6 +11,7 @@ Not covered: kernels, tensors in GPU memory, and packages that are absent here, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import logging
@@ -46,6 +47,7 @@ def built(checkpoint: Path, dtype: str) -> torch.nn.Module:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap, parallel_state
     from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader import loader
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
@@ -60,9 +62,11 @@ def built(checkpoint: Path, dtype: str) -> torch.nn.Module:
         bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
     initialize_moe_config()
     model_config = ModelConfig.from_server_args(arguments)
+    yarn = functools.partial(factory.DeepseekScalingRotaryEmbedding, device="cpu")  # its default is "cuda"
     with (
         set_default_torch_dtype(model_config.dtype),
         mock.patch.object(torch.cuda, "Stream"),
+        mock.patch.object(factory, "DeepseekScalingRotaryEmbedding", yarn),
     ):
         model = loader._initialize_model(model_config, LoadConfig(), None)
     check_plain(model)

@@ -14,7 +14,8 @@ from megarl.rollout.servers.server_config import free_ports
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/sglang/geometry_worker.py"
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss")
+LATENT = ("deepseek_v3", "moonlight", "glm4_moe_lite")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", *LATENT)
 
 
 def ranks_of(
@@ -79,11 +80,13 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     """Without the CPU's padding, as SGLang builds models on a GPU."""
-    checkpoints = [tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen3_moe", "mixtral")]
+    families = ("llama", "qwen3_moe", "mixtral", "glm4_moe")
+    checkpoints = [tiny_checkpoint(family, tied=False, kv_heads=1) for family in families]
+    checkpoints += [tiny_checkpoint(family, tied=False) for family in LATENT]
     reports = ranks_of(checkpoints, tp_size=2, ep_size=2, padded=False)
     check(reports, len(checkpoints))
     for first, second in zip(*reports, strict=True):
         experts = [{n for n in report["names"] if ".experts." in n} for report in (first, second)]
         assert not experts[0] & experts[1]
         shared = set(first["names"]) & set(second["names"])
-        assert any("k_proj" in name for name in shared)
+        assert any("k_proj" in name or "kv_a_proj" in name for name in shared)

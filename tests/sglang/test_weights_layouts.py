@@ -182,6 +182,29 @@ def test_experts_of_a_trainer_with_expert_parallelism_reach_a_server_that_cuts_t
     served.servers.stop()
 
 
+def test_latent_attention_and_biased_routers_answer_as_transformers_after_syncs(
+    serve: Callable[..., SGLangServers], trainer_of: Callable[[int], Trainer], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """SGLang's own arrangements of `kv_b_proj` follow, and the bias of the choice of experts arrives in float32."""
+    checkpoint = tiny_checkpoint("deepseek_v3", tied=False)
+    served = Served(serve(checkpoint))
+    trainer = trainer_of(2)
+    first, _ = trainer.run(
+        family="deepseek_v3",
+        checkpoint=str(checkpoint),
+        layout={"tp_size": 2, "sequence_parallel": True, "ep_size": 2, "etp_size": 1},
+        addresses=served.addresses,
+        api_key=served.servers.api_key,
+        versions=[1, 2],
+        reshard=RESHARD,
+    )
+    assert [line[0] for line in first] == [1, 2]
+    model = AutoModelForCausalLM.from_pretrained(trainer.exported, dtype=torch.float32).eval()
+    start = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    assert served.difference(model) < TOLERANCE < served.difference(start)
+    served.servers.stop()
+
+
 def with_stacked_experts(weights: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
     """`weights` with the experts stacked as on rank `rank` of 2 on CPU, padded to 32 neurons a rank."""
     stacked = {name: tensor for name, tensor in weights.items() if ".experts." not in name}

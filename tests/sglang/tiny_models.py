@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -21,6 +26,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megarl.families.deepseek import KimiK2Config
+
 VOCAB_SIZE = 344
 CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
@@ -31,8 +38,46 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "gemma3_text": Gemma3TextConfig,
     "gpt_oss": GptOssConfig,
+    "deepseek_v3": DeepseekV3Config,
+    "moonlight": DeepseekV3Config,
+    "kimi_k2": KimiK2Config,
+    "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
 }
+SIGMOID_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "n_shared_experts": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid",
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 40, "kv_lora_rank": 28, "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 10,
+    "num_key_value_heads": 4, "head_dim": None, "topk_method": "noaux_tc",
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+DENSE_FIRST = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
 EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **SIGMOID_EXPERTS,
+        **LATENT,
+        **DENSE_FIRST,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_layer_freq": 1,
+        "rope_parameters": YARN,
+    },
+    "glm4_moe": {**SIGMOID_EXPERTS, **DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": {**SIGMOID_EXPERTS, **LATENT, **DENSE_FIRST},
+    "kimi_k2": {**SIGMOID_EXPERTS, **LATENT, **DENSE_FIRST, "moe_layer_freq": 1, "rope_parameters": YARN},
+    "moonlight": {
+        **SIGMOID_EXPERTS,
+        **LATENT,
+        **DENSE_FIRST,
+        "moe_layer_freq": 1,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+    },
     "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
@@ -54,16 +99,21 @@ def make_model(family: str, tied: bool, seed: int, kv_heads: int = 2) -> torch.n
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": 1,
+        **({} if family == "qwen2" else {"head_dim": 16}),  # Qwen2 has no such field: it is hidden / heads
         **EXPERTS.get(family, {}),
     }
-    if family != "qwen2":  # Qwen2 has no such field: its head size is hidden / heads
-        shape["head_dim"] = 16
+    shape = {name: value for name, value in shape.items() if (name, value) != ("head_dim", None)}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**shape), dtype=torch.float32)
+    config = CONFIGS[family](**shape)
+    if isinstance(config, KimiK2Config):  # transformers knows the class, under DeepSeek's name
+        model: torch.nn.Module = DeepseekV3ForCausalLM._from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # The default initialisation is so small that a random model answers alike whatever it is asked; norms and biases
     # are constant in it, so that two of them swapped would go unseen.
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+        for name, parameter in itertools.chain(model.named_parameters(), biases):
             centre = 1.0 if "norm" in name else 0.0
             parameter.copy_(centre + 0.15 * torch.randn_like(parameter))
     return model.eval()

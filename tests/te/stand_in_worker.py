@@ -165,8 +165,8 @@ def bits_of(folder: Path) -> dict[str, Tensor]:
     kinds = ["weight", "exp_avg", "exp_avg_sq", *(["main"] if stored.dtype != torch.float32 else [])]
     return {
         f"{kind} {name}": stored.read(kind, name, (0,) * len(shape), shape)
-        for kind in kinds
         for name, shape in stored.shapes.items()
+        for kind in (kinds if stored.kinds[name] == "weight" else [stored.kinds[name]])
     }
 
 

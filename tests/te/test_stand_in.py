@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "gpt_oss": {"family": "gpt_oss", "tied": False},
+    "latent": {"family": "deepseek_v3", "tied": False},  # a dense layer and a sparse one
 }  # fmt: skip
 SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
 # In place of recompute, too: knobs of experts, a layer offloaded, bfloat16, or a fusion that is off.
@@ -62,6 +63,9 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mha", {}, SHARED),
         ("mixtral", {}, SHARED),
         ("qwen3", {}, OFFLOADED),
+        ("latent", {}, "none"),
+        ("latent", {}, "selective"),
+        ("latent", {}, SHARED),
         *(("qwen3", {}, fusion) for fusion in WITHOUT),
         ("qwen3_moe", {}, "accumulation"),
         *((model, {}, SIXTEEN) for model in ("llama_biased", "qwen3_moe")),
@@ -79,6 +83,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "flex"),
         ("qwen3_moe", {"dp_size": 2, "ep_size": 2}, "flex"),
+        ("latent", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
+        ("latent", {"cp_size": 2, "ep_size": 2}, "none"),
         ("llama_biased", {"tp_size": 2}, SHARED),
         ("qwen3", SP, SHARED),
         ("qwen2_tied", {"pp_size": 2}, SHARED),
@@ -206,12 +212,12 @@ def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> No
         expected |= {"RecomputingMLP"}
     if option == "sequential":
         expected |= {"SequentialMLP", "ColumnParallelLinear", "RowParallelLinear"}
-    elif name.startswith(("mixtral", "qwen3_moe", "gpt_oss")):
+    elif name.startswith(("mixtral", "qwen3_moe", "gpt_oss", "latent")):
         expected |= {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
     expected = (expected - {"TEDotProductAttention"}) | {"SharedPromptAttention"} if SHARED in name else expected
     assert expected <= layers
     assert not layers & {"PackedAttention", "BiasedRowParallelLinear"}
-    if name.startswith(("mixtral", "qwen3_moe")):
+    if name.startswith(("mixtral", "qwen3_moe", "latent")):
         dispatcher = "MoEFlexTokenDispatcher" if "-flex-" in name else "MoEAlltoAllTokenDispatcher"
         assert facts_of(work, name)["dispatchers"] == [[dispatcher, True]]
     assert facts_of(work, name)["kernels"].startswith("transformer_engine.")

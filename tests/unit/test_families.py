@@ -15,6 +15,8 @@ from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 
+PARTIAL_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+
 
 @pytest.mark.parametrize(
     ("family", "change", "message"),
@@ -22,7 +24,7 @@ from megarl.parallel.config import ParallelConfig
         (
             "qwen3",
             {"model_type": "mamba"},
-            "'mamba' model; supported are gemma3_text, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+            "'mamba' model; supported are .*llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
         ),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act=gelu; supported is silu"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true"),
@@ -46,6 +48,16 @@ from megarl.parallel.config import ParallelConfig
         ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0; it must be from 1 to 8"),
         ("qwen3_moe", {"decoder_sparse_step": 3}, "'qwen3_moe' model with 8 experts in 0 layers"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "8 experts in 0 layers; give it at least one"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax; supported is sigmoid"),
+        ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method=.*; supported is noaux_tc"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False; supported is True"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias=true; latent attention has no biases"),
+        ("deepseek_v3", {"n_group": 3}, "n_group=3 and topk_group=2: the groups must divide 8 experts"),
+        ("deepseek_v3", {"topk_group": 5}, "n_group=4 and topk_group=5: .* from 1 to n_group"),
+        ("deepseek_v3", {"num_experts_per_tok": 3}, "=3 and topk_group=2; supported are twice as many"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised by .fp8., which are not read"),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False; supported is True"),
+        ("glm4_moe", {"rope_parameters": PARTIAL_YARN}, "rope_type=yarn and heads rotated in part"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),
     ],
 )

@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import (
+    BUFFER,
     FACTS,
     FORMAT,
     HF,
@@ -41,6 +42,7 @@ from megarl.actor.checkpoint.stored_state import (
     shape_of,
 )
 from megarl.actor.weights import hf_files, hf_weights
+from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.hf_weights import Shard
 from megarl.hub import local_folder
 from megarl.knobs import UserError
@@ -158,7 +160,7 @@ class EngineState:
         params = sorted(hf_weights.parameters(self.modules), key=lambda p: p.data_ptr())
         starts = torch.tensor([p.data_ptr() for p in params])
         for shard in hf_weights.shards(self.modules, self.config, self.groups):
-            if shard.view.numel() == 0:
+            if shard.view.numel() == 0 or is_buffer(shard.name):
                 continue
             param = params[int(torch.searchsorted(starts, shard.view.data_ptr(), right=True)) - 1]
             owned = ranges.get(id(param))
@@ -205,8 +207,22 @@ class EngineState:
                     boxes[box]["runs"].append([first, last, rank])
         for entry in boxes.values():
             entry["runs"].sort()
+        index.update(self._buffer_index(gather_json({s.name: list(s.shape) for s in self._buffers()})))
         own_replicas = {owned.replica for owned in self._owned()}
         return index, {box for box, replica in writers.items() if replica in own_replicas}
+
+    def _buffers(self) -> list[Shard]:
+        """Lists the HF tensors in buffers on this rank. Every rank of a stage holds all of each."""
+        return [s for s in hf_weights.shards(self.modules, self.config, self.groups) if is_buffer(s.name)]
+
+    def _buffer_index(self, shapes_by_rank: list[Any]) -> dict[str, Any]:
+        """Builds the index of tensors in buffers: the lowest rank that holds one writes it as a single run."""
+        index: dict[str, Any] = {}
+        for rank, shapes in enumerate(shapes_by_rank):
+            for name, shape in shapes.items():
+                box = {"start": [0] * len(shape), "stop": shape, "runs": [[0, math.prod(shape), rank]]}
+                index.setdefault(name, {"shape": shape, "kind": BUFFER, "boxes": [box]})
+        return index
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -229,6 +245,9 @@ class EngineState:
                 for kind, values in flat.items():
                     elements = run.view_in(values).reshape(-1)[run.first : run.last]
                     tensors[key_of(kind, run.shard.name, run.shard.start)] = elements.clone()
+        for shard in self._buffers():
+            if index[shard.name]["boxes"][0]["runs"][0][2] == self.groups.rank:
+                tensors[key_of(BUFFER, shard.name, shard.start)] = shard.view.detach().flatten().cpu().clone()
         facts = {
             "format": FORMAT,
             "model": shape_of(self.config),
@@ -278,7 +297,7 @@ class EngineState:
                 param.zero_()  # padding of the vocabulary stays zero
             for shard in hf_weights.shards(self.modules, self.config, self.groups):
                 if shard.view.numel():
-                    weights = stored.read("weight", shard.name, shard.start, shard.stop)
+                    weights = stored.read(stored.kinds[shard.name], shard.name, shard.start, shard.stop)
                     shard.view.copy_(weights.view(shard.view.shape))
             kinds = [] if self.dtype == torch.float32 else ["main"]
             steps = stored.facts["adam_steps"]

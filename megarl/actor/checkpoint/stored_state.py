@@ -8,7 +8,7 @@
 Coordinates refer to the HF checkpoint. A box `[start, stop)` is one model-parallel rank's part of a tensor. A run
 `[first, last)` is one data-parallel rank's part of a box, counted in the box's elements in row-major order. Every run
 is stored once per kind. Kinds are `weight`, the float32 `main` if weights are bfloat16, and Adam's `exp_avg` and
-`exp_avg_sq` after the first step.
+`exp_avg_sq` after the first step. Tensors that are not trained have the one kind `buffer`, float32.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from megarl.knobs import UserError
 
 FORMAT = 2
 FACTS, INDEX, HF = "engine.json", "index.json", "hf"
+WEIGHT, BUFFER = "weight", "buffer"  # kinds
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHAPE_FIELDS = (  # fields of a HF config that a stored state must match: tensor shapes and computation
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
@@ -76,6 +77,7 @@ class StoredState:
         self.facts = read_facts(folder)
         index = json.loads((folder / INDEX).read_text())
         self.shapes: dict[str, Place] = {name: tuple(entry["shape"]) for name, entry in index.items()}
+        self.kinds: dict[str, str] = {name: entry.get("kind", WEIGHT) for name, entry in index.items()}
         self._boxes = {name: [_box(box) for box in entry["boxes"]] for name, entry in index.items()}
         self._files: dict[int, Any] = {}
         for name, boxes in self._boxes.items():
@@ -98,7 +100,7 @@ class StoredState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights; the other kinds are float32."""
+        """Dtype of the kind `weight`; the other kinds are float32."""
         return DTYPES[self.facts["dtype"]]
 
     @property
@@ -109,7 +111,7 @@ class StoredState:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every complete weight with its HF name, in the order of `hf_weights.gather`."""
         for name, shape in self.shapes.items():
-            flat = self.read("weight", name, (0,) * len(shape), shape)
+            flat = self.read(self.kinds[name], name, (0,) * len(shape), shape)
             yield name, flat.reshape(shape)
 
     def read(self, kind: str, name: str, start: Place, stop: Place, run: tuple[int, int] | None = None) -> Tensor:
@@ -121,7 +123,7 @@ class StoredState:
         width = math.prod(shape[1:])
         first, last = run or (0, math.prod(shape))
         low, high = (first // width, -(-last // width)) if last > first else (0, 0)
-        rows = torch.empty(high - low, *shape[1:], dtype=self.dtype if kind == "weight" else torch.float32)
+        rows = torch.empty(high - low, *shape[1:], dtype=self.dtype if kind == WEIGHT else torch.float32)
         wanted = ((start[0] + low, *start[1:]), (start[0] + high, *stop[1:]))
         for box in self._boxes[name]:
             a = tuple(max(x, y) for x, y in zip(wanted[0], box.start, strict=True))

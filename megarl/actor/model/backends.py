@@ -29,6 +29,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder, MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
@@ -44,7 +46,8 @@ from megarl.actor.model.deterministic_layers import (
     RowInvariantColumnLinear,
     RowInvariantRowLinear,
 )
-from megarl.actor.model.moe import grouped_experts
+from megarl.actor.model.latent_attention import LatentParts, LatentSelfAttention, ReplicatedLinear
+from megarl.actor.model.moe import FrozenBiasRouter, grouped_experts
 from megarl.actor.model.norms import RMSNorm
 from megarl.actor.model.packed_attention import (
     OwnRotaryAttention,
@@ -57,7 +60,7 @@ from megarl.actor.model.prefix_attention import pack_segments, with_shared_promp
 from megarl.actor.model.sandwich import SandwichLayer
 from megarl.actor.model.windows_and_sinks import in_transformer_engine
 from megarl.families import decoder, rotary_inv_freq
-from megarl.families.blocks import Attention, Experts, Layer
+from megarl.families.blocks import Attention, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import rope_parameters
 from megarl.ops import row_invariant
 from megarl.parallel import megatron_patches, platform
@@ -108,6 +111,7 @@ class LayerBackend:
     windowed_attention: Any = PackedAttention  # takes `window` and `sinks`
     tables: int = 1  # of rotary frequencies, of which a layer takes one
     column_linear: Any = ColumnParallelLinear
+    replicated_linear: Any = ReplicatedLinear  # complete on every tp rank, which sees its own tokens
     norm_linear: Any = None  # a norm and the column-parallel layer behind it, in one module; None: two modules
     row_linear: Any = RowParallelLinear
     biased_row_linear: Any = BiasedRowParallelLinear
@@ -124,19 +128,24 @@ class LayerBackend:
 
     def layer_spec(self, layer: Layer) -> ModuleSpec:
         """Builds Megatron's spec of one transformer layer."""
-        sparse = isinstance(layer.mlp, Experts)
         block, params = (SandwichLayer, {"norm": self.norm}) if layer.sandwich else (TransformerLayer, {})
+        latent = isinstance(layer.attention, LatentAttention)
         parts = TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if self.norm_linear else self.norm,
+            input_layernorm=self.norm if latent or not self.norm_linear else IdentityOp,
             self_attention=self._attention(layer.attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp if self.norm_linear and not sparse else self.norm,
+            pre_mlp_layernorm=IdentityOp if self.norm_linear and isinstance(layer.mlp, Mlp) else self.norm,
             mlp=self._experts(layer.mlp) if isinstance(layer.mlp, Experts) else self._mlp(),
             mlp_bda=get_bias_dropout_add,
         )
         return ModuleSpec(block, params, parts)
 
-    def _attention(self, block: Attention) -> ModuleSpec:
+    def _attention(self, block: Attention | LatentAttention) -> ModuleSpec:
+        if isinstance(block, LatentAttention):
+            latent_parts = LatentParts(
+                self.replicated_linear, self.column_linear, self.norm, self.attention, self.row_linear
+            )
+            return ModuleSpec(LatentSelfAttention, {"shape": block, "parts": latent_parts})
         head_norm = self.qk_norm if block.qk_norm else IdentityOp
         parts = SelfAttentionSubmodules(
             linear_qkv=self.norm_linear or self.column_linear,
@@ -164,7 +173,15 @@ class LayerBackend:
         row_linear = ExpertRowLinear if block.biased else RowParallelLinear
         parts = MLPSubmodules(ColumnParallelLinear, row_linear, self.gated_activation)
         experts = self.experts or partial(SequentialMLP, submodules=parts)
-        return partial(MoELayer, submodules=MoESubmodules(experts=experts))
+        shared = MLPSubmodules(self.column_linear, self.row_linear, self.gated_activation)
+        return partial(
+            MoELayer,
+            submodules=MoESubmodules(
+                experts=experts,
+                shared_experts=partial(SharedExpertMLP, submodules=shared) if block.shared_width else None,
+                router=FrozenBiasRouter if block.selection_bias else TopKRouter,
+            ),
+        )
 
 
 def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> LayerBackend:
@@ -175,7 +192,7 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
         te = _transformer_engine(config.shared_prefix, config.recompute)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
     elif name == "cpu":
-        backend = _cpu(rotary_inv_freq(model))
+        backend = _cpu(decoder(model).attention, rotary_inv_freq(model))
     else:
         backend = _deterministic() if name == "deterministic" else _torch()
     return _with_experts(_fitted(backend, model), config)
@@ -265,6 +282,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
         attention=with_shared_prompts(attention) if shared_prefix else attention,
         windowed_attention=in_transformer_engine(attention),
         column_linear=fused_layers.accumulating(column_linear),
+        replicated_linear=fused_layers.accumulating(fused_layers.replicated(provider.linear())),
         norm_linear=fused_layers.accumulating(norm_linear),
         row_linear=row_linear,
         biased_row_linear=partial(row_linear, biased=True),
@@ -278,21 +296,29 @@ def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
     )
 
 
-def _cpu(inv_freq: Tensor) -> LayerBackend:
-    """Builds the backend of `megarl/cpu`. Its layers fall back to the torch layers for sequences cut over ranks."""
+def _cpu(block: Attention | LatentAttention, inv_freq: Tensor) -> LayerBackend:
+    """Builds the backend of `megarl/cpu`. Its layers fall back to the torch layers for sequences cut over ranks.
+
+    Its attention rotates entire heads. Latent attention, and heads rotated in part, have the torch layers.
+    """
     from megarl.cpu import layers
 
     plain = _torch()
     norm = layers.fused_rms_norm(RMSNorm)
-    return dataclasses.replace(
+    fused = dataclasses.replace(
         plain,
         name="cpu",
-        pack=layers.packing(plain.pack, inv_freq),
-        rotary=layers.NoRotary,
         norm=norm,
         qk_norm=norm,
-        attention=layers.fused_attention(PackedAttention),
         gated_activation=layers.FusedSwiGLU,
         # With this field, Megatron passes gate and up as one tensor to the spec's activation module.
         config_fields={"activation_func": F.silu, "use_te_activation_func": True},
+    )
+    if isinstance(block, LatentAttention) or 2 * len(inv_freq) < block.head_dim:
+        return fused
+    return dataclasses.replace(
+        fused,
+        pack=layers.packing(plain.pack, inv_freq),
+        rotary=layers.NoRotary,
+        attention=layers.fused_attention(PackedAttention),
     )

@@ -15,7 +15,7 @@ from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
 from megarl.actor.model.moe import clear_expert_marks, moe_fields
 from megarl.families import decoder, is_scalar, padded_vocab_size, rotary_inv_freq
-from megarl.families.blocks import Decoder
+from megarl.families.blocks import Decoder, LatentAttention
 from megarl.parallel import megatron_patches, platform
 from megarl.parallel.groups import Groups
 
@@ -44,6 +44,7 @@ def transformer_config(
         num_attention_heads=attention.heads,
         num_query_groups=attention.kv_heads,
         kv_channels=attention.head_dim,
+        rotary_interleaved=isinstance(attention, LatentAttention),
         layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,

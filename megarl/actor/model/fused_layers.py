@@ -32,6 +32,11 @@ def accumulating(module: Any) -> Callable[..., torch.nn.Module]:
     return build
 
 
+def replicated(linear: Any) -> Callable[..., torch.nn.Module]:
+    """Returns a builder of Transformer Engine's layer `linear` that every tp rank holds completely."""
+    return partial(linear, parallel_mode="duplicated", skip_weight_param_allocation=False)
+
+
 def accumulating_experts(experts: Any) -> Any:
     """Returns the builder of Megatron's grouped experts with linear layers that add weight gradients to `main_grad`."""
     parts = experts.keywords["submodules"]

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -21,8 +22,9 @@ def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutat
     """Builds the fields of Megatron's `TransformerConfig` for the model's experts.
 
     A token's weights are the softmax over all experts, cut to the largest `topk`. Megatron calls this pre-softmax. In
-    models with normalised weights these `topk` sum to 1, which equals the softmax over them alone. Routing drops no
-    token and adds no load-balancing loss, so it does not depend on the other tokens of a microbatch.
+    models with normalised weights these `topk` sum to 1, which equals the softmax over them alone. Sigmoid scores are
+    always normalised. Routing drops no token and adds no load-balancing loss, so it does not depend on the other tokens
+    of a microbatch. A bias of the choice of experts stays as it was loaded.
 
     Args:
         dispatcher: `actor.moe_dispatcher`. Both take microbatches of different lengths, as `allgather` does not.
@@ -37,7 +39,13 @@ def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutat
         "moe_layer_freq": [int(sparse) for sparse in model.sparse],
         "moe_ffn_hidden_size": experts.width,
         "moe_router_topk": experts.topk,
-        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalized,
+        "moe_router_score_function": experts.score,
+        "moe_router_enable_expert_bias": experts.selection_bias,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.topk_groups if experts.groups > 1 else None,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
+        "moe_shared_expert_intermediate_size": experts.shared_width or None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
@@ -46,6 +54,18 @@ def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutat
         "moe_flex_dispatcher_backend": "deepep",
         "moe_permute_fusion": fused_permutation,
     }
+
+
+class FrozenBiasRouter(TopKRouter):
+    """Router whose bias of the choice of experts stays as it was loaded.
+
+    Its update balances experts in pretraining. A step of RL or of fine-tuning has too few tokens for that, and servers
+    would route by another bias until the next sync.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        setattr(self, "frozen_expert_bias", True)  # noqa: B010 (only Megatron's finalize_model_grads reads it)
 
 
 class GroupedLinear(torch.nn.Module):

@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.actor.weights.shard_spec import ShardSpec, Stage
-from megarl.families.blocks import Attention, Experts, Mlp
+from megarl.families.blocks import Attention, Experts, LatentAttention, Mlp
+
+SELECTION_BIAS = ".e_score_correction_bias"  # end of the HF name; a float32 buffer of Megatron, not trained
 
 
-def attention_shards(stage: Stage, block: Attention, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
-    """Yields the shards of grouped-query attention."""
+def is_buffer(name: str) -> bool:
+    """True if a HF tensor is a float32 buffer of Megatron in models of any dtype, and not trained."""
+    return name.endswith(SELECTION_BIAS)
+
+
+def attention_shards(
+    stage: Stage, block: Attention | LatentAttention, hidden: int, prefix: str, native: str
+) -> Iterator[ShardSpec]:
+    """Yields the shards of attention."""
+    if isinstance(block, LatentAttention):
+        yield from latent_attention_shards(stage, block, hidden, prefix, native)
+        return
     yield from _qkv(stage, block, hidden, prefix, native, "weight")
     if block.qkv_bias:
         yield from _qkv(stage, block, hidden, prefix, native, "bias")
@@ -27,6 +39,27 @@ def attention_shards(stage: Stage, block: Attention, hidden: int, prefix: str, n
         share = block.heads // stage.size
         param = f"{native}.core_attention.softmax_offset"
         yield stage.rows(f"{prefix}.sinks", param, (block.heads,), stage.rank * share, share)
+
+
+def latent_attention_shards(
+    stage: Stage, block: LatentAttention, hidden: int, prefix: str, native: str
+) -> Iterator[ShardSpec]:
+    """Yields the shards of latent attention. Projections to latent vectors are complete on every tp rank."""
+    if block.query_rank:
+        query = f"{native}.linear_q_down_proj.weight"
+        yield stage.replicated(f"{prefix}.q_a_proj.weight", query, block.query_rank, hidden)
+        yield stage.replicated(f"{prefix}.q_a_layernorm.weight", f"{native}.q_layernorm.weight", block.query_rank)
+        up, shape = f"{native}.linear_q_up_proj.weight", (block.q_size, block.query_rank)
+        yield stage.share_of_rows(f"{prefix}.q_b_proj.weight", up, *shape)
+    else:
+        yield stage.share_of_rows(f"{prefix}.q_proj.weight", f"{native}.linear_q_proj.weight", block.q_size, hidden)
+    down, rows = f"{native}.linear_kv_down_proj.weight", block.kv_rank + block.rotary_dim
+    yield stage.replicated(f"{prefix}.kv_a_proj_with_mqa.weight", down, rows, hidden)
+    yield stage.replicated(f"{prefix}.kv_a_layernorm.weight", f"{native}.kv_layernorm.weight", block.kv_rank)
+    up = f"{native}.linear_kv_up_proj.weight"
+    yield stage.share_of_rows(f"{prefix}.kv_b_proj.weight", up, block.kv_rows, block.kv_rank)
+    width = block.heads * block.value_dim
+    yield stage.columns(f"{prefix}.o_proj.weight", f"{native}.linear_proj.weight", hidden, width)
 
 
 def _qkv(stage: Stage, block: Attention, hidden: int, prefix: str, native: str, kind: str) -> Iterator[ShardSpec]:
@@ -60,11 +93,16 @@ def mlp_shards(stage: Stage, block: Mlp, hidden: int, prefix: str, native: str) 
 
 
 def router_shards(stage: Stage, block: Experts, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
-    """Yields the shards of the router, which every rank of a mixture of experts holds."""
-    name = f"{prefix}.{block.names.block}.{block.names.router}"
-    yield stage.replicated(f"{name}.weight", f"{native}.router.weight", block.count, hidden)
+    """Yields the shards of the router, which every rank of a mixture of experts holds, and of the shared experts."""
+    gate = f"{prefix}.{block.names.block}.{block.names.router}"
+    yield stage.replicated(f"{gate}.weight", f"{native}.router.weight", block.count, hidden)
     if block.biased:
-        yield stage.replicated(f"{name}.bias", f"{native}.router.bias", block.count)
+        yield stage.replicated(f"{gate}.bias", f"{native}.router.bias", block.count)
+    if block.selection_bias:
+        yield stage.replicated(f"{gate}{SELECTION_BIAS}", f"{native}.router.expert_bias", block.count)
+    if block.shared_width:
+        shared = f"{prefix}.{block.names.block}.{block.names.shared}"
+        yield from mlp_shards(stage, Mlp(block.shared_width), hidden, shared, f"{native}.shared_experts")
 
 
 def expert_shards(

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.weights import hf_files
+from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import SCORE, shard_specs, tensor_shapes, world_table
 from megarl.families import decoder
@@ -71,7 +72,7 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     Raises:
         RuntimeError: the table and the parameters do not match.
     """
-    named = [dict(module.named_parameters()) for module in modules]
+    named = [{**dict(module.named_parameters()), **_buffers(module)} for module in modules]
     result, bound = [], set()
     for spec in shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)):
         name, param = native(named[spec.stage], spec)
@@ -88,7 +89,12 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     return result
 
 
-def native(params: dict[str, torch.nn.Parameter], spec: ShardSpec) -> tuple[str, torch.nn.Parameter]:
+def _buffers(module: GPTModel) -> dict[str, Tensor]:
+    """Buffers that hold HF tensors: routers' biases of the choice of experts, by name."""
+    return {name: buffer for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias")}
+
+
+def native(params: dict[str, Tensor], spec: ShardSpec) -> tuple[str, Tensor]:
     """Finds the shard's parameter and its name, under the names of both layer specs."""
     if spec.param in params:
         return spec.param, params[spec.param]
@@ -166,6 +172,8 @@ def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, g
         for shard in shards(modules, config, groups):
             if shard.name.endswith("norm.weight"):
                 shard.view.fill_(0.0 if zero_centered else 1.0)
+            elif is_buffer(shard.name):
+                shard.view.zero_()
             elif not shard.name.endswith(".bias"):
                 if shard.name != name:
                     name, full = shard.name, _drawn(shard, seed) * config.initializer_range
@@ -186,9 +194,10 @@ def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     several ranks hold the same box, the lowest rank sends it.
     """
     local_views = {(s.name, s.start): s.view for s in shards(modules, config, groups)}
-    dtype, senders = next(parameters(modules)).dtype, _senders(config, groups)
+    params_dtype, senders = next(parameters(modules)).dtype, _senders(config, groups)
     gather_json(groups.rank)  # NCCL connects all ranks here: a batch of sends connects the world, and waits for all
     for name, shape in tensor_shapes(config).items():
+        dtype = torch.float32 if is_buffer(name) else params_dtype
         if groups.rank != 0:
             boxes = senders[name].get(groups.rank)
             if boxes is not None:

@@ -42,6 +42,11 @@ class Stage:
         """Shard of the full tensor, replicated on every rank."""
         return self.rows(name, param, shape, 0, shape[0])
 
+    def share_of_rows(self, name: str, param: str, height: int, width: int) -> ShardSpec:
+        """Shard of the rank's equal share of the rows."""
+        share = height // self.size
+        return self.rows(name, param, (height, width), self.rank * share, share)
+
     def columns(self, name: str, param: str, height: int, width: int) -> ShardSpec:
         """Shard of the rank's equal share of the columns."""
         share = width // self.size

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.families.blocks import Attention, Experts, Mlp
+from megarl.families.blocks import Attention, Experts, LatentAttention, Mlp
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box
 
@@ -102,7 +102,32 @@ def attention_parameters(block: Attention, padded: Attention, hidden: int, rank:
             yield stacked(norm, [(norm, full_span(dim))])
 
 
-def mlp_parameters(block: Mlp, padded: Mlp, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:
+def latent_parameters(block: LatentAttention, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:
+    """Yields the parameters of latent attention, named within the layer. SGLang pads none of them on CPU.
+
+    Raises:
+        UserError: the ranks do not divide the heads.
+    """
+    rank.check_divides("attention heads", block.heads, rank.tp_size)
+    full, kv = full_span(hidden), ("self_attn.kv_a_proj_with_mqa.weight", full_span(block.kv_rank + block.rotary_dim))
+    q_rank, kv_rank = full_span(block.query_rank), full_span(block.kv_rank)
+    q_span = rank.span(block.q_size, block.q_size)
+    if block.query_rank:
+        rows = [("self_attn.q_a_proj.weight", q_rank), kv]
+        yield stacked("self_attn.fused_qkv_a_proj_with_mqa.weight", rows, full)
+        yield stacked("self_attn.q_a_layernorm.weight", [("self_attn.q_a_layernorm.weight", q_rank)])
+        yield stacked("self_attn.q_b_proj.weight", [("self_attn.q_b_proj.weight", q_span)], q_rank)
+    else:
+        yield stacked("self_attn.q_proj.weight", [("self_attn.q_proj.weight", q_span)], full)
+        yield stacked("self_attn.kv_a_proj_with_mqa.weight", [kv], full)
+    yield stacked("self_attn.kv_a_layernorm.weight", [("self_attn.kv_a_layernorm.weight", kv_rank)])
+    up = rank.span(block.kv_rows, block.kv_rows)
+    yield stacked("self_attn.kv_b_proj.weight", [("self_attn.kv_b_proj.weight", up)], kv_rank)
+    width = block.heads * block.value_dim
+    yield stacked("self_attn.o_proj.weight", [("self_attn.o_proj.weight", full)], rank.span(width, width))
+
+
+def mlp_parameters(block: Mlp, padded: Mlp, hidden: int, rank: TpRank, name: str = "mlp") -> Iterator[ServerParameter]:
     """Yields the parameters of a gated MLP, named within the layer.
 
     Raises:
@@ -110,9 +135,9 @@ def mlp_parameters(block: Mlp, padded: Mlp, hidden: int, rank: TpRank) -> Iterat
     """
     rank.check_divides("MLP neurons", padded.width, rank.tp_size)
     span, full = rank.span(block.width, padded.width), full_span(hidden)
-    gate_up = [(f"mlp.{n}.weight", span) for n in ("gate_proj", "up_proj")]
-    yield stacked("mlp.gate_up_proj.weight", gate_up, full)
-    yield stacked("mlp.down_proj.weight", [("mlp.down_proj.weight", full)], span)
+    gate_up = [(f"{name}.{n}.weight", span) for n in ("gate_proj", "up_proj")]
+    yield stacked(f"{name}.gate_up_proj.weight", gate_up, full)
+    yield stacked(f"{name}.down_proj.weight", [(f"{name}.down_proj.weight", full)], span)
 
 
 def expert_parameters(block: Experts, padded: Experts, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:
@@ -131,6 +156,12 @@ def expert_parameters(block: Experts, padded: Experts, hidden: int, rank: TpRank
         yield stacked(f"{router}.bias", [(f"{router}.bias", full_span(block.count))])
         yield from _interleaved_experts(block, padded, hidden, rank)
         return
+    if block.selection_bias:
+        bias = f"{router}.e_score_correction_bias"
+        yield stacked(bias, [(bias, full_span(block.count))])
+    if block.shared_width:
+        shared = f"{names.block}.{names.shared}"
+        yield from mlp_parameters(Mlp(block.shared_width), Mlp(padded.shared_width), hidden, rank, shared)
     local = block.count // rank.ep_size
     first = rank.tp_rank // ranks * local
     share = padded.width // ranks

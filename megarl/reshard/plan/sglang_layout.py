@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megarl.families import FAMILIES, decoder
-from megarl.families.blocks import Decoder, Experts, Layer, Mlp
+from megarl.families.blocks import Attention, Decoder, Experts, LatentAttention, Layer, Mlp
 from megarl.families.llama import head_dim
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
@@ -34,6 +34,7 @@ from megarl.reshard.plan.sglang_blocks import (
     attention_parameters,
     expert_parameters,
     full_span,
+    latent_parameters,
     mlp_parameters,
     round_up,
     stacked,
@@ -111,7 +112,11 @@ class Geometry:
         outer = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if layer.sandwich else ()
         for norm in ("input_layernorm", "post_attention_layernorm", *outer):
             yield stacked(f"{norm}.weight", [(f"{norm}.weight", full_span(hidden))])
-        yield from attention_parameters(layer.attention, padded.attention, hidden, self.rank)
+        if isinstance(layer.attention, LatentAttention):
+            yield from latent_parameters(layer.attention, hidden, self.rank)
+        else:
+            assert isinstance(padded.attention, Attention)
+            yield from attention_parameters(layer.attention, padded.attention, hidden, self.rank)
         if isinstance(layer.mlp, Experts):
             assert isinstance(padded.mlp, Experts)
             yield from expert_parameters(layer.mlp, padded.mlp, hidden, self.rank)

@@ -92,3 +92,5 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
         return list(live_fragments(model.named_parameters(), geometry))
 
     server_rank.carry_out(order, fragments, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
+    if (rearrange := getattr(model, "post_load_weights", None)) is not None:
+        rearrange()  # latent attention: SGLang keeps other arrangements of kv_b_proj

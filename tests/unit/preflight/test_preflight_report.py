@@ -48,6 +48,11 @@ PUBLISHED = {
     "lmsys/gpt-oss-120b-bf16": 116.83,
     "openai/gpt-oss-20b": 20.91,
     "openai/gpt-oss-120b": 116.83,
+    "deepseek-ai/DeepSeek-V3": 671,
+    "moonshotai/Moonlight-16B-A3B": 16,
+    "moonshotai/Kimi-K2-Instruct": 1026,
+    "zai-org/GLM-4.5-Air": 106,
+    "zai-org/GLM-4.7-Flash": 30,
 }
 
 

@@ -14,7 +14,10 @@ from transformer_engine.signatures import taken
 def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Tensor:
     """Rotates `t [tokens, heads, dim]` by `freqs [longest, 1, 1, dim]`; under cp, in zigzag order."""
     a = taken(
-        "attention.rope.apply_rotary_pos_emb", "t freqs tensor_format fused cu_seqlens cp_size cp_rank", args, kwargs
+        "attention.rope.apply_rotary_pos_emb",
+        "t freqs tensor_format interleaved fused cu_seqlens cp_size cp_rank",
+        args,
+        kwargs,
     )
     assert a.fused, "the stand-in of Transformer Engine lacks the unfused function"
     assert a.tensor_format == "thd", a.tensor_format
@@ -32,5 +35,8 @@ def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Tensor:
     angles = a.freqs[torch.cat(places), 0]
     half = angles.shape[-1] // 2
     turned, rest = a.t[..., : 2 * half].float(), a.t[..., 2 * half :]
-    crossed = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+    if a.interleaved:  # neighbours turn together, each by the angle at its own place
+        crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    else:
+        crossed = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
     return torch.cat(((turned * angles.cos() + crossed * angles.sin()).to(a.t.dtype), rest), dim=-1)
