@@ -49,8 +49,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp_size": 2},
     "ep2": {"dp_size": 2, "ep_size": 2},
 }
-WINDOWS: dict[str, dict[str, Any]] = {  # shorter than the sequences, in every other layer
-    "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+FIELDS: dict[str, dict[str, Any]] = {  # windows shorter than sequences; transformers gives padding no gradient
+    "gemma3_text": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "pad_token_id": None,
+    },
     "gpt_oss": {"sliding_window": 9},
 }
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -91,7 +95,7 @@ def prepare(family: str, folder: Path) -> dict[str, torch.Tensor]:
     """Writes a random model and a batch. Returns the log-probs of transformers before and after the step."""
     vocab = json.loads((ROOT / "assets/tiny/config.json").read_text())["vocab_size"]
     tied = bool(FAMILIES[family].fields.get("tie_word_embeddings"))
-    random_model(family, tied=tied, vocab_size=vocab, num_hidden_layers=4, **WINDOWS.get(family, {})).save_pretrained(
+    random_model(family, tied=tied, vocab_size=vocab, num_hidden_layers=4, **FIELDS.get(family, {})).save_pretrained(
         folder / "model"
     )
     for name in TOKENIZER:
