@@ -169,12 +169,17 @@ def key_of(mutant: Mutant) -> str:
 
 
 def recorded_reach(again: bool) -> dict[str, Any]:
-    """Reads, or records, the functions that each test calls."""
-    if again or not REACH.exists():
+    """Reads the functions that each test calls; records them if `again`, or if a source file has changed since."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in ("megarl", *REACHED) for path in (TREE / folder).rglob("*.py")):
+        digest.update(path.read_bytes())
+    if again or not REACH.exists() or json.loads(REACH.read_text()).get("sources") != digest.hexdigest():
+        print("recording which functions each test calls, in about the time of the unit tests", flush=True)
         arguments = ["-p", "mutant_reach", "-m", "not long", *REACHED]
         os.environ["MEGARL_REACH"] = str(REACH)
         if run_tests(arguments, WORK / "reach.log", 3 * 3600.0) not in (0, 1):
             raise SystemExit(f"the tests cannot be run: see {WORK / 'reach.log'}")
+        REACH.write_text(json.dumps({**json.loads(REACH.read_text()), "sources": digest.hexdigest()}))
     reach: dict[str, Any] = json.loads(REACH.read_text())
     return reach
 

@@ -107,6 +107,28 @@ def test_loss_and_gradient_match_the_paper(name: str, knobs: dict[str, Any]) -> 
     assert all(math.isfinite(float(value)) for value in metrics.values())
 
 
+@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo"])
+def test_metrics_are_of_the_methods_rewards(name: str) -> None:
+    config = ALGORITHMS[name][0]()
+    batch = make_batch()
+    _, metrics = algorithm_of(config).loss(batch["logprobs"], torch.zeros_like(batch["logprobs"]), batch)
+    sizes = [n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)]
+    logp, ref = sums(batch["logprobs"], batch), sums(batch["ref_logp"], batch)
+    scale = config.alpha if name == "orpo" else config.beta  # type: ignore[attr-defined]
+    rewards = [
+        float(scale * (a - (b if name in ("dpo", "ipo") else 0)) / (1 if name == "dpo" else size))
+        for a, b, size in zip(logp, ref, sizes, strict=True)
+    ]
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    expected = {
+        "reward_chosen": sum(chosen) / 3,
+        "reward_rejected": sum(rejected) / 3,
+        "margin": (sum(chosen) - sum(rejected)) / 3,
+        "accuracy": sum(a > b for a, b in zip(chosen, rejected, strict=True)) / 3,
+    }
+    assert {key: float(metrics[key]) for key in expected} == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["dpo", "ipo", "kto", "orpo", "simpo"])
 def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_parts(name: str) -> None:
     algorithm, batch = algorithm_of(ALGORITHMS[name][0]()), make_batch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 from base64 import b64decode
+from dataclasses import astuple
 
 import megatron.core  # noqa: F401 - replaces the function of torch that pickles of storages name
 import pytest
@@ -44,3 +45,14 @@ def test_an_order_that_no_trainer_sends_is_refused(named: list[tuple[str, torch.
     assert ServerOrder.parse([(ORDER, torch.tensor(VALID))]).port == 29500
     with pytest.raises(ValueError, match=message):
         ServerOrder.parse(named)
+
+
+@pytest.mark.parametrize("values", [(PROTOCOL, 0, 1, 0, 0, 0, 0, 0, 0), (PROTOCOL, 2**32 - 1, 2**16 - 1, *VALID[3:])])
+def test_the_ends_of_the_ranges_are_read(values: tuple[int, ...]) -> None:
+    assert astuple(ServerOrder.parse([(ORDER, torch.tensor(values))])) == values
+
+
+@pytest.mark.parametrize("port", [0, 2**16])
+def test_a_port_outside_its_range_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match="no valid address"):
+        ServerOrder.parse([(ORDER, torch.tensor([*VALID[:2], port, *VALID[3:]]))])
