@@ -72,7 +72,7 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     Raises:
         RuntimeError: the table and the parameters do not match.
     """
-    named = [{**dict(module.named_parameters()), **_buffers(module)} for module in modules]
+    named = [named_tensors(module) for module in modules]
     result, bound = [], set()
     for spec in shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)):
         name, param = native(named[spec.stage], spec)
@@ -89,9 +89,10 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     return result
 
 
-def _buffers(module: GPTModel) -> dict[str, Tensor]:
-    """Buffers that hold HF tensors: routers' biases of the choice of experts, by name."""
-    return {name: buffer for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias")}
+def named_tensors(module: GPTModel) -> dict[str, Tensor]:
+    """Parameters by name, and the buffers that hold HF tensors: routers' biases of the choice of experts."""
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias")}
+    return {**dict(module.named_parameters()), **buffers}
 
 
 def native(params: dict[str, Tensor], spec: ShardSpec) -> tuple[str, Tensor]:

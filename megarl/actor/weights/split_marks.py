@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import PretrainedConfig
 
@@ -32,10 +33,12 @@ def check_split_marks(modules: Sequence[GPTModel], config: PretrainedConfig, gro
     if groups.tp_size == 1 and groups.etp_size == 1:
         return
     own, neighbour = _specs(config, groups, 0), _specs(config, groups, 1)
-    named = [dict(module.named_parameters()) for module in modules]
+    named = [hf_weights.named_tensors(module) for module in modules]
     for key in dict.fromkeys([*own, *neighbour]):
         specs = own[key] or neighbour[key]
         name, param = hf_weights.native(named[specs[0].stage], specs[0])
+        if not isinstance(param, torch.nn.Parameter):
+            continue  # a buffer has no gradient
         is_split = _boxes(own[key]) != _boxes(neighbour[key])
         is_marked = bool(getattr(param, "tensor_model_parallel", False))
         if is_split and not is_marked:
