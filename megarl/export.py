@@ -6,6 +6,7 @@ Reads checkpoints of any layout, one tensor at a time, in one process and withou
 from __future__ import annotations
 
 import difflib
+import itertools
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
 from megarl.actor.weights import hf_files
@@ -33,10 +34,14 @@ class ExportConfig:
     checkpoint: str = knob("", "folder of a run, for its newest whole checkpoint, or of one of its steps")
     output: str = knob("", "folder to write, new or empty")
     dtype: str = knob("", "float32 or bfloat16; empty: as the weights were trained")
+    source: str = knob("", "HF checkpoint of the run's start, if it has moved; its MTP layers are copied from there")
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
 
 
-USAGE = "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR [dtype=bfloat16] [engine=critic]"
+USAGE = (
+    "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR [dtype=bfloat16] [engine=critic] "
+    "[source=DIR]"
+)
 
 
 def parse(arguments: list[str]) -> ExportConfig:
@@ -106,10 +111,12 @@ def export(config: ExportConfig) -> Path:
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = AutoConfig.from_pretrained(small_files)
     weights = _Conversion(stored, config.dtype)
+    carried = _carried(stored, hf_config, config.source)
     temporary = output.with_name(output.name + manifest.WRITING)
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
-        hf_files.write(temporary, weights.tensors(checkpoint.step), hf_config, small_files)
+        tensors = itertools.chain(weights.tensors(checkpoint.step), carried)
+        hf_files.write(temporary, tensors, hf_config, small_files)
         temporary.replace(output)
     except OSError as error:
         raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
@@ -118,6 +125,22 @@ def export(config: ExportConfig) -> Path:
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
         )
     return output
+
+
+def _carried(stored: StoredState, config: PretrainedConfig, source: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors that no checkpoint of a run holds, from the run's source: they are not trained.
+
+    Raises:
+        UserError: the source has moved.
+    """
+    facts = stored.facts.get("carried", {"source": "", "tensors": []})
+    folder = source or facts["source"]
+    if facts["tensors"] and not Path(folder).is_dir():
+        raise UserError(
+            f"{folder} is gone, and holds {facts['tensors'][0]} and {len(facts['tensors']) - 1} more tensors that "
+            "training carries along; give the run's source checkpoint as source=DIR"
+        )
+    return hf_files.carried_tensors(folder, config, facts["tensors"])
 
 
 class _Conversion:

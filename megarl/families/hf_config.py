@@ -110,6 +110,16 @@ def is_scalar(config: PretrainedConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
 
 
+def carried_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
+    """Prefixes of tensors that a checkpoint may have besides the model's own: its multi-token prediction layers.
+
+    They are numbered after the decoder's layers. The actor does not run them; an export copies them from the source.
+    """
+    first = config.num_hidden_layers
+    count = getattr(config, "num_nextn_predict_layers", None) or 0
+    return tuple(f"model.layers.{i}." for i in range(first, first + count))
+
+
 def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 

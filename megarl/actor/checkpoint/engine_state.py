@@ -210,6 +210,11 @@ class EngineState:
 
     # -- saving ----------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _carried(self) -> list[str]:
+        """Names of the source's tensors that training carries along. A checkpoint names them and holds no copy."""
+        return hf_files.carried_names(str(self.source), self.config) if self.groups.rank == 0 else []
+
     def snapshot(self) -> Snapshot:
         """Copies this rank's runs to the host. A collective."""
         index, written_boxes = self._shares
@@ -232,6 +237,8 @@ class EngineState:
             "adam_steps": steps,
             "scheduler_steps": self.scheduler.num_steps,
         }
+        if self._carried:
+            facts["carried"] = {"source": str(self.source.resolve()), "tensors": self._carried}
         return Snapshot(self.groups.rank, tensors, facts, index, self.config, self.source)
 
     def _flat(self, owned: OwnedRange, with_moments: bool) -> dict[str, Tensor]:

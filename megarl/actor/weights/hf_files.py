@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.families import decoder
+from megarl.families import carried_prefixes, decoder, is_scalar
 from megarl.families.blocks import Experts
 from megarl.hub import local_folder
 from megarl.knobs import UserError
@@ -105,6 +105,16 @@ class Checkpoint:
     def names(self) -> set[str]:
         return set(self._tensors)
 
+    def carried(self, config: PretrainedConfig) -> list[str]:
+        """Sorted names of the tensors that training carries along: stored, but no part of the actor's model."""
+        return sorted(name for name in self._tensors if name.startswith(carried_prefixes(config)))
+
+    def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields complete tensors as they are stored, in their own dtypes. One is in memory at a time."""
+        for name in names:
+            stored = self._tensors[name]
+            yield name, stored.file.get_tensor(stored.name)
+
     def read(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
         """Reads a box of the tensor, which must have `shape`.
 
@@ -127,11 +137,38 @@ class Checkpoint:
         return part[(slice(stored.entry, stored.entry + 1), rows, *box[1:])][0]
 
 
+def carried_names(path: str, config: PretrainedConfig) -> list[str]:
+    """Lists the tensors of the checkpoint at `path` that training carries along, such as an MTP layer's.
+
+    A scalar model has none. A folder without weights has none either: its model was initialised randomly.
+    """
+    if not carried_prefixes(config) or is_scalar(config) or not any(local_folder(path).glob("*.safetensors")):
+        return []
+    return Checkpoint(path, config).carried(config)
+
+
+def carried_tensors(path: str, config: PretrainedConfig, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors of the checkpoint at `path` as they are stored, one in memory at a time.
+
+    Raises:
+        UserError: the checkpoint is gone, or lacks one of them.
+    """
+    if not names:
+        return
+    checkpoint = Checkpoint(path, config)
+    if missing := sorted(set(names) - checkpoint.names()):
+        raise UserError(
+            f"{path} lacks {missing[0]} ({len(missing)} missing), which training carries along; give the checkpoint "
+            "that the run started from"
+        )
+    yield from checkpoint.whole(names)
+
+
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path) -> None:
     """Writes a HF checkpoint to `folder`, with all other files of `source`. Holds at most one file's tensors.
 
-    The config's dtype becomes the tensors'. Weights that `folder` held before are replaced, once everything is written
-    below it; other files stay. `folder` may be `source`.
+    The config's dtype becomes that of the first tensor. Weights that `folder` held before are replaced, once everything
+    is written below it; other files stay. `folder` may be `source`.
     """
     temporary = folder / WRITING
     shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted write
@@ -155,7 +192,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Pretraine
             flush()
         pending[name] = tensor
         total += tensor.nbytes
-        dtype = tensor.dtype
+        dtype = dtype or tensor.dtype
     flush()
     _name_files(temporary, files, index, total)
     config = copy.deepcopy(config)

@@ -7,6 +7,7 @@ views and never as copies. Loading, exporting, checkpoints and resharding all us
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -121,7 +122,8 @@ def load(
         raise UserError(
             f"actor.path={path} lacks the tensor {missing[0]} ({len(missing)} missing); is the checkpoint complete?"
         )
-    extra = sorted(n for n in present - set(needed) - {HEAD} if not n.endswith("rotary_emb.inv_freq"))
+    known = {*needed, HEAD, *checkpoint.carried(config)}
+    extra = sorted(n for n in present - known if not n.endswith("rotary_emb.inv_freq"))
     if extra:
         raise UserError(
             f"actor.path={path} has the tensor {extra[0]}, unknown to {config.model_type} ({len(extra)} in total); "
@@ -259,11 +261,14 @@ def _senders(config: PretrainedConfig, groups: Groups) -> dict[str, dict[int, li
 def save(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, folder: Path, source: str) -> None:
     """Writes a HF checkpoint (sharded safetensors, config, and the tokenizer files of `source`) to `folder`.
 
-    A collective of the world. Rank 0 writes, holding at most one file's tensors.
+    Tensors of `source` that training carries along are copied. A collective of the world. Rank 0 writes, holding at
+    most one file's tensors.
     """
     tensors = gather(modules, config, groups)
     if groups.rank == 0:
-        hf_files.write(folder, tensors, config, local_folder(source))
+        carried = hf_files.carried_tensors(source, config, hf_files.carried_names(source, config))
+        everything = itertools.chain(tensors, carried)
+        hf_files.write(folder, everything, config, local_folder(source))
     else:
         for _ in tensors:
             pass
