@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
 from megarl.actor.weights import hf_files
+from megarl.families import config_of
 from megarl.knobs import UserError, knob
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged, Manifest
@@ -109,14 +111,16 @@ def export(config: ExportConfig) -> Path:
     checkpoint = find(Path(config.checkpoint), config.engine)
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
-    hf_config = AutoConfig.from_pretrained(small_files)
+    hf_config = config_of(small_files)
     weights = _Conversion(stored, config.dtype)
     carried = _carried(stored, hf_config, config.source)
     temporary = output.with_name(output.name + manifest.WRITING)
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
         tensors = itertools.chain(weights.tensors(checkpoint.step), carried)
-        hf_files.write(temporary, tensors, hf_config, small_files)
+        start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
+        like = start if (start / "config.json").is_file() else None
+        hf_files.write(temporary, tensors, hf_config, small_files, like)
         temporary.replace(output)
     except OSError as error:
         raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
@@ -149,6 +153,7 @@ class _Conversion:
     def __init__(self, stored: StoredState, dtype: str) -> None:
         self.stored = stored
         self.dtype = DTYPES[dtype] if dtype else stored.dtype
+        self.in_float32 = set() if dtype else set(stored.facts.get("float32", ()))
         self.rounded = self.total = 0
 
     def tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -159,7 +164,7 @@ class _Conversion:
         with Progress(*columns) as progress:
             task = progress.add_task(f"export of step {step}", total=self.stored.weight_bytes)
             for name, tensor in self.stored.tensors():
-                converted = tensor.to(self.dtype)
+                converted = tensor.to(torch.float32 if name in self.in_float32 else self.dtype)
                 self.rounded += int((converted != tensor).sum())
                 self.total += tensor.numel()
                 yield name, converted

@@ -3,20 +3,25 @@
 from megarl.families.hf_config import (
     as_scalar,
     carried_prefixes,
+    config_of,
     is_scalar,
     padded_vocab_size,
     read_config,
     rotary_inv_freq,
+    text_part,
 )
-from megarl.families.registry import FAMILIES, decoder
+from megarl.families.registry import CONTAINERS, FAMILIES, decoder
 
 __all__ = [
+    "CONTAINERS",
     "FAMILIES",
     "as_scalar",
     "carried_prefixes",
+    "config_of",
     "decoder",
     "is_scalar",
     "padded_vocab_size",
     "read_config",
     "rotary_inv_freq",
+    "text_part",
 ]

@@ -4,6 +4,7 @@ A family's file reads a HF config into a `Decoder`. The trainer's modules, the t
 estimates of memory and time are built from it. They choose by the type of a block, layer by layer.
 
     Attention   grouped-query attention
+    DeltaNet    gated delta net, a linear attention
     Mlp         gated MLP
     Experts     mixture of gated experts
 """
@@ -23,6 +24,7 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    output_gate: bool = False  # each head's output is scaled by a sigmoid; its rows follow the head's in q_proj
 
     @property
     def q_size(self) -> int:
@@ -34,7 +36,7 @@ class Attention:
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the matrices that multiply a token of `hidden` features."""
-        return 2 * hidden * (self.q_size + self.kv_size)
+        return hidden * ((3 if self.output_gate else 2) * self.q_size + 2 * self.kv_size)
 
     @property
     def score_size(self) -> int:
@@ -44,6 +46,47 @@ class Attention:
     def cached_elements(self, tp_size: int) -> int:
         """Elements of the KV cache for one token on a server's rank. Ranks beyond the KV heads hold copies of them."""
         return 2 * max(1, self.kv_heads // tp_size) * self.head_dim
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net (arXiv:2412.06464): a causal convolution, then a state of keys by values for each value head.
+
+    Each key head has several value heads.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int  # tokens that the convolution reads
+    grouped: bool  # checkpoints have the rows of q, k, v, z together by key head; False: all of q, then k, v
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    def sections(self, ranks: int) -> tuple[int, ...]:
+        """Rows of the input projection on one of `ranks`: query, key, value, z, beta, alpha."""
+        keys, values, heads = self.key_size // ranks, self.value_size // ranks, self.value_heads // ranks
+        return keys, keys, values, values, heads, heads
+
+    def active_elements(self, hidden: int) -> int:
+        """Elements of the matrices that multiply a token of `hidden` features, and of the state, read and updated."""
+        return hidden * (sum(self.sections(1)) + self.value_size) + 3 * self.value_size * self.key_dim
+
+    @property
+    def score_size(self) -> int:
+        """0: its cost does not grow with the distance of tokens."""
+        return 0
+
+    def cached_elements(self, tp_size: int) -> int:
+        """0: a server's cache has one state for each sequence, and nothing for a token."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -76,17 +119,19 @@ class Experts:
     topk: int  # experts per token
     normalized: bool  # True if the weights of a token's experts sum to 1
     names: ExpertNames
+    shared_width: int = 0  # intermediate size of the expert that every token takes; 0: there is none
+    shared_gate: bool = False  # a sigmoid of the token scales that expert's output
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the experts' matrices that multiply a token of `hidden` features."""
-        return 3 * hidden * self.width * self.topk
+        return 3 * hidden * (self.width * self.topk + self.shared_width)
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer: a norm and attention, a norm and an MLP or experts, each added to the residual stream."""
 
-    attention: Attention
+    attention: Attention | DeltaNet
     mlp: Mlp | Experts
 
 
@@ -99,11 +144,17 @@ class Decoder:
     vocab: int
     tied: bool  # True if the head shares the embedding
     norm_eps: float
+    zero_centered_norms: bool = False  # norms scale by 1 + their weight
 
     @property
     def attention(self) -> Attention:
-        """The attention of every layer."""
-        return self.layers[0].attention
+        """The attention of every layer that has some."""
+        return next(layer.attention for layer in self.layers if isinstance(layer.attention, Attention))
+
+    @property
+    def delta_net(self) -> DeltaNet | None:
+        """The gated delta net of the layers that have one; None if there is none."""
+        return next((layer.attention for layer in self.layers if isinstance(layer.attention, DeltaNet)), None)
 
     @property
     def mlp(self) -> Mlp | None:

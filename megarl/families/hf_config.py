@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.families.llama import head_dim
-from megarl.families.registry import FAMILIES, decoder
+from megarl.families.registry import CONTAINERS, FAMILIES, decoder
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 
@@ -32,16 +33,35 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         fields = json.loads((folder / "config.json").read_text())
         kind = fields.get("model_type")
-        config = AutoConfig.from_pretrained(folder) if kind in FAMILIES else None
+        config = config_of(folder) if kind in FAMILIES or kind in CONTAINERS else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"actor.path={path} has no readable HF config ({reason}); correct it or save it again"
         ) from error
     if config is None:
-        raise UserError(f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted(FAMILIES))}")
+        raise UserError(
+            f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted([*FAMILIES, *CONTAINERS]))}"
+        )
     _check_fields(path, config)
     return config
+
+
+def config_of(folder: Path) -> PretrainedConfig:
+    """Reads a folder's config; of a multimodal model, that of its text part.
+
+    The whole model's config says whether the head is tied, as in transformers.
+    """
+    return text_part(AutoConfig.from_pretrained(folder))
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of a multimodal model's text part; any other config as it is."""
+    if config.model_type not in CONTAINERS:
+        return config
+    text = copy.copy(config.text_config)
+    text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    return text
 
 
 def _check_fields(path: str, config: PretrainedConfig) -> None:
@@ -59,13 +79,15 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
             "config.json"
         )
     for name in SIZES:
-        if (size := getattr(config, name)) < 1:
+        if (size := getattr(config, name, 1)) < 1:  # models whose layers all have experts may lack one
             raise UserError(f"actor.path={path} has {name}={size} in config.json; it must be at least 1")
     if config.hidden_act != "silu":
         raise UserError(f"actor.path={path} has hidden_act={config.hidden_act}; supported is silu")
     rope_type = _rope_parameters(config).get("rope_type", "default")
     if rope_type not in ("default", "linear", "llama3"):
         raise UserError(f"actor.path={path} has rope_type={rope_type}; supported are default, linear, llama3")
+    if problem := FAMILIES[config.model_type].problem(config):
+        raise UserError(f"actor.path={path} {problem}")
     if FAMILIES[config.model_type].experts:
         _check_experts(path, config)
 
@@ -111,13 +133,14 @@ def is_scalar(config: PretrainedConfig) -> bool:
 
 
 def carried_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
-    """Prefixes of tensors that a checkpoint may have besides the model's own: its multi-token prediction layers.
+    """Prefixes of tensors that a checkpoint may have besides the model's own: MTP layers, and parts for images.
 
-    They are numbered after the decoder's layers. The actor does not run them; an export copies them from the source.
+    MTP layers may be numbered after the decoder's. The actor does not run them; an export copies them from the source.
     """
     first = config.num_hidden_layers
     count = getattr(config, "num_nextn_predict_layers", None) or 0
-    return tuple(f"model.layers.{i}." for i in range(first, first + count))
+    numbered = tuple(f"model.layers.{i}." for i in range(first, first + count))
+    return numbered + FAMILIES[config.model_type].carried
 
 
 def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
@@ -125,11 +148,11 @@ def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def rotary_inv_freq(config: PretrainedConfig) -> torch.Tensor:
-    """Computes the rotary frequencies `[head_dim / 2]` as transformers does for this config."""
+    """Computes the rotary frequencies `[rotary dim / 2]` as transformers does for this config."""
     rope = _rope_parameters(config)
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        dim = head_dim(config)
+        dim = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from megarl.families import llama, mixtral, qwen
+from megarl.families import llama, mixtral, qwen, qwen3_next
 from megarl.families.blocks import Decoder
 
 
@@ -17,6 +17,10 @@ class Family:
 
     read: Callable[[PretrainedConfig], Decoder]
     experts: bool = False  # True: a mixture of experts
+    stacked_experts: bool = False  # True: checkpoints have all experts of a layer in one tensor
+    carried: tuple[str, ...] = ()  # prefixes of tensors that are no part of the actor's model: MTP, vision
+    problem: Callable[[PretrainedConfig], str] = lambda config: ""  # of its config that the actor cannot run
+    sglang_untouched: tuple[str, ...] = ()  # prefixes of SGLang's parameters that training does not change
     sglang_ties_head: bool = True  # False: SGLang stores tied embeddings twice, as embed_tokens and as lm_head
 
 
@@ -27,7 +31,26 @@ FAMILIES = {
     "qwen2": Family(qwen.qwen2),
     "qwen3": Family(qwen.qwen3),
     "qwen3_moe": Family(qwen.qwen3_moe, experts=True, sglang_ties_head=False),
+    "qwen3_next": Family(
+        qwen3_next.qwen3_next, experts=True, carried=("mtp.",), problem=qwen3_next.problem, sglang_ties_head=False
+    ),
+    "qwen3_5_text": Family(
+        qwen3_next.qwen3_5,
+        carried=("mtp.", "model.visual."),
+        problem=qwen3_next.problem,
+        sglang_untouched=("visual.",),
+    ),
+    "qwen3_5_moe_text": Family(
+        qwen3_next.qwen3_5_moe,
+        experts=True,
+        stacked_experts=True,
+        carried=("mtp.", "model.visual."),
+        problem=qwen3_next.problem,
+        sglang_untouched=("visual.",),
+    ),
 }
+
+CONTAINERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # multimodal models, and their text parts
 
 
 def decoder(config: PretrainedConfig) -> Decoder:

@@ -28,6 +28,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder, MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
@@ -37,7 +38,8 @@ from megarl.actor import fp8
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.batch.shared_prefix import Share, share, share_in_segments
 from megarl.actor.config import EngineConfig, backend_of, groups_experts
-from megarl.actor.model import fused_layers, heads
+from megarl.actor.model import delta_net, fused_layers, heads
+from megarl.actor.model.delta_net import PackedDeltaNet
 from megarl.actor.model.deterministic_layers import (
     RowInvariantAttention,
     RowInvariantColumnLinear,
@@ -52,8 +54,8 @@ from megarl.actor.model.packed_attention import (
     pack_in_blocks,
 )
 from megarl.actor.model.prefix_attention import pack_segments, with_shared_prompts
-from megarl.families import rotary_inv_freq
-from megarl.families.blocks import Attention, Experts, Layer
+from megarl.families import decoder, rotary_inv_freq
+from megarl.families.blocks import Attention, DeltaNet, Experts, Layer
 from megarl.ops import row_invariant
 from megarl.parallel import megatron_patches, platform
 
@@ -65,6 +67,13 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
+
+
+class GatedSelfAttention(SelfAttention):
+    """Attention whose output is scaled by a sigmoid. Megatron's own function of this name would be compiled."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
 
 
 class BiasedRowInvariantLinear(BiasedRowParallelLinear, RowInvariantRowLinear):
@@ -95,6 +104,7 @@ class LayerBackend:
     mlp: Any = MLP
     gated_activation: Any = None
     experts: ExpertsBuilder | None = None  # builds a rank's experts as one module; None: one after another
+    fused_delta_rule: bool = False  # True: gated delta nets run on the kernels of flash-linear-attention
     dispatcher: str = "alltoall"  # of `actor.moe_dispatcher`
     fused_permutation: bool = False  # True: kernels of Transformer Engine sort tokens by expert
     config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
@@ -107,14 +117,20 @@ class LayerBackend:
         """Builds Megatron's spec of one transformer layer."""
         sparse = isinstance(layer.mlp, Experts)
         parts = TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if self.norm_linear else self.norm,
-            self_attention=self._attention(layer.attention),
+            input_layernorm=IdentityOp if self.norm_linear and not isinstance(layer.attention, DeltaNet) else self.norm,
+            self_attention=self._mixer(layer.attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if self.norm_linear and not sparse else self.norm,
-            mlp=self._experts() if sparse else self._mlp(),
+            mlp=self._experts(layer.mlp) if isinstance(layer.mlp, Experts) else self._mlp(),
             mlp_bda=get_bias_dropout_add,
         )
         return ModuleSpec(TransformerLayer, submodules=parts)
+
+    def _mixer(self, block: Attention | DeltaNet) -> ModuleSpec:
+        if isinstance(block, DeltaNet):
+            linear = {"column_linear": self.column_linear, "row_linear": self.row_linear}
+            return ModuleSpec(PackedDeltaNet, {"sizes": block, "fused": self.fused_delta_rule, **linear})
+        return self._attention(block)
 
     def _attention(self, block: Attention) -> ModuleSpec:
         head_norm = self.qk_norm if block.qk_norm else IdentityOp
@@ -125,17 +141,22 @@ class LayerBackend:
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         )
-        return ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, parts)
+        kind = GatedSelfAttention if block.output_gate else SelfAttention
+        return ModuleSpec(kind, {"attn_mask_type": AttnMaskType.causal}, parts)
 
     def _mlp(self) -> Callable[..., torch.nn.Module]:
         parts = MLPSubmodules(self.norm_linear or self.column_linear, self.row_linear, self.gated_activation)
         return partial(self.mlp.as_mlp_submodule, submodules=parts)
 
-    def _experts(self) -> Callable[..., torch.nn.Module]:
+    def _experts(self, block: Experts) -> Callable[..., torch.nn.Module]:
         """Experts as one module or one after another. The latter have Megatron's own linear layers in every backend."""
         parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear, self.gated_activation)
         experts = self.experts or partial(SequentialMLP, submodules=parts)
-        return partial(MoELayer, submodules=MoESubmodules(experts=experts))
+        shared = None
+        if block.shared_width:
+            shared_parts = MLPSubmodules(self.column_linear, self.row_linear, self.gated_activation)
+            shared = partial(SharedExpertMLP, submodules=shared_parts)
+        return partial(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
 
 
 def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> LayerBackend:
@@ -149,7 +170,16 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
         backend = _cpu(rotary_inv_freq(model))
     else:
         backend = _deterministic() if name == "deterministic" else _torch()
-    return _with_experts(backend, config)
+    return _with_experts(_with_delta_nets(backend, model), config)
+
+
+def _with_delta_nets(backend: LayerBackend, model: PretrainedConfig) -> LayerBackend:
+    """Adds the order of tokens to what layers get of a microbatch, if the model has gated delta nets."""
+    if decoder(model).delta_net is None:
+        return backend
+    if backend.fused_delta_rule:
+        delta_net.check_kernels()
+    return dataclasses.replace(backend, pack=delta_net.with_recurrence(backend.pack))
 
 
 def _with_experts(backend: LayerBackend, config: EngineConfig) -> LayerBackend:
@@ -217,6 +247,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
         mlp=mlp,
         experts=fused_layers.accumulating_experts(provider.grouped_mlp_modules(True)),
         fused_permutation=True,
+        fused_delta_rule=True,
         # Unfused rotary positions read the bounds of sequences from the GPU in every layer (rope_utils.py:226).
         # Dropout and biases are off, so Megatron's bias_dropout_fusion would fuse nothing.
         config_fields={"activation_func": F.silu, "apply_rope_fusion": True, "bias_activation_fusion": True},

@@ -50,6 +50,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=attention.qkv_bias,
         qk_layernorm=attention.qk_norm,
+        attention_output_gate=attention.output_gate,
+        layernorm_zero_centered_gamma=model.zero_centered_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,

@@ -36,6 +36,8 @@ def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutat
         "num_moe_experts": experts.count,
         "moe_layer_freq": [int(sparse) for sparse in model.sparse],
         "moe_ffn_hidden_size": experts.width,
+        "moe_shared_expert_intermediate_size": experts.shared_width or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_topk": experts.topk,
         "moe_router_pre_softmax": not experts.normalized,
         "moe_router_load_balancing_type": "none",
