@@ -6,7 +6,7 @@ SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live u
   multiplies float32 tensors in TF32. RMSNorm's CUDA kernel takes 16 bits too: an environment variable replaces it.
 - Experts: on sm100 Qwen3-MoE gets flashinfer_trtllm, which pads and blocks the weights. SGLang would restore and pack
   them around each update, expert by expert. The receiver's digests would not be of the weights in use. Triton's kernels
-  read experts in the checkpoint's layout, on every GPU.
+  read experts in the checkpoint's layout, on every GPU. A shared expert stays a module of its own, as there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLAIN_EXPERTS = ("triton", "deep_gemm")  # keep weights in the checkpoint's layo
 
 def arguments(dtype: str) -> dict[str, Any]:
     """ServerArgs of a server on GPUs, unless the user sets them."""
-    chosen = {"moe_runner_backend": "triton"}
+    chosen: dict[str, Any] = {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
     if dtype == "float32":
         chosen["attention_backend"] = "torch_native"
     return chosen

@@ -10,8 +10,11 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -21,7 +24,11 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
 }
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 8, 4, 32, 48, 347
 
 
@@ -42,4 +49,9 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
         sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2}
     if family == "mixtral":
         sizes |= {"num_local_experts": 4}
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2, "shared_expert_intermediate_size": 40}
+    if family in HYBRID:
+        sizes |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 3}
+        sizes |= {"linear_value_head_dim": 5, "num_hidden_layers": 2, "full_attention_interval": 2}
     return CONFIGS[family](**(sizes | changes))
