@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from megarl.actor.checks import check_layout  # noqa: E402
 from megarl.actor.config import EngineConfig, OptimizerConfig  # noqa: E402
 from megarl.actor.engine import MegatronEngine  # noqa: E402
-from megarl.families import FAMILIES, read_config  # noqa: E402
+from megarl.families import FAMILIES, decoder, read_config  # noqa: E402
 from megarl.knobs import UserError  # noqa: E402
 from megarl.launcher.local import run_ranks  # noqa: E402
 from megarl.parallel import groups  # noqa: E402
@@ -49,6 +49,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp_size": 2},
     "ep2": {"dp_size": 2, "ep_size": 2},
 }
+WINDOWS: dict[str, dict[str, Any]] = {  # shorter than the sequences, in every other layer
+    "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss": {"sliding_window": 9},
+}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 RUN = (
     "total_train_steps=10", "train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=24",
@@ -57,14 +61,19 @@ RUN = (
 RUN_LIMIT_S = 1200.0
 
 
-def measure(folder: Path, layout: str) -> None:
+def parallel_of(folder: Path, layout: str) -> ParallelConfig:
+    """The layout's knobs; experts are never cut, which gpt-oss refuses."""
+    experts = decoder(read_config(str(folder / "model"))).experts
+    return ParallelConfig(**LAYOUTS[layout], **({"etp_size": 1} if experts is not None else {}))
+
+
+def measure(folder: Path, parallel: ParallelConfig, layout: str) -> None:
     """Computes log-probs before and after a step, as one rank of a layout; tp1 also writes the loaded model back."""
     stored = load_file(folder / "batch.safetensors")
     batch = PackedBatch(stored.pop("cu_seqlens"), stored)
     optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
     engine = MegatronEngine(
-        EngineConfig(path=str(folder / "model"), max_tokens_per_mb=60, optimizer=optimizer),
-        ParallelConfig(**LAYOUTS[layout]),
+        EngineConfig(path=str(folder / "model"), max_tokens_per_mb=60, optimizer=optimizer), parallel
     )
     engine.initialize()
     result = {"before": engine.eval().logprobs(batch)}
@@ -81,7 +90,10 @@ def measure(folder: Path, layout: str) -> None:
 def prepare(family: str, folder: Path) -> dict[str, torch.Tensor]:
     """Writes a random model and a batch. Returns the log-probs of transformers before and after the step."""
     vocab = json.loads((ROOT / "assets/tiny/config.json").read_text())["vocab_size"]
-    random_model(family, tied=False, vocab_size=vocab, num_hidden_layers=4).save_pretrained(folder / "model")
+    tied = bool(FAMILIES[family].fields.get("tie_word_embeddings"))
+    random_model(family, tied=tied, vocab_size=vocab, num_hidden_layers=4, **WINDOWS.get(family, {})).save_pretrained(
+        folder / "model"
+    )
     for name in TOKENIZER:
         shutil.copy(ROOT / "assets/tiny" / name, folder / "model" / name)
     batch = make_batch(vocab)
@@ -101,8 +113,8 @@ def layout_cells(folder: Path, expected: dict[str, torch.Tensor]) -> list[str]:
     """Worst difference by layout; `-` where the model has no experts to lay out, or the reason of a refusal."""
     config, cells = read_config(str(folder / "model")), dict.fromkeys(LAYOUTS, "fails")
     worlds: dict[int, list[str]] = {}
-    for layout, knobs in LAYOUTS.items():
-        parallel = ParallelConfig(**knobs)
+    for layout in LAYOUTS:
+        parallel = parallel_of(folder, layout)
         try:
             check_layout(config, parallel)
             worlds.setdefault(parallel.world_size(), []).append(layout)
@@ -116,6 +128,9 @@ def layout_cells(folder: Path, expected: dict[str, torch.Tensor]) -> list[str]:
             if (file := folder / f"{layout}.safetensors").exists():
                 computed = load_file(file)
                 cells[layout] = f"{max(float((computed[k] - expected[k]).abs().max()) for k in expected):.1e}"
+            elif (refusal := folder / f"{layout}.txt").exists():
+                print(f"{layout}: {refusal.read_text()}", file=sys.stderr)
+                cells[layout] = "refused"
     return list(cells.values())
 
 
@@ -148,8 +163,8 @@ def run_cell(folder: Path) -> str:
         cwd=ROOT, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False,
     )  # fmt: skip
     if run.returncode:
-        print(run.stderr[-500:], file=sys.stderr)
-        return "fails"
+        print(run.stdout[-1000:], run.stderr[-1000:], file=sys.stderr)
+        return "refused" if run.returncode == 2 else "fails"
     summary = json.loads(next((folder / "runs").glob("*/*/summary.json")).read_text())
     return f"{summary['max_rollout_train_logprob_diff']:.1e}"
 
@@ -185,7 +200,10 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.worker is not None:
         for layout in arguments.layouts:
-            measure(arguments.worker, layout)
+            try:
+                measure(arguments.worker, parallel_of(arguments.worker, layout), layout)
+            except UserError as error:
+                (arguments.worker / f"{layout}.txt").write_text(str(error))
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     table = markdown(rows(arguments.families, not arguments.no_runs), not arguments.no_runs)

@@ -39,6 +39,7 @@ from megarl.actor import checks  # noqa: E402
 from megarl.actor.config import EngineConfig  # noqa: E402
 from megarl.actor.model import backends, fused_layers  # noqa: E402
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
+from megarl.families.blocks import Layer  # noqa: E402
 from megarl.parallel import platform  # noqa: E402
 from megarl.types import PackedBatch, cu_seqlens_of  # noqa: E402
 
@@ -175,14 +176,14 @@ class Accumulating(AddingToMainGrad):
 class MegatronsSpec(backends.LayerBackend):
     """Layers of Megatron's own GPT spec for Transformer Engine."""
 
-    def layer_spec(self, *, qk_norm: bool, sparse: bool, output_bias: bool) -> ModuleSpec:
-        layer = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=qk_norm)
-        parts = layer.self_attention.submodules
+    def layer_spec(self, layer: Layer) -> ModuleSpec:
+        spec = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=layer.attention.qk_norm)
+        parts = spec.self_attention.submodules
         parts.linear_qkv, parts.linear_proj = map(fused_layers.accumulating, (parts.linear_qkv, parts.linear_proj))
         fc1, fc2 = megatron_te.TELayerNormColumnParallelLinear, megatron_te.TERowParallelLinear
-        layer.mlp.keywords["submodules"].linear_fc1 = fused_layers.accumulating(fc1)
-        layer.mlp.keywords["submodules"].linear_fc2 = fused_layers.accumulating(fc2)
-        return ModuleSpec(TransformerLayer, submodules=layer)
+        spec.mlp.keywords["submodules"].linear_fc1 = fused_layers.accumulating(fc1)
+        spec.mlp.keywords["submodules"].linear_fc2 = fused_layers.accumulating(fc2)
+        return ModuleSpec(TransformerLayer, submodules=spec)
 
 
 def megatrons(backend: backends.LayerBackend) -> backends.LayerBackend:

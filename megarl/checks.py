@@ -27,6 +27,7 @@ from megarl import versions
 from megarl.actor import checks as actor_checks
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
+from megarl.families import FAMILIES, decoder, quantisation
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, addresses_in_environment
@@ -78,7 +79,8 @@ def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
 
 def model_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
     """Checks of knobs against the model's config."""
-    return [*size_checks(config, model), partial(_check_server_layout, config, model)]
+    rules = (_check_server_layout, _check_served_windows, _check_served_sinks, _check_served_weights)
+    return [*size_checks(config, model), *(partial(rule, config, model) for rule in rules)]
 
 
 def length_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
@@ -377,6 +379,38 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
         raise UserError(
             f"{name}.max_length={max_length} + gconfig.max_new_tokens={new_tokens} = {max_length + new_tokens} exceeds "
             f"the model's max_position_embeddings={positions}; shorten one of them"
+        )
+
+
+def _check_served_windows(config: Config, model: PretrainedConfig) -> None:
+    """Refuses rollouts of a model whose window SGLang ignores: its samples would be of another model."""
+    window = max(block.window for block in decoder(model).attentions)
+    longest = longest_sequence(config) or model.max_position_embeddings
+    if config.method == "rl" and 0 < window < longest and not FAMILIES[model.model_type].sglang_windows:
+        raise UserError(
+            f"SGLang has no sliding windows for {model.model_type}, and this model's of {window} tokens is below "
+            f"sequences of {longest}; lower train_dataset.max_length and gconfig.max_new_tokens, or train without "
+            "rollouts (method=sft)"
+        )
+
+
+def _check_served_sinks(config: Config, model: PretrainedConfig) -> None:
+    """Refuses servers whose attention takes no sinks (model_hook.py:538 of SGLang 0.5.23)."""
+    sinks = any(block.sinks for block in decoder(model).attentions)
+    if config.method == "rl" and sinks and (not servers_on_gpu(config) or config.server.dtype == "float32"):
+        raise UserError(
+            f"SGLang's attention on CPUs and in float32 has no sinks, as this {model.model_type} model has; serve it "
+            "on GPUs in bfloat16 (server.device=cuda server.dtype=bfloat16), or train without rollouts (method=sft)"
+        )
+
+
+def _check_served_weights(config: Config, model: PretrainedConfig) -> None:
+    """Refuses servers that would start from quantised weights: they could not take the trainer's."""
+    if config.method == "rl" and (method := quantisation(model)):
+        raise UserError(
+            f"actor.path={config.actor.path} has weights quantised by '{method}', and servers with live updates need "
+            "plain ones; write them in bfloat16 first (python -m megarl.export "
+            f"checkpoint={config.actor.path} output=DIR dtype=bfloat16)"
         )
 
 

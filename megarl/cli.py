@@ -28,6 +28,7 @@ from megarl.checks import config_checks
 from megarl.config import Config
 from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
+from megarl.rollout.executor import NoSamplesError
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
@@ -118,7 +119,8 @@ def run_command(command: Callable[[Config], int]) -> None:
 def exit_with(command: Callable[[list[str]], int]) -> None:
     """Runs a command on sys.argv and exits with its code.
 
-    Two errors print one line in place of a traceback: a UserError, with exit code 2, and a full disk, with 1.
+    Three errors print one line in place of a traceback. A UserError ends with exit code 2; a full disk and a step
+    without any sample end with 1.
     """
     arguments = sys.argv[1:]
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
@@ -138,7 +140,8 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
         print("megarl: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if not (line := _full_disk(error)):
+        line = str(error) if isinstance(error, NoSamplesError) else _full_disk(error)
+        if not line:
             raise
         print(f"megarl: {line}", file=sys.stderr)
         sys.exit(1)

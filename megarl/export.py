@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from transformers import PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
 from megarl.actor.weights import hf_files
-from megarl.families import config_of
+from megarl.actor.weights.shards import tensor_shapes
+from megarl.families import config_of, read_config
 from megarl.knobs import UserError, knob
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged, Manifest
@@ -33,7 +35,7 @@ from megarl.trainer.checkpoints.saver import ACTOR
 class ExportConfig:
     """Source and target of an export."""
 
-    checkpoint: str = knob("", "folder of a run, for its newest whole checkpoint, or of one of its steps")
+    checkpoint: str = knob("", "folder of a run, for its newest whole checkpoint, a step, or a quantised HF model")
     output: str = knob("", "folder to write, new or empty")
     dtype: str = knob("", "float32 or bfloat16; empty: as the weights were trained")
     source: str = knob("", "HF checkpoint of the run's start, if it has moved; its MTP layers are copied from there")
@@ -108,22 +110,17 @@ def export(config: ExportConfig) -> Path:
     output = Path(config.output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output={output} is there and not empty; give a new folder")
+    if _is_quantised(Path(config.checkpoint)):
+        return _rewrite(config, output)
     checkpoint = find(Path(config.checkpoint), config.engine)
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = config_of(small_files)
     weights = _Conversion(stored, config.dtype)
-    carried = _carried(stored, hf_config, config.source)
-    temporary = output.with_name(output.name + manifest.WRITING)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
-        tensors = itertools.chain(weights.tensors(checkpoint.step), carried)
-        start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
-        like = start if (start / "config.json").is_file() else None
-        hf_files.write(temporary, tensors, hf_config, small_files, like)
-        temporary.replace(output)
-    except OSError as error:
-        raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
+    tensors = itertools.chain(weights.tensors(checkpoint.step), _carried(stored, hf_config, config.source))
+    start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
+    like = start if (start / "config.json").is_file() else None
+    _write(output, tensors, hf_config, small_files, like)
     if weights.rounded:
         print(
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
@@ -145,6 +142,49 @@ def _carried(stored: StoredState, config: PretrainedConfig, source: str) -> Iter
             "training carries along; give the run's source checkpoint as source=DIR"
         )
     return hf_files.carried_tensors(folder, config, facts["tensors"])
+
+
+def _write(
+    output: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: PretrainedConfig,
+    source: Path,
+    like: Path | None = None,
+) -> None:
+    """Writes a HF checkpoint under a temporary name and renames it; see `hf_files.write`.
+
+    Raises:
+        UserError: `output` cannot be written.
+    """
+    temporary = output.with_name(output.name + manifest.WRITING)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
+        hf_files.write(temporary, tensors, config, source, like)
+        temporary.replace(output)
+    except OSError as error:
+        raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
+
+
+def _is_quantised(folder: Path) -> bool:
+    """True if the folder holds a HF model with quantised weights."""
+    file = folder / "config.json"
+    return file.is_file() and "quantization_config" in json.loads(file.read_text())
+
+
+def _rewrite(config: ExportConfig, output: Path) -> Path:
+    """Writes a HF checkpoint with quantised weights again, in 16 or 32 bits (gpt-oss's MXFP4)."""
+    model = read_config(config.checkpoint)
+    stored, shapes = hf_files.Checkpoint(config.checkpoint, model), tensor_shapes(model)
+    if missing := sorted(set(shapes) - stored.names()):
+        raise UserError(f"checkpoint={config.checkpoint} lacks the tensor {missing[0]}; is it complete?")
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            tensor = stored.read(name, shape, tuple(slice(0, size) for size in shape))
+            yield name, tensor.to(DTYPES[config.dtype]) if config.dtype else tensor
+
+    _write(output, tensors(), model, Path(config.checkpoint))
+    return output
 
 
 class _Conversion:

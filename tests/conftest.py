@@ -16,6 +16,8 @@ import torch
 from hypothesis import settings
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -99,6 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "gemma3_text": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
@@ -110,6 +114,7 @@ FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
 }
 EXPERTS: dict[str, dict[str, Any]] = {  # what a mixture of experts has besides
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
 }
@@ -184,7 +189,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     left = {
         p for p in left if not (told(p.ppid, 0) == os.getpid() and "multiprocessing" in " ".join(told(p.cmdline, [])))
     }
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=120)
     assert not alive, f"tests left processes behind: {[' '.join(told(p.cmdline, []))[:120] for p in alive]}"
 
 

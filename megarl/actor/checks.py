@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
+from megarl.actor.trait_checks import check_expert_biases, check_windows
 from megarl.families import decoder
 from megarl.families.blocks import Attention, DeltaNet, Experts, Mlp
 from megarl.knobs import UserError, check_ranges
@@ -54,6 +55,8 @@ def model_checks(
     return (
         functools.partial(_check_expert_knobs, config, model),
         functools.partial(check_layout, model, parallel),
+        functools.partial(check_expert_biases, model, parallel),
+        functools.partial(check_windows, config, parallel, model, deterministic),
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
         functools.partial(fp8.check_layout, config, parallel, model),
         functools.partial(_check_shared_heads, config, model, deterministic),

@@ -36,7 +36,9 @@ from megarl.actor.model import build, heads
 from megarl.actor.model.backends import choose_backend
 from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_norm
 from megarl.actor.weights import hf_weights
-from megarl.families import as_scalar, is_scalar, read_config
+from megarl.actor.weights.fused_experts import fuse
+from megarl.actor.weights.split_marks import check_split_marks
+from megarl.families import as_scalar, decoder, is_scalar, read_config
 from megarl.knobs import UserError, run_all
 from megarl.ops.native import check_values_on_gpu
 from megarl.parallel import groups as process_groups
@@ -115,6 +117,7 @@ class MegatronEngine(TrainEngine):
         if not self.trainable:
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
+        check_split_marks(self.modules, self.hf_config, self.groups)
         with megatron_patches.scope():
             self.ddps = data_parallel.wrap(self.modules, self.groups)
             self.optimizer = build_optimizer(self.config, self.ddps, dtype)
@@ -359,7 +362,7 @@ class MegatronEngine(TrainEngine):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every complete HF tensor by name, on rank 0's host (see `hf_weights.gather`). A collective."""
         data_parallel.complete_parameters(self.ddps)
-        return hf_weights.gather(self.modules, self.hf_config, self.groups)
+        return fuse(hf_weights.gather(self.modules, self.hf_config, self.groups), decoder(self.hf_config))
 
     def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
         if weight_format == "native":

@@ -18,7 +18,7 @@ from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of,
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.families import decoder, padded_vocab_size
-from megarl.families.blocks import Attention, DeltaNet, Experts, Layer
+from megarl.families.blocks import Attention, DeltaNet, Experts, Layer, Mlp
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
@@ -27,6 +27,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # bytes per parameter
 GRADIENT = 4  # float32 main gradient (DDP's grad_reduce_in_fp32)
 MOMENTS = 8  # Adam's two moments, float32
+SINK_COLUMNS = 8  # of `model/windows_and_sinks.py`
 MAIN = 4  # float32 main parameter, if parameters are bfloat16
 BATCH_BYTES = 120  # per token: packed batch, its position-aligned copy, labels, and rows of its attention block
 CHUNK = 64  # tokens of a gated delta net's chunk (delta_rule.py)
@@ -247,12 +248,13 @@ class _Rank:
         item, saved, parallel, engine = self.item, self.saved, self.parallel, self.engine
         spread = parallel.tp_size if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
         hidden = hidden_size * item / spread
-        norm = 2 * hidden if self.on_gpu or self.keeps_inputs else (2 * 4 * hidden_size / spread + hidden)
+        lean_norms = self.on_gpu or self.keeps_inputs
+        norm = 2 * hidden if lean_norms else (2 * 4 * hidden_size / spread + hidden)
         block = layer.attention
         attention = self._delta_net(block) if isinstance(block, DeltaNet) else self._attention(block)
-        around = 2 * norm + attention.around
+        around = (4 if layer.sandwich else 2) * norm + attention.around
         around -= 2 * (item - saved) * hidden_size / spread  # what follows the norms; attention's output stays
-        fused, outputs = self.keeps_inputs or self.te, hidden  # outputs: of norms and SwiGLU
+        fused, outputs = self._fuses(layer.mlp), hidden  # outputs: of norms and SwiGLU
         if isinstance(layer.mlp, Experts):
             at_once = self.te and groups_experts(engine, self.backend)
             mlp, matrix, working = _experts(layer.mlp, hidden_size, parallel, item, fused, at_once)
@@ -261,7 +263,7 @@ class _Rank:
             width = layer.mlp.width / parallel.tp_size
             mlp, matrix, working = _mlp(width, hidden_size, item, fused)
             mlp -= (item - saved) * width  # the second product's input
-            outputs = 2 * hidden + width * item
+            outputs = 2 * hidden + (width * item if fused else 0)
         inside = around + attention.core + mlp
         selective = around + attention.inputs
         if self.te:  # FP8 layers keep other tensors than the outputs of norms and SwiGLU
@@ -270,19 +272,28 @@ class _Rank:
         kept = {"none": inside, "selective": selective, "full": hidden}[engine.recompute]
         return LayerBytes(norm, kept, inside, working + 3 * hidden * spread, matrix)
 
+    def _fuses(self, block: Mlp | Experts) -> bool:
+        """True if one operation computes the activation: SwiGLU, and with clamps in Transformer Engine's layers."""
+        if isinstance(block, Mlp):
+            return (self.keeps_inputs or self.te) and block.activation == "silu"
+        return self.te or (self.keeps_inputs and not block.clamp)
+
     def _attention(self, block: Attention) -> _AttentionBytes:
         item, parallel = self.item, self.parallel
         dim = block.head_dim
         q = block.q_size / parallel.tp_size
         kv = max(1.0, block.kv_heads / parallel.tp_size) * dim
-        unpadded = self.keeps_inputs and parallel.cp_size == 1
+        keeps_inputs = self.keeps_inputs and not (block.window or block.sinks)  # else it is plain attention
+        unpadded = keeps_inputs and parallel.cp_size == 1
         blocks = 0 if unpadded else q  # attention's output before padding is removed
         core = (q + blocks + 2 * kv * parallel.cp_size) * item + 4 * q / dim
+        if block.sinks and not self.te:  # columns for sinks, in queries, keys, values and the output
+            core += (2 * q + 2 * kv * parallel.cp_size) * SINK_COLUMNS / dim * item
         queries = _qk_norm(q, kv, item, self.on_gpu) if block.qk_norm else 0.0
         # Without norm and rotation, keys are a view of the QKV projection's output, as values are.
-        keys = kv if queries or not self.keeps_inputs else 0
+        keys = kv if queries or not keeps_inputs else 0
         inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
-        around = queries + q * item + (0 if self.keeps_inputs or self.te else 4 * dim * item)
+        around = queries + q * item + (0 if keeps_inputs or self.te else 4 * dim * item)
         if block.output_gate:  # the gate's sigmoid in float32, and the product's factors
             around += (2 if self.keeps_inputs or self.te else 5) * q * 4
         return _AttentionBytes(around, core, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import datasets
 import fsspec
 import httpx
+import pyarrow as pa
 from datasets import Dataset, ReadInstruction, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import HfApi
@@ -32,6 +34,7 @@ FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB_TIMEOUT_S = 10.0
 MAX_NESTING = 200  # of lists and objects in each other; Arrow's reader of JSON ends the process at some 20,000
+NULL_ROW = re.compile(rb"(\xef\xbb\xbf)?\s*null\b")
 BAR_FROM_BYTES = 20_000_000  # smaller files take about a second and get no progress bar
 
 
@@ -126,26 +129,54 @@ def _load_files(files: list[Path], split: str) -> Dataset:
         raise UserError(f"data set {', '.join(str(f) for f in files)} is empty: a file has 0 bytes")
     if kinds == {"json"}:
         for file in files:
-            _check_nesting(file)
+            _check_json(file)
     with progress_bars(sum(f.stat().st_size for f in files) >= BAR_FROM_BYTES):
         try:
-            return load_dataset(kinds.pop(), data_files={_base(split): [str(f) for f in files]}, split=split)
+            dataset = load_dataset(kinds.pop(), data_files={_base(split): [str(f) for f in files]}, split=split)
         except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
             raise UserError(f"{', '.join(map(str, files))} cannot be read ({one_line(error)})") from error
+    return _decodable(dataset, ", ".join(map(str, files)))
 
 
-def _check_nesting(file: Path) -> None:
-    """Refuses a line of JSON that is nested deeper than `MAX_NESTING`."""
+def _decodable(dataset: Dataset, source: str) -> Dataset:
+    """Returns the data set, or refuses text that is not UTF-8: Arrow's reader of JSON takes it, Python does not."""
+    try:
+        dataset.data.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{source} has text that is not UTF-8 ({one_line(error)}); write it as UTF-8") from error
+    return dataset
+
+
+def _check_json(file: Path) -> None:
+    """Refuses what ends the process in Arrow's reader of JSON: a row that is null, and deep nesting."""
+    is_array = False
     try:
         with fsspec.open(str(file), "rb", compression="infer") as stream:
             for number, line in enumerate(stream, 1):
+                is_array = is_array or (number == 1 and line.startswith((b"[", codecs.BOM_UTF8 + b"[")))
                 if line.count(b"[") + line.count(b"{") > MAX_NESTING and _nesting(line) > MAX_NESTING:
                     raise UserError(
                         f"{file}, line {number}: lists and objects nest {_nesting(line)} deep; at most {MAX_NESTING} "
                         "are read, so remove or flatten that value"
                     )
+                if NULL_ROW.match(line) and not is_array:
+                    raise UserError(f"{file}, line {number}: the row is null; remove it")
+        if is_array:
+            _check_array(file)
     except (OSError, EOFError) as error:
         raise UserError(f"{file} cannot be read ({one_line(error)})") from error
+
+
+def _check_array(file: Path) -> None:
+    """Refuses a file of one JSON array that has a null row."""
+    try:
+        with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8-sig") as stream:
+            rows = json.load(stream)
+    except (ValueError, RecursionError):
+        return  # the loader names the error
+    for number, row in enumerate(rows):
+        if row is None:
+            raise UserError(f"{file}, row {number}: the row is null; remove it")
 
 
 def _nesting(line: bytes) -> int:
@@ -185,7 +216,7 @@ def _load_hub(path: str, name: str, split: str) -> Dataset:
         raise UserError(f"data set {path} ({name}, {split}) cannot be used: {one_line(error)}") from error
     if unreachable:
         logger.warning("%s: the hub cannot be reached (%s); the cached copy is used", path, unreachable)
-    return dataset
+    return _decodable(dataset, f"data set {path}")
 
 
 def _why_unreachable(path: str) -> str | None:

@@ -6,11 +6,12 @@ from megarl.families.hf_config import (
     config_of,
     is_scalar,
     padded_vocab_size,
+    quantisation,
     read_config,
-    rotary_inv_freq,
     text_part,
 )
 from megarl.families.registry import CONTAINERS, FAMILIES, decoder
+from megarl.families.rotary import rotary_inv_freq
 
 __all__ = [
     "CONTAINERS",
@@ -21,6 +22,7 @@ __all__ = [
     "decoder",
     "is_scalar",
     "padded_vocab_size",
+    "quantisation",
     "read_config",
     "rotary_inv_freq",
     "text_part",

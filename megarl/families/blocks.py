@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over the full context, with rotary positions."""
+    """Grouped-query attention with rotary positions, over the full context or in a sliding window."""
 
     heads: int
     kv_heads: int
@@ -25,6 +25,10 @@ class Attention:
     output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
     output_gate: bool = False  # each head's output is scaled by a sigmoid; its rows follow the head's in q_proj
+    window: int = 0  # keys that a query sees, itself included; 0: all before it
+    sinks: bool = False  # True: each head has a logit without value in its softmax
+    softmax_scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
+    rotary: int = 0  # row of the model's tables of rotary frequencies
 
     @property
     def q_size(self) -> int:
@@ -91,9 +95,10 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Gated MLP with SiLU."""
+    """Gated MLP."""
 
     width: int
+    activation: str = "silu"  # or gelu_tanh
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the matrices that multiply a token of `hidden` features."""
@@ -108,11 +113,16 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    router: str = "gate"
+    interleaved: bool = False  # True: a layer's experts are one tensor, with gate and up in turn (`fused_experts.py`)
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of gated experts with SiLU. A router gives each token to the `topk` with the largest softmax."""
+    """Mixture of gated experts with SiLU. A router gives each token to the `topk` with the largest softmax.
+
+    With `clamp`, experts compute `(up + 1) * gate * sigmoid(1.702 gate)`, with gate and up clamped (gpt-oss).
+    """
 
     count: int
     width: int  # intermediate size of one expert
@@ -121,6 +131,8 @@ class Experts:
     names: ExpertNames
     shared_width: int = 0  # intermediate size of the expert that every token takes; 0: there is none
     shared_gate: bool = False  # a sigmoid of the token scales that expert's output
+    biased: bool = False  # True: the router and each projection of an expert have a bias
+    clamp: float = 0.0  # 0: SiLU without clamps
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the experts' matrices that multiply a token of `hidden` features."""
@@ -133,6 +145,7 @@ class Layer:
 
     attention: Attention | DeltaNet
     mlp: Mlp | Experts
+    sandwich: bool = False  # True: a norm also after attention and after the MLP, before the sum
 
 
 @dataclass(frozen=True)
@@ -144,12 +157,23 @@ class Decoder:
     vocab: int
     tied: bool  # True if the head shares the embedding
     norm_eps: float
-    zero_centered_norms: bool = False  # norms scale by 1 + their weight
+    zero_centered_norms: bool = False  # True: norms multiply by 1 + weight
+    embedding_scale: float = 1.0  # factor of embeddings, not of the head
+
+    @property
+    def windowed(self) -> bool:
+        """True if any layer attends in a window, or with sinks."""
+        return any(block.window or block.sinks for block in self.attentions)
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer that has some."""
+        return [layer.attention for layer in self.layers if isinstance(layer.attention, Attention)]
 
     @property
     def attention(self) -> Attention:
         """The attention of every layer that has some."""
-        return next(layer.attention for layer in self.layers if isinstance(layer.attention, Attention))
+        return self.attentions[0]
 
     @property
     def delta_net(self) -> DeltaNet | None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.families.llama import head_dim
-from megarl.families.registry import CONTAINERS, FAMILIES, decoder
+from megarl.families.registry import CONTAINERS, FAMILIES, REFUSED, decoder
+from megarl.families.rotary import ROPE_TYPES, rope_parameters
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 
@@ -40,9 +37,9 @@ def read_config(path: str) -> PretrainedConfig:
             f"actor.path={path} has no readable HF config ({reason}); correct it or save it again"
         ) from error
     if config is None:
-        raise UserError(
-            f"actor.path={path} is a '{kind}' model; supported are {', '.join(sorted([*FAMILIES, *CONTAINERS]))}"
-        )
+        trait = f", which has {REFUSED[kind]}: not supported" if kind in REFUSED else ""
+        supported = ", ".join(sorted([*FAMILIES, *CONTAINERS]))
+        raise UserError(f"actor.path={path} is a '{kind}' model{trait}; supported are {supported}")
     _check_fields(path, config)
     return config
 
@@ -65,12 +62,8 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _check_fields(path: str, config: PretrainedConfig) -> None:
-    window, max_positions = getattr(config, "sliding_window", None), config.max_position_embeddings
-    if window is not None and window < max_positions:
-        raise UserError(
-            f"actor.path={path} has sliding_window={window}, below max_position_embeddings={max_positions}: "
-            "sliding-window attention is not supported; give a full-attention model"
-        )
+    if (window := getattr(config, "sliding_window", None)) is not None and window < 1:
+        raise UserError(f"actor.path={path} has sliding_window={window}; it must be at least 1, or null")
     if getattr(config, "mlp_bias", False):
         raise UserError(f"actor.path={path} has mlp_bias=true, which is not supported; use a model without MLP biases")
     if (dropout := getattr(config, "attention_dropout", 0.0)) != 0.0:
@@ -81,15 +74,36 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
     for name in SIZES:
         if (size := getattr(config, name, 1)) < 1:  # models whose layers all have experts may lack one
             raise UserError(f"actor.path={path} has {name}={size} in config.json; it must be at least 1")
-    if config.hidden_act != "silu":
-        raise UserError(f"actor.path={path} has hidden_act={config.hidden_act}; supported is silu")
-    rope_type = _rope_parameters(config).get("rope_type", "default")
-    if rope_type not in ("default", "linear", "llama3"):
-        raise UserError(f"actor.path={path} has rope_type={rope_type}; supported are default, linear, llama3")
+    _check_quantisation(path, config)
+    for field, required in FAMILIES[config.model_type].fields.items():
+        if (value := getattr(config, field, None)) != required:
+            text = "null" if required is None else str(required).lower()
+            raise UserError(f"actor.path={path} has {field}={value}; supported is {text}")
+    for rope in rope_parameters(config):
+        if (rope_type := rope.get("rope_type", "default")) not in ROPE_TYPES:
+            raise UserError(f"actor.path={path} has rope_type={rope_type}; supported are {', '.join(ROPE_TYPES)}")
     if problem := FAMILIES[config.model_type].problem(config):
         raise UserError(f"actor.path={path} {problem}")
     if FAMILIES[config.model_type].experts:
         _check_experts(path, config)
+
+
+def _check_quantisation(path: str, config: PretrainedConfig) -> None:
+    """Refuses quantised weights, other than those that are read in 16 bits (`weights/mxfp4.py`)."""
+    quantised = quantisation(config)
+    if quantised not in ("", FAMILIES[config.model_type].quantisation):
+        raise UserError(
+            f"actor.path={path} has weights quantised by '{quantised}', which are not read; give a checkpoint in "
+            "bfloat16"
+        )
+
+
+def quantisation(config: PretrainedConfig) -> str:
+    """Name of the method that quantised the checkpoint's weights; empty for plain weights."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return ""
+    return str(stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method)
 
 
 def _check_experts(path: str, config: PretrainedConfig) -> None:
@@ -141,20 +155,6 @@ def carried_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     numbered = tuple(f"model.layers.{i}." for i in range(first, first + count))
     return numbered + FAMILIES[config.model_type].carried
-
-
-def _rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
-
-
-def rotary_inv_freq(config: PretrainedConfig) -> torch.Tensor:
-    """Computes the rotary frequencies `[rotary dim / 2]` as transformers does for this config."""
-    rope = _rope_parameters(config)
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        dim = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
-        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))[0]
 
 
 def padded_vocab_size(config: PretrainedConfig, tp_size: int) -> int:

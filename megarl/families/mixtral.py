@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from megarl.families.blocks import Decoder, ExpertNames, Experts
-from megarl.families.llama import alike, attention
+from megarl.families.llama import alike, attention, window_of
 
 
 def mixtral(config: PretrainedConfig) -> Decoder:
@@ -17,4 +17,4 @@ def mixtral(config: PretrainedConfig) -> Decoder:
         normalized=True,
         names=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     )
-    return alike(config, attention(config), experts)
+    return alike(config, attention(config, window=window_of(config)), experts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PretrainedConfig
 
-from megarl.families import llama, mixtral, qwen, qwen3_next
+from megarl.families import gemma3, gpt_oss, llama, mixtral, qwen, qwen3_next
 from megarl.families.blocks import Decoder
 
 
@@ -22,9 +23,43 @@ class Family:
     problem: Callable[[PretrainedConfig], str] = lambda config: ""  # of its config that the actor cannot run
     sglang_untouched: tuple[str, ...] = ()  # prefixes of SGLang's parameters that training does not change
     sglang_ties_head: bool = True  # False: SGLang stores tied embeddings twice, as embed_tokens and as lm_head
+    sglang_shards_embedding: bool = True  # False: every rank of a server holds the whole embedding
+    sglang_windows: bool = False  # True: SGLang's model attends in sliding windows; others see all tokens
+    fields: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})  # of the config, as supported
+    quantisation: str = ""  # method whose weights are read, in 16 bits
 
+
+GEMMA3_FIELDS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "tie_word_embeddings": True,  # SGLang's loader leaves out any other head
+}
+GPT_OSS_FIELDS = {
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "swiglu_alpha": gpt_oss.ALPHA,
+    "tie_word_embeddings": False,
+}
+REFUSED = {"gemma2": "logit soft-capping"}  # families that are often asked for, and the trait that is missing
 
 FAMILIES = {
+    "gemma3_text": Family(
+        gemma3.gemma3_text,
+        sglang_shards_embedding=False,
+        sglang_windows=True,
+        fields=GEMMA3_FIELDS,
+    ),
+    "gpt_oss": Family(
+        gpt_oss.gpt_oss,
+        experts=True,
+        sglang_ties_head=False,
+        sglang_windows=True,
+        fields=GPT_OSS_FIELDS,
+        quantisation="mxfp4",
+    ),
     "llama": Family(llama.llama),
     "mistral": Family(llama.mistral),
     "mixtral": Family(mixtral.mixtral, experts=True, sglang_ties_head=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -34,13 +34,9 @@ def reward_fn_of(name: str) -> RewardFn:
     Raises:
         UserError: the name is unknown, the function cannot be imported, or takes no completions.
     """
+    function = _function(name)
     if name in REWARDS:
-        return REWARDS[name]
-    if "." not in name:
-        raise UserError(
-            f"rewards.functions: {name} is none of {', '.join(REWARDS)}; a function of your own is MODULE.FUNCTION"
-        )
-    function: RewardFn = function_of(name, f"rewards.functions: {name}")
+        return function
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # some functions written in C
@@ -54,6 +50,42 @@ def reward_fn_of(name: str) -> RewardFn:
     return function if "prompt_ids" in parameters else one_by_one(function)
 
 
+def check_columns(name: str, columns: Collection[str]) -> None:
+    """Refuses a function that cannot be called with the columns of the data set.
+
+    Raises:
+        UserError: naming the parameter. Also see `reward_fn_of`.
+    """
+    reward_fn_of(name)
+    function = _function(name)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C
+        return
+    try:
+        if "prompt_ids" in signature.parameters:
+            signature.bind("", "", [], [], **dict.fromkeys(columns))
+        else:
+            signature.bind(**_lists(set(signature.parameters), "", "", [], dict.fromkeys(columns)))
+    except TypeError as error:
+        raise UserError(
+            f"rewards.functions: {name} cannot be called with the data's columns {', '.join(sorted(columns))}: {error}"
+            "; rename a column, give the parameter a default, or add **data"
+        ) from error
+
+
+def _function(name: str) -> RewardFn:
+    """Looks up or imports a function as it was written."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if "." not in name:
+        raise UserError(
+            f"rewards.functions: {name} is none of {', '.join(REWARDS)}; a function of your own is MODULE.FUNCTION"
+        )
+    function: RewardFn = function_of(name, f"rewards.functions: {name}")
+    return function
+
+
 def one_by_one(function: RewardFn) -> RewardFn:
     """Wraps `f(completions, **columns) -> list[float]` into a reward function for single completions.
 
@@ -63,16 +95,23 @@ def one_by_one(function: RewardFn) -> RewardFn:
     parameters = _parameters(function)
 
     def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-        columns = {name: [value] for name, value in data.items()}
-        for name in parameters:
-            if name not in columns and name.endswith("s") and name[:-1] in columns:
-                columns[name] = columns[name[:-1]]
-        inputs = {"prompts": [prompt], "completion_ids": [completion_ids]}
-        (value,) = function(completions=[completions], **{**inputs, **columns})
+        (value,) = function(**_lists(parameters, prompt, completions, completion_ids, data))
         return float(value)
 
     reward.__name__ = getattr(function, "__name__", "reward")
+    reward.__module__ = function.__module__
     return reward
+
+
+def _lists(
+    parameters: set[str], prompt: str, completion: str, completion_ids: list[int], data: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+    """Builds the arguments of a function of lists for one completion."""
+    columns = {name: [value] for name, value in data.items()}
+    for name in parameters:
+        if name not in columns and name.endswith("s") and name[:-1] in columns:
+            columns[name] = columns[name[:-1]]
+    return {"prompts": [prompt], "completion_ids": [completion_ids], **columns, "completions": [completion]}
 
 
 def _parameters(function: RewardFn) -> set[str]:

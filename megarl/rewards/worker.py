@@ -31,6 +31,10 @@ HEADER = struct.Struct("!Q")
 SHARE_S = 0.02  # well below `pool.PATIENCE_S`, after which the parent gives the rest of a share to other workers
 
 
+class FunctionError(Exception):
+    """A reward function failed. Names it and the cause."""
+
+
 def receive(connection: socket.socket) -> bytes | None:
     """Reads the next message, or None if the other side has closed."""
     header = _exactly(connection, HEADER.size)
@@ -56,17 +60,27 @@ def score(functions: list[Any], call: dict[str, Any]) -> list[float]:
     """Scores one completion with every function.
 
     Raises:
-        TypeError: a function returned no finite number. Errors of the functions pass through.
+        FunctionError: a function raised, or returned no finite number. Names the function and the cause.
     """
     values = []
     for function in functions:
-        value = function(*call["args"], **call["data"])
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        if isinstance(value, str) or not math.isfinite(number := float(value)):
-            raise TypeError(f"{getattr(function, '__name__', function)} returned {value!r}, not a finite number")
+        try:
+            value = function(*call["args"], **call["data"])
+            if inspect.isawaitable(value):
+                value = asyncio.run(_awaited(value))
+            if isinstance(value, str) or not math.isfinite(number := float(value)):
+                raise TypeError(f"it returned {value!r}, not a finite number")
+        except (Exception, SystemExit) as error:
+            raise FunctionError(f"{_name(function)} failed, {type(error).__name__}: {error}"[:500]) from error
         values.append(number)
     return values
+
+
+def _name(function: Any) -> str:
+    """`MODULE.FUNCTION`, also of a partial function."""
+    function = getattr(function, "func", function)
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{getattr(function, '__module__', '')}.{name}".removeprefix("megarl.rewards.")
 
 
 async def _awaited(value: Any) -> Any:
@@ -81,8 +95,8 @@ def serve(connection: socket.socket, functions: list[Any]) -> None:
         for number, call in enumerate(calls, 1):
             try:
                 answer: dict[str, Any] = {"values": score(functions, pickle.loads(call))}
-            except (Exception, SystemExit) as error:  # fails only this sample; the worker goes on
-                answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            except FunctionError as error:  # fails only this sample; the worker goes on
+                answer = {"error": str(error)}
             answer["more"] = number < len(calls) and time.monotonic() < share_end
             send(connection, json.dumps(answer).encode())
             if not answer["more"]:

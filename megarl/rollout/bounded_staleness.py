@@ -24,7 +24,7 @@ from typing import Any
 
 from megarl.knobs import UserError
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
-from megarl.rollout.executor import Attend, LoopThread, WorkflowError, run_episode
+from megarl.rollout.executor import Attend, LoopThread, NoSamplesError, WorkflowError, run_episode
 from megarl.types import Episode, PackedBatch
 
 ShouldAccept = Callable[[PackedBatch], bool]
@@ -104,7 +104,7 @@ class RolloutStream:
         `attend` may supervise the wait and end it with an error of its own; episodes under way continue.
 
         Raises:
-            WorkflowError: many episodes in a row failed, each with its cause.
+            NoSamplesError: many episodes in a row failed, each with its cause.
             GenerationError: no server is left.
             TimeoutError: the batch was not complete after `timeout_s`.
         """
@@ -263,7 +263,7 @@ class RolloutStream:
         del self._under_way[ticket.number]
         self._failures = self._failures + 1 if failed else 0
         if self._failures > self.limits.max_failures:
-            self._stop(WorkflowError(f"{self._failures} episodes failed in a row, the last: {episode.reason}"))
+            self._stop(NoSamplesError(f"{self._failures} episodes failed in a row, the last: {episode.reason}"))
         if episode.group is None and not self.dynamic_bs:
             self._rejected.append(episode)
             self._feed()

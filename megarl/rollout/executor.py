@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
+from megarl.rollout import reward_call
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.types import Episode, PackedBatch
 
@@ -34,6 +35,10 @@ STOP_GRACE_S = 5.0
 
 class WorkflowError(RuntimeError):
     """An episode failed. Names the workflow, the prompt and the cause."""
+
+
+class NoSamplesError(WorkflowError):
+    """No sample of a step can be trained on. Names the first cause. The last finished step is saved before the end."""
 
 
 class LoopThread:
@@ -112,6 +117,8 @@ async def run_episode(
     """
     prompt_id = str(item.get("prompt_id", index))
     name = type(workflow).__name__
+    failures: list[str] = []
+    reward_call.causes.set(failures)
     try:
         runs = (workflow.arun_episode(engine, dict(item)) for _ in range(group_size))
         results = [result for result in await asyncio.gather(*runs) if result is not None]
@@ -126,7 +133,8 @@ async def run_episode(
         raise kind(f"{name} failed on prompt {prompt_id} {_excerpt(item)}: {cause}") from error
     if group is None:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
-        return Episode(prompt_id, None, f"no sample can be trained on: {reasons}", dropped)
+        cause = f": {failures[0]}" if failures else ""
+        return Episode(prompt_id, None, f"no sample can be trained on: {reasons}{cause}", dropped)
     group.set_sequences("group_ids", torch.full((group.num_seqs,), index, dtype=torch.int64))
     return Episode(prompt_id, group, dropped=dropped)
 
@@ -204,7 +212,7 @@ def assemble(episodes: Sequence[Episode]) -> PackedBatch:
     """Joins the groups of the episodes in their order. `group_ids` are positions in the batch of prompts."""
     groups = [episode.group for episode in episodes if episode.group is not None]
     if not groups:
-        raise WorkflowError(f"all {len(episodes)} episodes were rejected, the first because: {episodes[0].reason}")
+        raise NoSamplesError(f"all {len(episodes)} episodes were rejected, the first because: {episodes[0].reason}")
     return PackedBatch.concat(groups)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from megarl.types import RewardError
 
 logger = logging.getLogger(__name__)
+
+# Causes of the failures of the episode that runs in this context.
+causes: ContextVar[list[str]] = ContextVar("causes", default=[])  # noqa: B039 (run_episode sets a list of its own)
 
 RewardFn = Callable[
     ..., Any
@@ -66,7 +71,16 @@ def _number(value: Any) -> float:
 
 
 def _failure(reward_fn: RewardFn, error: Exception) -> RewardError:
-    failure = error if isinstance(error, RewardError) else RewardError(f"{type(error).__name__}: {error}")
+    """Keeps the cause for the episode, and warns of it once."""
     name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
-    logger.warning("a sample is left out, as %s could not score it: %s", name, failure)
+    failure = error
+    if not isinstance(failure, RewardError):
+        failure = RewardError(f"{name} failed, {type(error).__name__}: {error}")
+    causes.get().append(str(failure))
+    _warn_once(str(failure))
     return failure
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn_once(cause: str) -> None:
+    logger.warning("a sample without a reward is left out: %s; further ones of this cause are counted alone", cause)

@@ -22,6 +22,7 @@ from megarl.families import as_scalar, read_config
 from megarl.hub import local_folder
 from megarl.knobs import UserError, run_all
 from megarl.observe.run_folder import open_run
+from megarl.rewards import check_columns
 from megarl.trainer.checkpoints.saver import check_resumable
 from megarl.types import PackedBatch
 
@@ -70,6 +71,8 @@ def read_inputs(config: Config, rank: int) -> Inputs:
     prompts, held_out = (
         get_rl_dataset(data, tokenizer, config.data.on_bad_row) for data in (config.train_dataset, config.valid_dataset)
     )
+    columns = {*prompts.column_names, "prompt_id"}
+    run_all([partial(check_columns, name, columns) for name in config.rewards.functions])
     return Inputs(model, tokenizer, Batches(prompts, config.train_dataset), held_out)
 
 

@@ -20,7 +20,7 @@ from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_batch, broadcast_json
 from megarl.reshard.session import SyncReport, WeightSession, WeightSyncError
 from megarl.rollout.api import GenerationError
-from megarl.rollout.executor import WorkflowError
+from megarl.rollout.executor import NoSamplesError, WorkflowError
 from megarl.rollout.routing import WeightsWanted
 from megarl.trainer.canary import Answers, Canary
 from megarl.trainer.inputs import Inputs
@@ -271,18 +271,26 @@ class RolloutDriver:
         """Runs `ask` on rank 0 and returns its result there, None elsewhere. A collective.
 
         If no server holds the current weights, all ranks push them first.
+
+        Raises:
+            NoSamplesError: on every rank.
         """
         if not self.gpus.servers_hold_weights:  # a checkpoint was written since the last sync
             self._sync(self.session.version, lambda: self.session.resync(self._actor))
         while True:
-            result, wanted = None, False
+            result, wanted, failure = None, False, ""
             if self.is_rank0:
-                with self._attribute_to_dead_servers():
-                    try:
+                try:
+                    with self._attribute_to_dead_servers():
                         result = ask()
-                    except WeightsWanted:
-                        wanted = True
-            if not broadcast_json(wanted):
+                except WeightsWanted:
+                    wanted = True
+                except NoSamplesError as error:
+                    failure = str(error)
+            wanted, failure = broadcast_json([wanted, failure])
+            if failure:
+                raise NoSamplesError(failure)
+            if not wanted:
                 return result
             self._sync(self.session.version, lambda: self.session.resync(self._actor))
 

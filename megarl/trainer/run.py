@@ -20,6 +20,7 @@ from megarl.observe.progress import Progress, print_wrapped
 from megarl.observe.report import draw_curve, summary_lines, write_summary
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import watchdog
+from megarl.rollout.executor import NoSamplesError
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
 from megarl.trainer.checkpoints.trainer_state import Resumable
 from megarl.trainer.stop_signal import StopSignal
@@ -87,8 +88,13 @@ class Run:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        with self._open:
+            if isinstance(error, NoSamplesError) and self.done and self._saver.saved != self.done:
+                self._save()
+                self._saver.finish()
+            if isinstance(error, NoSamplesError) and self.done:
+                self.note(f"step {self.done} is saved; when the cause is mended, go on with resume={self.folder.path}")
 
     def note(self, message: str) -> None:
         """Prints a line on rank 0, above the live view if there is one."""

@@ -48,7 +48,7 @@ def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     yield runs
     for run in runs.values():
         run.kill()
-        run.wait(10)
+        run.wait(300)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def listeners(family: list[psutil.Process]) -> set[str]:
 
 
 def all_gone(family: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(family, timeout=30)[1]
+    return not psutil.wait_procs(family, timeout=300)[1]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -126,8 +126,8 @@ def exact(transport: str) -> dict[str, Any]:
                 value[:4] += 1 + sync
             counts = sender.counts() if sync == 2 else {}
             assert (len(counts) > 0) == (sync == 2), "the third sync changes few elements"
-            sending = pool.submit(watched, lambda: sender.send(Deadline(20), sample, counts))  # noqa: B023
-            receiving = pool.submit(watched, lambda: receiver.receive(Deadline(20), counts))  # noqa: B023
+            sending = pool.submit(watched, lambda: sender.send(Deadline(120), sample, counts))  # noqa: B023
+            receiving = pool.submit(watched, lambda: receiver.receive(Deadline(120), counts))  # noqa: B023
             (received, of_receiver), (sent, of_sender) = receiving.result(), sending.result()
             held = receiver.read_back(sample)
             compared = check_messages(transfer_plan, sample, [sent.digests], 0, held, "rank 0")

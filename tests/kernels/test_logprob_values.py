@@ -148,6 +148,25 @@ def test_minus_infinity_columns_have_probability_and_gradient_zero(dtype):
     assert leaf.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("kept", [slice(0, 8), slice(500, 508), slice(3990, 3998)])
+def test_columns_at_the_smallest_finite_logit_leave_the_entropy_to_the_others(dtype, kept):
+    """A mask of `torch.finfo.min` is common; its distance to the maximum, times a count, is infinite."""
+    logits, labels, g, h = case(4000, dtype)
+    masked = torch.ones(4000, dtype=torch.bool)
+    masked[kept] = False
+    labels[labels >= 0] = kept.start + 3
+    logits[:, masked] = torch.finfo(dtype).min
+    leaf = logits.clone().requires_grad_()
+    logprob, entropy = vocab_parallel_logprobs(leaf, labels, vocab_valid=4000, temperature=0.5, with_entropy=True)
+    (logprob * g + entropy * h).sum().backward()
+    want, want_entropy, _ = logprob_oracle(logits, labels, 4000, 0.5)
+    np.testing.assert_allclose(logprob.detach(), want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(entropy.detach(), want_entropy, rtol=1e-6, atol=1e-6)
+    assert (leaf.grad[:, masked] == 0).all()
+    assert leaf.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("column", [0, 1, 2, 63, 64, 129])
 def test_a_column_of_plus_infinity_makes_its_row_nan(dtype, column):

@@ -179,6 +179,13 @@ ACTOR: Bugs = {
             ("all grouped experts are the first", r'r"experts.\2.weight\1"', r'r"experts.\2.weight0"'),
         ],
     },
+    "megarl/actor/weights/split_marks.py": {
+        unit("actor/test_split_marks"): [
+            ("a split parameter needs no mark", "if is_split and not is_marked:", "if False:"),
+            ("a replicated parameter may bear the mark", "if is_marked and not is_split and", "if False and"),
+            ("experts are compared by tp", "place.etp + shift", "place.etp"),
+        ],
+    },
     "megarl/actor/memory.py": {
         unit("actor/test_memory"): [
             ("one expert's gradient is counted for all", "if at_once else 1", "if False else 1"),

@@ -21,7 +21,6 @@ RANK, TP_SIZE, EP_SIZE, PORT, PADDED = (int(value) for value in sys.argv[1:6])
 os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(TP_SIZE))
 
 import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 from sglang.srt.configs.device_config import DeviceConfig  # noqa: E402
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
@@ -31,7 +30,8 @@ from sglang.srt.model_loader import get_model  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from megarl.actor.weights.source_format import plain_name  # noqa: E402
+from megarl.actor.weights.hf_files import Checkpoint  # noqa: E402
+from megarl.actor.weights.shards import tensor_shapes  # noqa: E402
 from megarl.families import config_of  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments  # noqa: E402
@@ -73,12 +73,18 @@ def compare(checkpoint: str) -> dict[str, Any]:
     hf = config_of(Path(checkpoint))
     rules = Geometry.of(padded_for_cpu(hf, TP_SIZE) if PADDED else hf, RANK, TP_SIZE, EP_SIZE)
     live = Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE)
-    checkpoint_tensors: dict[str, torch.Tensor] = {}
-    for file in Path(checkpoint).glob("*.safetensors"):
-        checkpoint_tensors |= {plain_name(name): tensor for name, tensor in load_file(file).items()}
+    stored = Checkpoint(checkpoint, hf)
+    checkpoint_tensors = {
+        name: stored.read(name, shape, tuple(slice(0, size) for size in shape))
+        for name, shape in tensor_shapes(hf).items()
+    }
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     fragments = list(live_fragments(model.named_parameters(), rules))
-    wrong = [str(f.box) for f in fragments if not torch.equal(f.view, f.box.of(checkpoint_tensors[f.box.name]))]
+    wrong = [
+        str(f.box)
+        for f in fragments
+        if not torch.equal(f.view, f.box.of(checkpoint_tensors[f.box.name]).to(f.view.dtype))
+    ]
     held = {fragment.tensor for fragment in fragments}  # all but what training leaves alone
     for name, parameter in model.named_parameters():
         if name in held:

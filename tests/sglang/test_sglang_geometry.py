@@ -15,7 +15,7 @@ from tests.sglang.tiny_models import save_multimodal
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/sglang/geometry_worker.py"
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "qwen3_next")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next")
 
 
 def ranks_of(
@@ -58,7 +58,7 @@ def check(reports: list[list[dict[str, Any]]], expected: int) -> None:
 
 def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp1(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
-    checkpoints += [tiny_checkpoint(family) for family in ("qwen2", "qwen3", "llama", "mistral")]
+    checkpoints += [tiny_checkpoint(family) for family in ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")]
     reports = ranks_of(checkpoints, tp_size=1)
     check(reports, len(checkpoints))
 
@@ -67,7 +67,10 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_padded_hea
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
-    checkpoints += [tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen2", "qwen3_moe")]
+    checkpoints += [
+        tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen2", "qwen3_moe", "gpt_oss")
+    ]
+    checkpoints += [tiny_checkpoint("gemma3_text")]
     save_multimodal(tmp_path)
     checkpoints.append(tmp_path)
     reports = ranks_of(checkpoints, tp_size=2)

@@ -58,7 +58,7 @@ def test_pushed_weights_are_what_a_tied_qwen3_serves(qwen3: Served) -> None:
 
 def test_a_paused_server_takes_no_processor_time(qwen3: Served) -> None:
     qwen3.push(weights_of(make_model("qwen3", True, seed=3)))
-    deadline = Deadline(30)
+    deadline = Deadline(300)
     qwen3.control().call("/pause_generation", {"mode": "retract"}, deadline)
     before = sum(qwen3.scheduler().cpu_times()[:2])
     time.sleep(1.0)
@@ -133,7 +133,7 @@ def test_a_delta_sends_what_changed_and_the_anchor_sends_everything(fleet: SGLan
 def test_sglangs_own_checksums_agree_with_what_was_pushed(mended: Served) -> None:
     model = make_model("qwen3", True, seed=3)
     mended.push(weights_of(model))
-    (held,) = checksums(mended.control(), Deadline(10))
+    (held,) = checksums(mended.control(), Deadline(120))
     assert held == expected_checksums(weights_of(model).tensors, rank=0, size=1)
 
 
@@ -262,7 +262,7 @@ def test_a_server_that_left_the_group_says_so_and_joins_again(mended: Served) ->
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="not in the trainer's group"):
         mended.session.push(weights_of(make_model("qwen3", True, seed=6)), mended.version + 3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     mended.version += 3  # the fixture's next push, by the same session, must succeed
 
 

@@ -149,7 +149,7 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
         weights, True
     )
     for server, size in ((0, 1), (1, 1), (2, 2)):
-        held = checksums(served.control(server), Deadline(20))
+        held = checksums(served.control(server), Deadline(120))
         assert held == [expected_checksums(weights, rank, size) for rank in range(size)]
         assert served.difference(last, server) < TOLERANCE
     whole = sum(tensor.numel() * 4 for tensor in weights.values())
@@ -175,7 +175,7 @@ def test_experts_of_a_trainer_with_expert_parallelism_reach_a_server_that_cuts_t
     )
     assert [line[0] for line in first] == [line[0] for line in second] == [1, 2, 3]
     weights = load_file(trainer.exported / "model.safetensors")
-    held = checksums(served.control(), Deadline(20))
+    held = checksums(served.control(), Deadline(120))
     assert held == [expected_checksums(with_stacked_experts(weights, rank), rank, 2) for rank in range(2)]
     model = AutoModelForCausalLM.from_pretrained(trainer.exported, dtype=torch.float32).eval()
     assert served.difference(model) < TOLERANCE

@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -32,10 +34,14 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "mixtral": MixtralConfig,
+    "gemma3_text": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
     "qwen3_next": Qwen3NextConfig,
 }
 EXPERTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_next": {
         "num_experts": 4,

@@ -94,7 +94,7 @@ class Served:
         request = urllib.request.Request(
             f"http://{self.servers.addresses[server]}/generate", json.dumps(body).encode(), headers
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
     def stream(self, new_tokens: int, prompt: list[int], told: Callable[[int], None]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Served:
         return float((torch.tensor(served) - logprobs(model, tokens)).abs().max())
 
     def served_version(self) -> str:
-        return str(self.control().model_info(Deadline(10))["weight_version"])
+        return str(self.control().model_info(Deadline(120))["weight_version"])
 
     def scheduler(self) -> psutil.Process:
         process = self.servers.servers[0].process

@@ -31,6 +31,7 @@ from transformer_engine.pytorch import GroupedLinear, cpu_offload
 from transformer_engine.pytorch.cpu_offload import Layers
 
 from megarl.actor import checks
+from megarl.actor import engine as engine_module
 from megarl.actor.batch import shared_prefix
 from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.actor.config import EngineConfig, OptimizerConfig
@@ -150,6 +151,9 @@ def norms_by_marks(model: Path, case: dict[str, Any], batch: PackedBatch) -> dic
                 unmark_grouped(patch)
             if name == "nobody":
                 patch.setattr(megatron_te, "_set_expert_parameter_attributes", mark_only_replicas)
+                with pytest.raises(RuntimeError, match="is split over tensor parallel ranks without Megatron's mark"):
+                    engine_of("te", model, case)
+                patch.setattr(engine_module, "check_split_marks", lambda *_: None)
             engine = engine_of("te", model, case)
             norms[name] = engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs")["grad_norm"]
     return norms

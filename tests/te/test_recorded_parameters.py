@@ -68,7 +68,7 @@ def test_marks_say_how_the_shard_table_cuts_a_parameter(entry: dict[str, Any]) -
     place = place_of(parallel, entry["rank"])
     tables = {p: boxes(config, parallel, p) for p in places(parallel)}
     for (stage, param), own in tables[place].items():
-        name, marks = hf_weights._native(entry["stages"][stage], own[0])
+        name, marks = hf_weights.native(entry["stages"][stage], own[0])
         expert = ".experts." in param
         assert marks.get("allreduce", True) == (not (expert and parallel.ep_size > 1)), name
         others = [

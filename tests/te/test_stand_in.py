@@ -34,7 +34,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mha": {"family": "mistral", "tied": False, "sliding_window": None, "num_key_value_heads": 4},
     "mixtral": {"family": "mixtral", "tied": False},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "mlp_only_layers": [1]},
-}
+    "gemma3": {
+        "family": "gemma3_text", "tied": True, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt_oss": {"family": "gpt_oss", "tied": False},
+}  # fmt: skip
 SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
 # In place of recompute, too: knobs of experts, a layer offloaded, bfloat16, or a fusion that is off.
 EXPERTS = {"sequential": {"experts": "sequential"}, "flex": {"moe_dispatcher": "flex"}}
@@ -50,6 +55,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen3_moe", {}, "full"),
         ("qwen3", {}, "none"),
         ("qwen3_moe", {}, "none"),
+        ("gemma3", {}, "selective"),
+        ("gpt_oss", {}, "none"),
         ("qwen3_moe", {}, "sequential"),
         ("qwen3", {}, SHARED),
         ("mha", {}, SHARED),
@@ -65,6 +72,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen2_tied", {"cp_size": 2}, "full"),
         ("qwen3", {"cp_size": 2}, "selective"),
         ("qwen2_tied", {"pp_size": 2}, "none"),
+        ("gemma3", SP, "none"),
+        ("gpt_oss", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("qwen3_moe", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mixtral", {"cp_size": 2, "ep_size": 2}, "none"),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
@@ -193,11 +202,11 @@ def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> No
         option, "TELayerNormColumnParallelLinear"
     )
     expected = {norm_linear, "TERowParallelLinear", "TEDotProductAttention", "RotaryTable"}
-    if option == "selective" and not name.startswith("mixtral"):
+    if option == "selective" and not name.startswith(("mixtral", "gemma3")):
         expected |= {"RecomputingMLP"}
     if option == "sequential":
         expected |= {"SequentialMLP", "ColumnParallelLinear", "RowParallelLinear"}
-    elif name.startswith(("mixtral", "qwen3_moe")):
+    elif name.startswith(("mixtral", "qwen3_moe", "gpt_oss")):
         expected |= {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
     expected = (expected - {"TEDotProductAttention"}) | {"SharedPromptAttention"} if SHARED in name else expected
     assert expected <= layers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.actor.checks import check_layout
-from megarl.families import padded_vocab_size, read_config
+from megarl.families import decoder, padded_vocab_size, read_config
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
@@ -22,13 +22,19 @@ from megarl.parallel.config import ParallelConfig
         (
             "qwen3",
             {"model_type": "mamba"},
-            "'mamba' model; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+            "'mamba' model; supported are gemma3_text, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, ",
         ),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act=gelu; supported is silu"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 128}, "sliding_window=128, below .*=512"),
-        ("mistral", {"sliding_window": 511}, "sliding_window=511, below max_position_embeddings=512"),
-        ("mixtral", {"sliding_window": 64}, "sliding_window=64, below"),
+        ("qwen3", {"model_type": "gemma2"}, "'gemma2' model, which has logit soft-capping: not supported; supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0; it must be at least 1, or null"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0; supported is null"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True; supported is false"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation=silu; supported is gelu_pytorch_tanh"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha=1\.5; supported is 1\.702"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=False; supported is true"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "weights quantised by 'gptq', which are not"),
+        ("qwen3", {"quantization_config": {"quant_method": "mxfp4"}}, "weights quantised by 'mxfp4', which are not"),
         ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0\.1, which megarl does not apply; set it to 0"),
         ("qwen3", {"head_dim": 15}, "even rotary dimension, but got `head_dim`=15"),
         ("llama", {"head_dim": None, "hidden_size": 60}, "even rotary dimension, but got `head_dim`=15"),
@@ -81,8 +87,22 @@ def test_a_damaged_config_is_refused(text: str, tmp_path: Path) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_window_as_long_as_the_model_is_full_attention(checkpoints: Callable[..., Path]) -> None:
-    assert read_config(str(checkpoints("mistral", tied=False, sliding_window=512))).sliding_window == 512
+def test_windows_are_read_by_layer(checkpoints: Callable[..., Path]) -> None:
+    """A window as long as the model is full attention."""
+    windowed = {"use_sliding_window": True, "sliding_window": 9, "num_hidden_layers": 4}
+    for family, fields, expected in (
+        ("mistral", {"sliding_window": 512}, [0, 0]),
+        ("mistral", {"sliding_window": 511}, [511, 511]),
+        ("mixtral", {"sliding_window": 9}, [9, 9]),
+        ("qwen2", {**windowed, "max_window_layers": 3}, [0, 0, 0, 9]),
+        ("qwen3", {**windowed, "max_window_layers": 1}, [0, 9, 9, 9]),
+        ("qwen3", {**windowed, "use_sliding_window": False}, [0, 0, 0, 0]),
+        ("qwen3_moe", windowed, [9, 9, 9, 9]),
+        ("gpt_oss", {"num_hidden_layers": 4}, [8, 0, 8, 0]),
+        ("gemma3_text", {"num_hidden_layers": 7, "sliding_window": 9}, [9, 9, 9, 9, 9, 0, 9]),
+    ):
+        model = decoder(read_config(str(checkpoints(family, tied=family == "gemma3_text", **fields))))
+        assert [layer.attention.window for layer in model.layers] == expected, family
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -48,14 +49,18 @@ from megarl.actor.model.deterministic_layers import (
 from megarl.actor.model.moe import grouped_experts
 from megarl.actor.model.norms import RMSNorm
 from megarl.actor.model.packed_attention import (
+    OwnRotaryAttention,
     PackedAttention,
     PackedRotary,
     RotaryTable,
     pack_in_blocks,
 )
 from megarl.actor.model.prefix_attention import pack_segments, with_shared_prompts
+from megarl.actor.model.sandwich import SandwichLayer
+from megarl.actor.model.windows_and_sinks import in_transformer_engine
 from megarl.families import decoder, rotary_inv_freq
 from megarl.families.blocks import Attention, DeltaNet, Experts, Layer
+from megarl.families.rotary import rope_parameters
 from megarl.ops import row_invariant
 from megarl.parallel import megatron_patches, platform
 
@@ -74,6 +79,18 @@ class GatedSelfAttention(SelfAttention):
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
+
+
+class ExpertRowLinear(RowParallelLinear):
+    """Output projection of an expert, whose bias Megatron adds in place (mlp.py:354).
+
+    Autograd forbids this on the view that a reduction over a single rank returns, so the output is copied.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the product and the bias, if there is one."""
+        output, bias = super().forward(input_)
+        return output if bias is None else output.clone(), bias
 
 
 class BiasedRowInvariantLinear(BiasedRowParallelLinear, RowInvariantRowLinear):
@@ -97,6 +114,8 @@ class LayerBackend:
     norm: Any = RMSNorm
     qk_norm: Any = RMSNorm
     attention: Any = PackedAttention
+    windowed_attention: Any = PackedAttention  # takes `window` and `sinks`
+    tables: int = 1  # of rotary frequencies, of which a layer takes one
     column_linear: Any = ColumnParallelLinear
     norm_linear: Any = None  # a norm and the column-parallel layer behind it, in one module; None: two modules
     row_linear: Any = RowParallelLinear
@@ -116,6 +135,7 @@ class LayerBackend:
     def layer_spec(self, layer: Layer) -> ModuleSpec:
         """Builds Megatron's spec of one transformer layer."""
         sparse = isinstance(layer.mlp, Experts)
+        block, params = (SandwichLayer, {"norm": self.norm}) if layer.sandwich else (TransformerLayer, {})
         parts = TransformerLayerSubmodules(
             input_layernorm=IdentityOp if self.norm_linear and not isinstance(layer.attention, DeltaNet) else self.norm,
             self_attention=self._mixer(layer.attention),
@@ -124,7 +144,7 @@ class LayerBackend:
             mlp=self._experts(layer.mlp) if isinstance(layer.mlp, Experts) else self._mlp(),
             mlp_bda=get_bias_dropout_add,
         )
-        return ModuleSpec(TransformerLayer, submodules=parts)
+        return ModuleSpec(block, params, parts)
 
     def _mixer(self, block: Attention | DeltaNet) -> ModuleSpec:
         if isinstance(block, DeltaNet):
@@ -136,13 +156,20 @@ class LayerBackend:
         head_norm = self.qk_norm if block.qk_norm else IdentityOp
         parts = SelfAttentionSubmodules(
             linear_qkv=self.norm_linear or self.column_linear,
-            core_attention=self.attention,
+            core_attention=self._core_attention(block),
             linear_proj=self.biased_row_linear if block.output_bias else self.row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         )
-        kind = GatedSelfAttention if block.output_gate else SelfAttention
-        return ModuleSpec(kind, {"attn_mask_type": AttnMaskType.causal}, parts)
+        params = {"attn_mask_type": AttnMaskType.causal}
+        if self.tables > 1:
+            return ModuleSpec(OwnRotaryAttention, {**params, "table": block.rotary}, parts)
+        return ModuleSpec(GatedSelfAttention if block.output_gate else SelfAttention, params, parts)
+
+    def _core_attention(self, block: Attention) -> Any:
+        if not (block.window or block.sinks):
+            return self.attention
+        return partial(self.windowed_attention, window=block.window, sinks=block.sinks)
 
     def _mlp(self) -> Callable[..., torch.nn.Module]:
         parts = MLPSubmodules(self.norm_linear or self.column_linear, self.row_linear, self.gated_activation)
@@ -150,7 +177,8 @@ class LayerBackend:
 
     def _experts(self, block: Experts) -> Callable[..., torch.nn.Module]:
         """Experts as one module or one after another. The latter have Megatron's own linear layers in every backend."""
-        parts = MLPSubmodules(ColumnParallelLinear, RowParallelLinear, self.gated_activation)
+        row_linear = ExpertRowLinear if block.biased else RowParallelLinear
+        parts = MLPSubmodules(ColumnParallelLinear, row_linear, self.gated_activation)
         experts = self.experts or partial(SequentialMLP, submodules=parts)
         shared = None
         if block.shared_width:
@@ -170,7 +198,31 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
         backend = _cpu(rotary_inv_freq(model))
     else:
         backend = _deterministic() if name == "deterministic" else _torch()
-    return _with_experts(_with_delta_nets(backend, model), config)
+    return _with_experts(_with_delta_nets(_fitted(backend, model), model), config)
+
+
+def _fitted(backend: LayerBackend, config: PretrainedConfig) -> LayerBackend:
+    """Adapts the backend to the model's activation, windows and tables of rotary frequencies."""
+    model, fields = decoder(config), dict(backend.config_fields)
+    backend = dataclasses.replace(backend, tables=len(rope_parameters(config)))
+    if (model.windowed or backend.tables > 1) and backend.name == "cpu":  # its kernels see all tokens, by one table
+        plain = _torch()
+        backend = dataclasses.replace(backend, pack=plain.pack, rotary=plain.rotary, attention=plain.attention)
+    experts, mlp = model.experts, model.mlp
+    if experts is not None and experts.clamp:
+        fields |= {"activation_func": quick_gelu, "glu_linear_offset": 1.0}
+        fields["activation_func_clamp_value"] = experts.clamp
+    elif mlp is not None and mlp.activation == "gelu_tanh":
+        fields |= {"activation_func": gelu_tanh, "bias_activation_fusion": False}
+    else:
+        return backend
+    fields.pop("use_te_activation_func", None)
+    return dataclasses.replace(backend, config_fields=fields, gated_activation=None, mlp=MLP)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Computes GELU by its approximation with tanh."""
+    return F.gelu(x, approximate="tanh")
 
 
 def _with_delta_nets(backend: LayerBackend, model: PretrainedConfig) -> LayerBackend:
@@ -240,6 +292,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
         norm=norm,
         qk_norm=provider.layer_norm(rms_norm=True, for_qk=True),
         attention=with_shared_prompts(attention) if shared_prefix else attention,
+        windowed_attention=in_transformer_engine(attention),
         column_linear=fused_layers.accumulating(column_linear),
         norm_linear=fused_layers.accumulating(norm_linear),
         row_linear=row_linear,

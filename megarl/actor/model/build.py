@@ -10,9 +10,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
+from megarl.actor.model import heads
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
-from megarl.actor.model.moe import moe_fields
+from megarl.actor.model.moe import clear_expert_marks, moe_fields
 from megarl.families import decoder, is_scalar, padded_vocab_size, rotary_inv_freq
 from megarl.families.blocks import Decoder
 from megarl.parallel import megatron_patches, platform
@@ -46,12 +47,13 @@ def transformer_config(
         layernorm_epsilon=model.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
+        layernorm_zero_centered_gamma=model.zero_centered_norms,
         **backend.config_fields,
-        add_bias_linear=False,
+        softmax_scale=attention.softmax_scale,
+        add_bias_linear=model.experts is not None and model.experts.biased,
         add_qkv_bias=attention.qkv_bias,
         qk_layernorm=attention.qk_norm,
         attention_output_gate=attention.output_gate,
-        layernorm_zero_centered_gamma=model.zero_centered_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,
@@ -137,6 +139,9 @@ def build_model(
             )
         if module.post_process and is_scalar(config):
             module.output_layer = ValueHead(megatron)
+        if module.pre_process:
+            heads.scale_embeddings(module.embedding, decoder(config).embedding_scale)
+        clear_expert_marks(module)
         module.rotary_pos_emb = backend.rotary(rotary_inv_freq(config))
         modules.append(module.to(platform.device()))
     return modules

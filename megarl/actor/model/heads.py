@@ -47,6 +47,14 @@ class ValueHead(torch.nn.Linear):
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
 
+def scale_embeddings(embedding: torch.nn.Module, scale: float) -> None:
+    """Multiplies the module's output by `scale`, rounded to the dtype of its weight as transformers does (Gemma)."""
+    if scale == 1.0:
+        return
+    rounded = torch.tensor(scale, dtype=next(embedding.parameters()).dtype).item()
+    embedding.register_forward_hook(lambda _, __, output: output * rounded)
+
+
 def weight_of(module: GPTModel) -> Tensor:
     """Rows of the LM head (or tied embedding) on this rank, `[vocabulary / tp, hidden]`."""
     if module.share_embeddings_and_output_weights:

@@ -54,7 +54,8 @@ class GroupedLinear(torch.nn.Module):
     """Linear layers of a rank's experts on consecutive rows, in a loop over matrix products.
 
     Stands in for Transformer Engine's layer of this name where that cannot run. Both have parameters `weight0`,
-    `weight1`, ... `[rows, columns]`, with the marks that Megatron's gradient norm reads. Dispatchers exchange tokens.
+    `weight1`, ... `[rows, columns]` and `bias0`, ... `[rows]`, with the marks that Megatron's gradient norm reads.
+    Dispatchers exchange tokens.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class GroupedLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         """Creates the parameters of `experts` layers, without values; `mode` is column or row, what etp cuts."""
-        assert not bias, "no family has experts with biases"
         super().__init__()
+        self.biased, self.experts = bias, experts
+        self.adds_bias = bias and mode == "column"  # Megatron adds a bias of mode row itself
         cut = 0 if mode == "column" else 1
         shape = [output_size, input_size]
         shape[cut] //= pg_collection.expt_tp.size()
@@ -84,11 +86,36 @@ class GroupedLinear(torch.nn.Module):
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=cut, stride=1)
             weight.allreduce = not spread  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
+            if bias:
+                self._add_bias(index, shape[0], config, device)
+                getattr(self, f"bias{index}").allreduce = not spread
 
-    def forward(self, x: Tensor, rows: list[int]) -> tuple[Tensor, None]:
-        """Computes `[sum of rows, output]` from `[sum of rows, input]`: `rows` of them for each expert, in order."""
-        parts = zip(x.split(rows), self.parameters(), strict=True)
-        return torch.cat([F.linear(part, weight) for part, weight in parts]), None
+    def _add_bias(self, index: int, size: int, config: TransformerConfig, device: Any) -> None:
+        bias = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+        if self.adds_bias:
+            set_tensor_model_parallel_attributes(bias, is_parallel=True, dim=0, stride=1)
+        self.register_parameter(f"bias{index}", bias)
+
+    def forward(self, x: Tensor, rows: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """Computes `[sum of rows, output]` from `[sum of rows, input]`: `rows` of them for each expert, in order.
+
+        Returns with it the biases that the caller adds, or None.
+        """
+        weights = [getattr(self, f"weight{index}") for index in range(self.experts)]
+        biases = [getattr(self, f"bias{index}") for index in range(self.experts)] if self.biased else []
+        added = biases if self.adds_bias else [None] * self.experts
+        out = torch.cat([F.linear(*terms) for terms in zip(x.split(rows), weights, added, strict=True)])
+        return out, biases if self.biased and not self.adds_bias else None
+
+
+def clear_expert_marks(module: torch.nn.Module) -> None:
+    """Takes Megatron's mark of sequence parallelism from biases of experts.
+
+    By it, gradients are summed over tp, whose ranks hold different experts (layers.py:1413).
+    """
+    for name, parameter in module.named_parameters():
+        if ".experts." in name and getattr(parameter, "sequence_parallel", False):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 def grouped_experts(activation: Any) -> ExpertsBuilder:

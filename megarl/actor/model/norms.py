@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch, with Megatron's mark for sequence parallelism.
+    """RMSNorm of torch, with Megatron's mark for sequence parallelism. May multiply by 1 + weight.
 
     Under sequence parallelism each tp rank sees only its own tokens. Megatron sums the gradients of weights marked
     `sequence_parallel` over tp. A zero-centered weight is stored as in the checkpoint, without the 1.
@@ -27,6 +27,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return 1.0 + self.weight.float() if self.zero_centered else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalises x `[..., hidden]`. A zero-centered norm computes in float32, as transformers does."""
         if not self.zero_centered:
             return super().forward(x)
         return F.rms_norm(x.float(), self.normalized_shape, self.gain(), self.eps).to(x.dtype)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, gather_keys_values
+from megarl.actor.model.windows_and_sinks import attend_in_window, attend_with_sinks, near, new_sinks
 from megarl.types import to_device
 
 WHOLE = Cut()
@@ -36,6 +38,7 @@ class Block:
     valid: Tensor  # int64: slots with real tokens
     keys: Tensor  # int64 [num_seqs * key length]: rows among the tokens of all cp ranks
     mask: Tensor | None  # bool [num_seqs, 1, length, key length]: True where the query sees the key
+    positions: Tensor | None = None  # int64 [num_seqs, length]: positions of queries under a mask, for windows
 
 
 @dataclass
@@ -92,15 +95,16 @@ def pack_in_blocks(
             query_positions = chunk * size + slots
             order.append(queries.flatten()[valid])
             positions[order[-1]] = query_positions.flatten()[valid]
-            keys, mask = queries, None
+            keys, mask, mask_positions = queries, None, None
             if cut.cp_size > 1 or bool((count < size).any()):
                 key_length = (chunk + 1) * int(size.max())
                 key_slots = torch.minimum(torch.arange(key_length), (chunk + 1) * size - 1)
                 keys = cut.rows(cu_seqlens, members[:, None].expand_as(key_slots), key_slots)
                 keys = keys if shared is None else local_index[keys]
                 mask = to_device((torch.arange(key_length) <= query_positions[..., None])[:, None], device)
+                mask_positions = to_device(query_positions, device)
             queries, valid, keys = (to_device(t.flatten(), device) for t in (queries, valid, keys))
-            blocks.append(Block(len(members), length, queries, valid, keys, mask))
+            blocks.append(Block(len(members), length, queries, valid, keys, mask, mask_positions))
     block_order = torch.cat(order) if order else torch.empty(0, dtype=torch.long)
     restore = torch.empty_like(block_order)
     restore[block_order] = torch.arange(len(block_order))
@@ -150,10 +154,22 @@ class PackedAttention(torch.nn.Module):
     Under context parallelism every rank gathers the keys and values of all ranks.
     """
 
-    def __init__(self, config: Any, *, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        window: int = 0,
+        sinks: bool = False,
+        **_: Any,
+    ) -> None:
+        """Builds a layer's attention, with a sliding window of `window` tokens (0: none) and a sink for each head."""
         super().__init__()
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.cp = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.window = window
+        self.softmax_offset = new_sinks(config) if sinks else None  # Transformer Engine's name
 
     def forward(
         self,
@@ -172,15 +188,27 @@ class PackedAttention(torch.nn.Module):
         for block in packed_seq_params.blocks:
             q = _padded(query, block.queries, block.num_seqs)
             k, v = (_padded(x, block.keys, block.num_seqs) for x in (key, value))
-            out = self.attend(q, k, v, block.mask)
+            out = self._attend_block(q, k, v, block)
             flat = out.transpose(1, 2).reshape(block.num_seqs * block.length, -1)
             outputs.append(flat.index_select(0, block.valid))
         assert packed_seq_params.restore is not None
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.index_select(0, packed_seq_params.restore)
 
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> Tensor:
+        """Computes attention of one block, in the layer's window."""
+        mask = block.mask
+        if self.window and mask is None:
+            return attend_in_window(self.attend, query, key, value, self.window)
+        if self.window and mask is not None and block.positions is not None and key.shape[2] > self.window:
+            keys = torch.arange(key.shape[2], device=mask.device)
+            mask = mask & near(block.positions, keys, self.window)[:, None]
+        return self.attend(query, key, value, mask)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Computes attention `[num_seqs, heads, length, dim]` of one block, with the block's `mask`."""
+        """Computes attention `[num_seqs, heads, length, dim]` under a mask; causal attention if it is None."""
+        if self.softmax_offset is not None:
+            return attend_with_sinks(query, key, value, mask, self.softmax_scale, self.softmax_offset)
         return scaled_dot_product_attention(
             query,
             key,
@@ -200,7 +228,8 @@ def _padded(values: Tensor, rows: Tensor, num_seqs: int) -> Tensor:
 class PackedRotary(torch.nn.Module):
     """Rotary angles per token, replacing Megatron's `RotaryEmbedding`.
 
-    `inv_freq` `[dim / 2]` comes from transformers, so that scaled variants (llama3, linear) match the checkpoint.
+    `inv_freq` `[dim / 2]` comes from transformers, so that scaled variants (llama3, linear) match the checkpoint. Of
+    several tables `[tables, dim / 2]`, the angles stand beside each other, and each layer takes its own.
     """
 
     def __init__(self, inv_freq: Tensor) -> None:
@@ -215,9 +244,24 @@ class PackedRotary(torch.nn.Module):
         return positions
 
     def forward(self, positions: Tensor, packed_seq: bool = True, cp_group: Any = None) -> Tensor:
-        """Computes angles `[tokens, 1, dim]` for positions `[tokens]`."""
-        angles = positions.to(self.inv_freq.device)[:, None].float() * self.inv_freq
-        return torch.cat((angles, angles), dim=-1)[:, None, :]
+        """Computes angles `[tokens, 1, tables * dim]` for positions `[tokens]`."""
+        positions = positions.to(self.inv_freq.device).float()
+        angles = positions.view(-1, *[1] * self.inv_freq.dim()) * self.inv_freq
+        return torch.cat((angles, angles), dim=-1).flatten(1)[:, None, :]
+
+
+class OwnRotaryAttention(SelfAttention):
+    """Self-attention that takes the angles of its own table, where layers differ in their rotary positions."""
+
+    def __init__(self, *args: Any, table: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        dim = self.config.kv_channels
+        self.own_angles = slice(table * dim, (table + 1) * dim)
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
+        """Attends with angles `[tokens, 1, tables * dim]`."""
+        assert rotary_pos_emb is not None
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb[..., self.own_angles].contiguous(), **kwargs)
 
 
 class RotaryTable(PackedRotary):

@@ -23,6 +23,10 @@ def attention_shards(stage: Stage, block: Attention, hidden: int, prefix: str, n
     yield stage.columns(f"{prefix}.o_proj.weight", f"{native}.linear_proj.weight", hidden, block.q_size)
     if block.output_bias:
         yield stage.replicated(f"{prefix}.o_proj.bias", f"{native}.linear_proj.bias", hidden)
+    if block.sinks:
+        share = block.heads // stage.size
+        param = f"{native}.core_attention.softmax_offset"
+        yield stage.rows(f"{prefix}.sinks", param, (block.heads,), stage.rank * share, share)
 
 
 def _qkv(stage: Stage, block: Attention, hidden: int, prefix: str, native: str, kind: str) -> Iterator[ShardSpec]:
@@ -70,8 +74,10 @@ def mlp_shards(stage: Stage, block: Mlp, hidden: int, prefix: str, native: str) 
 
 def router_shards(stage: Stage, block: Experts, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
     """Yields the shards of the router and of the shared expert, which every rank of a mixture of experts holds."""
-    name = f"{prefix}.{block.names.block}.gate.weight"
-    yield stage.replicated(name, f"{native}.router.weight", block.count, hidden)
+    name = f"{prefix}.{block.names.block}.{block.names.router}"
+    yield stage.replicated(f"{name}.weight", f"{native}.router.weight", block.count, hidden)
+    if block.biased:
+        yield stage.replicated(f"{name}.bias", f"{native}.router.bias", block.count)
     if block.shared_width:
         shared, param = f"{prefix}.{block.names.block}.shared_expert", f"{native}.shared_experts"
         yield from mlp_shards(stage, Mlp(block.shared_width), hidden, shared, param)
@@ -89,3 +95,9 @@ def expert_shards(
         gate_up = (f"{hf}.{names.gate}.weight", f"{hf}.{names.up}.weight")
         yield from stage.gated(gate_up, f"{param}.linear_fc1.weight", block.width, hidden)
         yield stage.columns(f"{hf}.{names.down}.weight", f"{param}.linear_fc2.weight", hidden, block.width)
+        if block.biased:
+            share = block.width // stage.size
+            for turn, part in enumerate((names.gate, names.up)):
+                bias, first = f"{param}.linear_fc1.bias", stage.rank * share
+                yield stage.rows(f"{hf}.{part}.bias", bias, (block.width,), first, share, at=turn * share)
+            yield stage.replicated(f"{hf}.{names.down}.bias", f"{param}.linear_fc2.bias", hidden)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megarl.actor.weights.fused_experts import ExpertSlice, fuse, slices
 from megarl.actor.weights.source_format import plain_name, restored, write_config
 from megarl.families import carried_prefixes, decoder, is_scalar
 from megarl.families.blocks import Experts
@@ -54,7 +55,7 @@ class Checkpoint:
         if missing or not files:
             problem = f"lacks {missing[0]}" if missing else "holds no *.safetensors"
             raise UserError(f"actor.path={path} {problem}; give a HF checkpoint saved with save_pretrained")
-        self._tensors: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, StoredTensor | ExpertSlice] = {}
         for file in files:
             try:
                 opened = safe_open(self.folder / file, framework="pt")
@@ -66,6 +67,10 @@ class Checkpoint:
             stored = {plain_name(name): StoredTensor(opened, name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             self._tensors.update(stored)
         self._split_fused_experts(config)
+        files_by_name = {name: tensor.file for name, tensor in self._tensors.items()}
+        parts = slices(files_by_name, decoder(config))
+        self._tensors = {name: self._tensors[name] for name in files_by_name}
+        self._tensors.update(parts)
 
     def _weight_files(self, path: str) -> list[str]:
         """Names of the weight files: as in the index, or all if there is none."""
@@ -91,6 +96,8 @@ class Checkpoint:
             if not isinstance(block, Experts):
                 continue
             names = block.names
+            if names.interleaved:
+                continue
             fused, plain = f"model.layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
             if (router := self._tensors.pop(f"{fused}.gate.weight", None)) is not None:
                 self._tensors[f"{plain}.gate.weight"] = router
@@ -130,6 +137,8 @@ class Checkpoint:
             UserError: the tensor has another shape.
         """
         stored = self._tensors[name]
+        if isinstance(stored, ExpertSlice):
+            return stored.read(shape, box)
         part = stored.file.get_slice(stored.name)
         stored_shape = tuple(part.get_shape())
         if stored.entry is None and stored_shape != shape:
@@ -210,7 +219,7 @@ def write(
             index.update(dict.fromkeys(pending, files[-1]))
             pending.clear()
 
-    for name, tensor in restored(tensors, config, like or source):
+    for name, tensor in restored(fuse(tensors, decoder(config)), config, like or source):
         if sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_FILE_BYTES:
             flush()
         pending[name] = tensor
@@ -220,6 +229,7 @@ def write(
     _name_files(temporary, files, index, total)
     config = copy.deepcopy(config)
     config.dtype = dtype
+    vars(config).pop("quantization_config", None)  # weights are written in 16 or 32 bits
     write_small_files(temporary, config, source)
     _publish(temporary, folder)
 

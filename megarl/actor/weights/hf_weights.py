@@ -39,7 +39,7 @@ TE_SPELLINGS = (
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.norm.weight"),  # actor.recompute=selective
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.norm.weight"),
-    (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r"experts.\2.weight\1"),
+    (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1"),
 )
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -74,7 +74,7 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     named = [dict(module.named_parameters()) for module in modules]
     result, bound = [], set()
     for spec in shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)):
-        name, param = _native(named[spec.stage], spec)
+        name, param = native(named[spec.stage], spec)
         view = param[spec.index]
         if any(n != b - a for n, a, b in zip(view.shape, spec.start, spec.stop, strict=True)):
             raise RuntimeError(f"{name} has shape {tuple(param.shape)}, too small for {spec}")
@@ -88,7 +88,7 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     return result
 
 
-def _native(params: dict[str, torch.nn.Parameter], spec: ShardSpec) -> tuple[str, torch.nn.Parameter]:
+def native(params: dict[str, torch.nn.Parameter], spec: ShardSpec) -> tuple[str, torch.nn.Parameter]:
     """Finds the shard's parameter and its name, under the names of both layer specs."""
     if spec.param in params:
         return spec.param, params[spec.param]

@@ -142,7 +142,12 @@ def _layer_specs(layer: Layer, hidden: int, stage: Stage, prefix: str, native: s
         yield from delta_net_shards(stage, layer.attention, hidden, f"{prefix}.linear_attn", f"{native}.self_attention")
     else:
         yield from attention_shards(stage, layer.attention, hidden, f"{prefix}.self_attn", f"{native}.self_attention")
-    yield stage.replicated(f"{prefix}.post_attention_layernorm.weight", f"{native}.pre_mlp_layernorm.weight", hidden)
+    before_mlp = "pre_feedforward_layernorm" if layer.sandwich else "post_attention_layernorm"
+    yield stage.replicated(f"{prefix}.{before_mlp}.weight", f"{native}.pre_mlp_layernorm.weight", hidden)
+    if layer.sandwich:
+        for norm, param in (("attention", "attention"), ("feedforward", "mlp")):
+            name = f"{prefix}.post_{norm}_layernorm.weight"
+            yield stage.replicated(name, f"{native}.post_{param}_layernorm.weight", hidden)
     if isinstance(layer.mlp, Experts):
         yield from router_shards(stage, layer.mlp, hidden, prefix, f"{native}.mlp")
     else:

@@ -36,6 +36,7 @@ class ParameterPart:
 
     at: tuple[int, ...]
     box: Box
+    step: int = 1  # between the box's rows in the parameter
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def attention_parameters(block: Attention, padded: Attention, hidden: int, rank:
     if block.output_bias:
         yield stacked(f"{module}o_proj.bias", [("self_attn.o_proj.bias", full)])
     yield stacked(f"{module}o_proj.weight", [("self_attn.o_proj.weight", full)], q_span)
+    if block.sinks:
+        yield stacked("self_attn.sinks", [("self_attn.sinks", rank.span(block.heads, padded.heads))])
     if block.qk_norm:
         for norm in ("q_norm.weight", "k_norm.weight"):
             yield stacked(f"{module}{norm}", [(f"self_attn.{norm}", full_span(dim))])
@@ -126,8 +129,12 @@ def expert_parameters(block: Experts, padded: Experts, hidden: int, rank: TpRank
     rank.check_divides("experts", block.count, rank.ep_size)
     rank.check_divides("neurons of an expert", padded.width, ranks)
     names, full = block.names, full_span(hidden)
-    router = f"{names.block}.gate.weight"
-    yield stacked(router, [(router, full_span(block.count))], full)
+    router = f"{names.block}.{names.router}"
+    yield stacked(f"{router}.weight", [(f"{router}.weight", full_span(block.count))], full)
+    if names.interleaved:
+        yield stacked(f"{router}.bias", [(f"{router}.bias", full_span(block.count))])
+        yield from _interleaved_experts(block, padded, hidden, rank)
+        return
     if block.shared_width:
         yield from _shared_expert(block, padded, hidden, rank)
     local = block.count // rank.ep_size
@@ -154,6 +161,33 @@ def _shared_expert(block: Experts, padded: Experts, hidden: int, rank: TpRank) -
     if block.shared_gate:
         gate = f"{module}_gate.weight"
         yield stacked(gate, [(gate, full_span(1))], full_span(hidden))
+
+
+def _interleaved_experts(block: Experts, padded: Experts, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:
+    """Yields gpt-oss's experts: gate and up rows in turn, and biases. Only the first rank has the output's.
+
+    Raises:
+        UserError: SGLang's loader of these tensors (`weight_loader_fused`) gives every rank all experts.
+    """
+    if rank.ep_size > 1:
+        raise UserError(f"SGLang loads gpt-oss's experts in 16 bits at ep_size=1 only, not {rank.ep_size}; set it to 1")
+    names, full = block.names, full_span(hidden)
+    span, experts = rank.span(block.width, padded.width), f"{block.names.block}.experts"
+    shapes = {"w13_weight": (2 * span.size, hidden), "w13_weight_bias": (2 * span.size,)}
+    shapes |= {"w2_weight": (hidden, span.size), "w2_weight_bias": (hidden,)}
+    parts: dict[str, list[ParameterPart]] = {name: [] for name in shapes}
+    for slot in range(block.count):
+        prefix = f"{experts}.{slot}"
+        for turn, part in enumerate((names.gate, names.up)):
+            for kind, rest, holder in (("weight", (full,), "w13_weight"), ("bias", (), "w13_weight_bias")):
+                for p in stacked("", [(f"{prefix}.{part}.{kind}", span)], *rest).parts:
+                    parts[holder].append(ParameterPart((slot, turn, *p.at[1:]), p.box, step=2))
+        down = stacked("", [(f"{prefix}.{names.down}.weight", full)], span).parts
+        bias = stacked("", [(f"{prefix}.{names.down}.bias", full)]).parts if rank.tp_rank == 0 else ()
+        parts["w2_weight"] += [ParameterPart((slot, *p.at), p.box) for p in down]
+        parts["w2_weight_bias"] += [ParameterPart((slot, *p.at), p.box) for p in bias]
+    for name, shape in shapes.items():
+        yield ServerParameter(f"{experts}.{name}", (block.count, *shape), tuple(parts[name]))
 
 
 def full_span(size: int) -> Span:

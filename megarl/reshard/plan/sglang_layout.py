@@ -8,6 +8,7 @@ the live parameters to the same rules and stops the setup where they differ. The
     embeddings    equal shards of the vocabulary, padded to a multiple of 64 (of 64 * tp where that does not divide)
     w13_weight    [experts of this ep rank, gate rows; up rows of this moe-tp rank, hidden]
     w2_weight     [experts of this ep rank, hidden, columns of this moe-tp rank]
+    gpt-oss       gate and up rows of w13_weight in turn; biases of w2 on the first rank; sinks of this rank's heads
 
 On CPU, SGLang adds empty KV groups where tp does not divide the heads, and empty neurons up to a multiple of 32 * tp.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from megarl.families.llama import head_dim
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
 from megarl.reshard.plan.sglang_blocks import (
-    ParameterPart,
     ServerParameter,
     Span,
     TpRank,
@@ -95,11 +95,13 @@ class Geometry:
     def outer_parameters(self) -> Iterator[ServerParameter]:
         """Parameters outside the layers."""
         hidden = full_span(self.model.hidden)
-        yield stacked(EMBEDDING, [(EMBEDDING, self.vocab_span)], hidden)
+        family = FAMILIES[self.family]
+        rows = self.vocab_span if family.sglang_shards_embedding else full_span(self.model.vocab)
+        yield stacked(EMBEDDING, [(EMBEDDING, rows)], hidden)
         yield stacked("model.norm.weight", [("model.norm.weight", hidden)])
         if not self.model.tied:
             yield stacked(HEAD, [(HEAD, self.vocab_span)], hidden)
-        elif not FAMILIES[self.family].sglang_ties_head:
+        elif not family.sglang_ties_head:
             yield stacked(HEAD, [(EMBEDDING, self.vocab_span)], hidden)
 
     def layer_parameters(self, layer: Layer, padded: Layer) -> Iterator[ServerParameter]:
@@ -109,7 +111,8 @@ class Geometry:
             UserError: the ranks do not divide a size.
         """
         hidden = self.model.hidden
-        for norm in ("input_layernorm", "post_attention_layernorm"):
+        outer = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if layer.sandwich else ()
+        for norm in ("input_layernorm", "post_attention_layernorm", *outer):
             yield stacked(f"{norm}.weight", [(f"{norm}.weight", full_span(hidden))])
         if isinstance(layer.attention, DeltaNet):
             yield from delta_net_parameters(layer.attention, hidden, self.rank)
@@ -129,7 +132,7 @@ class Geometry:
         for number, (layer, padded) in enumerate(self.layers):
             prefix = f"model.layers.{number}."
             for p in self.layer_parameters(layer, padded):
-                parts = (ParameterPart(q.at, Box(prefix + q.box.name, q.box.start, q.box.stop)) for q in p.parts)
+                parts = (replace(q, box=Box(prefix + q.box.name, q.box.start, q.box.stop)) for q in p.parts)
                 yield ServerParameter(prefix + p.name, p.shape, tuple(parts))
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megarl.families import FAMILIES
 from megarl.reshard.plan.holdings import Fragment
-from megarl.reshard.plan.sglang_layout import Geometry, ParameterPart
+from megarl.reshard.plan.sglang_blocks import ParameterPart
+from megarl.reshard.plan.sglang_layout import Geometry
 
 REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged its weights after loading
     "use_intel_amx_backend": "packed for AMX",
@@ -31,7 +32,9 @@ def view_of(part: ParameterPart, parameter: Tensor) -> Tensor:
     """The view of a parameter that holds the part's box."""
     lead = len(part.at) - len(part.box.start)
     inner = parameter[part.at[:lead]]
-    return inner[tuple(slice(a, a + n) for a, n in zip(part.at[lead:], part.box.shape, strict=True))]
+    steps = (part.step, *[1] * len(part.box.shape))
+    places = zip(part.at[lead:], part.box.shape, steps, strict=False)
+    return inner[tuple(slice(a, a + n * step, step) for a, n, step in places)]
 
 
 def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry) -> Iterator[Fragment]:

@@ -17,7 +17,7 @@ from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
-from megarl.actor.supervised import MegatronLMEngine
+from megarl.actor.supervised import MegatronLMEngine, trained_tokens
 from megarl.actor.weights import hf_files, hf_weights
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.knobs import UserError
@@ -122,6 +122,26 @@ def test_the_loss_does_not_depend_on_how_the_batch_is_cut(folder: Path) -> None:
         assert evaluation["loss"] < steps[-1]["loss"]
     for key in ("loss", "grad_norm", "entropy"):
         assert [step[key] for step in steps] == pytest.approx([steps[0][key]] * 3, rel=1e-5)
+
+
+def test_metrics_of_microbatches_are_weighted_means_and_maxima(folder: Path) -> None:
+    engine = MegatronLMEngine(config_of(folder, max_tokens_per_mb=40))
+    engine.initialize()
+    trained: list[int] = []
+
+    def loss_fn(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        trained.append(int(trained_tokens(data)))
+        mark = torch.tensor(100.0 * trained[-1])
+        return (logprobs * data["loss_mask"]).sum(), {"mark": mark, "mark_max": mark, "debt_max": -mark}
+
+    for run in (engine.eval_batch, engine.train_batch):
+        trained.clear()
+        stats = run(rollout(), loss_fn, trained_tokens, loss_input="logprobs")
+        assert len(set(trained)) > 1
+        mean = 100 * sum(n * n for n in trained) / sum(trained)
+        assert (stats["mark"], stats["mark_max"], stats["debt_max"]) == (
+            pytest.approx(mean), 100 * max(trained), -100 * min(trained),
+        )  # fmt: skip
 
 
 def test_a_user_loss_sees_packed_logits(folder: Path) -> None:

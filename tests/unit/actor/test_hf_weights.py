@@ -108,6 +108,6 @@ def test_live_parameters_are_those_of_the_table(name: str, checkpoints: Callable
 )
 def test_a_parameter_that_transformer_engine_fuses_is_found(local: str, fused: str) -> None:
     param = torch.nn.Parameter(torch.zeros(1))
-    assert hf_weights._native({fused: param}, ShardSpec("x", (1,), (0,), (1,), 0, local, (0,))) == (fused, param)
+    assert hf_weights.native({fused: param}, ShardSpec("x", (1,), (0,), (1,), 0, local, (0,))) == (fused, param)
     with pytest.raises(RuntimeError, match="is in no module of this rank"):
-        hf_weights._native({}, ShardSpec("x", (1,), (0,), (1,), 0, local, (0,)))
+        hf_weights.native({}, ShardSpec("x", (1,), (0,), (1,), 0, local, (0,)))

@@ -149,6 +149,25 @@ def test_what_a_layer_keeps_for_backward_is_what_autograd_holds(
     )
 
 
+@pytest.mark.cpu_options("the estimate for GPUs is that of Transformer Engine's layers")
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mistral"])
+def test_windows_sinks_and_sandwich_norms_are_counted(
+    family: str, dtype: str, checkpoints: Callable[..., Path]
+) -> None:
+    """Without masks of windows, which hold an element for each query and key of a chunk."""
+    kept, width = [], {"intermediate_size": 64} if family == "gpt_oss" else {}
+    for layers in (1, 3):
+        sizes = {**SHAPE, **width, "num_hidden_layers": layers, "sliding_window": 9}
+        folder = checkpoints(family, tied=family == "gemma3_text", **sizes)
+        kept.append(kept_in_forward(config := EngineConfig(path=str(folder), dtype=dtype)))
+    per_layer = (kept[1] - kept[0]) / 2 / TOKENS
+    assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
+        per_layer, rel=0.11
+    )
+
+
 @pytest.mark.parametrize(("experts", "together"), [("auto", 4), ("grouped", 4), ("sequential", 1)])
 def test_gradients_of_grouped_experts_are_in_memory_together(experts: str, together: int) -> None:
     """Transformer Engine's backward of a grouped product returns them all at once."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from megarl.data.sources import MAX_NESTING, load_rows, load_table
 from megarl.knobs import UserError
 from tests.fuzzing import fuzzed
 
+ROW = '{"question": "2+2", "answer": "4"}\n'
 HUGE, DEEP = "a huge number", "a deep list"  # stand for values that `json.dumps` cannot write
 TEXTS = st.one_of(
     st.sampled_from(
@@ -140,6 +143,38 @@ def test_brackets_in_texts_and_wide_lists_are_no_nesting(tmp_path: Path) -> None
     row = {"question": '[{"\\' * 10 * MAX_NESTING, "answer": [[1]] * 2 * MAX_NESTING}
     path.write_text(json.dumps(row) + "\n")
     assert load_table(str(path), "train")[0] == row
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ("null\n", "line 1"),
+        ("\ufeffnull\n", "line 1"),
+        ("\n null\n" + ROW, "line 2"),
+        ("null " + ROW, "line 1"),
+        (ROW + "null\n" + ROW, "line 2"),
+        ("[null, " + ROW + "]", "row 0"),
+        ("\ufeff[" + ROW + ", null]", "row 1"),
+        ("[" + ROW + ",\nnull\n]", "row 1"),
+    ],
+)
+def test_a_null_row_that_would_end_the_process_in_the_reader_is_refused(
+    tmp_path: Path, content: str, place: str
+) -> None:
+    (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(UserError, match=f"train.jsonl, {place}: the row is null; remove it$"):
+        load_table(str(tmp_path / "train.jsonl"), "train")
+
+
+def test_text_that_is_not_utf_8_is_refused_in_one_line(tmp_path: Path) -> None:
+    lone_surrogate = "\ud800".encode("utf-8", "surrogatepass")
+    content = b'{"question": "2+2", "answer": "4"}\n{"question": "%s", "answer": "4"}\n' % lone_surrogate
+    (tmp_path / "train.jsonl").write_bytes(content)
+    text = pa.array([b"2+2", lone_surrogate]).view(pa.utf8())
+    pq.write_table(pa.table({"question": text}), tmp_path / "train.parquet")
+    for name, read in (("train.jsonl", load_table), ("train.parquet", load_table), ("train.parquet", load_rows)):
+        with pytest.raises(UserError, match=rf"{name} has text that is not UTF-8 \(.*Column 0: .*; write it as UTF-8$"):
+            read(str(tmp_path / name), "train")
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_a_scope_belongs_to_its_thread_and_its_task_while_numbers_are_shared():
 
     def work(name: str) -> None:
         with tracker.scope(name):
-            inside.wait(timeout=10)  # both scopes are open at once
+            inside.wait(timeout=300)  # both scopes are open at once
             for _ in range(1000):
                 tracker.total(count=1)
 
@@ -96,7 +96,7 @@ def test_a_scope_belongs_to_its_thread_and_its_task_while_numbers_are_shared():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=300)
     asyncio.run(both())
     assert tracker.export() == {"a/count": 1000.0, "b/count": 1000.0, "c/count": 1.0, "d/count": 1.0}
 

@@ -83,7 +83,7 @@ def run_in_terminal(stop: signal.Signals) -> tuple[str, int]:
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
-    output, stopped, deadline = "", False, time.monotonic() + 60
+    output, stopped, deadline = "", False, time.monotonic() + 300
     try:
         while time.monotonic() < deadline:
             if not select.select([main], [], [], 0.5)[0]:
@@ -95,7 +95,7 @@ def run_in_terminal(stop: signal.Signals) -> tuple[str, int]:
             if "step 3/10" in output and not stopped:
                 stopped = True
                 process.send_signal(stop)
-        return output, process.wait(timeout=20)
+        return output, process.wait(timeout=300)
     finally:
         process.kill()
         os.close(main)

@@ -64,12 +64,12 @@ def test_ranks_share_a_store_that_listens_only_on_the_interface(
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(variable, "lo")
     stores = []
-    timeout = timedelta(seconds=20)
+    timeout = timedelta(seconds=300)
     join = threading.Thread(target=lambda: stores.append(rendezvous.ranks_store(tmp_path, 1, 2, timeout)))
     join.start()
     time.sleep(0.2)  # rank 1 starts first and waits
     store = rendezvous.ranks_store(tmp_path, 0, 2, timeout)
-    join.join(20)
+    join.join(300)
     stores[0].set("from rank 1", "here")
     assert store.get("from rank 1") == b"here"
     host, port = (tmp_path / rendezvous.TRAINER).read_text().split(":")

@@ -45,6 +45,11 @@ PUBLISHED = {
     "meta-llama/Llama-3.3-70B-Instruct": 70.6,
     "mistralai/Mistral-7B-v0.3": 7.25,
     "mistralai/Mixtral-8x7B-v0.1": 46.7,
+    "google/gemma-3-1b-it": 1.0,
+    "lmsys/gpt-oss-20b-bf16": 20.91,
+    "lmsys/gpt-oss-120b-bf16": 116.83,
+    "openai/gpt-oss-20b": 20.91,
+    "openai/gpt-oss-120b": 116.83,
 }
 
 

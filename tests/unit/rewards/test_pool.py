@@ -20,9 +20,11 @@ from megarl.types import RewardError
 from tests.unit.rewards.functions import double, halve, knows_math_verify
 from tests.unit.rewards.hostile import HOSTILE
 
+DEADLINE_S = 400.0  # for a call that is never answered
+
 
 def run(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    return asyncio.run(call())
+    return asyncio.run(asyncio.wait_for(call(), DEADLINE_S))
 
 
 def children() -> set[int]:

@@ -10,43 +10,45 @@ from pathlib import Path
 import psutil
 import pytest
 
-DEADLINE_S = 120.0  # for a hang alone
+DEADLINE_S = 240.0  # for a hang alone
 SCORING = """
-import asyncio
+import asyncio, pathlib, sys, time
 from megarl.rewards.pool import RewardConfig, RewardPool
-from tests.unit.rewards.functions import double
 
-async def hang():
-    await pool("", "", [], [], i=1, what="hang")
+mark = sys.argv[1]
 
-with RewardPool([double], RewardConfig(workers=1, max_workers=1, time_limit_s=1000.0)) as pool:
-    asyncio.run(hang())
+def hang(prompt, completions, prompt_ids, completion_ids):
+    pathlib.Path(mark).touch()
+    time.sleep(1000)
+
+async def score():
+    await pool("", "", [], [])
+
+with RewardPool([hang], RewardConfig(workers=1, max_workers=1, time_limit_s=1000.0)) as pool:
+    asyncio.run(score())
 """
 LOADING = """
-import time
+import sys
 from megarl.rewards.pool import RewardPool
 
 class Slow:
     def __reduce__(self):
-        return time.sleep, (1000,)
+        return exec, (f"import pathlib, time; pathlib.Path({sys.argv[1]!r}).touch(); time.sleep(1000)",)
 
 RewardPool([Slow()])
 """
 
 
-def descendants(process: psutil.Process) -> list[psutil.Process]:
-    return process.children(recursive=True)
-
-
 @pytest.mark.parametrize(("script", "count"), [(SCORING, 2), (LOADING, 1)], ids=["a reward hangs", "loading hangs"])
-def test_no_process_outlives_a_run_that_is_killed(script: str, count: int) -> None:
-    run = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
+def test_no_process_outlives_a_run_that_is_killed(script: str, count: int, tmp_path: Path) -> None:
+    mark = tmp_path / "hangs"
+    run = subprocess.Popen([sys.executable, "-c", script, str(mark)], cwd=Path(__file__).parents[3])
     process, processes, deadline = psutil.Process(run.pid), [], time.monotonic() + DEADLINE_S
     try:
-        while len(descendants(process)) < count and time.monotonic() < deadline:
+        while not mark.exists() and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # to the call that hangs; the test holds without it too, but would prove less
-        processes = descendants(process)
+        processes = process.children(recursive=True)
+        assert mark.exists()
         assert len(processes) == count
         run.kill()
         run.wait(DEADLINE_S)
@@ -55,3 +57,4 @@ def test_no_process_outlives_a_run_that_is_killed(script: str, count: int) -> No
     finally:
         for left in [p for p in (*processes, process) if p.is_running()]:
             left.kill()
+        run.wait(DEADLINE_S)

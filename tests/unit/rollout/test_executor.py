@@ -172,7 +172,7 @@ def test_a_failing_episode_names_its_prompt_and_the_others_are_cancelled_first(e
                 await asyncio.sleep(0.05)
                 raise ZeroDivisionError("no tokens")
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
                 await asyncio.sleep(0.05)
                 cancelled.append(data["i"])
@@ -183,7 +183,7 @@ def test_a_failing_episode_names_its_prompt_and_the_others_are_cancelled_first(e
     assert str(caught.value) == "Fails failed on prompt 1 'question 1': ZeroDivisionError: no tokens"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert sorted(cancelled) == [0, 2, 3]
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 300
 
 
 def test_a_users_mistake_in_an_episode_stays_one(engine):
@@ -236,8 +236,8 @@ def test_ctrl_c_gets_through_at_once_and_cancels_the_episodes(engine):
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine.rollout_batch(prompts(1), Hangs())
-    assert time.monotonic() - start < 20
-    assert cancelled.wait(5)
+    assert time.monotonic() - start < 300
+    assert cancelled.wait(300)
     assert engine.rollout_batch(prompts(1), Returns(lambda d: group(1))).num_seqs == 2
 
 

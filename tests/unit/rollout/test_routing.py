@@ -114,7 +114,7 @@ def test_a_request_at_a_server_that_is_taken_out_is_asked_of_another(start_serve
     thread = threading.Thread(target=take_out)
     thread.start()
     (response,) = ask(engine, request(1))
-    thread.join(10)
+    thread.join(300)
     assert response.output_tokens == [2, 3, 4]
     assert (len(stuck.bodies), len(sound.bodies)) == (1, 1)
     assert engine.addresses == [sound.address]
@@ -137,9 +137,9 @@ def test_requests_under_way_at_a_living_server_that_failed_a_sync_are_asked_of_a
     thread = threading.Thread(target=drop)
     thread.start()
     (response,) = ask(engine, request(1))
-    thread.join(10)
+    thread.join(300)
     assert response.output_tokens == [2, 3, 4]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 300
     while not stuck.cancelled and time.monotonic() < deadline:
         time.sleep(0.01)
     assert stuck.cancelled == 1  # and not asked in vain for an answer that nobody waits for
@@ -225,7 +225,7 @@ def test_requests_wait_for_a_server_that_starts(start_server, connect) -> None:
     thread = threading.Thread(target=start)
     thread.start()
     assert ask(engine, request(1))[0].output_tokens == [2, 3, 4]
-    thread.join(10)
+    thread.join(300)
 
 
 def test_where_only_a_server_without_weights_is_left_the_trainer_is_told_and_episodes_wait(

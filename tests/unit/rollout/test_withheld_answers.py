@@ -69,7 +69,7 @@ def test_a_withheld_answer_of_a_server_that_is_left_out_is_asked_again_at_anothe
     engine.follow(fleet)
     engine.hold(3)
     waiting = Asked(engine)
-    assert started.wait(20)
+    assert started.wait(300)
     assert waiting.within(0.3) == []  # it is withheld by now
     fleet.addresses[:] = [right.address]
 
@@ -159,7 +159,7 @@ def test_a_probe_says_nothing_of_a_server_that_goes_out_of_service(
     engine.follow(fleet)
 
     def leave() -> None:
-        started.wait(20)
+        started.wait(300)
         fleet.addresses.clear()
         engine.refresh()
 

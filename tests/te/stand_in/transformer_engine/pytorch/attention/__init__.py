@@ -22,7 +22,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         names = (
             "num_attention_heads kv_channels num_gqa_groups attention_dropout attn_mask_type sequence_parallel "
             "get_rng_state_tracker tp_size tp_group layer_number attention_type softmax_scale "
-            "cp_group cp_global_ranks cp_stream cp_comm_type"
+            "cp_group cp_global_ranks cp_stream cp_comm_type window_size softmax_type"
         )
         a = taken("DotProductAttention.__init__", names, args, kwargs)
         assert a.attention_dropout == 0.0, "the stand-in of Transformer Engine has no dropout"
@@ -34,6 +34,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.head_dim = a.kv_channels
         self.softmax_scale = a.softmax_scale or a.kv_channels**-0.5
         self.cp_group, self.cp_comm_type, self.tp_group = a.cp_group, a.cp_comm_type, a.tp_group
+        assert a.window_size is None or a.window_size[1] == 0, "causal attention sees no token after its own"
+        self.tokens_before = a.window_size[0] if a.window_size is not None else None
+        assert a.softmax_type in ("vanilla", "learnable"), a.softmax_type
+        self.softmax_offset = None
+        if a.softmax_type == "learnable":  # float32 and without a mark, as the real one's
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(a.num_attention_heads // self.tp_size))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         names = (
@@ -56,6 +62,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         assert a.max_seqlen_q == a.max_seqlen_kv == int(bounds.diff().max())
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
         assert int(bounds[-1]) == query.shape[0] * cp_size, "bounds are of all ranks' tokens"
+        plain = self.tokens_before is None and self.softmax_offset is None
+        assert plain or cp_size == 1, "get_attention_backend finds none for windows or sinks over ranks by p2p"
+        if not plain:
+            parts = [self._in_window(*(x[a:b] for x in (query, key, value))) for a, b in _pairs(bounds)]
+            return torch.cat(parts).reshape(query.shape[0], -1)
         if cp_size == 1:
             out = [self._attend(*(x[a:b] for x in (query, key, value)), None) for a, b in _pairs(bounds)]
         else:
@@ -78,6 +89,19 @@ class DotProductAttention(TransformerEngineBaseModule):
             seen = torch.arange(last - first) <= places[:, None]
             out.append(self._attend(query[start : start + 2 * chunk], *whole, seen))
         return out
+
+    def _in_window(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of a sequence by its full table of scores, with the sinks as a further column."""
+        length, groups = query.shape[0], query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = distance < 0 if self.tokens_before is None else (distance < 0) | (distance > self.tokens_before)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * self.softmax_scale
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.softmax_offset is not None:
+            sinks = self.softmax_offset.to(scores.dtype)[:, None, None].expand(-1, length, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], value)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if query.shape[0] == 0:

@@ -188,10 +188,12 @@ class GroupedLinear(_LinearBase):
         assert len(a.m_splits) == self.num_gemms, "Number of splits should match number of GEMMs."
         check_splits(list(a.m_splits))
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
-        assert not self.use_bias
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         first = a.is_first_microbatch if self.fuse_wgrad_accumulation else None
         out = _GroupedProduct.apply(list(a.m_splits), self.fuse_wgrad_accumulation, first, a.inp, *weights)
+        if self.use_bias and not self.return_bias:
+            parts = zip(out.split(list(a.m_splits)), biases, strict=True)
+            out = torch.cat([part + bias for part, bias in parts])
         return (out, biases) if self.return_bias else out
 
 
