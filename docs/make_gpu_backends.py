@@ -26,7 +26,7 @@ import torch
 from megarl import cli
 from megarl.config import Config
 from megarl.cpu import sglang_launch
-from megarl.families import FAMILIES
+from megarl.families import CONTAINERS, FAMILIES
 from megarl.preflight.report import folder_of
 from megarl.rollout.servers import server_config
 from megarl.rollout.servers.server_config import server_arg_options
@@ -117,7 +117,8 @@ def resolutions() -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for name, config in configs().items():
         folder = folder_of(config.actor.path)
-        entries[name] = {"family": json.loads((folder / "config.json").read_text())["model_type"], "on": {}}
+        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        entries[name] = {"family": CONTAINERS.get(kind, kind), "on": {}}
         for architecture in ARCHITECTURES:
             with mocked_gpu(architecture):
                 entries[name]["on"][architecture] = shown(resolved(config, folder))

@@ -384,7 +384,7 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
 
 def _check_served_windows(config: Config, model: PretrainedConfig) -> None:
     """Refuses rollouts of a model whose window SGLang ignores: its samples would be of another model."""
-    window = max(layer.attention.window for layer in decoder(model).layers)
+    window = max(block.window for block in decoder(model).attentions)
     longest = longest_sequence(config) or model.max_position_embeddings
     if config.method == "rl" and 0 < window < longest and not FAMILIES[model.model_type].sglang_windows:
         raise UserError(
@@ -396,7 +396,7 @@ def _check_served_windows(config: Config, model: PretrainedConfig) -> None:
 
 def _check_served_sinks(config: Config, model: PretrainedConfig) -> None:
     """Refuses servers whose attention takes no sinks (model_hook.py:538 of SGLang 0.5.23)."""
-    sinks = any(layer.attention.sinks for layer in decoder(model).layers)
+    sinks = any(block.sinks for block in decoder(model).attentions)
     if config.method == "rl" and sinks and (not servers_on_gpu(config) or config.server.dtype == "float32"):
         raise UserError(
             f"SGLang's attention on CPUs and in float32 has no sinks, as this {model.model_type} model has; serve it "

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -117,8 +118,10 @@ def export(config: ExportConfig) -> Path:
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = load_config(small_files)
     weights = _Conversion(stored, config.dtype)
-    carried = _carried(stored, hf_config, config.source)
-    _write(output, itertools.chain(weights.tensors(checkpoint.step), carried), hf_config, small_files)
+    tensors = itertools.chain(weights.tensors(checkpoint.step), _carried(stored, hf_config, config.source))
+    start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
+    like = start if (start / "config.json").is_file() else None
+    _write(output, tensors, hf_config, small_files, like)
     if weights.rounded:
         print(
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
@@ -142,8 +145,14 @@ def _carried(stored: StoredState, config: PretrainedConfig, source: str) -> Iter
     return hf_files.carried_tensors(folder, config, facts["tensors"])
 
 
-def _write(output: Path, tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path) -> None:
-    """Writes a HF checkpoint under a temporary name and renames it.
+def _write(
+    output: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: PretrainedConfig,
+    source: Path,
+    like: Path | None = None,
+) -> None:
+    """Writes a HF checkpoint under a temporary name and renames it; see `hf_files.write`.
 
     Raises:
         UserError: `output` cannot be written.
@@ -151,7 +160,7 @@ def _write(output: Path, tensors: Iterable[tuple[str, Tensor]], config: Pretrain
     temporary = output.with_name(output.name + manifest.WRITING)
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
-        hf_files.write(temporary, tensors, config, source)
+        hf_files.write(temporary, tensors, config, source, like)
         temporary.replace(output)
     except OSError as error:
         raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
@@ -185,6 +194,7 @@ class _Conversion:
     def __init__(self, stored: StoredState, dtype: str) -> None:
         self.stored = stored
         self.dtype = DTYPES[dtype] if dtype else stored.dtype
+        self.in_float32 = set() if dtype else set(stored.facts.get("float32", ()))
         self.rounded = self.total = 0
 
     def tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -195,7 +205,8 @@ class _Conversion:
         with Progress(*columns) as progress:
             task = progress.add_task(f"export of step {step}", total=self.stored.weight_bytes)
             for name, tensor in self.stored.tensors():
-                converted = tensor if is_buffer(name) else tensor.to(self.dtype)
+                keeps = is_buffer(name) or name in self.in_float32
+                converted = tensor.to(torch.float32 if keeps else self.dtype)
                 self.rounded += int((converted != tensor).sum())
                 self.total += tensor.numel()
                 yield name, converted

@@ -27,8 +27,11 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from xdist.scheduler import LoadScopeScheduling
 
@@ -113,6 +116,9 @@ FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
 }
 SIGMOID_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "n_shared_experts": 1,
@@ -151,6 +157,22 @@ EXPERTS: dict[str, dict[str, Any]] = {  # what a mixture of experts has besides
 }
 
 
+DELTA_NET: dict[str, Any] = {  # 4 key heads and 8 value heads; every second layer has attention
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "full_attention_interval": 2,
+}
+SHARED_EXPERT = {"shared_expert_intermediate_size": 40}
+EXPERTS["qwen3_next"] = {**EXPERTS["qwen3_moe"], **DELTA_NET, **SHARED_EXPERT}
+EXPERTS["qwen3_5_text"] = DELTA_NET
+EXPERTS["qwen3_5_moe_text"] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, **DELTA_NET, **SHARED_EXPERT
+}  # fmt: skip
+ZERO_CENTERED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # norms scale by 1 + their weight
+
+
 def random_model(family: str, *, tied: bool, vocab_size: int = 343, seed: int = 0, **fields: Any) -> torch.nn.Module:
     """A random fp32 model: 2 layers, hidden 64, 4 heads on 2 KV heads. Norms and biases are random too."""
     shape: dict[str, Any] = {
@@ -172,7 +194,8 @@ def random_model(family: str, *, tied: bool, vocab_size: int = 343, seed: int = 
     with torch.no_grad():
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
         for name, parameter in itertools.chain(model.named_parameters(), biases):
-            parameter.copy_((1.0 if "norm" in name else 0.0) + 0.1 * torch.randn_like(parameter))
+            is_gain = "norm" in name and (family not in ZERO_CENTERED or "linear_attn" in name)
+            parameter.copy_((1.0 if is_gain else 0.0) + 0.1 * torch.randn_like(parameter))
     return model.eval()
 
 

@@ -15,7 +15,7 @@ from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.actor.trait_checks import check_expert_biases, check_windows
 from megarl.families import decoder
-from megarl.families.blocks import Attention, Experts, LatentAttention, Mlp
+from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Mlp
 from megarl.knobs import UserError, check_ranges
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
@@ -144,7 +144,10 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
     parallel.check()
     tp, shape = parallel.tp_size, decoder(model)
     for layer in set(shape.layers):
-        _check_attention(layer.attention, tp)
+        if isinstance(layer.attention, DeltaNet):
+            _check_delta_net(layer.attention, tp, parallel.cp_size)
+        else:
+            _check_attention(layer.attention, tp)
         if isinstance(layer.mlp, Mlp):
             _check_divides("intermediate_size", layer.mlp.width, tp)
     if shape.experts is None:
@@ -165,6 +168,15 @@ def _check_attention(block: Attention | LatentAttention, tp: int) -> None:
         raise UserError(
             f"parallel.tp_size={tp} does not divide the model's {block.kv_heads} key and value heads of "
             f"{block.head_dim}; choose a smaller tp_size"
+        )
+
+
+def _check_delta_net(block: DeltaNet, tp: int, cp: int) -> None:
+    """Refuses ranks that do not divide the heads: tp cuts them, and cp again while it computes."""
+    if block.key_heads % (tp * cp):
+        raise UserError(
+            f"parallel.tp_size={tp} x cp_size={cp} does not divide the model's linear_num_key_heads={block.key_heads}; "
+            "choose sizes whose product divides it"
         )
 
 
@@ -230,6 +242,11 @@ def _check_deterministic(
     """Refuses models and layouts without row-invariant operations (`ops/row_invariant.py`)."""
     if not deterministic:
         return
+    if decoder(model).delta_net is not None:
+        raise UserError(
+            f"deterministic=true does not cover the gated delta nets of a '{model.model_type}' model: set it to false, "
+            "or train a model without them"
+        )
     if decoder(model).experts is not None:
         raise UserError(
             f"deterministic=true does not cover the experts of a '{model.model_type}' model: set it to false, or "

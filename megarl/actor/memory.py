@@ -18,7 +18,7 @@ from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of,
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.families import decoder, padded_vocab_size
-from megarl.families.blocks import Attention, Experts, LatentAttention, Layer, Mlp
+from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
@@ -30,6 +30,7 @@ MOMENTS = 8  # Adam's two moments, float32
 SINK_COLUMNS = 8  # of `model/windows_and_sinks.py`
 MAIN = 4  # float32 main parameter, if parameters are bfloat16
 BATCH_BYTES = 120  # per token: packed batch, its position-aligned copy, labels, and rows of its attention block
+CHUNK = 64  # tokens of a gated delta net's chunk (delta_rule.py)
 GPU_RUNTIME = 3 << 30  # bytes of CUDA context, NCCL buffers and cuBLAS workspaces: assumed, not measured
 
 
@@ -247,9 +248,10 @@ class _Rank:
         item, saved, parallel, engine = self.item, self.saved, self.parallel, self.engine
         spread = parallel.tp_size if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
         hidden = hidden_size * item / spread
-        lean_norms = self.on_gpu or (self.keeps_inputs and not layer.sandwich)
+        lean_norms = self.on_gpu or self.keeps_inputs
         norm = 2 * hidden if lean_norms else (2 * 4 * hidden_size / spread + hidden)
-        attention = self._attention(layer.attention)
+        block = layer.attention
+        attention = self._delta_net(block) if isinstance(block, DeltaNet) else self._attention(block)
         around = (4 if layer.sandwich else 2) * norm + attention.around
         around -= 2 * (item - saved) * hidden_size / spread  # what follows the norms; attention's output stays
         fused, outputs = self._fuses(layer.mlp), hidden  # outputs: of norms and SwiGLU
@@ -310,7 +312,24 @@ class _Rank:
         keys = kv if queries or not keeps_inputs else 0
         inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
         around = queries + q * item + (0 if keeps_inputs or self.te else 4 * dim * item)
+        if block.output_gate:  # the gate's sigmoid in float32, and the product's factors
+            around += (2 if self.keeps_inputs or self.te else 5) * q * 4
         return _AttentionBytes(around, core, inputs)
+
+    def _delta_net(self, block: DeltaNet) -> _AttentionBytes:
+        """Computes a gated delta net, which no recompute mode but full spares. Chunks are taken for full."""
+        tp, heads = self.parallel.tp_size, block.value_heads / self.parallel.tp_size
+        keys, values = 2 * block.key_size / tp, block.value_size / tp
+        expanded = heads * block.key_dim  # queries, and keys, of all value heads
+        projected = (keys + 2 * values + 2 * heads) * self.item
+        norm = 4 * 4 * values
+        if self.te:  # flash-linear-attention keeps its inputs and a matrix of each chunk
+            core = (2 * (keys + values) + 2 * expanded + 2 * values + heads * CHUNK) * self.item + 2 * 4 * keys
+        else:
+            convolution = (block.conv_width + 1) * (keys + values)
+            matrices, states = 5 * heads * CHUNK, 2 * heads * block.key_dim * block.value_dim / CHUNK
+            core = 4 * (convolution + 3 * keys + 8 * expanded + 5 * values + matrices + states)
+        return _AttentionBytes(values * self.item + norm, projected + core, projected + core)
 
 
 def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:

@@ -38,7 +38,22 @@ def build_optimizer(config: EngineConfig, ddps: list[Any], dtype: torch.dtype) -
         optimizer_offload_fraction=1.0 if config.offload_optimizer else 0.0,
         overlap_cpu_optimizer_d2h_h2d=config.offload_optimizer,
     )
-    return get_megatron_optimizer(megatron, ddps)
+    optimizer = get_megatron_optimizer(megatron, ddps)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.is_stub_optimizer:
+            _correct_order(part)
+    return optimizer
+
+
+def _correct_order(optimizer: Any) -> None:
+    """Corrects Megatron's index of main parameters, in groups with float32 and bfloat16 parameters.
+
+    It counts parameters in the order of gradient buffers (distrib_optimizer.py:337), but a group has those in float32
+    first (distrib_optimizer.py:487). A checkpoint by that index would mix up parameters and their moments.
+    """
+    for group, ranges in enumerate(optimizer.opt_group_ranges):
+        ordered = sorted(ranges["params"], key=lambda param: param.dtype != torch.float32)  # stable
+        optimizer.model_param_group_index_map.update({param: (group, place) for place, param in enumerate(ordered)})
 
 
 def step_by_norm(optimizer: Any, norm: float) -> None:

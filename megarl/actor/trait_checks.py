@@ -16,7 +16,7 @@ def check_windows(config: EngineConfig, parallel: ParallelConfig, model: Pretrai
     Raises:
         UserError: naming the trait and the knob.
     """
-    attentions = [layer.attention for layer in decoder(model).layers]
+    attentions = decoder(model).attentions
     window = next((block.window for block in attentions if block.window), 0)
     if any(block.sinks for block in attentions):
         trait = "attention sinks"

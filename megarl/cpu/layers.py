@@ -82,15 +82,12 @@ class FusedSwiGLU(torch.nn.Module):
 
 
 def fused_rms_norm(plain: type[torch.nn.RMSNorm]) -> type[torch.nn.RMSNorm]:
-    """A subclass of `plain` that computes values and gradients in one pass each."""
+    """A subclass of `plain`, whose `gain()` is its weight, that computes values and gradients in one pass each."""
 
     class FusedRMSNorm(plain):  # type: ignore[valid-type,misc]
         def forward(self, x: Tensor) -> Tensor:
             assert self.eps is not None
-            if self.zero_centered:
-                plain_result: Tensor = super().forward(x)
-                return plain_result
-            return layer_ops.rms_norm(x, self.weight, self.eps)
+            return layer_ops.rms_norm(x, self.gain(), self.eps)
 
     return FusedRMSNorm
 
@@ -108,10 +105,18 @@ def fused_attention(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
             """query `[tokens, heads, dim]`, key and value `[tokens, kv_heads, dim]` -> `[tokens, heads * dim]`."""
             batch: PackedForKernel = packed["packed_seq_params"]
             assert batch.cos_sin is not None
-            query, key = (layer_ops.rotate(x, batch.cos_sin) for x in (query, key))
+            query, key = (_rotated(x, batch.cos_sin) for x in (query, key))
             if batch.plain is not None:
                 return super().forward(query, key, value, attention_mask, packed_seq_params=batch.plain)
             assert batch.sequences is not None
             return packed_attention(query, key, value, batch.sequences, self.softmax_scale).flatten(1)
 
     return FusedAttention
+
+
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotates the first elements of each head, as many as `cos_sin` has."""
+    rotary = cos_sin.shape[-1]
+    if rotary == x.shape[-1]:
+        return layer_ops.rotate(x, cos_sin)
+    return torch.cat((layer_ops.rotate(x[..., :rotary], cos_sin), x[..., rotary:]), -1)

@@ -8,11 +8,13 @@ from megarl.families.hf_config import (
     padded_vocab_size,
     quantisation,
     read_config,
+    text_part,
 )
-from megarl.families.registry import FAMILIES, decoder
+from megarl.families.registry import CONTAINERS, FAMILIES, decoder
 from megarl.families.rotary import rotary_inv_freq
 
 __all__ = [
+    "CONTAINERS",
     "FAMILIES",
     "as_scalar",
     "carried_prefixes",
@@ -23,4 +25,5 @@ __all__ = [
     "quantisation",
     "read_config",
     "rotary_inv_freq",
+    "text_part",
 ]

@@ -5,6 +5,7 @@ estimates of memory and time are built from it. They choose by the type of a blo
 
     Attention        grouped-query attention
     LatentAttention  attention whose queries, keys and values come from latent vectors
+    DeltaNet         gated delta net, a linear attention
     Mlp              gated MLP
     Experts          mixture of gated experts
 """
@@ -24,6 +25,7 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    output_gate: bool = False  # each head's output is scaled by a sigmoid; its rows follow the head's in q_proj
     window: int = 0  # keys that a query sees, itself included; 0: all before it
     sinks: bool = False  # True: each head has a logit without value in its softmax
     softmax_scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
@@ -39,7 +41,7 @@ class Attention:
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the matrices that multiply a token of `hidden` features."""
-        return 2 * hidden * (self.q_size + self.kv_size)
+        return hidden * ((3 if self.output_gate else 2) * self.q_size + 2 * self.kv_size)
 
     @property
     def score_size(self) -> int:
@@ -68,7 +70,7 @@ class LatentAttention:
     softmax_scale: float
     rotary_scale: float  # factor on the rotated elements (YaRN)
     norm_eps: float  # of the norms of latent vectors
-    qkv_bias = output_bias = qk_norm = sinks = False
+    qkv_bias = output_bias = qk_norm = sinks = output_gate = False
     window = 0
 
     @property
@@ -111,6 +113,47 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net (arXiv:2412.06464): a causal convolution, then a state of keys by values for each value head.
+
+    Each key head has several value heads.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int  # tokens that the convolution reads
+    grouped: bool  # checkpoints have the rows of q, k, v, z together by key head; False: all of q, then k, v
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    def sections(self, ranks: int) -> tuple[int, ...]:
+        """Rows of the input projection on one of `ranks`: query, key, value, z, beta, alpha."""
+        keys, values, heads = self.key_size // ranks, self.value_size // ranks, self.value_heads // ranks
+        return keys, keys, values, values, heads, heads
+
+    def active_elements(self, hidden: int) -> int:
+        """Elements of the matrices that multiply a token of `hidden` features, and of the state, read and updated."""
+        return hidden * (sum(self.sections(1)) + self.value_size) + 3 * self.value_size * self.key_dim
+
+    @property
+    def score_size(self) -> int:
+        """0: its cost does not grow with the distance of tokens."""
+        return 0
+
+    def cached_elements(self, tp_size: int) -> int:
+        """0: a server's cache has one state for each sequence, and nothing for a token."""
+        return 0
+
+
+@dataclass(frozen=True)
 class Mlp:
     """Gated MLP."""
 
@@ -147,6 +190,8 @@ class Experts:
     topk: int  # experts per token
     normalized: bool  # True if the weights of a token's experts sum to 1
     names: ExpertNames
+    shared_width: int = 0  # intermediate size of the expert that every token takes; 0: there is none
+    shared_gate: bool = False  # a sigmoid of the token scales that expert's output
     biased: bool = False  # True: the router and each projection of an expert have a bias
     clamp: float = 0.0  # 0: SiLU without clamps
     score: str = "softmax"  # of the router's logits: softmax or sigmoid
@@ -154,7 +199,6 @@ class Experts:
     groups: int = 1  # experts form so many groups, and a token's are from
     topk_groups: int = 1  # so many of them
     scale: float = 1.0  # factor on the weights of a token's experts
-    shared_width: int = 0  # intermediate size of the MLP that every token passes besides; 0: none
 
     def active_elements(self, hidden: int) -> int:
         """Elements of the experts' matrices that multiply a token of `hidden` features."""
@@ -165,7 +209,7 @@ class Experts:
 class Layer:
     """One layer: a norm and attention, a norm and an MLP or experts, each added to the residual stream."""
 
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | DeltaNet
     mlp: Mlp | Experts
     sandwich: bool = False  # True: a norm also after attention and after the MLP, before the sum
 
@@ -185,12 +229,22 @@ class Decoder:
     @property
     def windowed(self) -> bool:
         """True if any layer attends in a window, or with sinks."""
-        return any(layer.attention.window or layer.attention.sinks for layer in self.layers)
+        return any(block.window or block.sinks for block in self.attentions)
+
+    @property
+    def attentions(self) -> list[Attention | LatentAttention]:
+        """The attention of each layer that has some."""
+        return [layer.attention for layer in self.layers if not isinstance(layer.attention, DeltaNet)]
 
     @property
     def attention(self) -> Attention | LatentAttention:
-        """The attention of every layer."""
-        return self.layers[0].attention
+        """The attention of every layer that has some."""
+        return self.attentions[0]
+
+    @property
+    def delta_net(self) -> DeltaNet | None:
+        """The gated delta net of the layers that have one; None if there is none."""
+        return next((layer.attention for layer in self.layers if isinstance(layer.attention, DeltaNet)), None)
 
     @property
     def mlp(self) -> Mlp | None:

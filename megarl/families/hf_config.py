@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megarl.families.blocks import Experts, LatentAttention
 from megarl.families.deepseek import KimiK2Config
-from megarl.families.registry import FAMILIES, REFUSED, decoder
+from megarl.families.registry import CONTAINERS, FAMILIES, REFUSED, decoder
 from megarl.families.rotary import ROPE_TYPES, rope_parameters
 from megarl.hub import local_folder
 from megarl.knobs import UserError
@@ -23,11 +23,13 @@ VOCAB_MULTIPLE = 8  # each rank's embedding shard has a multiple of this many ro
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """Loads the HF config of a folder, of a type that transformers or megarl knows. Checks nothing."""
+    """Loads the HF config of a folder; of a multimodal model, that of its text part. Checks nothing.
+
+    The whole model's config says whether the head is tied, as in transformers.
+    """
     if json.loads((folder / "config.json").read_text()).get("model_type") == KimiK2Config.model_type:
         return KimiK2Config.from_pretrained(folder)
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder)
-    return config
+    return text_part(AutoConfig.from_pretrained(folder))
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -40,7 +42,7 @@ def read_config(path: str) -> PretrainedConfig:
     try:
         fields = json.loads((folder / "config.json").read_text())
         kind = fields.get("model_type")
-        config = load_config(folder) if kind in FAMILIES else None
+        config = load_config(folder) if kind in FAMILIES or kind in CONTAINERS else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
@@ -48,9 +50,19 @@ def read_config(path: str) -> PretrainedConfig:
         ) from error
     if config is None:
         trait = f", which has {REFUSED[kind]}: not supported" if kind in REFUSED else ""
-        raise UserError(f"actor.path={path} is a '{kind}' model{trait}; supported are {', '.join(sorted(FAMILIES))}")
+        supported = ", ".join(sorted([*FAMILIES, *CONTAINERS]))
+        raise UserError(f"actor.path={path} is a '{kind}' model{trait}; supported are {supported}")
     _check_fields(path, config)
     return config
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of a multimodal model's text part; any other config as it is."""
+    if config.model_type not in CONTAINERS:
+        return config
+    text = copy.copy(config.text_config)
+    text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    return text
 
 
 def _check_fields(path: str, config: PretrainedConfig) -> None:
@@ -64,7 +76,7 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
             "config.json"
         )
     for name in SIZES:
-        if (size := getattr(config, name)) < 1:
+        if (size := getattr(config, name, 1)) < 1:  # models whose layers all have experts may lack one
             raise UserError(f"actor.path={path} has {name}={size} in config.json; it must be at least 1")
     _check_quantisation(path, config)
     for field, required in FAMILIES[config.model_type].fields.items():
@@ -74,6 +86,8 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
     for rope in rope_parameters(config):
         if (rope_type := rope.get("rope_type", "default")) not in ROPE_TYPES:
             raise UserError(f"actor.path={path} has rope_type={rope_type}; supported are {', '.join(ROPE_TYPES)}")
+    if problem := FAMILIES[config.model_type].problem(config):
+        raise UserError(f"actor.path={path} {problem}")
     if FAMILIES[config.model_type].experts:
         _check_experts(path, config)
 
@@ -166,13 +180,14 @@ def is_scalar(config: PretrainedConfig) -> bool:
 
 
 def carried_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
-    """Prefixes of tensors that a checkpoint may have besides the model's own: its multi-token prediction layers.
+    """Prefixes of tensors that a checkpoint may have besides the model's own: MTP layers, and parts for images.
 
-    They are numbered after the decoder's layers. The actor does not run them; an export copies them from the source.
+    MTP layers may be numbered after the decoder's. The actor does not run them; an export copies them from the source.
     """
     first = config.num_hidden_layers
     count = getattr(config, "num_nextn_predict_layers", None) or 0
-    return tuple(f"model.layers.{i}." for i in range(first, first + count))
+    numbered = tuple(f"model.layers.{i}." for i in range(first, first + count))
+    return numbered + FAMILIES[config.model_type].carried
 
 
 def padded_vocab_size(config: PretrainedConfig, tp_size: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megarl.families import deepseek, gemma3, glm, gpt_oss, llama, mixtral, qwen
+from megarl.families import deepseek, gemma3, glm, gpt_oss, llama, mixtral, qwen, qwen3_next
 from megarl.families.blocks import Decoder
 
 
@@ -18,6 +18,10 @@ class Family:
 
     read: Callable[[PretrainedConfig], Decoder]
     experts: bool = False  # True: a mixture of experts
+    stacked_experts: bool = False  # True: checkpoints have all experts of a layer in one tensor
+    carried: tuple[str, ...] = ()  # prefixes of tensors that are no part of the actor's model: MTP, vision
+    problem: Callable[[PretrainedConfig], str] = lambda config: ""  # of its config that the actor cannot run
+    sglang_untouched: tuple[str, ...] = ()  # prefixes of SGLang's parameters that training does not change
     sglang_ties_head: bool = True  # False: SGLang stores tied embeddings twice, as embed_tokens and as lm_head
     sglang_shards_embedding: bool = True  # False: every rank of a server holds the whole embedding
     sglang_windows: bool = False  # True: SGLang's model attends in sliding windows; others see all tokens
@@ -66,7 +70,26 @@ FAMILIES = {
     "glm4_moe": Family(glm.glm4_moe, experts=True, sglang_ties_head=False),
     "glm4_moe_lite": Family(glm.glm4_moe_lite, experts=True, sglang_ties_head=False),
     "kimi_k2": Family(deepseek.deepseek_v3, experts=True, sglang_ties_head=False),
+    "qwen3_next": Family(
+        qwen3_next.qwen3_next, experts=True, carried=("mtp.",), problem=qwen3_next.problem, sglang_ties_head=False
+    ),
+    "qwen3_5_text": Family(
+        qwen3_next.qwen3_5,
+        carried=("mtp.", "model.visual."),
+        problem=qwen3_next.problem,
+        sglang_untouched=("visual.",),
+    ),
+    "qwen3_5_moe_text": Family(
+        qwen3_next.qwen3_5_moe,
+        experts=True,
+        stacked_experts=True,
+        carried=("mtp.", "model.visual."),
+        problem=qwen3_next.problem,
+        sglang_untouched=("visual.",),
+    ),
 }
+
+CONTAINERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # multimodal models, and their text parts
 
 
 def decoder(config: PretrainedConfig) -> Decoder:

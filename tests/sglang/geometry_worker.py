@@ -29,17 +29,29 @@ from sglang.srt.distributed import bootstrap  # noqa: E402
 from sglang.srt.model_loader import get_model  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
 
 from megarl.actor.weights.hf_files import Checkpoint  # noqa: E402
 from megarl.actor.weights.shards import tensor_shapes  # noqa: E402
+from megarl.families import config_of  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments  # noqa: E402
+
+# Operations of SGLang's CPU kernels that models/qwen3_5.py:284 looks up when it is imported. No forward pass runs here.
+for operation in ("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate"):
+    setattr(torch.ops.sgl_kernel, f"{operation}_cpu", None)
+torch.ops.sgl_kernel.fused_qkvzba_split_reshape_cat_contiguous_cpu = None
 
 
 def arguments(checkpoint: str) -> ServerArgs:
     args = ServerArgs(
-        model_path=checkpoint, device="cpu", dtype="float32", tp_size=TP_SIZE, ep_size=EP_SIZE, disable_cuda_graph=True
+        model_path=checkpoint,
+        device="cpu",
+        dtype="float32",
+        tp_size=TP_SIZE,
+        ep_size=EP_SIZE,
+        disable_cuda_graph=True,
+        mamba_radix_cache_strategy="no_buffer",  # of gated delta nets; others need a GPU
+        disable_overlap_schedule=True,  # as that asks
     )
     args.resolve_once()
     return args
@@ -58,7 +70,7 @@ def compare(checkpoint: str) -> dict[str, Any]:
         model_config = adjust_config_with_unaligned_cpu_tp(model_config, LoadConfig(), TP_SIZE)
     model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
     check_plain(model)
-    hf = AutoConfig.from_pretrained(checkpoint)
+    hf = config_of(Path(checkpoint))
     rules = Geometry.of(padded_for_cpu(hf, TP_SIZE) if PADDED else hf, RANK, TP_SIZE, EP_SIZE)
     live = Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE)
     stored = Checkpoint(checkpoint, hf)
@@ -73,8 +85,10 @@ def compare(checkpoint: str) -> dict[str, Any]:
         for f in fragments
         if not torch.equal(f.view, f.box.of(checkpoint_tensors[f.box.name]).to(f.view.dtype))
     ]
-    for parameter in model.parameters():
-        parameter.detach().zero_()
+    held = {fragment.tensor for fragment in fragments}  # all but what training leaves alone
+    for name, parameter in model.named_parameters():
+        if name in held:
+            parameter.detach().zero_()
     for fragment in fragments:
         fragment.view.copy_(fragment.box.of(checkpoint_tensors[fragment.box.name]))
     return {
@@ -83,7 +97,7 @@ def compare(checkpoint: str) -> dict[str, Any]:
         "geometry": "equal" if rules == live else f"{rules} by rule, {live} live",
         "fragments": len(fragments),
         "wrong": wrong,
-        "refilled": [n for n, p in model.named_parameters() if not torch.equal(p, loaded[n])],
+        "refilled": [n for n, p in model.named_parameters() if n in held and not torch.equal(p, loaded[n])],
         "names": sorted({f.box.name for f in fragments}),
         "elements": sum(p.numel() for p in loaded.values()),
         "held": sum(f.view.numel() for f in fragments),

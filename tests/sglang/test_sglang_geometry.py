@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl.rollout.servers.server_config import free_ports
+from tests.sglang.tiny_models import save_multimodal
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/sglang/geometry_worker.py"
 LATENT = ("deepseek_v3", "moonlight", "glm4_moe_lite")
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", *LATENT)
+FAMILIES = (
+    "qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "glm4_moe", *LATENT
+)  # fmt: skip
 
 
 def ranks_of(
@@ -64,13 +67,15 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp1(tiny_checkpoint
 
 
 def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_padded_heads(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
     checkpoints += [
         tiny_checkpoint(family, tied=False, kv_heads=1) for family in ("llama", "qwen2", "qwen3_moe", "gpt_oss")
     ]
     checkpoints += [tiny_checkpoint("gemma3_text")]
+    save_multimodal(tmp_path)
+    checkpoints.append(tmp_path)
     reports = ranks_of(checkpoints, tp_size=2)
     check(reports, len(checkpoints))
     assert any(report["held"] < report["elements"] for report in reports[1]), "nothing was padded"

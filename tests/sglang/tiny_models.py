@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3TextConfig,
@@ -22,8 +24,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from megarl.families.deepseek import KimiK2Config
@@ -43,6 +48,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "kimi_k2": KimiK2Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
+    "qwen3_next": Qwen3NextConfig,
 }
 SIGMOID_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "n_shared_experts": 1,
@@ -82,6 +88,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_next": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 40,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,  # SGLang reads this one
+    },
 }
 
 
@@ -117,6 +135,26 @@ def make_model(family: str, tied: bool, seed: int, kv_heads: int = 2) -> torch.n
             centre = 1.0 if "norm" in name else 0.0
             parameter.copy_(centre + 0.15 * torch.randn_like(parameter))
     return model.eval()
+
+
+def save_multimodal(folder: Path) -> None:
+    """Writes a Qwen3.5 mixture of experts with a vision tower, in the sizes of `make_model`."""
+    sizes = {name: size for name, size in EXPERTS["qwen3_next"].items() if name != "layer_types"}
+    text = Qwen3_5MoeTextConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        vocab_size=VOCAB_SIZE, max_position_embeddings=512, **sizes,
+    )  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+    torch.manual_seed(0)
+    config = Qwen3_5MoeConfig(text_config=text.to_dict(), vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(folder, save_original_format=True)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["text_config"]["full_attention_interval"] = 2
+    (folder / "config.json").write_text(json.dumps(fields))
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -24,7 +24,7 @@ PARTIAL_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_
         (
             "qwen3",
             {"model_type": "mamba"},
-            "'mamba' model; supported are .*llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+            "'mamba' model; supported are .*llama, mistral, mixtral, qwen2, qwen3, ",
         ),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act=gelu; supported is silu"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true"),

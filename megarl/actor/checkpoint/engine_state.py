@@ -44,6 +44,7 @@ from megarl.actor.checkpoint.stored_state import (
 from megarl.actor.weights import hf_files, hf_weights
 from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.hf_weights import Shard
+from megarl.actor.weights.shards import float32_tensors
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel.broadcast import gather_json
@@ -137,7 +138,8 @@ class EngineState:
         self.modules, self.config, self.groups, self.source = modules, config, groups, local_folder(source)
         self.optimizer, self.scheduler = optimizer, scheduler
         self.dtype: torch.dtype = modules[0].config.params_dtype
-        assert {param.dtype for param in hf_weights.parameters(modules)} == {self.dtype}, "a model has one dtype"
+        dtypes = {param.dtype for param in hf_weights.parameters(modules)}
+        assert dtypes <= {self.dtype, torch.float32}, "a model has one dtype, and parameters in float32"
 
     # -- owned runs ------------------------------------------------------------------------------------------
 
@@ -231,6 +233,13 @@ class EngineState:
         """Names of the source's tensors that training carries along. A checkpoint names them and holds no copy."""
         return hf_files.carried_names(str(self.source), self.config) if self.groups.rank == 0 else []
 
+    @functools.cached_property
+    def _in_float32(self) -> list[str]:
+        """Names of tensors that an export of a bfloat16 model writes in float32, as the source has them."""
+        if self.groups.rank != 0 or self.dtype == torch.float32:
+            return []
+        return sorted(hf_files.stored_in_float32(str(self.source), self.config, float32_tensors(self.config)))
+
     def snapshot(self) -> Snapshot:
         """Copies this rank's runs to the host. A collective."""
         index, written_boxes = self._shares
@@ -256,6 +265,8 @@ class EngineState:
             "adam_steps": steps,
             "scheduler_steps": self.scheduler.num_steps,
         }
+        if self._in_float32:
+            facts["float32"] = self._in_float32
         if self._carried:
             facts["carried"] = {"source": str(self.source.resolve()), "tensors": self._carried}
         return Snapshot(self.groups.rank, tensors, facts, index, self.config, self.source)
@@ -263,7 +274,7 @@ class EngineState:
     def _flat(self, owned: OwnedRange, with_moments: bool) -> dict[str, Tensor]:
         """Copies each kind to the host, in a flat tensor of the parameter's size. Only the owned range is filled."""
         values = {"weight": owned.param.detach().view(-1)[owned.start : owned.stop]}
-        if self.dtype != torch.float32:
+        if owned.param.dtype != torch.float32:
             values["main"] = owned.main
         if with_moments:
             values.update({k: _moments(owned)[k] for k in MOMENTS})
@@ -299,13 +310,13 @@ class EngineState:
                 if shard.view.numel():
                     weights = stored.read(stored.kinds[shard.name], shard.name, shard.start, shard.stop)
                     shard.view.copy_(weights.view(shard.view.shape))
-            kinds = [] if self.dtype == torch.float32 else ["main"]
             steps = stored.facts["adam_steps"]
-            kinds += MOMENTS if steps else []
+            moments = MOMENTS if steps else ()
             runs: dict[int, list[OwnedRun]] = {}  # by parameter
             for run in self._runs():
                 runs.setdefault(id(run.owned.param), []).append(run)
             for owned in self._owned():
+                kinds = [*([] if owned.param.dtype == torch.float32 else ["main"]), *moments]
                 self._fill(stored, owned, runs.get(id(owned.param), []), kinds, steps)
         for part in self._parts():
             if isinstance(part.optimizer, HybridDeviceOptimizer):  # it steps copies on the host: copy them again

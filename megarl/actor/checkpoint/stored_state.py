@@ -100,7 +100,7 @@ class StoredState:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the kind `weight`; the other kinds are float32."""
+        """Dtype of the model. Some weights may be float32 all the same; the other kinds always are."""
         return DTYPES[self.facts["dtype"]]
 
     @property
@@ -124,6 +124,7 @@ class StoredState:
         first, last = run or (0, math.prod(shape))
         low, high = (first // width, -(-last // width)) if last > first else (0, 0)
         rows = torch.empty(high - low, *shape[1:], dtype=self.dtype if kind == WEIGHT else torch.float32)
+        in_float32 = False  # a weight may be float32 in a bfloat16 model
         wanted = ((start[0] + low, *start[1:]), (start[0] + high, *stop[1:]))
         for box in self._boxes[name]:
             a = tuple(max(x, y) for x, y in zip(wanted[0], box.start, strict=True))
@@ -133,6 +134,8 @@ class StoredState:
             stored_rows = self._rows(kind, name, box, a[0] - box.start[0], b[0] - box.start[0])
             tail = tuple(slice(x - o, y - o) for x, y, o in zip(a[1:], b[1:], box.start[1:], strict=True))
             into = tuple(slice(x - o, y - o) for x, y, o in zip(a, b, wanted[0], strict=True))
+            if stored_rows.dtype == torch.float32 and not in_float32:
+                rows, in_float32 = rows.float(), True
             rows[into] = stored_rows[(slice(None), *tail)]
         return rows.flatten()[first - low * width : last - low * width]
 

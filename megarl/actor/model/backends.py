@@ -40,7 +40,8 @@ from megarl.actor import fp8
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.batch.shared_prefix import Share, share, share_in_segments
 from megarl.actor.config import EngineConfig, backend_of, groups_experts
-from megarl.actor.model import fused_layers, heads
+from megarl.actor.model import delta_net, fused_layers, heads
+from megarl.actor.model.delta_net import PackedDeltaNet
 from megarl.actor.model.deterministic_layers import (
     RowInvariantAttention,
     RowInvariantColumnLinear,
@@ -60,7 +61,7 @@ from megarl.actor.model.prefix_attention import pack_segments, with_shared_promp
 from megarl.actor.model.sandwich import SandwichLayer
 from megarl.actor.model.windows_and_sinks import in_transformer_engine
 from megarl.families import decoder, rotary_inv_freq
-from megarl.families.blocks import Attention, Experts, LatentAttention, Layer, Mlp
+from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import rope_parameters
 from megarl.ops import row_invariant
 from megarl.parallel import megatron_patches, platform
@@ -73,6 +74,13 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
+
+
+class GatedSelfAttention(SelfAttention):
+    """Attention whose output is scaled by a sigmoid. Megatron's own function of this name would be compiled."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * torch.sigmoid(gate.float().reshape(x.shape))).to(x.dtype)
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -118,6 +126,7 @@ class LayerBackend:
     mlp: Any = MLP
     gated_activation: Any = None
     experts: ExpertsBuilder | None = None  # builds a rank's experts as one module; None: one after another
+    fused_delta_rule: bool = False  # True: gated delta nets run on the kernels of flash-linear-attention
     dispatcher: str = "alltoall"  # of `actor.moe_dispatcher`
     fused_permutation: bool = False  # True: kernels of Transformer Engine sort tokens by expert
     config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
@@ -129,10 +138,9 @@ class LayerBackend:
     def layer_spec(self, layer: Layer) -> ModuleSpec:
         """Builds Megatron's spec of one transformer layer."""
         block, params = (SandwichLayer, {"norm": self.norm}) if layer.sandwich else (TransformerLayer, {})
-        latent = isinstance(layer.attention, LatentAttention)
         parts = TransformerLayerSubmodules(
-            input_layernorm=self.norm if latent or not self.norm_linear else IdentityOp,
-            self_attention=self._attention(layer.attention),
+            input_layernorm=IdentityOp if self.norm_linear and isinstance(layer.attention, Attention) else self.norm,
+            self_attention=self._mixer(layer.attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if self.norm_linear and isinstance(layer.mlp, Mlp) else self.norm,
             mlp=self._experts(layer.mlp) if isinstance(layer.mlp, Experts) else self._mlp(),
@@ -140,12 +148,18 @@ class LayerBackend:
         )
         return ModuleSpec(block, params, parts)
 
-    def _attention(self, block: Attention | LatentAttention) -> ModuleSpec:
+    def _mixer(self, block: Attention | LatentAttention | DeltaNet) -> ModuleSpec:
+        if isinstance(block, DeltaNet):
+            linear = {"column_linear": self.column_linear, "row_linear": self.row_linear}
+            return ModuleSpec(PackedDeltaNet, {"sizes": block, "fused": self.fused_delta_rule, **linear})
         if isinstance(block, LatentAttention):
             latent_parts = LatentParts(
                 self.replicated_linear, self.column_linear, self.norm, self.attention, self.row_linear
             )
             return ModuleSpec(LatentSelfAttention, {"shape": block, "parts": latent_parts})
+        return self._attention(block)
+
+    def _attention(self, block: Attention) -> ModuleSpec:
         head_norm = self.qk_norm if block.qk_norm else IdentityOp
         parts = SelfAttentionSubmodules(
             linear_qkv=self.norm_linear or self.column_linear,
@@ -157,7 +171,7 @@ class LayerBackend:
         params = {"attn_mask_type": AttnMaskType.causal}
         if self.tables > 1:
             return ModuleSpec(OwnRotaryAttention, {**params, "table": block.rotary}, parts)
-        return ModuleSpec(SelfAttention, params, parts)
+        return ModuleSpec(GatedSelfAttention if block.output_gate else SelfAttention, params, parts)
 
     def _core_attention(self, block: Attention) -> Any:
         if not (block.window or block.sinks):
@@ -195,7 +209,7 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
         backend = _cpu(decoder(model).attention, rotary_inv_freq(model))
     else:
         backend = _deterministic() if name == "deterministic" else _torch()
-    return _with_experts(_fitted(backend, model), config)
+    return _with_experts(_with_delta_nets(_fitted(backend, model), model), config)
 
 
 def _fitted(backend: LayerBackend, config: PretrainedConfig) -> LayerBackend:
@@ -220,6 +234,15 @@ def _fitted(backend: LayerBackend, config: PretrainedConfig) -> LayerBackend:
 def gelu_tanh(x: Tensor) -> Tensor:
     """Computes GELU by its approximation with tanh."""
     return F.gelu(x, approximate="tanh")
+
+
+def _with_delta_nets(backend: LayerBackend, model: PretrainedConfig) -> LayerBackend:
+    """Adds the order of tokens to what layers get of a microbatch, if the model has gated delta nets."""
+    if decoder(model).delta_net is None:
+        return backend
+    if backend.fused_delta_rule:
+        delta_net.check_kernels()
+    return dataclasses.replace(backend, pack=delta_net.with_recurrence(backend.pack))
 
 
 def _with_experts(backend: LayerBackend, config: EngineConfig) -> LayerBackend:
@@ -289,6 +312,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
         mlp=mlp,
         experts=fused_layers.accumulating_experts(provider.grouped_mlp_modules(True)),
         fused_permutation=True,
+        fused_delta_rule=True,
         # Unfused rotary positions read the bounds of sequences from the GPU in every layer (rope_utils.py:226).
         # Dropout and biases are off, so Megatron's bias_dropout_fusion would fuse nothing.
         config_fields={"activation_func": F.silu, "apply_rope_fusion": True, "bias_activation_fusion": True},

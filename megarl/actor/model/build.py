@@ -54,6 +54,7 @@ def transformer_config(
         add_bias_linear=model.experts is not None and model.experts.biased,
         add_qkv_bias=attention.qkv_bias,
         qk_layernorm=attention.qk_norm,
+        attention_output_gate=attention.output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp_size,

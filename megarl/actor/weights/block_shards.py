@@ -67,22 +67,35 @@ def _qkv(stage: Stage, block: Attention, hidden: int, prefix: str, native: str, 
 
     With more ranks than key heads, a share can begin or end inside a query group.
     """
-    dim, groups = block.head_dim, block.kv_heads
-    per_group = block.heads // groups
+    groups = block.kv_heads
     tail = (hidden,) if kind == "weight" else ()
-    segments = (("q_proj", per_group * dim), ("k_proj", dim), ("v_proj", dim))
-    share = groups * (per_group + 2) * dim // stage.size
+    segments = _qkv_segments(block)
+    total = sum(size for _, _, _, size in segments)
+    share = groups * total // stage.size
     begin, end = stage.rank * share, (stage.rank + 1) * share
     offset = 0
-    for name, size in segments:
+    for name, rows, start, size in segments:
         for group in range(groups):
-            low = group * (per_group + 2) * dim + offset  # first interleaved row of the segment
+            low = group * total + offset  # first interleaved row of the segment
             a, b = max(low, begin), min(low + size, end)
             if a < b:
-                shape, first = (groups * size, *tail), group * size + a - low
+                shape, first = (groups * rows, *tail), group * rows + start + a - low
                 param = f"{native}.linear_qkv.{kind}"
                 yield stage.rows(f"{prefix}.{name}.{kind}", param, shape, first, b - a, at=a - begin)
         offset += size
+
+
+def _qkv_segments(block: Attention) -> list[tuple[str, int, int, int]]:
+    """Lists a query group's rows in Megatron's order: the HF tensor, its rows by group, first row there, and number.
+
+    Megatron has all queries of a group, then all gates. HF's q_proj has each head's query, then its gate.
+    """
+    dim, per_group = block.head_dim, block.heads // block.kv_heads
+    keys_values = [("k_proj", dim, 0, dim), ("v_proj", dim, 0, dim)]
+    if not block.output_gate:
+        return [("q_proj", per_group * dim, 0, per_group * dim), *keys_values]
+    starts = [*range(0, 2 * per_group, 2), *range(1, 2 * per_group, 2)]
+    return [*(("q_proj", 2 * per_group * dim, start * dim, dim) for start in starts), *keys_values]
 
 
 def mlp_shards(stage: Stage, block: Mlp, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
@@ -93,7 +106,7 @@ def mlp_shards(stage: Stage, block: Mlp, hidden: int, prefix: str, native: str) 
 
 
 def router_shards(stage: Stage, block: Experts, hidden: int, prefix: str, native: str) -> Iterator[ShardSpec]:
-    """Yields the shards of the router, which every rank of a mixture of experts holds, and of the shared experts."""
+    """Yields the shards of the router and of the shared expert, which every rank of a mixture of experts holds."""
     gate = f"{prefix}.{block.names.block}.{block.names.router}"
     yield stage.replicated(f"{gate}.weight", f"{native}.router.weight", block.count, hidden)
     if block.biased:
@@ -101,8 +114,10 @@ def router_shards(stage: Stage, block: Experts, hidden: int, prefix: str, native
     if block.selection_bias:
         yield stage.replicated(f"{gate}{SELECTION_BIAS}", f"{native}.router.expert_bias", block.count)
     if block.shared_width:
-        shared = f"{prefix}.{block.names.block}.{block.names.shared}"
-        yield from mlp_shards(stage, Mlp(block.shared_width), hidden, shared, f"{native}.shared_experts")
+        shared, param = f"{prefix}.{block.names.block}.{block.names.shared}", f"{native}.shared_experts"
+        yield from mlp_shards(stage, Mlp(block.shared_width), hidden, shared, param)
+        if block.shared_gate:
+            yield stage.replicated(f"{shared}_gate.weight", f"{param}.gate_weight", 1, hidden)
 
 
 def expert_shards(

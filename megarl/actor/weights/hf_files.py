@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.weights.fused_experts import ExpertSlice, fuse, slices
+from megarl.actor.weights.source_format import plain_name, restored, write_config
 from megarl.families import carried_prefixes, decoder, is_scalar
 from megarl.families.blocks import Experts
 from megarl.hub import local_folder
@@ -63,7 +64,8 @@ class Checkpoint:
                     f"actor.path={path}: {file} ({(self.folder / file).stat().st_size} bytes) is cut off or no "
                     f"safetensors file ({error}); copy or download it again"
                 ) from error
-            self._tensors.update({name: StoredTensor(opened, name) for name in opened.keys()})  # noqa: SIM118 (not a dict)
+            stored = {plain_name(name): StoredTensor(opened, name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            self._tensors.update(stored)
         self._split_fused_experts(config)
         files_by_name = {name: tensor.file for name, tensor in self._tensors.items()}
         parts = slices(files_by_name, decoder(config))
@@ -112,6 +114,12 @@ class Checkpoint:
     def names(self) -> set[str]:
         return set(self._tensors)
 
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor in the words of safetensors, such as F32."""
+        stored = self._tensors[name]
+        dtype: str = stored.file.get_slice(stored.name).get_dtype()
+        return dtype
+
     def carried(self, config: PretrainedConfig) -> list[str]:
         """Sorted names of the tensors that training carries along: stored, but no part of the actor's model."""
         return sorted(name for name in self._tensors if name.startswith(carried_prefixes(config)))
@@ -156,6 +164,14 @@ def carried_names(path: str, config: PretrainedConfig) -> list[str]:
     return Checkpoint(path, config).carried(config)
 
 
+def stored_in_float32(path: str, config: PretrainedConfig, names: set[str]) -> set[str]:
+    """Selects the tensors that the checkpoint at `path` has in float32. A folder without weights has none."""
+    if not names or not any(local_folder(path).glob("*.safetensors")):
+        return set()
+    checkpoint = Checkpoint(path, config)
+    return {name for name in names & checkpoint.names() if checkpoint.dtype(name) == "F32"}
+
+
 def carried_tensors(path: str, config: PretrainedConfig, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Yields tensors of the checkpoint at `path` as they are stored, one in memory at a time.
 
@@ -173,11 +189,18 @@ def carried_tensors(path: str, config: PretrainedConfig, names: list[str]) -> It
     yield from checkpoint.whole(names)
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path) -> None:
+def write(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: PretrainedConfig,
+    source: Path,
+    like: Path | None = None,
+) -> None:
     """Writes a HF checkpoint to `folder`, with all other files of `source`. Holds at most one file's tensors.
 
     The config's dtype becomes that of the first tensor. Weights that `folder` held before are replaced, once everything
-    is written below it; other files stay. `folder` may be `source`.
+    is written below it; other files stay. `folder` may be `source`. Tensors get the format of the checkpoint `like`, by
+    default `source` (`source_format.py`).
     """
     temporary = folder / WRITING
     shutil.rmtree(temporary, ignore_errors=True)  # of an interrupted write
@@ -196,7 +219,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], config: Pretraine
             index.update(dict.fromkeys(pending, files[-1]))
             pending.clear()
 
-    for name, tensor in fuse(tensors, decoder(config)):
+    for name, tensor in restored(fuse(tensors, decoder(config)), config, like or source):
         if sum(t.nbytes for t in pending.values()) + tensor.nbytes > MAX_FILE_BYTES:
             flush()
         pending[name] = tensor
@@ -231,7 +254,7 @@ def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> N
 
     Left out are hidden files, links to folders, and folders with a model of their own.
     """
-    config.save_pretrained(folder)
+    write_config(folder, config, source)
     if folder.resolve().is_relative_to(source.resolve() / WRITING):
         return  # the files are there already
     for parent, folders, files in os.walk(source):

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from megarl.actor.weights import hf_files
 from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.shard_spec import ShardSpec
-from megarl.actor.weights.shards import SCORE, shard_specs, tensor_shapes, world_table
+from megarl.actor.weights.shards import SCORE, float32_tensors, shard_specs, tensor_shapes, world_table
 from megarl.families import decoder
 from megarl.hub import local_folder
 from megarl.knobs import UserError
@@ -161,24 +161,33 @@ def _check_tied(checkpoint: hf_files.Checkpoint, shape: tuple[int, ...], path: s
 
 
 def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, seed: int) -> None:
-    """Fills the native parameters from `seed`: normal(0, initializer_range) matrices, norms one, biases zero.
+    """Fills the native parameters from `seed`: normal(0, initializer_range) matrices, gains one, biases zero.
 
     Each HF tensor has its own generator, seeded by its name. So every layout starts from the same model.
     """
-    zero_centered = decoder(config).zero_centered_norms
     name, full = "", torch.empty(0)  # drawn once per tensor: its boxes are adjacent in the list
+    zero_centered = decoder(config).zero_centered_norms
     with torch.no_grad():
         for param in parameters(modules):
             param.zero_()
         for shard in shards(modules, config, groups):
-            if shard.name.endswith("norm.weight"):
-                shard.view.fill_(0.0 if zero_centered else 1.0)
-            elif is_buffer(shard.name):
+            if is_buffer(shard.name):
                 shard.view.zero_()
-            elif not shard.name.endswith(".bias"):
+            elif (value := _constant(shard.name, zero_centered)) is not None:
+                shard.view.fill_(value)
+            else:
                 if shard.name != name:
                     name, full = shard.name, _drawn(shard, seed) * config.initializer_range
                 shard.view.copy_(full[shard.index])
+
+
+def _constant(name: str, zero_centered: bool) -> float | None:
+    """Initial value of all elements of a tensor: gains are 1, biases 0; None for tensors that are drawn."""
+    if name.endswith(("linear_attn.norm.weight", ".dt_bias")):
+        return 1.0
+    if name.endswith("norm.weight"):
+        return 0.0 if zero_centered else 1.0
+    return 0.0 if name.endswith((".bias", ".A_log")) else None
 
 
 def _drawn(shard: Shard, seed: int) -> Tensor:
@@ -195,10 +204,11 @@ def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     several ranks hold the same box, the lowest rank sends it.
     """
     local_views = {(s.name, s.start): s.view for s in shards(modules, config, groups)}
-    params_dtype, senders = next(parameters(modules)).dtype, _senders(config, groups)
+    model_dtype, senders = next(parameters(modules)).dtype, _senders(config, groups)
+    in_float32 = float32_tensors(config)
     gather_json(groups.rank)  # NCCL connects all ranks here: a batch of sends connects the world, and waits for all
     for name, shape in tensor_shapes(config).items():
-        dtype = torch.float32 if is_buffer(name) else params_dtype
+        dtype = torch.float32 if name in in_float32 or is_buffer(name) else model_dtype
         if groups.rank != 0:
             boxes = senders[name].get(groups.rank)
             if boxes is not None:
@@ -273,13 +283,18 @@ def _senders(config: PretrainedConfig, groups: Groups) -> dict[str, dict[int, li
 def save(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, folder: Path, source: str) -> None:
     """Writes a HF checkpoint (sharded safetensors, config, and the tokenizer files of `source`) to `folder`.
 
-    Tensors of `source` that training carries along are copied. A collective of the world. Rank 0 writes, holding at
-    most one file's tensors.
+    Tensors of `source` that training carries along are copied. Parameters that are always float32 are written so if
+    `source` has them in float32. A collective of the world. Rank 0 writes, holding at most one file's tensors.
     """
     tensors = gather(modules, config, groups)
     if groups.rank == 0:
         carried = hf_files.carried_tensors(source, config, hf_files.carried_names(source, config))
-        everything = itertools.chain(tensors, carried)
+        in_float32 = hf_files.stored_in_float32(source, config, float32_tensors(config))
+        dtype = next(parameters(modules)).dtype
+        trained = (
+            (name, tensor if name in in_float32 or is_buffer(name) else tensor.to(dtype)) for name, tensor in tensors
+        )
+        everything = itertools.chain(trained, carried)
         hf_files.write(folder, everything, config, local_folder(source))
     else:
         for _ in tensors:

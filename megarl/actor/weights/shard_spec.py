@@ -20,6 +20,7 @@ class ShardSpec:
     stage: int  # virtual pipeline stage on the rank
     param: str  # parameter's name in the stage's module, under Megatron's local layer spec
     at: tuple[int, ...]
+    float32: bool = False  # True: the parameter is float32 in bfloat16 models too
 
     @property
     def index(self) -> tuple[slice, ...]:

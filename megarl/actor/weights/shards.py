@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from megarl.actor.weights.block_shards import attention_shards, expert_shards, mlp_shards, router_shards
+from megarl.actor.weights.delta_net_shards import delta_net_shards
 from megarl.actor.weights.shard_spec import ShardSpec, Stage
 from megarl.families import decoder, is_scalar, padded_vocab_size
-from megarl.families.blocks import Decoder, Experts, Layer
+from megarl.families.blocks import Decoder, DeltaNet, Experts, Layer
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place, places
 
@@ -52,10 +53,10 @@ class WorldTable:
     """
 
     names: tuple[str, ...]  # of the HF tensors
-    shape: Ints  # [names, 2], of the full HF tensors; 1 for a missing dimension
+    shape: Ints  # [names, dims], of the full HF tensors; 1 for a missing dimension
     tensor: Ints  # [rows], index into `names` and `shape`
-    start: Ints  # [rows, 2], in elements; 0 for a missing dimension
-    stop: Ints  # [rows, 2], in elements; 1 for a missing dimension
+    start: Ints  # [rows, dims], in elements; 0 for a missing dimension
+    stop: Ints  # [rows, dims], in elements; 1 for a missing dimension
     holder: Ints  # [rows], index into `holders`
     holders: tuple[tuple[int, ...], ...]  # sets of world ranks that all hold the rows of the set
 
@@ -77,20 +78,21 @@ def world_table(config: PretrainedConfig, parallel: ParallelConfig) -> WorldTabl
     shapes: list[tuple[int, ...]] = []
     rows: list[tuple[int, ...]] = []
     counts = []
+    dims = 2 if model.delta_net is None else 3  # a convolution's weight has three
     for specs, _ in sets:
         counts.append(len(specs))
         for spec in specs:
             tensor = names.setdefault(spec.name, len(names))
             if tensor == len(shapes):
-                shapes.append((*spec.shape, 1)[:2])
-            rows.append((tensor, *(*spec.start, 0)[:2], *(*spec.stop, 1)[:2]))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+                shapes.append((*spec.shape, 1, 1)[:dims])
+            rows.append((tensor, *(*spec.start, 0, 0)[:dims], *(*spec.stop, 1, 1)[:dims]))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 1 + 2 * dims)
     return WorldTable(
         names=tuple(names),
-        shape=np.array(shapes, dtype=np.int64).reshape(-1, 2),
+        shape=np.array(shapes, dtype=np.int64).reshape(-1, dims),
         tensor=table[:, 0],
-        start=table[:, 1:3],
-        stop=table[:, 3:5],
+        start=table[:, 1 : 1 + dims],
+        stop=table[:, 1 + dims :],
         holder=np.repeat(np.arange(len(sets)), counts),
         holders=tuple(tuple(ranks) for _, ranks in sets),
     )
@@ -99,6 +101,12 @@ def world_table(config: PretrainedConfig, parallel: ParallelConfig) -> WorldTabl
 def tensor_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's HF tensors, in the order of an export."""
     return {spec.name: spec.shape for spec in shard_specs(config, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0))}
+
+
+def float32_tensors(config: PretrainedConfig) -> set[str]:
+    """Names of HF tensors whose parameters are float32 in bfloat16 models too."""
+    specs = shard_specs(config, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0))
+    return {spec.name for spec in specs if spec.float32}
 
 
 def _dense_specs(
@@ -130,7 +138,10 @@ def _dense_specs(
 def _layer_specs(layer: Layer, hidden: int, stage: Stage, prefix: str, native: str) -> Iterator[ShardSpec]:
     """Yields the shards of one layer, without experts."""
     yield stage.replicated(f"{prefix}.input_layernorm.weight", f"{native}.input_layernorm.weight", hidden)
-    yield from attention_shards(stage, layer.attention, hidden, f"{prefix}.self_attn", f"{native}.self_attention")
+    if isinstance(layer.attention, DeltaNet):
+        yield from delta_net_shards(stage, layer.attention, hidden, f"{prefix}.linear_attn", f"{native}.self_attention")
+    else:
+        yield from attention_shards(stage, layer.attention, hidden, f"{prefix}.self_attn", f"{native}.self_attention")
     before_mlp = "pre_feedforward_layernorm" if layer.sandwich else "post_attention_layernorm"
     yield stage.replicated(f"{prefix}.{before_mlp}.weight", f"{native}.pre_mlp_layernorm.weight", hidden)
     if layer.sandwich:

@@ -85,21 +85,23 @@ def attention_parameters(block: Attention, padded: Attention, hidden: int, rank:
     rank.check_divides("attention heads", padded.heads, tp)
     dim, full = block.head_dim, full_span(hidden)
     q_span = rank.span(block.q_size, padded.heads * dim)
+    queries = rank.span(2 * block.q_size, 2 * padded.heads * dim) if block.output_gate else q_span
     replicas = max(1, tp // padded.kv_heads)  # where tp exceeds the KV heads, neighbours hold the same one
     size = max(1, padded.kv_heads // tp) * dim
     kv_span = Span(rank.tp_rank // replicas * size, size, block.kv_size)
-    qkv = [("q_proj", q_span), ("k_proj", kv_span), ("v_proj", kv_span)]
-    yield stacked("self_attn.qkv_proj.weight", [(f"self_attn.{n}.weight", s) for n, s in qkv], full)
+    qkv = [("q_proj", queries), ("k_proj", kv_span), ("v_proj", kv_span)]
+    module = "" if block.output_gate else "self_attn."  # SGLang's classes with a gate are layer and attention in one
+    yield stacked(f"{module}qkv_proj.weight", [(f"self_attn.{n}.weight", s) for n, s in qkv], full)
     if block.qkv_bias:
-        yield stacked("self_attn.qkv_proj.bias", [(f"self_attn.{n}.bias", s) for n, s in qkv])
+        yield stacked(f"{module}qkv_proj.bias", [(f"self_attn.{n}.bias", s) for n, s in qkv])
     if block.output_bias:
-        yield stacked("self_attn.o_proj.bias", [("self_attn.o_proj.bias", full)])
-    yield stacked("self_attn.o_proj.weight", [("self_attn.o_proj.weight", full)], q_span)
+        yield stacked(f"{module}o_proj.bias", [("self_attn.o_proj.bias", full)])
+    yield stacked(f"{module}o_proj.weight", [("self_attn.o_proj.weight", full)], q_span)
     if block.sinks:
         yield stacked("self_attn.sinks", [("self_attn.sinks", rank.span(block.heads, padded.heads))])
     if block.qk_norm:
-        for norm in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            yield stacked(norm, [(norm, full_span(dim))])
+        for norm in ("q_norm.weight", "k_norm.weight"):
+            yield stacked(f"{module}{norm}", [(f"self_attn.{norm}", full_span(dim))])
 
 
 def latent_parameters(block: LatentAttention, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:
@@ -127,7 +129,9 @@ def latent_parameters(block: LatentAttention, hidden: int, rank: TpRank) -> Iter
     yield stacked("self_attn.o_proj.weight", [("self_attn.o_proj.weight", full)], rank.span(width, width))
 
 
-def mlp_parameters(block: Mlp, padded: Mlp, hidden: int, rank: TpRank, name: str = "mlp") -> Iterator[ServerParameter]:
+def mlp_parameters(
+    block: Mlp, padded: Mlp, hidden: int, rank: TpRank, module: str = "mlp"
+) -> Iterator[ServerParameter]:
     """Yields the parameters of a gated MLP, named within the layer.
 
     Raises:
@@ -135,9 +139,9 @@ def mlp_parameters(block: Mlp, padded: Mlp, hidden: int, rank: TpRank, name: str
     """
     rank.check_divides("MLP neurons", padded.width, rank.tp_size)
     span, full = rank.span(block.width, padded.width), full_span(hidden)
-    gate_up = [(f"{name}.{n}.weight", span) for n in ("gate_proj", "up_proj")]
-    yield stacked(f"{name}.gate_up_proj.weight", gate_up, full)
-    yield stacked(f"{name}.down_proj.weight", [(f"{name}.down_proj.weight", full)], span)
+    gate_up = [(f"{module}.{n}.weight", span) for n in ("gate_proj", "up_proj")]
+    yield stacked(f"{module}.gate_up_proj.weight", gate_up, full)
+    yield stacked(f"{module}.down_proj.weight", [(f"{module}.down_proj.weight", full)], span)
 
 
 def expert_parameters(block: Experts, padded: Experts, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:
@@ -160,8 +164,7 @@ def expert_parameters(block: Experts, padded: Experts, hidden: int, rank: TpRank
         bias = f"{router}.e_score_correction_bias"
         yield stacked(bias, [(bias, full_span(block.count))])
     if block.shared_width:
-        shared = f"{names.block}.{names.shared}"
-        yield from mlp_parameters(Mlp(block.shared_width), Mlp(padded.shared_width), hidden, rank, shared)
+        yield from _shared_expert(block, padded, hidden, rank)
     local = block.count // rank.ep_size
     first = rank.tp_rank // ranks * local
     share = padded.width // ranks
@@ -177,6 +180,15 @@ def expert_parameters(block: Experts, padded: Experts, hidden: int, rank: TpRank
     experts = f"{names.block}.experts"
     yield ServerParameter(f"{experts}.w13_weight", (local, 2 * share, hidden), tuple(w13))
     yield ServerParameter(f"{experts}.w2_weight", (local, hidden, share), tuple(w2))
+
+
+def _shared_expert(block: Experts, padded: Experts, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:
+    """Yields the parameters of the expert that every token takes, which all tensor-parallel ranks share."""
+    module = f"{block.names.block}.{block.names.shared}"
+    yield from mlp_parameters(Mlp(block.shared_width), Mlp(padded.shared_width), hidden, rank, module)
+    if block.shared_gate:
+        gate = f"{module}_gate.weight"
+        yield stacked(gate, [(gate, full_span(1))], full_span(hidden))
 
 
 def _interleaved_experts(block: Experts, padded: Experts, hidden: int, rank: TpRank) -> Iterator[ServerParameter]:

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.families import FAMILIES, decoder
-from megarl.families.blocks import Attention, Decoder, Experts, LatentAttention, Layer, Mlp
+from megarl.families import FAMILIES, decoder, text_part
+from megarl.families.blocks import Attention, Decoder, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.llama import head_dim
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
@@ -39,6 +39,7 @@ from megarl.reshard.plan.sglang_blocks import (
     round_up,
     stacked,
 )
+from megarl.reshard.plan.sglang_delta_net import delta_net_parameters
 
 VOCAB_MULTIPLE = 64
 CPU_NEURONS = 32
@@ -48,6 +49,7 @@ UNPADDED = {  # sizes that SGLang pads on CPU, and the names under which it keep
     "num_key_value_heads": "original_total_num_kv_heads",
     "intermediate_size": "original_intermediate_size",
     "moe_intermediate_size": "original_moe_intermediate_size",
+    "shared_expert_intermediate_size": "original_shared_expert_intermediate_size",
 }
 
 
@@ -67,6 +69,7 @@ class Geometry:
         Raises:
             UserError: an unknown family, or a size that the ranks do not divide.
         """
+        config = text_part(config)
         family = config.model_type
         if family not in FAMILIES:
             raise UserError(f"'{family}' models have no rule for live weight updates; known are {', '.join(FAMILIES)}")
@@ -114,6 +117,8 @@ class Geometry:
             yield stacked(f"{norm}.weight", [(f"{norm}.weight", full_span(hidden))])
         if isinstance(layer.attention, LatentAttention):
             yield from latent_parameters(layer.attention, hidden, self.rank)
+        elif isinstance(layer.attention, DeltaNet):
+            yield from delta_net_parameters(layer.attention, hidden, self.rank)
         else:
             assert isinstance(padded.attention, Attention)
             yield from attention_parameters(layer.attention, padded.attention, hidden, self.rank)
@@ -152,7 +157,7 @@ def padded_for_cpu(config: Any, tp_size: int) -> Any:
     if heads % tp_size or kv_heads % tp_size:
         config.num_key_value_heads = round_up(kv_heads, tp_size)
         config.num_attention_heads = config.num_key_value_heads * (heads // kv_heads)
-    for name in ("moe_intermediate_size", "intermediate_size"):
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"):
         if (neurons := getattr(config, name, None)) and neurons % (tp_size * CPU_NEURONS):
             setattr(config, f"original_{name}", neurons)
             setattr(config, name, round_up(neurons, tp_size * CPU_NEURONS))
@@ -171,19 +176,20 @@ def server_holdings(
         config = padded_for_cpu(config, tp_size)
     names: dict[str, int] = {}
     tensor: list[int] = []
-    corners: list[Ints] = []  # [rows, start or stop, 2]
+    corners: list[Ints] = []  # [rows, start or stop, dims]
+    dims = 2 if decoder(config).delta_net is None else 3  # a convolution's weight has three
     rows: list[int] = []
     for rank in range(tp_size):
         geometry = Geometry.of(config, rank, tp_size, ep_size)
         before = len(tensor)
         outer = [part.box for p in geometry.outer_parameters() for part in p.parts]
         tensor += [names.setdefault(box.name, len(names)) for box in outer]
-        corners.append(_corners(outer))
+        corners.append(_corners(outer, dims))
         inner: dict[tuple[Layer, Layer], tuple[list[str], Ints]] = {}  # most layers are alike
         for number, pair in enumerate(geometry.layers):
             if pair not in inner:
                 boxes = [part.box for p in geometry.layer_parameters(*pair) for part in p.parts]
-                inner[pair] = [box.name for box in boxes], _corners(boxes)
+                inner[pair] = [box.name for box in boxes], _corners(boxes, dims)
             inner_names, inner_corners = inner[pair]
             tensor += [names.setdefault(f"model.layers.{number}.{name}", len(names)) for name in inner_names]
             corners.append(inner_corners)
@@ -201,6 +207,7 @@ def server_holdings(
     )
 
 
-def _corners(boxes: list[Box]) -> Ints:
-    """`[boxes, start or stop, 2]`; a vector's second dimension is `[0, 1)`."""
-    return np.array([((*b.start, 0)[:2], (*b.stop, 1)[:2]) for b in boxes], dtype=np.int64).reshape(-1, 2, 2)
+def _corners(boxes: list[Box], dims: int) -> Ints:
+    """`[boxes, start or stop, dims]`; a dimension that a tensor lacks is `[0, 1)`."""
+    rows = [((*b.start, 0, 0)[:dims], (*b.stop, 1, 1)[:dims]) for b in boxes]
+    return np.array(rows, dtype=np.int64).reshape(-1, 2, dims)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
+from megarl.families import FAMILIES
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_blocks import ParameterPart
 from megarl.reshard.plan.sglang_layout import Geometry
@@ -45,6 +46,8 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
     rules = {p.name: p for p in geometry.parameters()}
     rank = f"rank {geometry.rank.tp_rank} of {geometry.rank.tp_size}"
     for name, parameter in parameters:
+        if name.startswith(FAMILIES[geometry.family].sglang_untouched):
+            continue
         rule = rules.pop(name, None)
         shape = list(parameter.shape)
         if rule is None:

@@ -38,6 +38,8 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8.2,
     "Qwen/Qwen3-30B-A3B": 30.5,
     "Qwen/Qwen3-235B-A22B": 235,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.7,  # without the MTP layer
+    "Qwen/Qwen3.5-35B-A3B": 34.7,  # of the text part, without the MTP layer
     "meta-llama/Llama-3.1-8B": 8.03,
     "meta-llama/Llama-3.1-8B-Instruct": 8.03,
     "meta-llama/Llama-3.3-70B-Instruct": 70.6,

@@ -15,8 +15,11 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from megarl.families.deepseek import KimiK2Config
@@ -30,12 +33,16 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma3_text": Gemma3TextConfig,
     "gpt_oss": GptOssConfig,
     "mixtral": MixtralConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "deepseek_v3": DeepseekV3Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "kimi_k2": KimiK2Config,
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, VOCAB = 8, 4, 32, 48, 347
 
 
@@ -66,4 +73,9 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
         sizes |= {"mlp_layer_types": ["dense"] + ["sparse"] * (changes.get("num_hidden_layers", 1) - 1)}
     if family in ("mixtral", "gpt_oss"):
         sizes |= {"num_local_experts": 4}
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        sizes |= {"num_experts": 4, "moe_intermediate_size": INTERMEDIATE // 2, "shared_expert_intermediate_size": 40}
+    if family in HYBRID:
+        sizes |= {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 3}
+        sizes |= {"linear_value_head_dim": 5, "num_hidden_layers": 2, "full_attention_interval": 2}
     return CONFIGS[family](**(sizes | changes))

@@ -310,12 +310,11 @@ def test_holdings_of_servers_are_the_fragments_of_their_ranks(family: str, cpu: 
     ep_size = 2 if FAMILIES[family].experts and family != "gpt_oss" else 1
     held = server_holdings(config, tp_size=2, ep_size=ep_size, n_servers=3, cpu=cpu)
     assert held.holders == ((0, 2, 4), (1, 3, 5))
+    dims = held.start.shape[1]
     for rank in range(2):
         geometry = Geometry.of(padded_for_cpu(config, 2) if cpu else config, rank, 2, ep_size)
-        by_rule = {
-            (b.name, *((*b.start, 0)[:2]), *((*b.stop, 1)[:2])) for p in geometry.parameters() for q in p.parts
-            for b in [q.box]
-        }  # fmt: skip
+        boxes = [part.box for parameter in geometry.parameters() for part in parameter.parts]
+        by_rule = {(b.name, *(*b.start, 0, 0)[:dims], *(*b.stop, 1, 1)[:dims]) for b in boxes}
         rows = held.rows_of(rank)
         names = [held.names[t] for t in held.tensor[rows]]
         table = {

@@ -17,8 +17,9 @@ from megarl.trainer.rank0_rollouts import choose_servers
 
 
 def test_servers_on_gpus_take_backends_that_serve_their_dtype() -> None:
-    assert gpu_backends.arguments("float32") == {"moe_runner_backend": "triton", "attention_backend": "torch_native"}
-    assert gpu_backends.arguments("bfloat16") == {"moe_runner_backend": "triton"}
+    experts = {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
+    assert gpu_backends.arguments("float32") == {**experts, "attention_backend": "torch_native"}
+    assert gpu_backends.arguments("bfloat16") == experts
     assert gpu_backends.environment("float32") == {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
     assert gpu_backends.environment("bfloat16") == {}
 

@@ -1,0 +1,111 @@
+"""Formats of HF checkpoints beside the plain one: text parts of multimodal models, and experts stacked in one tensor.
+
+The table of shards has plain names, such as `model.layers.0.mlp.experts.3.up_proj.weight`. Multimodal checkpoints have
+`model.language_model.` in place of `model.`. Stacked experts are `experts.gate_up_proj [experts, 2 * width, hidden]`,
+gate rows first, and `experts.down_proj [experts, hidden, width]`. An export has the format of its source.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megarl.families import CONTAINERS, FAMILIES, carried_prefixes, decoder, is_scalar
+
+PLAIN, NESTED = "model.", "model.language_model."
+INDEX = "model.safetensors.index.json"
+DROPPED = ("full_attention_interval",)  # fields that transformers reads and does not write, and SGLang needs
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+STACKED = re.compile(r"model\.layers\..+\.experts\.(gate_up_proj|down_proj)$")
+
+
+def plain_name(name: str) -> str:
+    """Name in the table of shards of a tensor of any checkpoint."""
+    return PLAIN + name.removeprefix(NESTED) if name.startswith(NESTED) else name
+
+
+def _config_fields(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    fields: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return fields
+
+
+def _is_nested(config: PretrainedConfig, source: Path) -> bool:
+    """True if exports are multimodal checkpoints as their source is; a scalar model has no such class."""
+    return _config_fields(source).get("model_type") in CONTAINERS and not is_scalar(config)
+
+
+def _stacks_experts(config: PretrainedConfig, source: Path) -> bool:
+    """True if exports have stacked experts: the family has them, and so has the source unless it has no weights."""
+    if not FAMILIES[config.model_type].stacked_experts:
+        return False
+    names: set[str] = set()
+    if (source / INDEX).is_file():
+        names = set(json.loads((source / INDEX).read_text())["weight_map"])
+    else:
+        for file in source.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                names |= set(opened.keys())
+    return not names or any(STACKED.match(plain_name(name)) for name in names)
+
+
+def restored(
+    tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, source: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors under their names and in their shapes in the format of `source`."""
+    nested, carried = _is_nested(config, source), carried_prefixes(config)
+    for name, tensor in _stacked(tensors, config) if _stacks_experts(config, source) else tensors:
+        if nested and name.startswith(PLAIN) and not name.startswith(carried):
+            yield NESTED + name.removeprefix(PLAIN), tensor
+        else:
+            yield name, tensor
+
+
+def _stacked(tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Stacks the experts of a layer, which must come together. One layer's are in memory at a time."""
+    experts, carried = decoder(config).experts, carried_prefixes(config)
+    assert experts is not None
+    pending: dict[str, Tensor] = {}
+    missing: dict[str, int] = {}
+    for name, tensor in tensors:
+        match = EXPERT.match(name)
+        if match is None or (carried and name.startswith(carried)):
+            yield name, tensor
+            continue
+        prefix, expert, part = match.groups()
+        down = part == "down_proj"
+        full, rows = f"{prefix}.{'down_proj' if down else 'gate_up_proj'}", tensor.shape[0]
+        if full not in pending:
+            pending[full] = torch.empty(experts.count, rows if down else 2 * rows, tensor.shape[1], dtype=tensor.dtype)
+            missing[full] = experts.count * (1 if down else 2)
+        first = rows if part == "up_proj" else 0
+        pending[full][int(expert), first : first + rows] = tensor
+        missing[full] -= 1
+        if not missing[full]:
+            yield full, pending.pop(full)
+    assert not pending, f"some experts of {next(iter(pending))} are missing"
+
+
+def write_config(folder: Path, config: PretrainedConfig, source: Path) -> None:
+    """Writes config.json. That of a multimodal model is the source's, with the dtype of the weights."""
+    fields = _config_fields(source)
+    if not _is_nested(config, source):
+        config.save_pretrained(folder)
+        if missing := {name: fields[name] for name in DROPPED if name in fields}:
+            written = {**missing, **_config_fields(folder)}
+            (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+        return
+    dtype = str(config.dtype).removeprefix("torch.")
+    for part in (fields, fields["text_config"]):
+        for name in ("dtype", "torch_dtype"):
+            if name in part:
+                part[name] = dtype
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
