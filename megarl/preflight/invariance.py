@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GptOssConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
@@ -52,6 +52,20 @@ MODELS = {
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
         mlp_only_layers=[0], tie_word_embeddings=False,
     ),
+    "latent": DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4, "head_dim": 6}, q_lora_rank=40, kv_lora_rank=28, qk_nope_head_dim=14,
+        qk_rope_head_dim=6, v_head_dim=10, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=48,
+        n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=1.8, first_k_dense_replace=1,
+        norm_topk_prob=True, tie_word_embeddings=False,
+    ),
+    "delta": Qwen3_5TextConfig(
+        **SHAPE, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=10,
+        layer_types=["linear_attention", "full_attention"] * 2, tie_word_embeddings=False,
+    ),
+    "sinks": GptOssConfig(
+        **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"] * 2, tie_word_embeddings=False,
+    ),
 }  # fmt: skip
 COMPLETIONS = 4  # per prompt, of three prompts
 LENGTHS = (19, 33, 11, 26, 48, 17, 21, 9, 40, 14, 28, 23)
@@ -73,7 +87,7 @@ class Case:
     @property
     def reference(self) -> str:
         """Name of the case of the single process, on the same model and batch."""
-        return "prompts tp1" if self.prompts else "tp1" if self.model == "dense" else "moe tp1"
+        return "prompts tp1" if self.prompts else "tp1" if self.model == "dense" else f"{self.model} tp1"
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -119,6 +133,20 @@ CASES = {
     "moe tp2 sp ep2 etp2, grouped": Case("moe", {**SP, "dp_size": 2, "ep_size": 2}, experts="grouped"),
     "moe ep2 etp2 overlap": Case("moe", {"dp_size": 4, "ep_size": 2, "etp_size": 2, "overlap": True}),
     "moe pp2 vpp2 ep2": Case("moe", {"pp_size": 2, "vpp_size": 2, "dp_size": 2, "ep_size": 2}),
+    "latent tp1": Case("latent"),
+    "latent tp2 sp ep2": Case("latent", {**SP, "ep_size": 2, "etp_size": 1}),
+    "latent tp2 sp": Case("latent", SP),
+    "latent pp2": Case("latent", {"pp_size": 2}),
+    "latent cp2 ep2": Case("latent", {"cp_size": 2, "ep_size": 2}),
+    "delta tp1": Case("delta"),
+    "delta tp2": Case("delta", {"tp_size": 2}),
+    "delta tp2 sp": Case("delta", SP),
+    "delta pp2": Case("delta", {"pp_size": 2}),
+    "delta cp2": Case("delta", {"cp_size": 2}),
+    "sinks tp1": Case("sinks"),
+    "sinks tp2 sp ep2": Case("sinks", {**SP, "ep_size": 2, "etp_size": 1}),
+    "sinks pp2": Case("sinks", {"pp_size": 2}),
+    "sinks cp2 ep2": Case("sinks", {"cp_size": 2, "ep_size": 2}),
 }
 REFERENCES = {case.reference for case in CASES.values()}
 
