@@ -129,9 +129,9 @@ def test_a_wrong_setting_is_refused(arguments: list[str], message: str, refused:
 
 def test_an_unsupported_model_is_refused_with_the_supported_ones(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert "'gpt2' model; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe" in refused(
-        GRPO, f"actor.path={tmp_path}"
-    )
+    line = refused(GRPO, f"actor.path={tmp_path}")
+    assert "'gpt2' model; supported are deepseek_v3, gemma3_text, glm4_moe, " in line
+    assert "qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next" in line
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(

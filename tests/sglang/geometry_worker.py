@@ -32,7 +32,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from megarl.actor.weights.hf_files import Checkpoint  # noqa: E402
 from megarl.actor.weights.shards import tensor_shapes  # noqa: E402
-from megarl.families import config_of  # noqa: E402
+from megarl.families import load_config  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments  # noqa: E402
 
@@ -70,7 +70,7 @@ def compare(checkpoint: str) -> dict[str, Any]:
         model_config = adjust_config_with_unaligned_cpu_tp(model_config, LoadConfig(), TP_SIZE)
     model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
     check_plain(model)
-    hf = config_of(Path(checkpoint))
+    hf = load_config(Path(checkpoint))
     rules = Geometry.of(padded_for_cpu(hf, TP_SIZE) if PADDED else hf, RANK, TP_SIZE, EP_SIZE)
     live = Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE)
     stored = Checkpoint(checkpoint, hf)
