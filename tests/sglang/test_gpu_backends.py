@@ -24,7 +24,8 @@ ARCHITECTURES = {"sm80", "sm90", "sm100", "sm120"}
 OTHERS = {family: {"triton"} if known.sglang_windows else set() for family, known in FAMILIES.items()}
 OTHERS |= {family: {"triton", "trtllm_mla"} for family in ("deepseek_v3", "kimi_k2", "glm4_moe_lite")}
 OTHERS |= {family: {"triton"} for family in FAMILIES if family.startswith(("qwen3_next", "qwen3_5"))}  # on sm100
-FLOAT32_ROUTERS = {"deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"}  # their bias, in GLM the weight as well
+# Some parameters stay float32: routers' biases (in GLM the weight as well), decays of gated delta nets.
+PARTLY_FLOAT32 = {"deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "qwen3_next"}
 BUILT = [family for family in FAMILIES if not family.startswith("qwen3_5")]  # SGLang's class holds a vision tower too
 SIXTEEN_BIT = {"fa3", "flashinfer", "trtllm_mha"}  # SGLang's defaults for models with grouped-query attention
 
@@ -79,7 +80,7 @@ def test_the_receiver_takes_every_family_as_sglang_builds_it(verdicts: list[dict
         assert verdict.get("fragments", 0) > 20, verdict
         sinks = verdict["family"] == "gpt_oss"  # and biases of experts
         own = {"torch.bfloat16", "torch.float32"} if sinks else set()
-        own |= {"torch.float32"} if verdict["family"] in FLOAT32_ROUTERS else set()
+        own |= {"torch.float32"} if verdict["family"] in PARTLY_FLOAT32 else set()
         assert set(verdict["dtypes"]) == {"torch." + verdict["dtype"]} | own
     on = {verdict["architecture"] for verdict in built if verdict["family"] == "qwen3_moe"}
     assert on == ARCHITECTURES
