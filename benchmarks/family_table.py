@@ -2,7 +2,7 @@
 
     python benchmarks/family_table.py [--families NAME ...] [--no-runs] [--page docs/families.md]
 
-Cells of layouts hold the worst absolute difference of a token's log-prob from transformers, before and after an
+Cells of layouts hold the worst absolute difference of a token's log-prob from transformers, in brackets after an
 optimizer step; `page` replaces the table between its marks. About a minute a family on two cores, and one more for the
 run with servers.
 """
@@ -131,7 +131,8 @@ def layout_cells(folder: Path, expected: dict[str, torch.Tensor]) -> list[str]:
         for layout in layouts:
             if (file := folder / f"{layout}.safetensors").exists():
                 computed = load_file(file)
-                cells[layout] = f"{max(float((computed[k] - expected[k]).abs().max()) for k in expected):.1e}"
+                before, after = (float((computed[k] - expected[k]).abs().max()) for k in ("before", "after"))
+                cells[layout] = f"{before:.1e} ({after:.1e})"
             elif (refusal := folder / f"{layout}.txt").exists():
                 print(f"{layout}: {refusal.read_text()}", file=sys.stderr)
                 cells[layout] = "refused"

@@ -27,7 +27,7 @@ from megarl import versions
 from megarl.actor import checks as actor_checks
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
-from megarl.families import FAMILIES, decoder, quantisation
+from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, addresses_in_environment
@@ -79,7 +79,13 @@ def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
 
 def model_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
     """Checks of knobs against the model's config."""
-    rules = (_check_server_layout, _check_served_windows, _check_served_sinks, _check_served_weights)
+    rules = (
+        _check_server_layout,
+        _check_served_windows,
+        _check_served_sinks,
+        _check_served_class,
+        _check_served_weights,
+    )
     return [*size_checks(config, model), *(partial(rule, config, model) for rule in rules)]
 
 
@@ -401,6 +407,23 @@ def _check_served_sinks(config: Config, model: PretrainedConfig) -> None:
         raise UserError(
             f"SGLang's attention on CPUs and in float32 has no sinks, as this {model.model_type} model has; serve it "
             "on GPUs in bfloat16 (server.device=cuda server.dtype=bfloat16), or train without rollouts (method=sft)"
+        )
+
+
+def _check_served_class(config: Config, model: PretrainedConfig) -> None:
+    """Refuses rollouts of a checkpoint that SGLang cannot run, here or at all (qwen3_5.py:284 of SGLang 0.5.23)."""
+    container = next((name for name, text in CONTAINERS.items() if text == model.model_type), None)
+    if config.method != "rl" or container is None:
+        return
+    if model.architectures:  # a class of its own: not the text part of a multimodal checkpoint
+        raise UserError(
+            f"SGLang has no class for a checkpoint of type {model.model_type} alone; give the multimodal one of type "
+            f"{container} that holds it, or train without rollouts (method=sft)"
+        )
+    if not servers_on_gpu(config):
+        raise UserError(
+            f"SGLang has no operations for {container} on CPUs; serve it on GPUs (server.device=cuda), or train "
+            "without rollouts (method=sft)"
         )
 
 

@@ -57,11 +57,12 @@ def read_config(path: str) -> PretrainedConfig:
 
 
 def text_part(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns the config of a multimodal model's text part; any other config as it is."""
+    """Returns the config of a multimodal model's text part, without `architectures`; any other config as it is."""
     if config.model_type not in CONTAINERS:
         return config
     text = copy.copy(config.text_config)
     text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    text.architectures = None
     return text
 
 

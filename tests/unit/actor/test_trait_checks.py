@@ -73,6 +73,9 @@ def test_what_a_backend_or_layout_would_leave_out_is_refused(
         ("gemma3_text", {"sliding_window": 9}, [], None),
         ("gpt_oss", {}, [], "SGLang's attention on CPUs and in float32 has no sinks, as this gpt_oss model has"),
         ("gpt_oss", {}, ON_GPU, None),
+        ("qwen3_5_text", {}, ON_GPU, "no class for a checkpoint of type qwen3_5_text alone; give the multimodal one"),
+        ("qwen3_5_text", {"architectures": None}, [], "SGLang has no operations for qwen3_5 on CPUs"),
+        ("qwen3_5_text", {"architectures": None}, ON_GPU, None),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ON_GPU, "weights quantised by 'mxfp4', and"),
     ],
 )
