@@ -49,13 +49,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp_size": 2},
     "ep2": {"dp_size": 2, "ep_size": 2},
 }
-FIELDS: dict[str, dict[str, Any]] = {  # windows shorter than sequences; transformers gives padding no gradient
+# Windows are shorter than the sequences. A padding token has no gradient in transformers. SGLang reads the interval.
+FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "pad_token_id": None,
     },
     "gpt_oss": {"sliding_window": 9},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2},
 }
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 RUN = (
