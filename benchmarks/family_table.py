@@ -35,7 +35,7 @@ from megarl.launcher.local import run_ranks  # noqa: E402
 from megarl.parallel import groups  # noqa: E402
 from megarl.parallel.config import ParallelConfig  # noqa: E402
 from megarl.types import PackedBatch  # noqa: E402
-from tests.conftest import random_model  # noqa: E402
+from tests.conftest import FAMILY_CONFIGS, random_model  # noqa: E402
 from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn  # noqa: E402
 from tests.distributed.test_layouts import make_batch, reference_logprobs  # noqa: E402
 from tests.sglang.test_sglang_geometry import ranks_of  # noqa: E402
@@ -198,7 +198,7 @@ def markdown(table: list[list[str]], runs: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", default=sorted(FAMILIES), help="model types; all by default")
+    parser.add_argument("--families", nargs="+", default=sorted(FAMILY_CONFIGS), help="model types; all by default")
     parser.add_argument("--no-runs", action="store_true", help="without the runs that start servers")
     parser.add_argument("--page", type=Path, help="page whose table is replaced")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
