@@ -127,6 +127,7 @@ class PackedBatch:
         bounds: Sequence[int] | None = None,
     ):
         """`bounds` are the values of `cu_seqlens`, if the caller has them: reading them waits for the device."""
+        self.shared = False  # True: known to be the same on every rank, as after a broadcast
         self.cu_seqlens = cu_seqlens.to(torch.int32)
         self.bounds: Sequence[int] = self.cu_seqlens.tolist() if bounds is None else bounds
         self.tokens: dict[str, Tensor] = {}
@@ -197,12 +198,14 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Returns the batch with every tensor on `device`. Does not wait for a GPU to receive them."""
-        return PackedBatch(
+        batch = PackedBatch(
             to_device(self.cu_seqlens, device),
             {k: to_device(v, device) for k, v in self.tokens.items()},
             {k: to_device(v, device) for k, v in self.sequences.items()},
             self.bounds,
         )
+        batch.shared = self.shared
+        return batch
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Positions of all tokens of the sequences `indices`, in that order, int64."""

@@ -118,6 +118,7 @@ def update_in_minibatches(
     steps = []
     for first in range(count):
         part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
+        part.shared = batch.shared  # every rank selects the same sequences
         steps.append(engine.train_batch(part, loss, loss_weight, loss_input=loss_input))
     taken = [step for step in steps if not step["skipped_steps"]] or steps
     metrics = {key: (max if key.endswith("_max") else _mean)([step[key] for step in taken]) for key in taken[0]}

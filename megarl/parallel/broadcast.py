@@ -75,8 +75,10 @@ def broadcast_batch(batch: PackedBatch | None, src: int = 0) -> PackedBatch:
         return on_device.cpu().view(dtype) if source is None else source
 
     cu_seqlens = broadcast_tensor(batch.cu_seqlens if batch else None, torch.int32, [count])
-    return PackedBatch(
+    received = PackedBatch(
         cu_seqlens,
         {k: broadcast_tensor(batch.tokens[k] if batch else None, getattr(torch, d), s) for k, d, s in tokens},
         {k: broadcast_tensor(batch.sequences[k] if batch else None, getattr(torch, d), s) for k, d, s in sequences},
     )
+    received.shared = True
+    return received

@@ -26,7 +26,7 @@ def batch() -> PackedBatch:
     ids = torch.randint(0, 343, (total,), generator=generator)
     ids[position < 3] = position[position < 3]  # a common prompt
     floats = ("rollout_logprobs", "ref_logp", "values")
-    return PackedBatch(
+    result = PackedBatch(
         cu_seqlens_of(lengths),
         {
             "input_ids": ids,
@@ -43,12 +43,16 @@ def batch() -> PackedBatch:
             "kto_desirable_share": torch.full((8,), 0.5),
         },
     )
+    result.shared = True  # as the trainer broadcasts it
+    return result
 
 
 def without(data: PackedBatch, *names: str) -> PackedBatch:
     """The batch without some of its tensors."""
-    return PackedBatch(
+    result = PackedBatch(
         data.cu_seqlens,
         {k: v for k, v in data.tokens.items() if k not in names},
         {k: v for k, v in data.sequences.items() if k not in names},
     )
+    result.shared = data.shared
+    return result

@@ -1,8 +1,8 @@
 """Batches of the ranks: one that all of them share, or one of each data parallel rank's own.
 
-The trainer passes the same batch on every rank. A loop of a user's may sample or load a batch on each data parallel
-rank instead, as AReaL's do. Checksums of the sequences tell the two apart, and own batches are joined in the order of
-data parallel ranks. So a step is the same, however its sequences were spread.
+The trainer passes the same batch on every rank, which it has broadcast. A loop of a user's may sample or load a batch
+on each data parallel rank instead, as AReaL's do. Checksums of the sequences tell it from a shared one. Own batches are
+joined in the order of data parallel ranks, so a step is the same, however its sequences were spread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def join(data: Any, groups: Groups) -> tuple[PackedBatch, slice]:
             different keys.
     """
     batch = PackedBatch.from_padded(data)
-    if groups.world_size == 1:
+    if groups.world_size == 1 or batch.shared:
         return batch, slice(None)
     ranks = gather_json([groups.dp_rank, _checksum(batch), batch.num_seqs, sorted(batch.keys())])
     if len({checksum for _, checksum, _, _ in ranks}) == 1:

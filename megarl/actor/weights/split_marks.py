@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import PretrainedConfig
 
 from megarl.actor.weights import hf_weights
+from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.parallel.groups import Groups
@@ -33,12 +33,12 @@ def check_split_marks(modules: Sequence[GPTModel], config: PretrainedConfig, gro
     if groups.tp_size == 1 and groups.etp_size == 1:
         return
     own, neighbour = _specs(config, groups, 0), _specs(config, groups, 1)
-    named = [hf_weights.named_tensors(module) for module in modules]
+    named = [dict(module.named_parameters()) for module in modules]
     for key in dict.fromkeys([*own, *neighbour]):
         specs = own[key] or neighbour[key]
+        if is_buffer(specs[0].name):
+            continue  # without a gradient
         name, param = hf_weights.native(named[specs[0].stage], specs[0])
-        if not isinstance(param, torch.nn.Parameter):
-            continue  # a buffer has no gradient
         is_split = _boxes(own[key]) != _boxes(neighbour[key])
         is_marked = bool(getattr(param, "tensor_model_parallel", False))
         if is_split and not is_marked:
