@@ -49,13 +49,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp_size": 2},
     "ep2": {"dp_size": 2, "ep_size": 2},
 }
-# Windows are shorter than the sequences. A padding token has no gradient in transformers. SGLang reads the interval.
+# Windows are shorter than the sequences. A padding token has no gradient in transformers. SGLang reads the last two.
 FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "pad_token_id": None,
     },
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
     "gpt_oss": {"sliding_window": 9},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2},
 }

@@ -411,19 +411,19 @@ def _check_served_sinks(config: Config, model: PretrainedConfig) -> None:
 
 
 def _check_served_class(config: Config, model: PretrainedConfig) -> None:
-    """Refuses rollouts of a checkpoint that SGLang cannot run, here or at all (qwen3_5.py:284 of SGLang 0.5.23)."""
+    """Refuses rollouts of gated delta nets that SGLang 0.5.23 does not run: qwen3_5.py:284 and its cache on CPUs."""
     container = next((name for name, text in CONTAINERS.items() if text == model.model_type), None)
-    if config.method != "rl" or container is None:
+    if config.method != "rl" or decoder(model).delta_net is None:
         return
-    if model.architectures:  # a class of its own: not the text part of a multimodal checkpoint
+    if container is not None and model.architectures:  # not the text part of a multimodal checkpoint
         raise UserError(
             f"SGLang has no class for a checkpoint of type {model.model_type} alone; give the multimodal one of type "
             f"{container} that holds it, or train without rollouts (method=sft)"
         )
     if not servers_on_gpu(config):
         raise UserError(
-            f"SGLang has no operations for {container} on CPUs; serve it on GPUs (server.device=cuda), or train "
-            "without rollouts (method=sft)"
+            f"SGLang does not serve {container or model.model_type} on CPUs; serve it on GPUs (server.device=cuda), or "
+            "train without rollouts (method=sft)"
         )
 
 
