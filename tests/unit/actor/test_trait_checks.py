@@ -20,6 +20,7 @@ from megarl.families import read_config
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 
+ON_CPU = pytest.mark.cpu_options("servers on CPUs")
 ON_GPU = ["server.device=cuda", "server.dtype=bfloat16"]
 WINDOW = {"mistral": {"sliding_window": 9}, "gemma3_text": {"sliding_window": 9}, "gpt_oss": {}, "qwen3": {}}
 
@@ -74,9 +75,11 @@ def test_what_a_backend_or_layout_would_leave_out_is_refused(
         ("gpt_oss", {}, [], "SGLang's attention on CPUs and in float32 has no sinks, as this gpt_oss model has"),
         ("gpt_oss", {}, ON_GPU, None),
         ("qwen3_5_text", {}, ON_GPU, "no class for a checkpoint of type qwen3_5_text alone; give the multimodal one"),
-        ("qwen3_next", {}, [], "SGLang does not serve qwen3_next on CPUs"),
+        pytest.param("qwen3_next", {}, [], "SGLang does not serve qwen3_next on CPUs", marks=ON_CPU),
         ("qwen3_next", {}, ON_GPU, None),
-        ("qwen3_5_text", {"architectures": None}, [], "SGLang does not serve qwen3_5 on CPUs"),
+        pytest.param(
+            "qwen3_5_text", {"architectures": None}, [], "SGLang does not serve qwen3_5 on CPUs", marks=ON_CPU
+        ),
         ("qwen3_5_text", {"architectures": None}, ON_GPU, None),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ON_GPU, "weights quantised by 'mxfp4', and"),
     ],
@@ -94,6 +97,7 @@ def test_rollouts_of_another_model_than_the_trainers_are_refused(
     assert [message in text for text in found] == [True] if message else found == []
 
 
+@pytest.mark.cpu_options("actor.backend=cpu")
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "mistral"])
 def test_the_kernels_of_the_cpu_leave_windows_to_plain_attention(family: str, checkpoints: Callable[..., Path]) -> None:
     """Grouped experts too, whose biases are parameters of one module."""
