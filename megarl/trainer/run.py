@@ -90,10 +90,8 @@ class Run:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         with self._open:
-            if isinstance(error, NoSamplesError) and self.done and self._saver.saved != self.done:
-                self._save()
-                self._saver.finish()
             if isinstance(error, NoSamplesError) and self.done:
+                self._keep_steps()
                 self.note(f"step {self.done} is saved; when the cause is mended, go on with resume={self.folder.path}")
 
     def note(self, message: str) -> None:
@@ -121,13 +119,17 @@ class Run:
                 self._saver.poll()
                 if self._saver.due(step):
                     self._save()
+        self._keep_steps()
+        if self.stopped:
+            self.note(f"stopped after step {self.done}; go on with resume={self.folder.path}")
+
+    def _keep_steps(self) -> None:
+        """Writes the last line of metrics and the last checkpoint, unless they are written, and waits for them."""
         if self._unwritten:
             self._write_metrics(self.done)
         if self._saver.saved != self.done:
             self._save()
         self._saver.finish()
-        if self.stopped:
-            self.note(f"stopped after step {self.done}; go on with resume={self.folder.path}")
 
     def log(self, step: int) -> None:
         """Shows the numbers that `stats_tracker` gathered during the step, and writes a line of metrics if one is due.
