@@ -85,6 +85,7 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
         self.backend = choose_backend(config, self.hf_config, deterministic)
+        self._cost = SequenceCost.of(self.hf_config)
         if config.debug_kernels:
             check_values_on_gpu()
         self._weight_updates: WeightUpdates | None = None
@@ -169,8 +170,7 @@ class MegatronEngine(TrainEngine):
         check_batch(batch, self.hf_config.vocab_size)
         groups, shared = self.groups, self.config.shared_prefix
         multiple = groups.pp_size if groups.vpp_size > 1 else 1
-        cost = SequenceCost.of(self.hf_config)
-        rows = plan_microbatches(batch, cost, groups.dp_size, self.config.max_tokens_per_mb, multiple, shared)
+        rows = plan_microbatches(batch, self._cost, groups.dp_size, self.config.max_tokens_per_mb, multiple, shared)
         weights = [[1.0 for _ in row] for row in rows]
         if weigh is not None:
             weights = [[float(weigh(batch.select(part))) if part else 0.0 for part in row] for row in rows]

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from megarl.actor.weights import hf_files
 from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.shard_spec import ShardSpec
-from megarl.actor.weights.shards import SCORE, float32_tensors, shard_specs, tensor_shapes, world_table
+from megarl.actor.weights.shards import SCORE, float32_tensors, shard_specs, tensor_shapes, tensor_specs, world_table
 from megarl.families import decoder
 from megarl.hub import local_folder
 from megarl.knobs import UserError
@@ -205,10 +205,9 @@ def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     """
     local_views = {(s.name, s.start): s.view for s in shards(modules, config, groups)}
     model_dtype, senders = next(parameters(modules)).dtype, _senders(config, groups)
-    in_float32 = float32_tensors(config)
     gather_json(groups.rank)  # NCCL connects all ranks here: a batch of sends connects the world, and waits for all
-    for name, shape in tensor_shapes(config).items():
-        dtype = torch.float32 if name in in_float32 or is_buffer(name) else model_dtype
+    for name, spec in tensor_specs(config).items():
+        dtype = torch.float32 if spec.float32 or is_buffer(name) else model_dtype
         if groups.rank != 0:
             boxes = senders[name].get(groups.rank)
             if boxes is not None:
@@ -216,7 +215,7 @@ def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
                 _exchange([dist.P2POp(dist.isend, message, 0)])
             yield name, torch.empty(0, dtype=dtype)
             continue
-        full = torch.empty(shape, dtype=dtype)
+        full = torch.empty(spec.shape, dtype=dtype)
         for start, stop in senders[name].get(0, []):
             _write(full, start, stop, local_views[name, start].detach())
         for batch in _batches({rank: boxes for rank, boxes in senders[name].items() if rank != 0}, dtype.itemsize):

@@ -98,15 +98,19 @@ def world_table(config: PretrainedConfig, parallel: ParallelConfig) -> WorldTabl
     )
 
 
+def tensor_specs(config: PretrainedConfig) -> dict[str, ShardSpec]:
+    """A shard of each of the model's HF tensors on a single rank, by name, in the order of an export."""
+    return {spec.name: spec for spec in shard_specs(config, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0))}
+
+
 def tensor_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's HF tensors, in the order of an export."""
-    return {spec.name: spec.shape for spec in shard_specs(config, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0))}
+    return {name: spec.shape for name, spec in tensor_specs(config).items()}
 
 
 def float32_tensors(config: PretrainedConfig) -> set[str]:
     """Names of HF tensors whose parameters are float32 in bfloat16 models too."""
-    specs = shard_specs(config, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0))
-    return {spec.name for spec in specs if spec.float32}
+    return {name for name, spec in tensor_specs(config).items() if spec.float32}
 
 
 def _dense_specs(
