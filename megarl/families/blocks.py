@@ -169,10 +169,10 @@ class Mlp:
 class ExpertNames:
     """Module names of a mixture of experts in a family's checkpoints."""
 
-    block: str
-    gate: str
-    up: str
-    down: str
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
     router: str = "gate"
     interleaved: bool = False  # True: a layer's experts are one tensor, with gate and up in turn (`fused_experts.py`)
     shared: str = "shared_experts"

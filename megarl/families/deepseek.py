@@ -10,7 +10,6 @@ from transformers import DeepseekV3Config, PretrainedConfig
 from megarl.families.blocks import Attention, Decoder, ExpertNames, Experts, LatentAttention, Layer, Mlp
 from megarl.families.llama import decoder_of
 
-EXPERT_NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 LATENT_NORM_EPS = 1e-6  # transformers' default for a norm; the config's is that of the other norms
 
 
@@ -64,7 +63,7 @@ def sigmoid_experts(config: PretrainedConfig) -> Experts:
         width=config.moe_intermediate_size,
         topk=config.num_experts_per_tok,
         normalized=config.norm_topk_prob,
-        names=EXPERT_NAMES,
+        names=ExpertNames(),
         score="sigmoid",
         selection_bias=True,
         groups=config.n_group or 1,
@@ -74,12 +73,13 @@ def sigmoid_experts(config: PretrainedConfig) -> Experts:
     )
 
 
-def behind_dense_layers(config: PretrainedConfig, block: Attention | LatentAttention, dense: int) -> Decoder:
-    """Builds a decoder whose first `dense` layers have an MLP, and the others experts."""
+def behind_dense_layers(config: PretrainedConfig, block: Attention | LatentAttention) -> Decoder:
+    """Builds a decoder whose first `first_k_dense_replace` layers have an MLP, and the others experts."""
+    dense = config.first_k_dense_replace or 0
     mlp, experts = Mlp(config.intermediate_size), sigmoid_experts(config)
     return decoder_of(config, [Layer(block, mlp if i < dense else experts) for i in range(config.num_hidden_layers)])
 
 
 def deepseek_v3(config: PretrainedConfig) -> Decoder:
     """Reads DeepSeek-V3."""
-    return behind_dense_layers(config, latent_attention(config), config.first_k_dense_replace or 0)
+    return behind_dense_layers(config, latent_attention(config))

@@ -12,7 +12,7 @@ from megarl.families.llama import attention, decoder_of
 def glm4_moe(config: PretrainedConfig) -> Decoder:
     """Reads GLM-4.5 to GLM-4.7: rotary positions over half of a head, norms of queries and keys in some sizes."""
     block = attention(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm))
-    return behind_dense_layers(config, block, config.first_k_dense_replace or 0)
+    return behind_dense_layers(config, block)
 
 
 def glm4_moe_lite(config: PretrainedConfig) -> Decoder:

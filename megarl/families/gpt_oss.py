@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
 from megarl.families.blocks import Decoder, ExpertNames, Experts, Layer
 from megarl.families.llama import attention, decoder_of, window_of
 
 ALPHA = 1.702  # of the experts' sigmoid, as in Megatron's quick_gelu
-NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", router="router", interleaved=True)
+NAMES = ExpertNames(router="router", interleaved=True)
 
 
 def gpt_oss(config: PretrainedConfig) -> Decoder:
@@ -22,8 +24,6 @@ def gpt_oss(config: PretrainedConfig) -> Decoder:
         biased=True,
         clamp=config.swiglu_limit,
     )
-    blocks = [
-        attention(config, qkv_bias=True, output_bias=True, sinks=True, window=window_of(config, i))
-        for i in range(config.num_hidden_layers)
-    ]
-    return decoder_of(config, [Layer(block, experts) for block in blocks])
+    block = attention(config, qkv_bias=True, output_bias=True, sinks=True)
+    windows = [window_of(config, i) for i in range(config.num_hidden_layers)]
+    return decoder_of(config, [Layer(replace(block, window=window), experts) for window in windows])

@@ -7,12 +7,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from megarl.families.blocks import Attention, Decoder, Experts, Layer, Mlp
-from megarl.families.rotary import scores_factor
-
-
-def head_dim(config: PretrainedConfig) -> int:
-    """Size of an attention head; transformers' default is `hidden_size / num_attention_heads`."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+from megarl.families.rotary import head_dim, scores_factor
 
 
 def window_of(config: PretrainedConfig, layer: int | None = None) -> int:

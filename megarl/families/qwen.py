@@ -9,8 +9,6 @@ from transformers import PretrainedConfig
 from megarl.families.blocks import Attention, Decoder, ExpertNames, Experts, Layer, Mlp
 from megarl.families.llama import attention, decoder_of, window_of
 
-QWEN3_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-
 
 def qwen2(config: PretrainedConfig) -> Decoder:
     """Reads Qwen2: biases on queries, keys and values."""
@@ -35,17 +33,22 @@ def qwen3(config: PretrainedConfig) -> Decoder:
 
 
 def qwen3_moe(config: PretrainedConfig) -> Decoder:
-    """Reads Qwen3-MoE: every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
-    block, dense = _qwen3_attention(config, window_of(config)), set(config.mlp_only_layers or ())
+    """Reads Qwen3-MoE, which may have dense layers between the sparse ones."""
+    block = _qwen3_attention(config, window_of(config))
     experts = Experts(
         count=config.num_experts,
         width=config.moe_intermediate_size,
         topk=config.num_experts_per_tok,
         normalized=config.norm_topk_prob,
-        names=QWEN3_EXPERTS,
+        names=ExpertNames(),
     )
-    layers = []
-    for i in range(config.num_hidden_layers):
-        sparse = i not in dense and (i + 1) % config.decoder_sparse_step == 0
-        layers.append(Layer(block, experts if sparse else Mlp(config.intermediate_size)))
-    return decoder_of(config, layers)
+    return decoder_of(config, [Layer(block, mlp) for mlp in interleaved_mlps(config, experts)])
+
+
+def interleaved_mlps(config: PretrainedConfig, experts: Experts) -> list[Mlp | Experts]:
+    """Lists experts for every `decoder_sparse_step`-th layer, except `mlp_only_layers`, and MLPs for the others."""
+    mlp, dense = Mlp(config.intermediate_size), set(config.mlp_only_layers or ())
+    return [
+        experts if i not in dense and (i + 1) % config.decoder_sparse_step == 0 else mlp
+        for i in range(config.num_hidden_layers)
+    ]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from transformers import PretrainedConfig
 
-from megarl.families.blocks import Decoder, DeltaNet, Experts, Layer, Mlp
+from megarl.families.blocks import Decoder, DeltaNet, ExpertNames, Experts, Layer, Mlp
 from megarl.families.llama import attention, decoder_of
-from megarl.families.qwen import QWEN3_EXPERTS
+from megarl.families.qwen import interleaved_mlps
 
 
 def _hybrid(config: PretrainedConfig, mlps: list[Mlp | Experts], *, grouped: bool) -> Decoder:
     """Builds the decoder whose `layer_types` say where attention stands."""
     biased = bool(getattr(config, "attention_bias", False))
-    full = attention(config, qkv_bias=biased, output_bias=biased, qk_norm=True)
-    full = dataclasses.replace(full, output_gate=True)
+    full = attention(config, qkv_bias=biased, output_bias=biased, qk_norm=True, output_gate=True)
     linear = DeltaNet(
         key_heads=config.linear_num_key_heads,
         value_heads=config.linear_num_value_heads,
@@ -26,7 +23,7 @@ def _hybrid(config: PretrainedConfig, mlps: list[Mlp | Experts], *, grouped: boo
     )
     blocks = [full if is_full else linear for is_full in _full_layers(config)]
     layers = [Layer(block, mlp) for block, mlp in zip(blocks, mlps, strict=True)]
-    return dataclasses.replace(decoder_of(config, layers), zero_centered_norms=True)
+    return decoder_of(config, layers, zero_centered_norms=True)
 
 
 def _full_layers(config: PretrainedConfig) -> list[bool]:
@@ -43,20 +40,15 @@ def _experts(config: PretrainedConfig) -> Experts:
         width=config.moe_intermediate_size,
         topk=config.num_experts_per_tok,
         normalized=getattr(config, "norm_topk_prob", True),  # Qwen3.5 has no such field and always normalises
-        names=dataclasses.replace(QWEN3_EXPERTS, shared="shared_expert"),
+        names=ExpertNames(shared="shared_expert"),
         shared_width=config.shared_expert_intermediate_size,
         shared_gate=True,
     )
 
 
 def qwen3_next(config: PretrainedConfig) -> Decoder:
-    """Reads Qwen3-Next: every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
-    experts, dense = _experts(config), set(config.mlp_only_layers or ())
-    mlps: list[Mlp | Experts] = [
-        experts if i not in dense and (i + 1) % config.decoder_sparse_step == 0 else Mlp(config.intermediate_size)
-        for i in range(config.num_hidden_layers)
-    ]
-    return _hybrid(config, mlps, grouped=True)
+    """Reads Qwen3-Next, which may have dense layers between the sparse ones."""
+    return _hybrid(config, interleaved_mlps(config, _experts(config)), grouped=True)
 
 
 def qwen3_5(config: PretrainedConfig) -> Decoder:

@@ -12,6 +12,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")  # rows of the table, where layers differ in their positions
 
 
+def head_dim(config: PretrainedConfig) -> int:
+    """Size of an attention head; transformers' default is `hidden_size / num_attention_heads`."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
     """Lists the rope parameters of the config: one for all layers, or one for each of `LAYER_TYPES`."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -45,8 +50,7 @@ def _table(config: PretrainedConfig, rope: dict[str, Any], layer_type: str | Non
     """Computes frequencies `[head_dim / 2]`, and the factor on cosines and sines."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dim = int(dim * rope.get("partial_rotary_factor", 1.0))
+        dim = int(head_dim(config) * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / (rope["rope_theta"] ** exponents), 1.0
     table, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)

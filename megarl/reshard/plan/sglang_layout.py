@@ -24,7 +24,7 @@ import numpy as np
 
 from megarl.families import FAMILIES, decoder, text_part
 from megarl.families.blocks import Attention, Decoder, DeltaNet, Experts, LatentAttention, Layer, Mlp
-from megarl.families.llama import head_dim
+from megarl.families.rotary import head_dim
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
 from megarl.reshard.plan.sglang_blocks import (
