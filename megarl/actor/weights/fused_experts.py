@@ -16,14 +16,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from megarl.actor.weights.joined_tensors import TensorPart, joined
 from megarl.actor.weights.mxfp4 import BLOCK, dequantise
 from megarl.families.blocks import Decoder, Experts
 from megarl.knobs import UserError
 
+PART = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
 PARTS = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}  # turn among columns
 
 
@@ -75,12 +78,8 @@ def fused_format(model: Decoder) -> bool:
     return any(isinstance(layer.mlp, Experts) and layer.mlp.names.interleaved for layer in model.layers)
 
 
-def slices(files: dict[str, Any], model: Decoder) -> dict[str, ExpertSlice]:
-    """Finds the parts of all experts in the fused tensors of `files`, which are opened files by tensor.
-
-    The fused tensors are taken out of `files`.
-    """
-    result: dict[str, ExpertSlice] = {}
+def split(stored: dict[str, Any], model: Decoder) -> None:
+    """Replaces the fused tensors of a checkpoint by the parts of all experts; `stored` has tensors' `file` by name."""
     for layer, block in enumerate(shape.mlp for shape in model.layers):
         if not (isinstance(block, Experts) and block.names.interleaved):
             continue
@@ -88,48 +87,42 @@ def slices(files: dict[str, Any], model: Decoder) -> dict[str, ExpertSlice]:
         names = {"gate": block.names.gate, "up": block.names.up, "down": block.names.down}
         for fused in ("gate_up_proj", "down_proj"):
             parts = [(names[part], turn) for part, (tensor, turn) in PARTS.items() if tensor == fused]
-            bias = files.pop(f"{prefix}.{fused}_bias", None)
-            plain, blocks = files.pop(f"{prefix}.{fused}", None), files.pop(f"{prefix}.{fused}_blocks", None)
-            scales = files.pop(f"{prefix}.{fused}_scales", None)
+            plain, bias, blocks, scales = (
+                tensor.file if (tensor := stored.pop(f"{prefix}.{fused}{kind}", None)) is not None else None
+                for kind in ("", "_bias", "_blocks", "_scales")
+            )
             for expert in range(block.count):
                 for part, turn in parts:
                     name = f"{prefix}.{expert}.{part}"
                     if plain is not None:
-                        result[f"{name}.weight"] = ExpertSlice(plain, f"{prefix}.{fused}", expert, turn)
+                        stored[f"{name}.weight"] = ExpertSlice(plain, f"{prefix}.{fused}", expert, turn)
                     elif blocks is not None and scales is not None:
-                        stored = f"{prefix}.{fused}_blocks"
-                        result[f"{name}.weight"] = ExpertSlice(blocks, stored, expert, turn, scales)
+                        quantised = f"{prefix}.{fused}_blocks"
+                        stored[f"{name}.weight"] = ExpertSlice(blocks, quantised, expert, turn, scales)
                     if bias is not None:
-                        result[f"{name}.bias"] = ExpertSlice(bias, f"{prefix}.{fused}_bias", expert, turn)
-    return result
+                        stored[f"{name}.bias"] = ExpertSlice(bias, f"{prefix}.{fused}_bias", expert, turn)
 
 
 def fuse(tensors: Iterable[tuple[str, Tensor]], model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors under the names of a checkpoint: parts of experts as fused tensors, all others as they are.
+    """Yields tensors under the names of a checkpoint: parts of experts as fused tensors, all others as they are."""
+    return joined(tensors, partial(_part, model)) if fused_format(model) else iter(tensors)
 
-    The parts of a fused tensor must come together. One fused tensor of each kind is in memory at a time.
-    """
-    pattern = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
-    pending: dict[str, Tensor] = {}
-    filled: dict[str, int] = {}
-    for name, tensor in tensors:
-        match = pattern.match(name)
-        if match is None or not fused_format(model):
-            yield name, tensor
-            continue
-        prefix, expert, module, kind = match.groups()
-        block = model.layers[int(prefix.split(".")[2])].mlp
-        assert isinstance(block, Experts)
-        names = {block.names.gate: "gate", block.names.up: "up", block.names.down: "down"}
-        stored, turn = PARTS[names[module]]
-        full = f"{prefix}.{stored}" + ("_bias" if kind == "bias" else "")
-        step = 1 if turn is None else 2
-        if full not in pending:
-            shape = (block.count, *tensor.shape[:0:-1], tensor.shape[0] * step)
-            pending[full], filled[full] = tensor.new_empty(shape), 0
-        columns = slice(turn, None, step)
-        pending[full][int(expert)][..., columns] = tensor.t() if tensor.dim() == 2 else tensor
-        filled[full] += 1
-        if filled[full] == block.count * step:
-            yield full, pending.pop(full)
-    assert not pending, f"parts of {next(iter(pending))} are missing"
+
+def _part(model: Decoder, name: str, tensor: Tensor) -> TensorPart | None:
+    """Finds the place of a tensor in a fused one; None if it is no part of an expert."""
+    match = PART.match(name)
+    if match is None:
+        return None
+    prefix, expert, module, kind = match.groups()
+    block = model.layers[int(prefix.split(".")[2])].mlp
+    assert isinstance(block, Experts)
+    names = {block.names.gate: "gate", block.names.up: "up", block.names.down: "down"}
+    stored, turn = PARTS[names[module]]
+    step = 1 if turn is None else 2
+    return TensorPart(
+        name=f"{prefix}.{stored}" + ("_bias" if kind == "bias" else ""),
+        shape=(block.count, *tensor.shape[:0:-1], tensor.shape[0] * step),
+        index=(int(expert), ..., slice(turn, None, step)),
+        values=tensor.t() if tensor.dim() == 2 else tensor,
+        count=block.count * step,
+    )

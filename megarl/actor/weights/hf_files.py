@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.actor.weights.fused_experts import ExpertSlice, fuse, slices
+from megarl.actor.weights.fused_experts import ExpertSlice, fuse, split
 from megarl.actor.weights.source_format import plain_name, restored, write_config
 from megarl.families import carried_prefixes, decoder, is_scalar
 from megarl.families.blocks import Experts
@@ -67,10 +67,7 @@ class Checkpoint:
             stored = {plain_name(name): StoredTensor(opened, name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             self._tensors.update(stored)
         self._split_fused_experts(config)
-        files_by_name = {name: tensor.file for name, tensor in self._tensors.items()}
-        parts = slices(files_by_name, decoder(config))
-        self._tensors = {name: self._tensors[name] for name in files_by_name}
-        self._tensors.update(parts)
+        split(self._tensors, decoder(config))
 
     def _weight_files(self, path: str) -> list[str]:
         """Names of the weight files: as in the index, or all if there is none."""

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megarl.actor.weights.joined_tensors import TensorPart, joined
 from megarl.families import CONTAINERS, FAMILIES, carried_prefixes, decoder, is_scalar
 
 PLAIN, NESTED = "model.", "model.language_model."
@@ -73,25 +73,20 @@ def _stacked(tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig) ->
     """Stacks the experts of a layer, which must come together. One layer's are in memory at a time."""
     experts, carried = decoder(config).experts, carried_prefixes(config)
     assert experts is not None
-    pending: dict[str, Tensor] = {}
-    missing: dict[str, int] = {}
-    for name, tensor in tensors:
+    count = experts.count
+
+    def part_of(name: str, tensor: Tensor) -> TensorPart | None:
         match = EXPERT.match(name)
         if match is None or (carried and name.startswith(carried)):
-            yield name, tensor
-            continue
+            return None
         prefix, expert, part = match.groups()
-        down = part == "down_proj"
-        full, rows = f"{prefix}.{'down_proj' if down else 'gate_up_proj'}", tensor.shape[0]
-        if full not in pending:
-            pending[full] = torch.empty(experts.count, rows if down else 2 * rows, tensor.shape[1], dtype=tensor.dtype)
-            missing[full] = experts.count * (1 if down else 2)
+        stacked, turns = ("down_proj", 1) if part == "down_proj" else ("gate_up_proj", 2)
+        rows, columns = tensor.shape
         first = rows if part == "up_proj" else 0
-        pending[full][int(expert), first : first + rows] = tensor
-        missing[full] -= 1
-        if not missing[full]:
-            yield full, pending.pop(full)
-    assert not pending, f"some experts of {next(iter(pending))} are missing"
+        index = (int(expert), slice(first, first + rows))
+        return TensorPart(f"{prefix}.{stacked}", (count, turns * rows, columns), index, tensor, count * turns)
+
+    return joined(tensors, part_of)
 
 
 def write_config(folder: Path, config: PretrainedConfig, source: Path) -> None:
