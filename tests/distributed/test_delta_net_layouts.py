@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.launcher.local import run_ranks
-from tests.distributed.test_layouts import make_batch, reference_logprobs, reference_steps
+from tests.distributed.test_layouts import (
+    SP,
+    check_against_files,
+    make_batch,
+    reference_logprobs,
+    reference_steps,
+    run_world,
+)
 
-SP = {"tp_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"tp1": {}},
     2: {
@@ -85,44 +89,11 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def world(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """`world(ranks)` runs all layouts of that many ranks, once, and returns the folder with their results."""
-
-    @functools.cache
-    def run(ranks: int) -> Path:
-        work, logs = tmp_path_factory.mktemp(f"world{ranks}"), tmp_path_factory.mktemp("logs")
-        for name, case in cases.items():
-            (work / name).mkdir()
-            (work / name / "model").symlink_to(case["folder"])
-            save_file(case["batch"], work / name / "batch.safetensors")
-        arguments = [
-            str(work),
-            json.dumps(LAYOUTS[ranks]),
-            json.dumps({layout: RUNS[layout] for layout in LAYOUTS[ranks]}),
-        ]
-        code = run_ranks("tests.distributed.layout_worker", arguments, ranks, logs)
-        assert code == 0, "\n".join(p.read_text()[-2000:] for p in logs.iterdir())
-        return work
-
-    return run
+    return functools.cache(lambda ranks: run_world(ranks, cases, tmp_path_factory, LAYOUTS[ranks], RUNS))
 
 
 @pytest.mark.parametrize(("ranks", "layout", "name"), CASES)
 def test_the_actor_agrees_with_transformers(
     ranks: int, layout: str, name: str, cases: dict[str, dict[str, Any]], world: Callable[[int], Path]
 ) -> None:
-    case, folder = cases[name], world(ranks) / name / layout
-    out = load_file(folder / "out.safetensors")
-    torch.testing.assert_close(out["logprobs"], case["logprobs"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(out["one_by_one"], out["logprobs"], atol=1e-5, rtol=0)
-    for step, (loss, norm) in zip(json.loads((folder / "stats.json").read_text()), case["steps"], strict=True):
-        assert step["loss"] == pytest.approx(loss, rel=5e-5, abs=1e-6)
-        assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert {n.removeprefix("before.") for n in out if n.startswith("before.")} == set(case["weights"])
-    for tensor, weight in case["weights"].items():
-        assert torch.equal(out[f"before.{tensor}"], weight), tensor
-        gradient = case["gradients"][tensor]
-        difference = (out[f"gradient.{tensor}"] - gradient).abs().max() / gradient.abs().max()
-        assert difference <= 2e-4, f"gradient of {tensor}: {difference}"
-        torch.testing.assert_close(out[f"after.{tensor}"], case["trained"][tensor], atol=1e-5, rtol=0, msg=tensor)
-    exported = load_file(folder / "exported" / "model.safetensors")
-    assert exported.keys() == case["weights"].keys()
-    assert all(torch.equal(exported[tensor], out[f"after.{tensor}"]) for tensor in exported)
+    check_against_files(cases[name], world(ranks) / name / layout, norm=1e-4, gradient=2e-4)

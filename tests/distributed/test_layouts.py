@@ -144,18 +144,49 @@ def world(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
     return functools.cache(lambda ranks: run_world(ranks, cases, tmp_path_factory))
 
 
-def run_world(ranks: int, cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_world(
+    ranks: int,
+    cases: dict[str, dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+    layouts: dict[str, dict[str, Any]] | None = None,
+    runs: dict[str, list[str]] | None = None,
+) -> Path:
+    """Runs layouts, by default this file's, and the models of each. Returns the folder of results."""
     work = tmp_path_factory.mktemp(f"world{ranks}")
-    layouts = LAYOUTS[ranks]
-    for name in {name for layout in layouts for name in RUNS[layout]}:
+    layouts = LAYOUTS[ranks] if layouts is None else layouts
+    models = {layout: (RUNS if runs is None else runs)[layout] for layout in layouts}
+    for name in {name for layout in layouts for name in models[layout]}:
         (work / name).mkdir()
         (work / name / "model").symlink_to(cases[name]["folder"])
         save_file(cases[name]["batch"], work / name / "batch.safetensors")
     logs = tmp_path_factory.mktemp("logs")
-    arguments = [str(work), json.dumps(layouts), json.dumps({layout: RUNS[layout] for layout in layouts})]
+    arguments = [str(work), json.dumps(layouts), json.dumps(models)]
     code = run_ranks("tests.distributed.layout_worker", arguments, ranks, logs)
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in logs.iterdir())
     return work
+
+
+def check_against_files(case: dict[str, Any], folder: Path, *, norm: float, gradient: float) -> None:
+    """Compares a layout's results with those of transformers under their names on disk.
+
+    `norm` and `gradient` are relative tolerances of the gradient norm and of each tensor's gradient.
+    """
+    out = load_file(folder / "out.safetensors")
+    torch.testing.assert_close(out["logprobs"], case["logprobs"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out["one_by_one"], out["logprobs"], atol=1e-5, rtol=0)
+    for step, (loss, grad_norm) in zip(json.loads((folder / "stats.json").read_text()), case["steps"], strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=5e-5, abs=1e-6)
+        assert step["grad_norm"] == pytest.approx(grad_norm, rel=norm)
+    assert {n.removeprefix("before.") for n in out if n.startswith("before.")} == set(case["weights"])
+    for tensor, weight in case["weights"].items():
+        assert torch.equal(out[f"before.{tensor}"], weight), tensor
+        expected = case["gradients"][tensor]
+        difference = (out[f"gradient.{tensor}"] - expected).abs().max() / expected.abs().max()
+        assert difference <= gradient, f"gradient of {tensor}: {difference}"
+        torch.testing.assert_close(out[f"after.{tensor}"], case["trained"][tensor], atol=1e-5, rtol=0, msg=tensor)
+    exported = load_file(folder / "exported" / "model.safetensors")
+    assert exported.keys() == case["weights"].keys()
+    assert all(torch.equal(exported[tensor], out[f"after.{tensor}"]) for tensor in exported)
 
 
 @pytest.mark.parametrize(("ranks", "layout", "name"), CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.launcher.local import run_ranks
-from tests.distributed.test_layouts import LENGTHS, make_batch, reference_logprobs, reference_steps
+from tests.distributed.test_layouts import (
+    LENGTHS,
+    SP,
+    check_against_files,
+    make_batch,
+    reference_logprobs,
+    reference_steps,
+    run_world,
+)
 
-SP = {"tp_size": 2, "sequence_parallel": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"tp1": {}},
     2: {
@@ -89,24 +96,8 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def worlds(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """`worlds(ranks)` runs all models and layouts of that many ranks, once, and returns the folder of results."""
-    finished: dict[int, tuple[Path, str]] = {}  # folder, and the logs of a failure
-
-    def run(size: int) -> Path:
-        if size not in finished:
-            work, logs = tmp_path_factory.mktemp(f"world{size}"), tmp_path_factory.mktemp("logs")
-            for name, case in cases.items():
-                (work / name).mkdir()
-                (work / name / "model").symlink_to(case["folder"])
-                save_file(case["batch"], work / name / "batch.safetensors")
-            runs = {layout: [name for name in MODELS if layout in RUNS[name]] for layout in LAYOUTS[size]}
-            arguments = [str(work), json.dumps(LAYOUTS[size]), json.dumps(runs)]
-            code = run_ranks("tests.distributed.layout_worker", arguments, size, logs)
-            finished[size] = work, "\n".join(p.read_text()[-3000:] for p in logs.iterdir()) if code else ""
-        work, failure = finished[size]
-        assert not failure, failure
-        return work
-
-    return run
+    runs = {layout: [name for name in MODELS if layout in RUNS[name]] for sizes in LAYOUTS.values() for layout in sizes}
+    return functools.cache(lambda size: run_world(size, cases, tmp_path_factory, LAYOUTS[size], runs))
 
 
 @pytest.mark.parametrize(("size", "layout", "name"), CASES)
@@ -114,22 +105,7 @@ def test_windows_sinks_and_sandwich_norms_agree_with_transformers(
     size: int, layout: str, name: str, cases: dict[str, dict[str, Any]], worlds: Callable[[int], Path]
 ) -> None:
     case, folder = cases[name], worlds(size) / name / layout
-    out = load_file(folder / "out.safetensors")
-    torch.testing.assert_close(out["logprobs"], case["logprobs"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(out["one_by_one"], out["logprobs"], atol=1e-5, rtol=0)
-    for step, (loss, norm) in zip(json.loads((folder / "stats.json").read_text()), case["steps"], strict=True):
-        assert step["loss"] == pytest.approx(loss, rel=5e-5, abs=1e-6)
-        assert step["grad_norm"] == pytest.approx(norm, rel=5e-5)
-    assert {n.removeprefix("before.") for n in out if n.startswith("before.")} == set(case["weights"])
-    for tensor, weight in case["weights"].items():
-        assert torch.equal(out[f"before.{tensor}"], weight), tensor
-        gradient = case["gradients"][tensor]
-        difference = (out[f"gradient.{tensor}"] - gradient).abs().max() / gradient.abs().max()
-        assert difference <= 1e-4, f"gradient of {tensor}: {difference}"
-        torch.testing.assert_close(out[f"after.{tensor}"], case["trained"][tensor], atol=1e-5, rtol=0, msg=tensor)
-    exported = load_file(folder / "exported" / "model.safetensors")
-    assert exported.keys() == case["weights"].keys()
-    assert all(torch.equal(exported[tensor], out[f"after.{tensor}"]) for tensor in exported)
+    check_against_files(case, folder, norm=5e-5, gradient=1e-4)
     config = json.loads((folder / "exported" / "config.json").read_text())
     assert config == json.loads((case["folder"] / "config.json").read_text())
 

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from megarl.families.deepseek import KimiK2Config
+from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 
 VOCAB_SIZE = 344
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -50,34 +51,24 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "qwen3_next": Qwen3NextConfig,
 }
-SIGMOID_EXPERTS: dict[str, Any] = {
-    "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "n_shared_experts": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid",
-}  # fmt: skip
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 40, "kv_lora_rank": 28, "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 10,
-    "num_key_value_heads": 4, "head_dim": None, "topk_method": "noaux_tc",
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
-    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+WIDE_EXPERTS = {**SIGMOID_EXPERTS, "moe_intermediate_size": 96}
+ROPE = {**YARN, "mscale": 1.0}
 DENSE_FIRST = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
-        **SIGMOID_EXPERTS,
+        **WIDE_EXPERTS,
         **LATENT,
         **DENSE_FIRST,
         "n_group": 4,
         "topk_group": 2,
         "moe_layer_freq": 1,
-        "rope_parameters": YARN,
+        "rope_parameters": ROPE,
     },
-    "glm4_moe": {**SIGMOID_EXPERTS, **DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
-    "glm4_moe_lite": {**SIGMOID_EXPERTS, **LATENT, **DENSE_FIRST},
-    "kimi_k2": {**SIGMOID_EXPERTS, **LATENT, **DENSE_FIRST, "moe_layer_freq": 1, "rope_parameters": YARN},
+    "glm4_moe": {**WIDE_EXPERTS, **DENSE_FIRST, "attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": {**WIDE_EXPERTS, **LATENT, **DENSE_FIRST},
+    "kimi_k2": {**WIDE_EXPERTS, **LATENT, **DENSE_FIRST, "moe_layer_freq": 1, "rope_parameters": ROPE},
     "moonlight": {
-        **SIGMOID_EXPERTS,
+        **WIDE_EXPERTS,
         **LATENT,
         **DENSE_FIRST,
         "moe_layer_freq": 1,
