@@ -10,6 +10,7 @@ from megarl.families.hf_config import (
     read_config,
     text_part,
 )
+from megarl.families.mtp import trains_mtp, with_mtp, without_mtp
 from megarl.families.registry import CONTAINERS, FAMILIES, decoder
 from megarl.families.rotary import rotary_inv_freq
 
@@ -26,4 +27,7 @@ __all__ = [
     "read_config",
     "rotary_inv_freq",
     "text_part",
+    "trains_mtp",
+    "with_mtp",
+    "without_mtp",
 ]

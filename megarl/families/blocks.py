@@ -215,6 +215,24 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class MtpLayer:
+    """One depth of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), by modules of a checkpoint.
+
+    It norms a hidden state and the embedding of a later token, projects both to one vector, and runs one more layer and
+    a norm. The model's own head follows.
+    """
+
+    layer: Layer
+    prefix: str  # of the layer's tensors
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    embedding_copy: str = ""  # tensor that repeats the model's embedding; "": there is none
+    head_copy: str = ""  # tensor that repeats the model's head
+
+
+@dataclass(frozen=True)
 class Decoder:
     """A language model without its head: embedding, layers, final RMSNorm."""
 
@@ -225,6 +243,7 @@ class Decoder:
     norm_eps: float
     zero_centered_norms: bool = False  # True: norms multiply by 1 + weight
     embedding_scale: float = 1.0  # factor of embeddings, not of the head
+    mtp: tuple[MtpLayer, ...] = ()  # layers of multi-token prediction, where they are trained
 
     @property
     def windowed(self) -> bool:

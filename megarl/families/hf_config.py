@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megarl.families.blocks import Experts, LatentAttention
 from megarl.families.deepseek import KimiK2Config
+from megarl.families.mtp import without_mtp
 from megarl.families.registry import CONTAINERS, FAMILIES, REFUSED, decoder
 from megarl.families.rotary import ROPE_TYPES, rope_parameters
 from megarl.hub import local_folder
@@ -63,6 +64,8 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
     text = copy.copy(config.text_config)
     text.tie_word_embeddings = bool(config.tie_word_embeddings)
     text.architectures = None
+    if hasattr(config, "quantization_config"):
+        text.quantization_config = config.quantization_config
     return text
 
 
@@ -94,21 +97,33 @@ def _check_fields(path: str, config: PretrainedConfig) -> None:
 
 
 def _check_quantisation(path: str, config: PretrainedConfig) -> None:
-    """Refuses quantised weights, other than those that are read in 16 bits (`weights/mxfp4.py`)."""
-    quantised = quantisation(config)
-    if quantised not in ("", FAMILIES[config.model_type].quantisation):
+    """Refuses quantised weights that are not read (`weights/mxfp4.py`, `weights/block_fp8.py`)."""
+    method = quantisation(config)
+    if method not in ("", FAMILIES[config.model_type].quantisation):
         raise UserError(
-            f"actor.path={path} has weights quantised by '{quantised}', which are not read; give a checkpoint in "
-            "bfloat16"
+            f"actor.path={path} has weights quantised by '{method}', which are not read; give a checkpoint in bfloat16"
         )
+    if method != "fp8":
+        return
+    stored = config.quantization_config
+    block = stored.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        raise UserError(
+            f"actor.path={path} has weights in FP8 and weight_block_size={block} in config.json; supported are blocks "
+            "of [rows, columns], such as [128, 128]: give a checkpoint in bfloat16"
+        )
+    for name, supported in (("fmt", "e4m3"), ("activation_scheme", "dynamic")):
+        if (value := stored.get(name, supported)) != supported:
+            raise UserError(
+                f"actor.path={path} has weights in FP8 with {name}={value}; supported is {supported}: give a "
+                "checkpoint in bfloat16"
+            )
 
 
 def quantisation(config: PretrainedConfig) -> str:
     """Name of the method that quantised the checkpoint's weights; empty for plain weights."""
     stored = getattr(config, "quantization_config", None)
-    if stored is None:
-        return ""
-    return str(stored.get("quant_method", "unknown") if isinstance(stored, dict) else stored.quant_method)
+    return "" if stored is None else str(stored.get("quant_method", "unknown"))
 
 
 def _check_experts(path: str, config: PretrainedConfig) -> None:
@@ -168,7 +183,7 @@ def as_scalar(config: PretrainedConfig) -> PretrainedConfig:
 
     The result is HF's `ForSequenceClassification` with one label. Its head is named `score.weight`.
     """
-    scalar = copy.deepcopy(config)
+    scalar = copy.deepcopy(without_mtp(config))
     scalar.architectures = [f"{type(config).__name__.removesuffix('Config')}ForSequenceClassification"]
     scalar.num_labels = 1
     scalar.tie_word_embeddings = False
@@ -183,7 +198,8 @@ def is_scalar(config: PretrainedConfig) -> bool:
 def carried_prefixes(config: PretrainedConfig) -> tuple[str, ...]:
     """Prefixes of tensors that a checkpoint may have besides the model's own: MTP layers, and parts for images.
 
-    MTP layers may be numbered after the decoder's. The actor does not run them; an export copies them from the source.
+    MTP layers may be numbered after the decoder's. With actor.mtp=carry the actor does not run them; an export copies
+    them from the source.
     """
     first = config.num_hidden_layers
     count = getattr(config, "num_nextn_predict_layers", None) or 0

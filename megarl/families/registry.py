@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from megarl.families import deepseek, gemma3, glm, gpt_oss, llama, mixtral, qwen, qwen3_next
-from megarl.families.blocks import Decoder
+from megarl.families import deepseek, gemma3, glm, gpt_oss, llama, mixtral, mtp, qwen, qwen3_next
+from megarl.families.blocks import Decoder, MtpLayer
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,14 @@ class Family:
     experts: bool = False  # True: a mixture of experts
     stacked_experts: bool = False  # True: checkpoints have all experts of a layer in one tensor
     carried: tuple[str, ...] = ()  # prefixes of tensors that are no part of the actor's model: MTP, vision
+    mtp: Callable[[PretrainedConfig, Decoder], tuple[MtpLayer, ...]] = lambda config, model: ()  # that can be trained
     problem: Callable[[PretrainedConfig], str] = lambda config: ""  # of its config that the actor cannot run
     sglang_untouched: tuple[str, ...] = ()  # prefixes of SGLang's parameters that training does not change
     sglang_ties_head: bool = True  # False: SGLang stores tied embeddings twice, as embed_tokens and as lm_head
     sglang_shards_embedding: bool = True  # False: every rank of a server holds the whole embedding
     sglang_windows: bool = False  # True: SGLang's model attends in sliding windows; others see all tokens
     fields: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})  # of the config, as supported
-    quantisation: str = ""  # method whose weights are read, in 16 bits
+    quantisation: str = "fp8"  # method whose weights are read, besides plain ones
 
 
 GEMMA3_FIELDS = {
@@ -66,16 +67,22 @@ FAMILIES = {
     "qwen2": Family(qwen.qwen2),
     "qwen3": Family(qwen.qwen3),
     "qwen3_moe": Family(qwen.qwen3_moe, experts=True, sglang_ties_head=False),
-    "deepseek_v3": Family(deepseek.deepseek_v3, experts=True, sglang_ties_head=False),
-    "glm4_moe": Family(glm.glm4_moe, experts=True, sglang_ties_head=False),
-    "glm4_moe_lite": Family(glm.glm4_moe_lite, experts=True, sglang_ties_head=False),
-    "kimi_k2": Family(deepseek.deepseek_v3, experts=True, sglang_ties_head=False),
+    "deepseek_v3": Family(deepseek.deepseek_v3, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
+    "glm4_moe": Family(glm.glm4_moe, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
+    "glm4_moe_lite": Family(glm.glm4_moe_lite, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
+    "kimi_k2": Family(deepseek.deepseek_v3, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
     "qwen3_next": Family(
-        qwen3_next.qwen3_next, experts=True, carried=("mtp.",), problem=qwen3_next.problem, sglang_ties_head=False
+        qwen3_next.qwen3_next,
+        experts=True,
+        carried=("mtp.",),
+        mtp=mtp.under_mtp,
+        problem=qwen3_next.problem,
+        sglang_ties_head=False,
     ),
     "qwen3_5_text": Family(
         qwen3_next.qwen3_5,
         carried=("mtp.", "model.visual."),
+        mtp=mtp.under_mtp,
         problem=qwen3_next.problem,
         sglang_untouched=("visual.",),
     ),
@@ -84,6 +91,7 @@ FAMILIES = {
         experts=True,
         stacked_experts=True,
         carried=("mtp.", "model.visual."),
+        mtp=mtp.under_mtp,
         problem=qwen3_next.problem,
         sglang_untouched=("visual.",),
     ),
@@ -95,7 +103,11 @@ CONTAINERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # m
 def decoder(config: PretrainedConfig) -> Decoder:
     """Reads the shape of a model from its config, of a checkpoint or of a live SGLang model.
 
+    Layers of multi-token prediction are in it only under the mark of `families/mtp.py`.
+
     Raises:
         KeyError: the family is not in `FAMILIES`.
     """
-    return FAMILIES[config.model_type].read(config)
+    family = FAMILIES[config.model_type]
+    model = family.read(config)
+    return replace(model, mtp=family.mtp(config, model)) if mtp.trains_mtp(config) else model

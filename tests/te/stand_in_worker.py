@@ -44,6 +44,8 @@ from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, gather_gradients, logits_loss_fn, loss_fn, loss_weight_fn
 from tests.te import flash_twin
 
+NORMS = ("grad_norm", "mtp_grad_norm", "mtp_loss")
+
 
 def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
     options = case["experts"] if backend == "te" else {}
@@ -55,6 +57,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         dtype=case["dtype"],
         offload_activations=case["offload"] if backend == "te" else 0,
         shared_prefix=case["shared"] and backend == "te",
+        mtp="train" if case["model"] == "mtp" else "carry",
         optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
         **options,
     )
@@ -226,7 +229,7 @@ def measure(work: Path, case: dict[str, Any]) -> None:
             **worst(results["te"], results["torch"]),
             "resumed": worst(only("resumed", crossed["te"]), only("resumed", crossed["torch"]))["resumed"],
             "again": worst(only("first", crossed["te"]), only("first", results["te"]))["first"],
-            "norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
+            "norm": max(abs(a[name] / b[name] - 1) for a, b in pairs for name in NORMS if name in b),
             "norms": norms,
             "bits": bits,
             "kept": kept,

@@ -23,6 +23,7 @@ from megarl.families import read_config
 from megarl.parallel.config import ParallelConfig
 from megarl.types import cu_seqlens_of
 from tests.distributed.test_layouts import LLAMA3_ROPE, make_batch, reference_logprobs, reference_steps
+from tests.mtp_oracle import add_layers
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -40,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"family": "gpt_oss", "tied": False},
     "latent": {"family": "deepseek_v3", "tied": False},  # a dense layer and a sparse one
+    "mtp": {"family": "glm4_moe", "tied": False},  # and a layer of multi-token prediction, which is trained
 }  # fmt: skip
 SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
 # In place of recompute, too: knobs of experts, a layer offloaded, bfloat16, or a fusion that is off.
@@ -66,6 +68,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("latent", {}, "none"),
         ("latent", {}, "selective"),
         ("latent", {}, SHARED),
+        ("mtp", {}, "full"),
         *(("qwen3", {}, fusion) for fusion in WITHOUT),
         ("qwen3_moe", {}, "accumulation"),
         *((model, {}, SIXTEEN) for model in ("llama_biased", "qwen3_moe")),
@@ -85,6 +88,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen3_moe", {"dp_size": 2, "ep_size": 2}, "flex"),
         ("latent", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("latent", {"cp_size": 2, "ep_size": 2}, "none"),
+        ("mtp", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
+        ("mtp", {"pp_size": 2}, "selective"),
         ("llama_biased", {"tp_size": 2}, SHARED),
         ("qwen3", SP, SHARED),
         ("qwen2_tied", {"pp_size": 2}, SHARED),
@@ -135,7 +140,8 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("stand_in")
     for name, fields in MODELS.items():
         (folder / name).mkdir()
-        (folder / name / "model").symlink_to(checkpoints(**fields))
+        source = checkpoints(**fields)
+        (folder / name / "model").symlink_to(add_layers(source, folder / "layers") if name == "mtp" else source)
         save_file(make_batch(fields.get("vocab_size", 343)), folder / name / "batch.safetensors")
         save_file(make_shared_batch(fields.get("vocab_size", 343)), folder / name / "shared.safetensors")
     cases: dict[str, list[dict[str, Any]]] = {}

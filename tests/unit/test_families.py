@@ -16,6 +16,7 @@ from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 
 PARTIAL_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,15 @@ PARTIAL_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_
         ("deepseek_v3", {"n_group": 3}, "n_group=3 and topk_group=2: the groups must divide 8 experts"),
         ("deepseek_v3", {"topk_group": 5}, "n_group=4 and topk_group=5: .* from 1 to n_group"),
         ("deepseek_v3", {"num_experts_per_tok": 3}, "=3 and topk_group=2; supported are twice as many"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised by .fp8., which are not read"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "in FP8 and weight_block_size=None in conf"),
+        ("qwen3", {"quantization_config": {**FP8, "weight_block_size": [128, 0]}}, r"block_size=\[128, 0\] in conf"),
+        ("deepseek_v3", {"quantization_config": {**FP8, "fmt": "e5m2"}}, "in FP8 with fmt=e5m2; supported is e4m3"),
+        (
+            "qwen3",
+            {"quantization_config": {**FP8, "activation_scheme": "static"}},
+            "static; supported is dynamic",
+        ),
+        ("gpt_oss", {"quantization_config": FP8}, "weights quantised by 'fp8', which are not"),
         ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave=False; supported is True"),
         ("glm4_moe", {"rope_parameters": PARTIAL_YARN}, "rope_type=yarn and heads rotated in part"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=dynamic"),

@@ -234,6 +234,11 @@ class EngineState:
         return hf_files.carried_names(str(self.source), self.config) if self.groups.rank == 0 else []
 
     @functools.cached_property
+    def _repeated(self) -> dict[str, str]:
+        """Names of the source's tensors that repeat another one of the model."""
+        return hf_files.repeated_names(str(self.source), self.config) if self.groups.rank == 0 else {}
+
+    @functools.cached_property
     def _in_float32(self) -> list[str]:
         """Names of tensors that an export of a bfloat16 model writes in float32, as the source has them."""
         if self.groups.rank != 0 or self.dtype == torch.float32:
@@ -267,6 +272,8 @@ class EngineState:
         }
         if self._in_float32:
             facts["float32"] = self._in_float32
+        if self._repeated:
+            facts["repeated"] = self._repeated
         if self._carried:
             facts["carried"] = {"source": str(self.source.resolve()), "tensors": self._carried}
         return Snapshot(self.groups.rank, tensors, facts, index, self.config, self.source)

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.families import is_scalar
+from megarl.families import is_scalar, trains_mtp
 from megarl.knobs import UserError
 
 FORMAT = 2
@@ -182,7 +182,8 @@ def shape_of(config: PretrainedConfig) -> dict[str, Any]:
     """Selects the facts of a HF config that a stored state must match."""
     values = config.to_dict()
     fields = {k: values[k] for k in SHAPE_FIELDS if values.get(k) is not None}
-    return {"model_type": config.model_type, "scalar": is_scalar(config), **fields}
+    trained = {"actor.mtp": "train"} if trains_mtp(config) else {}
+    return {"model_type": config.model_type, "scalar": is_scalar(config), **fields, **trained}
 
 
 def check_facts(folder: Path, config: PretrainedConfig, dtype: str) -> None:

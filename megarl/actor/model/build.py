@@ -14,6 +14,7 @@ from megarl.actor.model import heads
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
 from megarl.actor.model.moe import clear_expert_marks, moe_fields
+from megarl.actor.model.mtp import MtpLayers
 from megarl.families import decoder, is_scalar, padded_vocab_size, rotary_inv_freq
 from megarl.families.blocks import Decoder, LatentAttention
 from megarl.parallel import megatron_patches, platform
@@ -117,7 +118,9 @@ def build_model(
     recompute: str = "none",
     offloaded_layers: int = 0,
 ) -> list[GPTModel]:
-    """Builds this rank's virtual stages of the model. `hf_weights.py` fills their parameters.
+    """Builds this rank's virtual stages of the model, and its layers of multi-token prediction if they are trained.
+
+    `hf_weights.py` fills their parameters.
 
     Activations of the first `offloaded_layers` wait on the host for backward.
     """
@@ -145,4 +148,9 @@ def build_model(
         clear_expert_marks(module)
         module.rotary_pos_emb = backend.rotary(rotary_inv_freq(config))
         modules.append(module.to(platform.device()))
+    if decoder(config).mtp and groups.is_last_stage:
+        with megatron_patches.scope():
+            mtp = MtpLayers(megatron, decoder(config).mtp, backend, groups)
+        clear_expert_marks(mtp)
+        modules.append(mtp.to(platform.device()))
     return modules

@@ -39,15 +39,15 @@ from megarl.knobs import UserError
 
 
 def check_kernels() -> None:
-    """Checks that flash-linear-attention is there.
+    """Checks that the kernels of flash-linear-attention are there, in a version that Megatron finds them in.
 
     Raises:
-        UserError: it does not load.
+        UserError: they do not load.
     """
     if not megatron_delta_net.HAVE_FLA:
         raise UserError(
-            "actor.backend=te runs gated delta nets on the package flash-linear-attention, which does not load here; "
-            "install it (pip install flash-linear-attention), or set actor.backend=torch"
+            "actor.backend=te runs gated delta nets on kernels of the package fla-core, which do not load here; "
+            "install the version that Megatron imports (pip install fla-core==0.5.2), or set actor.backend=torch"
         )
 
 

@@ -23,6 +23,7 @@ from megarl.actor.batch.context_parallel import LocalTokens
 from megarl.actor.batch.microbatch import Labels
 from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB
 from megarl.ops import row_invariant
+from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence
 from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
 from megarl.parallel.groups import Groups
@@ -132,7 +133,7 @@ def kept_logits_bytes(megabytes: int, device: torch.device, groups: Groups) -> i
 def logprobs(
     hidden: Tensor,
     labels: Labels,
-    module: GPTModel,
+    weight: Tensor,
     groups: Groups,
     vocab_size: int,
     temperature: float,
@@ -142,11 +143,12 @@ def logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs of `labels` and entropies, float32 `[tokens]`, 0 where there is no label.
 
-    Only rows with a label are computed. Logits are kept for backward if they fit into `kept_bytes`. This costs
-    6 * rows * V * H operations in total. Otherwise backward recomputes them, one chunk at a time, for 8 * rows * V * H
-    operations. It then adds the weight's gradient directly to the main gradient.
+    `weight` is the rank's rows of the head (see `weight_of`); a detached one gets no gradient. Only rows with a label
+    are computed. Logits are kept for backward if they fit into `kept_bytes`. This costs 6 * rows * V * H operations in
+    total. Otherwise backward recomputes them, one chunk at a time, for 8 * rows * V * H operations. It then adds the
+    weight's gradient directly to the main gradient.
     """
-    weight, group = weight_of(module), groups.tp if groups.tp_size > 1 else None
+    group = groups.tp if groups.tp_size > 1 else None
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     ids, rows = labels.ids, labels.rows
     fits = rows.numel() * weight.shape[0] * logits_dtype.itemsize <= kept_bytes
@@ -177,10 +179,41 @@ def logprobs(
     return _spread(row_results, labels)
 
 
-def row_invariant_logprobs(
+def divergence(
     hidden: Tensor,
     labels: Labels,
     module: GPTModel,
+    groups: Groups,
+    vocab_size: int,
+    temperature: float,
+    logits_dtype: torch.dtype,
+    teacher: FullTeacher | TopKTeacher,
+    beta: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes log-probs of `labels`, entropies and divergences from a teacher, float32 `[tokens]`, 0 without a label.
+
+    Logits are in memory one chunk at a time, in forward and again in backward. Backward adds the weight's gradient
+    directly to the main gradient, as `logprobs` does.
+    """
+    weight = weight_of(module)
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    student = Student(
+        labels.ids,
+        labels.rows,
+        vocab_size,
+        groups.tp_rank * weight.shape[0],
+        groups.tp if groups.tp_size > 1 else None,
+        logits_dtype,
+        main_grad,
+    )
+    weight_in = weight if main_grad is None else weight.detach()
+    return linear_divergence(_readying(hidden, weight), weight_in, student, teacher, beta=beta, temperature=temperature)
+
+
+def row_invariant_logprobs(
+    hidden: Tensor,
+    labels: Labels,
+    weight: Tensor,
     groups: Groups,
     vocab_size: int,
     temperature: float,
@@ -189,7 +222,7 @@ def row_invariant_logprobs(
     logits_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
     """`logprobs` by the rollout server's functions, of float32 models. Keeps all logits."""
-    logits = row_invariant.linear(hidden.index_select(0, labels.rows), weight_of(module))
+    logits = row_invariant.linear(hidden.index_select(0, labels.rows), weight)
     ids = labels.ids[labels.rows]
     return _spread(row_invariant.logprobs(logits, ids, temperature, vocab_size, with_entropy), labels)
 

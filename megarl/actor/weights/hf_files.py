@@ -16,8 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megarl.actor.weights.block_fp8 import BlockFp8, pair
 from megarl.actor.weights.fused_experts import ExpertSlice, fuse, split
-from megarl.actor.weights.source_format import plain_name, restored, write_config
+from megarl.actor.weights.repeated_tensors import repeated
+from megarl.actor.weights.shards import tensor_shapes
+from megarl.actor.weights.source_format import config_fields, plain_name, restored, write_config
 from megarl.families import carried_prefixes, decoder, is_scalar
 from megarl.families.blocks import Experts
 from megarl.hub import local_folder
@@ -55,7 +58,7 @@ class Checkpoint:
         if missing or not files:
             problem = f"lacks {missing[0]}" if missing else "holds no *.safetensors"
             raise UserError(f"actor.path={path} {problem}; give a HF checkpoint saved with save_pretrained")
-        self._tensors: dict[str, StoredTensor | ExpertSlice] = {}
+        self._tensors: dict[str, StoredTensor | ExpertSlice | BlockFp8] = {}
         for file in files:
             try:
                 opened = safe_open(self.folder / file, framework="pt")
@@ -66,6 +69,7 @@ class Checkpoint:
                 ) from error
             stored = {plain_name(name): StoredTensor(opened, name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             self._tensors.update(stored)
+        pair(self._tensors, config_fields(self.folder).get("quantization_config") or {}, f"actor.path={path}")
         self._split_fused_experts(config)
         split(self._tensors, decoder(config))
 
@@ -89,13 +93,15 @@ class Checkpoint:
         `mlp.experts.gate_up_proj [experts, 2 * width, hidden]`, gate rows first, and
         `mlp.experts.down_proj [experts, hidden, width]`.
         """
-        for layer, block in enumerate(shape.mlp for shape in decoder(config).layers):
+        model = decoder(config)
+        blocks = [(f"model.layers.{i}", layer.mlp) for i, layer in enumerate(model.layers)]
+        for prefix, block in [*blocks, *((mtp.prefix, mtp.layer.mlp) for mtp in model.mtp)]:
             if not isinstance(block, Experts):
                 continue
             names = block.names
             if names.interleaved:
                 continue
-            fused, plain = f"model.layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
+            fused, plain = f"{prefix}.mlp", f"{prefix}.{names.block}"
             if (router := self._tensors.pop(f"{fused}.gate.weight", None)) is not None:
                 self._tensors[f"{plain}.gate.weight"] = router
             for stored, parts in (("gate_up_proj", (names.gate, names.up)), ("down_proj", (names.down,))):
@@ -119,36 +125,51 @@ class Checkpoint:
 
     def carried(self, config: PretrainedConfig) -> list[str]:
         """Sorted names of the tensors that training carries along: stored, but no part of the actor's model."""
-        return sorted(name for name in self._tensors if name.startswith(carried_prefixes(config)))
+        own = {*tensor_shapes(config), *repeated(config)}
+        return sorted(name for name in self._tensors if name.startswith(carried_prefixes(config)) and name not in own)
+
+    def repeated(self, config: PretrainedConfig) -> dict[str, str]:
+        """Stored names that repeat another tensor of the model, with that one's (`repeated_tensors.py`)."""
+        return {copy: original for copy, original in repeated(config).items() if copy in self._tensors}
 
     def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields complete tensors as they are stored, in their own dtypes. One is in memory at a time."""
+        """Yields complete tensors as they are stored, in their own dtypes, and 8-bit ones in bfloat16.
+
+        One is in memory at a time.
+        """
         for name in names:
             stored = self._tensors[name]
-            yield name, stored.file.get_tensor(stored.name)
+            if isinstance(stored, BlockFp8):
+                shape = stored.file.get_slice(stored.name).get_shape()
+                yield name, stored.read(tuple(slice(0, size) for size in shape)).bfloat16()
+            else:
+                yield name, stored.file.get_tensor(stored.name)
 
     def read(self, name: str, shape: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
-        """Reads a box of the tensor, which must have `shape`.
+        """Reads a box of the tensor, which must have `shape`. 8-bit weights come in float32, as exact products.
 
         Raises:
-            UserError: the tensor has another shape.
+            UserError: the tensor has another shape, or damaged scales.
         """
         stored = self._tensors[name]
         if isinstance(stored, ExpertSlice):
             return stored.read(shape, box)
         part = stored.file.get_slice(stored.name)
         stored_shape = tuple(part.get_shape())
-        if stored.entry is None and stored_shape != shape:
+        entry = stored.entry if isinstance(stored, StoredTensor) else None
+        if entry is None and stored_shape != shape:
             raise UserError(f"{self.folder}: {name} has shape {stored_shape}, the config asks for {shape}")
-        if stored.entry is None:
+        if isinstance(stored, BlockFp8):
+            return stored.read(box)
+        if entry is None:
             return part[box]
         rows = slice(stored.row + box[0].start, stored.row + box[0].stop)
-        fits = len(stored_shape) == 3 and stored.entry < stored_shape[0]
+        fits = len(stored_shape) == 3 and entry < stored_shape[0]
         if not fits or rows.stop > stored_shape[1] or stored_shape[2] != shape[1]:
             raise UserError(
                 f"{self.folder}: {stored.name} has shape {stored_shape}, the config asks for {shape} per expert"
             )
-        return part[(slice(stored.entry, stored.entry + 1), rows, *box[1:])][0]
+        return part[(slice(entry, entry + 1), rows, *box[1:])][0]
 
 
 def carried_names(path: str, config: PretrainedConfig) -> list[str]:
@@ -159,6 +180,13 @@ def carried_names(path: str, config: PretrainedConfig) -> list[str]:
     if not carried_prefixes(config) or is_scalar(config) or not any(local_folder(path).glob("*.safetensors")):
         return []
     return Checkpoint(path, config).carried(config)
+
+
+def repeated_names(path: str, config: PretrainedConfig) -> dict[str, str]:
+    """Lists the tensors of the checkpoint at `path` that repeat another; see `Checkpoint.repeated`."""
+    if not repeated(config) or not any(local_folder(path).glob("*.safetensors")):
+        return {}
+    return Checkpoint(path, config).repeated(config)
 
 
 def stored_in_float32(path: str, config: PretrainedConfig, names: set[str]) -> set[str]:
@@ -226,7 +254,6 @@ def write(
     _name_files(temporary, files, index, total)
     config = copy.deepcopy(config)
     config.dtype = dtype
-    vars(config).pop("quantization_config", None)  # weights are written in 16 or 32 bits
     write_small_files(temporary, config, source)
     _publish(temporary, folder)
 

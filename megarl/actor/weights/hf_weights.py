@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from megarl.actor.weights import hf_files
 from megarl.actor.weights.block_shards import is_buffer
+from megarl.actor.weights.repeated_tensors import EMBEDDING, HEAD, with_repeated
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import SCORE, float32_tensors, shard_specs, tensor_shapes, tensor_specs, world_table
 from megarl.families import decoder
@@ -43,7 +44,6 @@ TE_SPELLINGS = (
     (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1"),
 )
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED_ROWS = 4096  # bounds the memory of a comparison
 RECEIVED_BYTES = 256 << 20  # of a tensor on rank 0's device at a time, while it is gathered
 
@@ -121,24 +121,33 @@ def load(
 
     Raises:
         UserError: on every rank. A tensor of the model is missing or has another shape, or the checkpoint has an
-            unknown tensor. Or it has a head of its own though the config ties it to the embedding.
+            unknown tensor. Or it has another head or embedding where the model has one.
     """
     checkpoint = hf_files.Checkpoint(path, config)
     needed, present = tensor_shapes(config), checkpoint.names()
-    missing = sorted(set(needed) - present - {SCORE})
+    missing, repeated = sorted(set(needed) - present - {SCORE}), checkpoint.repeated(config)
     if missing:
         raise UserError(
             f"actor.path={path} lacks the tensor {missing[0]} ({len(missing)} missing); is the checkpoint complete?"
         )
-    known = {*needed, HEAD, *checkpoint.carried(config)}
+    known = {*needed, HEAD, *repeated, *checkpoint.carried(config)}
     extra = sorted(n for n in present - known if not n.endswith("rotary_emb.inv_freq"))
     if extra:
         raise UserError(
             f"actor.path={path} has the tensor {extra[0]}, unknown to {config.model_type} ({len(extra)} in total); "
             "if it is a fine-tuned variant, export it as a plain model"
         )
-    if config.tie_word_embeddings and HEAD in present:
-        _check_tied(checkpoint, needed[EMBEDDING], path)
+    if config.tie_word_embeddings and HEAD in present and not _equal(checkpoint, HEAD, EMBEDDING, needed[EMBEDDING]):
+        raise UserError(
+            f"actor.path={path} has tie_word_embeddings=true, and its {HEAD} differs from {EMBEDDING}; set "
+            "tie_word_embeddings to false in its config.json, or remove that tensor"
+        )
+    for name, original in repeated.items():
+        if not _equal(checkpoint, name, original, needed[original]):
+            raise UserError(
+                f"actor.mtp=train shares the model's embedding and head, and {name} of actor.path={path} differs from "
+                f"{original}; set actor.mtp=carry"
+            )
     with torch.no_grad():
         for param in parameters(modules):
             param.zero_()
@@ -149,15 +158,13 @@ def load(
                 shard.view.copy_(_drawn(shard, seed=0) * new_head_std)
 
 
-def _check_tied(checkpoint: hf_files.Checkpoint, shape: tuple[int, ...], path: str) -> None:
-    """Refuses a stored head that differs from the embedding to which the config ties it."""
+def _equal(checkpoint: hf_files.Checkpoint, name: str, other: str, shape: tuple[int, ...]) -> bool:
+    """True if two stored tensors of one shape are equal. Some rows are in memory at a time."""
     for first in range(0, shape[0], COMPARED_ROWS):
         box = (slice(first, min(first + COMPARED_ROWS, shape[0])), slice(0, shape[1]))
-        if not torch.equal(checkpoint.read(HEAD, shape, box), checkpoint.read(EMBEDDING, shape, box)):
-            raise UserError(
-                f"actor.path={path} has tie_word_embeddings=true, and its {HEAD} differs from {EMBEDDING}; set "
-                "tie_word_embeddings to false in its config.json, or remove that tensor"
-            )
+        if not torch.equal(checkpoint.read(name, shape, box), checkpoint.read(other, shape, box)):
+            return False
+    return True
 
 
 def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, seed: int) -> None:
@@ -185,7 +192,7 @@ def _constant(name: str, zero_centered: bool) -> float | None:
     """Initial value of all elements of a tensor: gains are 1, biases 0; None for tensors that are drawn."""
     if name.endswith(("linear_attn.norm.weight", ".dt_bias")):
         return 1.0
-    if name.endswith("norm.weight"):
+    if re.search(r"norm(_embedding|_hidden)?\.weight$", name):
         return 0.0 if zero_centered else 1.0
     return 0.0 if name.endswith((".bias", ".A_log")) else None
 
@@ -293,7 +300,8 @@ def save(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, 
         trained = (
             (name, tensor if name in in_float32 or is_buffer(name) else tensor.to(dtype)) for name, tensor in tensors
         )
-        everything = itertools.chain(trained, carried)
+        repeated = hf_files.repeated_names(source, config)
+        everything = itertools.chain(with_repeated(trained, repeated), carried)
         hf_files.write(folder, everything, config, local_folder(source))
     else:
         for _ in tensors:

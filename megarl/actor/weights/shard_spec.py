@@ -17,7 +17,7 @@ class ShardSpec:
     shape: tuple[int, ...]  # of the full HF tensor
     start: tuple[int, ...]
     stop: tuple[int, ...]
-    stage: int  # virtual pipeline stage on the rank
+    stage: int  # virtual pipeline stage on the rank; the number of these for layers of multi-token prediction
     param: str  # parameter's name in the stage's module, under Megatron's local layer spec
     at: tuple[int, ...]
     float32: bool = False  # True: the parameter is float32 in bfloat16 models too

@@ -13,6 +13,8 @@ A shard is a box of a HF tensor, and a box of a native parameter with the same s
     linear_fc1   gate rows of this rank, then up rows of this rank
     embeddings   an equal number of rows on every tp rank; the last rows are padding and in no shard
     experts      num_experts / ep of them on each ep rank, each split over etp
+
+Layers of multi-token prediction are a module of their own (`model/mtp.py`): one more stage of the last pipeline rank.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from megarl.actor.weights.block_shards import attention_shards, expert_shards, m
 from megarl.actor.weights.delta_net_shards import delta_net_shards
 from megarl.actor.weights.shard_spec import ShardSpec, Stage
 from megarl.families import decoder, is_scalar, padded_vocab_size
-from megarl.families.blocks import Decoder, DeltaNet, Experts, Layer
+from megarl.families.blocks import Decoder, DeltaNet, Experts, Layer, MtpLayer
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place, places
 
@@ -136,7 +138,20 @@ def _dense_specs(
                 result += stage.vocabulary("lm_head.weight", "output_layer.weight", *sizes)
             elif not embeds:  # the last stage holds a copy of the tied embedding
                 result += stage.vocabulary("model.embed_tokens.weight", "output_layer.weight", *sizes)
+    if pp == parallel.pp_size - 1:
+        stage = Stage(len(stages), tp, parallel.tp_size)
+        for depth, mtp in enumerate(model.mtp):
+            result += _mtp_specs(mtp, model.hidden, stage, f"layers.{depth}")
     return result
+
+
+def _mtp_specs(mtp: MtpLayer, hidden: int, stage: Stage, native: str) -> Iterator[ShardSpec]:
+    """Yields the shards of one layer of multi-token prediction, without experts."""
+    yield stage.replicated(f"{mtp.embedding_norm}.weight", f"{native}.enorm.weight", hidden)
+    yield stage.replicated(f"{mtp.hidden_norm}.weight", f"{native}.hnorm.weight", hidden)
+    yield stage.share_of_rows(f"{mtp.projection}.weight", f"{native}.eh_proj.weight", hidden, 2 * hidden)
+    yield from _layer_specs(mtp.layer, hidden, stage, mtp.prefix, f"{native}.layer")
+    yield stage.replicated(f"{mtp.final_norm}.weight", f"{native}.final_layernorm.weight", hidden)
 
 
 def _layer_specs(layer: Layer, hidden: int, stage: Stage, prefix: str, native: str) -> Iterator[ShardSpec]:
@@ -160,14 +175,20 @@ def _layer_specs(layer: Layer, hidden: int, stage: Stage, prefix: str, native: s
 
 def _expert_specs(model: Decoder, parallel: ParallelConfig, pp: int, ep: int, etp: int) -> list[ShardSpec]:
     """Lists the expert shards of expert-parallel rank `ep` and expert tensor-parallel rank `etp`."""
+    stages = parallel.stage_layers(len(model.layers))[pp]
+    blocks = [
+        (number, model.layers[layer].mlp, f"model.layers.{layer}", f"decoder.layers.{local}.mlp")
+        for number, layers in enumerate(stages)
+        for local, layer in enumerate(layers)
+    ]
+    if pp == parallel.pp_size - 1:
+        blocks += [
+            (len(stages), mtp.layer.mlp, mtp.prefix, f"layers.{depth}.layer.mlp") for depth, mtp in enumerate(model.mtp)
+        ]
     result: list[ShardSpec] = []
-    for number, layers in enumerate(parallel.stage_layers(len(model.layers))[pp]):
-        stage = Stage(number, etp, parallel.expert_tp_size)
-        for local, layer in enumerate(layers):
-            block = model.layers[layer].mlp
-            if isinstance(block, Experts):
-                count = block.count // parallel.ep_size
-                prefix, native = f"model.layers.{layer}", f"decoder.layers.{local}.mlp"
-                owned = range(ep * count, (ep + 1) * count)
-                result += expert_shards(stage, block, model.hidden, prefix, native, owned)
+    for number, block, prefix, native in blocks:
+        if isinstance(block, Experts):
+            stage, count = Stage(number, etp, parallel.expert_tp_size), block.count // parallel.ep_size
+            owned = range(ep * count, (ep + 1) * count)
+            result += expert_shards(stage, block, model.hidden, prefix, native, owned)
     return result

@@ -7,6 +7,7 @@ gate rows first, and `experts.down_proj [experts, hidden, width]`. An export has
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -18,13 +19,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.weights.joined_tensors import TensorPart, joined
-from megarl.families import CONTAINERS, FAMILIES, carried_prefixes, decoder, is_scalar
+from megarl.families import CONTAINERS, FAMILIES, carried_prefixes, decoder, is_scalar, without_mtp
 
 PLAIN, NESTED = "model.", "model.language_model."
 INDEX = "model.safetensors.index.json"
 DROPPED = ("full_attention_interval",)  # fields that transformers reads and does not write, and SGLang needs
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
-STACKED = re.compile(r"model\.layers\..+\.experts\.(gate_up_proj|down_proj)$")
+STACKED = re.compile(r"(model\.layers\.|mtp\.).+\.experts\.(gate_up_proj|down_proj)$")
 
 
 def plain_name(name: str) -> str:
@@ -32,7 +33,8 @@ def plain_name(name: str) -> str:
     return PLAIN + name.removeprefix(NESTED) if name.startswith(NESTED) else name
 
 
-def _config_fields(folder: Path) -> dict[str, Any]:
+def config_fields(folder: Path) -> dict[str, Any]:
+    """Fields of the folder's config.json; none if it has no such file."""
     file = folder / "config.json"
     fields: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return fields
@@ -40,21 +42,31 @@ def _config_fields(folder: Path) -> dict[str, Any]:
 
 def _is_nested(config: PretrainedConfig, source: Path) -> bool:
     """True if exports are multimodal checkpoints as their source is; a scalar model has no such class."""
-    return _config_fields(source).get("model_type") in CONTAINERS and not is_scalar(config)
+    return config_fields(source).get("model_type") in CONTAINERS and not is_scalar(config)
 
 
-def _stacks_experts(config: PretrainedConfig, source: Path) -> bool:
-    """True if exports have stacked experts: the family has them, and so has the source unless it has no weights."""
-    if not FAMILIES[config.model_type].stacked_experts:
-        return False
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors of a checkpoint, as they are stored; none without weights. Reads no tensor."""
+    if (folder / INDEX).is_file():
+        return set(json.loads((folder / INDEX).read_text())["weight_map"])
     names: set[str] = set()
-    if (source / INDEX).is_file():
-        names = set(json.loads((source / INDEX).read_text())["weight_map"])
-    else:
-        for file in source.glob("*.safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                names |= set(opened.keys())
-    return not names or any(STACKED.match(plain_name(name)) for name in names)
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+def _stacked_parts(config: PretrainedConfig, source: Path) -> tuple[str, ...]:
+    """Prefixes under which exports have stacked experts: as the source has them, or all of it has no weights.
+
+    Only some families stack. Layers of multi-token prediction may differ from the decoder's.
+    """
+    if not FAMILIES[config.model_type].stacked_experts:
+        return ()
+    names = stored_names(source)
+    if not names:
+        return ("model.layers.", "mtp.")
+    return tuple({match[1] for name in names if (match := STACKED.match(plain_name(name)))})
 
 
 def restored(
@@ -62,22 +74,25 @@ def restored(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields tensors under their names and in their shapes in the format of `source`."""
     nested, carried = _is_nested(config, source), carried_prefixes(config)
-    for name, tensor in _stacked(tensors, config) if _stacks_experts(config, source) else tensors:
+    parts = _stacked_parts(config, source)
+    for name, tensor in _stacked(tensors, config, parts) if parts else tensors:
         if nested and name.startswith(PLAIN) and not name.startswith(carried):
             yield NESTED + name.removeprefix(PLAIN), tensor
         else:
             yield name, tensor
 
 
-def _stacked(tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """Stacks the experts of a layer, which must come together. One layer's are in memory at a time."""
-    experts, carried = decoder(config).experts, carried_prefixes(config)
+def _stacked(
+    tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, parts: tuple[str, ...]
+) -> Iterator[tuple[str, Tensor]]:
+    """Stacks the experts of a layer under `parts`, which must come together. One layer's are in memory at a time."""
+    experts = decoder(config).experts
     assert experts is not None
     count = experts.count
 
     def part_of(name: str, tensor: Tensor) -> TensorPart | None:
         match = EXPERT.match(name)
-        if match is None or (carried and name.startswith(carried)):
+        if match is None or not name.startswith(parts):
             return None
         prefix, expert, part = match.groups()
         stacked, turns = ("down_proj", 1) if part == "down_proj" else ("gate_up_proj", 2)
@@ -90,12 +105,17 @@ def _stacked(tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig) ->
 
 
 def write_config(folder: Path, config: PretrainedConfig, source: Path) -> None:
-    """Writes config.json. That of a multimodal model is the source's, with the dtype of the weights."""
-    fields = _config_fields(source)
+    """Writes config.json. That of a multimodal model is the source's, with the dtype of the weights.
+
+    Weights are written in 16 or 32 bits, so no config says how they were quantised.
+    """
+    fields, config = config_fields(source), copy.copy(without_mtp(config))
+    for quantised in (fields, vars(config)):
+        quantised.pop("quantization_config", None)
     if not _is_nested(config, source):
         config.save_pretrained(folder)
         if missing := {name: fields[name] for name in DROPPED if name in fields}:
-            written = {**missing, **_config_fields(folder)}
+            written = {**missing, **config_fields(folder)}
             (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
         return
     dtype = str(config.dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ from megarl import export
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.config import SaverConfig
-from megarl.families import read_config
+from megarl.families import quantisation, read_config
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
@@ -93,6 +93,29 @@ def test_every_tensor_comes_out_as_it_went_in(source: Path, tmp_path: Path) -> N
     Saver(SaverConfig(asynchronous=False), tmp_path / "run" / "checkpoints", print).save({ACTOR: engine}, 1, {})
     assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={tmp_path / 'exported'}"]) == 0
     assert_same(tmp_path / "exported", source)
+
+
+def test_projections_in_fp8_come_out_in_bfloat16(source: Path, tmp_path: Path) -> None:
+    """The multimodal config says how its text part is quantised."""
+    fields, plain, quantised = json.loads((source / "config.json").read_text()), {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        plain[name] = quantised[name] = tensor
+        if "language_model" in name and name.endswith("_proj.weight"):
+            quantised[name] = (tensor * 256).to(torch.float8_e4m3fn)
+            quantised[f"{name}_scale_inv"] = torch.full([-(-size // 24) for size in tensor.shape], 1 / 256)
+            plain[name] = (quantised[name].float() / 256).bfloat16()
+    entry = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [24, 24]}}
+    for kind, tensors, added in (("plain", plain, {}), ("quantised", quantised, entry)):
+        (tmp_path / kind).mkdir()
+        save_file(tensors, tmp_path / kind / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / kind / "config.json").write_text(json.dumps({**fields, **added}))
+    assert quantisation(read_config(str(tmp_path / "quantised"))) == "fp8"
+    engine = MegatronEngine(EngineConfig(path=str(tmp_path / "quantised"), dtype="bfloat16"))
+    engine.initialize()
+    engine.save(tmp_path / "saved")
+    assert_same(tmp_path / "saved", tmp_path / "plain")
+    assert export.main([f"checkpoint={tmp_path / 'quantised'}", f"output={tmp_path / 'exported'}"]) == 0
+    assert_same(tmp_path / "exported", tmp_path / "plain")
 
 
 def test_log_probs_are_those_of_the_whole_model(source: Path) -> None:
