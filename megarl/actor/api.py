@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,7 +17,19 @@ from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 LossFn = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 LossWeightFn = Callable[[PackedBatch], Tensor | float]
 WeightFormat = Literal["hf", "native"]
-LossInput = Literal["logits", "logprobs", "values"]  # model output passed to a loss function
+
+
+class LossSource(Protocol):
+    """Model outputs of its own for a loss function, such as a student beside its teacher has."""
+
+    def prepare(self, batch: PackedBatch, microbatches: Sequence[Any]) -> None:
+        """Prepares the engine's microbatches of the global batch, before the pass over them. A collective."""
+
+    def __call__(self, output: Tensor, microbatch: Any) -> tuple[Tensor, Tensor]:
+        """Computes log-probs and entropies from the last stage's output, and may add keys to `microbatch.aligned`."""
+
+
+LossInput = Literal["logits", "logprobs", "values"] | LossSource  # model output passed to a loss function
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,7 @@ class TrainEngine(ABC):
           belongs to the same predicted token. Both are 0 outside the batch's `loss_mask`, if it has one. This needs far
           less memory than logits.
         - `values`: `loss_fn(values, data)`, see `critic.py`.
+        - a `LossSource`: as `logprobs`, with keys that it adds to `data` (see `distillation.py`).
 
         Metrics are averaged with the microbatches' weights. Metrics whose names end in `_max` take the maximum.
 

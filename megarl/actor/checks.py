@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
-from megarl.actor.trait_checks import check_expert_biases, check_windows
+from megarl.actor.trait_checks import check_expert_biases, check_mtp, check_mtp_knobs, check_windows
 from megarl.families import decoder
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Mlp
 from megarl.knobs import UserError, check_ranges
@@ -42,6 +42,7 @@ def knob_checks(
         functools.partial(_check_shared_prefix, config, parallel),
         functools.partial(_check_float32_attention, config, parallel),
         functools.partial(_check_dispatcher, config, parallel),
+        functools.partial(check_mtp_knobs, config, parallel),
         functools.partial(fp8.check_knobs, config, deterministic),
         functools.partial(userbuffers.check_knobs, config, parallel, deterministic),
         functools.partial(_check_offloaded_activations, config, parallel, deterministic),
@@ -56,6 +57,7 @@ def model_checks(
         functools.partial(_check_expert_knobs, config, model),
         functools.partial(check_layout, model, parallel),
         functools.partial(check_expert_biases, model, parallel),
+        functools.partial(check_mtp, config, model),
         functools.partial(check_windows, config, parallel, model, deterministic),
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
         functools.partial(fp8.check_layout, config, parallel, model),
@@ -150,6 +152,8 @@ def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
             _check_attention(layer.attention, tp)
         if isinstance(layer.mlp, Mlp):
             _check_divides("intermediate_size", layer.mlp.width, tp)
+    if shape.mtp:
+        _check_divides("hidden_size", shape.hidden, tp)
     if shape.experts is None:
         _check_no_experts(model, parallel)
     else:

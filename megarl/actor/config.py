@@ -17,6 +17,7 @@ KEPT_LOGITS_ON_CPU_MB = 256
 RECOMPUTE = ("none", "selective", "full")
 EXPERTS = ("auto", "grouped", "sequential")
 DISPATCHERS = ("alltoall", "flex")
+MTP = ("carry", "train")
 FP8 = ("off", "blockwise", "mxfp8")
 
 
@@ -130,6 +131,14 @@ class EngineConfig:
         "off",
         "8-bit products of te layers: off, blockwise (from Hopper on), mxfp8 (Blackwell); parameters stay bfloat16",
         choices=FP8,
+    )
+    mtp: str = knob(
+        "carry",
+        "layers of multi-token prediction: carry them unchanged, or train them, without gradients to the model",
+        choices=MTP,
+    )
+    mtp_loss_scaling_factor: float = knob(
+        0.1, "mtp=train: factor on the loss of these layers, a mean over their depths", above=0, most=1000
     )
     offload_while_sampling: str = knob(
         "all",

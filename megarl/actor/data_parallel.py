@@ -7,12 +7,14 @@ shard are old between an optimizer step and the end of the next forward pass. `c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.actor.model import heads
@@ -27,7 +29,10 @@ def overlaps(parallel: ParallelConfig) -> bool:
 
 
 def wrap(modules: Sequence[GPTModel], groups: Groups) -> list[DistributedDataParallel]:
-    """Wraps this rank's virtual stages. Gradients are float32 and sharded over dp x cp, as the optimizer is."""
+    """Wraps this rank's virtual stages, and layers of multi-token prediction behind them.
+
+    Gradients are float32 and sharded over dp x cp, as the optimizer is.
+    """
     overlap = overlaps(groups.layout)
     ddps = [
         DistributedDataParallel(
@@ -45,16 +50,31 @@ def wrap(modules: Sequence[GPTModel], groups: Groups) -> list[DistributedDataPar
         for stage, module in enumerate(modules)
     ]
     for module in modules:
-        module.config.finalize_model_grads_func = lambda models, _, **groups: finalize_model_grads(
-            models, None, **groups
-        )
+        module.config.finalize_model_grads_func = functools.partial(_finalize, ddps[groups.vpp_size :], groups)
         if overlap:  # the schedules reduce in the last microbatch's backward pass only
-            module.config.no_sync_func = [ddp.no_sync for ddp in ddps] if len(ddps) > 1 else ddps[0].no_sync
+            module.config.no_sync_func = functools.partial(_no_sync, ddps)
     for group in _bucket_groups(ddps):
         group.param_gather_dispatched = True  # every rank loads complete parameters
-    if overlap and modules[-1].post_process:
-        _ready_by_hand(ddps[-1], modules[-1])
+    last = groups.vpp_size - 1
+    if overlap and modules[last].post_process:
+        _ready_by_hand(ddps[last], modules[last])
     return ddps
+
+
+def _finalize(beside: Sequence[Any], groups: Groups, stages: Sequence[Any], _: Any, **options: Any) -> None:
+    """Completes gradients after backward: of the model's stages, and of modules `beside` the schedule's."""
+    finalize_model_grads(stages, None, **options)
+    for ddp in beside:
+        ddp.finish_grad_sync()
+        _allreduce_non_tensor_model_parallel_grads([ddp], ddp.config, groups.tp)
+
+
+def _no_sync(ddps: Sequence[Any]) -> contextlib.ExitStack:
+    """Context in which no gradients are reduced."""
+    stack = contextlib.ExitStack()
+    for ddp in ddps:
+        stack.enter_context(ddp.no_sync())
+    return stack
 
 
 def _ready_by_hand(ddp: DistributedDataParallel, module: GPTModel) -> None:

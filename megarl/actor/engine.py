@@ -6,7 +6,7 @@ global batch -> microbatches of each dp rank -> pipeline schedule -> loss, norma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,16 @@ from megarl.actor.config import EngineConfig
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.model import build, heads
 from megarl.actor.model.backends import choose_backend
-from megarl.actor.optimizer import build_optimizer, build_scheduler, step_by_norm
+from megarl.actor.mtp import MtpTraining
+from megarl.actor.optimizer import build_optimizer, build_scheduler, mtp_grad_norm, step_by_norm
+from megarl.actor.reports import WeightedReport, reduced
+from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights import hf_weights
 from megarl.actor.weights.fused_experts import fuse
 from megarl.actor.weights.split_marks import check_split_marks
-from megarl.families import as_scalar, decoder, is_scalar, read_config
+from megarl.families import as_scalar, decoder, is_scalar, read_config, trains_mtp, without_mtp
 from megarl.knobs import UserError, run_all
+from megarl.observe.timeline import timeline
 from megarl.ops.native import check_values_on_gpu
 from megarl.parallel import groups as process_groups
 from megarl.parallel import megatron_patches, platform
@@ -47,8 +51,6 @@ from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.groups import Groups
 from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates, to_device
-
-WeightedReport = tuple[float, Mapping[str, Tensor | float]]  # a microbatch's weight, and its metrics before reading
 
 
 class MegatronEngine(TrainEngine):
@@ -83,6 +85,8 @@ class MegatronEngine(TrainEngine):
             self.hf_config = as_scalar(self.hf_config)
         elif is_scalar(self.hf_config):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
+        elif trainable:
+            self.hf_config = trained_model(config, self.hf_config)
         run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
         self.backend = choose_backend(config, self.hf_config, deterministic)
         self._cost = SequenceCost.of(self.hf_config)
@@ -98,6 +102,7 @@ class MegatronEngine(TrainEngine):
         self.scheduler: Any = None
         self._cut = Cut()
         self._state: EngineState | None = None
+        self._mtp: MtpTraining | None = None
 
     # -- lifecycle -------------------------------------------------------------------------------------------
 
@@ -118,6 +123,8 @@ class MegatronEngine(TrainEngine):
         if not self.trainable:
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
+        if trains_mtp(self.hf_config):
+            self._mtp = MtpTraining(self.config, self.hf_config, self.groups, self.backend, self.modules)
         check_split_marks(self.modules, self.hf_config, self.groups)
         with megatron_patches.scope():
             self.ddps = data_parallel.wrap(self.modules, self.groups)
@@ -138,7 +145,7 @@ class MegatronEngine(TrainEngine):
 
     def destroy(self) -> None:
         userbuffers.destroy()
-        self._state = self.scheduler = self.optimizer = None
+        self._state = self.scheduler = self.optimizer = self._mtp = None
         self.ddps, self.modules = [], []
         self.__dict__.pop("groups", None)  # a group's threads end with its last reference
         process_groups.destroy()
@@ -146,6 +153,11 @@ class MegatronEngine(TrainEngine):
     @property
     def device(self) -> torch.device:
         return platform.device()
+
+    @property
+    def stages(self) -> list[GPTModel]:
+        """This rank's virtual stages of the model, without layers of multi-token prediction."""
+        return self.modules[: self.groups.vpp_size]
 
     @property
     def data_parallel_rank(self) -> int:
@@ -177,29 +189,40 @@ class MegatronEngine(TrainEngine):
         total = math.fsum(w for row in weights for w in row)
         if weigh is not None and not (total > 0 and math.isfinite(total)):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
+        targets = self._mtp.targets(batch, rows, weights) if weigh is not None and self._mtp is not None else []
         dp_rank = groups.dp_rank
-        share, pack = self.backend.share if shared else None, self.backend.pack
         return [
-            build_microbatch(batch, part, weight / total, self.device, self._cut, share, pack)
+            self._microbatch(batch, part, weight / total, targets)
             for part, weight in zip(rows[dp_rank], weights[dp_rank], strict=True)
         ]
 
+    def _microbatch(
+        self, batch: PackedBatch, indices: list[int], weight: float, targets: Sequence[int] = ()
+    ) -> Microbatch:
+        share = self.backend.share if self.config.shared_prefix else None
+        return build_microbatch(batch, indices, weight, self.device, self._cut, share, self.backend.pack, targets)
+
     def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Runs the pipeline schedule. The last stage calls `process(output, microbatch)` for each microbatch."""
-        return schedule.run(self.ddps, microbatches, process, self.groups, forward_only)
+        with timeline.span("forward" if forward_only else "forward and backward"):
+            return schedule.run(self.ddps[: self.groups.vpp_size], microbatches, process, self.groups, forward_only)
+
+    def run_forward(self, microbatches: list[Microbatch], process: Callable[[Tensor, Microbatch], Tensor]) -> list[Any]:
+        """Results of `process` on the last stage's outputs, forward only; [] on the other stages."""
+        return self._run(microbatches, _as_loss(process), forward_only=True)
 
     # Loss inputs from the last stage's output: complete sequences, `[tokens, ...]`, on every layout.
 
     def _hidden(self, output: Tensor, mb: Microbatch) -> Tensor:
-        data_parallel.await_parameter(self.ddps, heads.weight_of(self.modules[-1]))
-        return heads.hidden_states(output, self.modules[-1], self.groups, mb.shared)
+        data_parallel.await_parameter(self.ddps, heads.weight_of(self.stages[-1]))
+        return heads.hidden_states(output, self.stages[-1], self.groups, mb.shared)
 
     def _logits(self, output: Tensor, mb: Microbatch) -> Tensor:
-        local = heads.logits(self._hidden(output, mb), self.modules[-1], self.groups, self.hf_config.vocab_size)
+        local = heads.logits(self._hidden(output, mb), self.stages[-1], self.groups, self.hf_config.vocab_size)
         return mb.gather(local, self.groups.cp)
 
     def _values(self, output: Tensor, mb: Microbatch) -> Tensor:
-        return mb.gather(heads.values(self._hidden(output, mb), self.modules[-1]), self.groups.cp)
+        return mb.gather(heads.values(self._hidden(output, mb), self.stages[-1]), self.groups.cp)
 
     def _logprobs(
         self, output: Tensor, mb: Microbatch, labels: Labels, with_entropy: bool = True
@@ -208,7 +231,7 @@ class MegatronEngine(TrainEngine):
         local = self.backend.logprobs(
             hidden,
             labels,
-            self.modules[-1],
+            heads.weight_of(self.stages[-1]),
             self.groups,
             self.hf_config.vocab_size,
             self.config.temperature,
@@ -223,70 +246,82 @@ class MegatronEngine(TrainEngine):
     # -- training --------------------------------------------------------------------------------------------
 
     def _loss_process(self, loss_fn: LossFn, loss_input: LossInput) -> Callable[..., Any]:
-        def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, WeightedReport]:
-            no_tokens = torch.zeros([], dtype=torch.int)  # Megatron's token count; the microbatch weights replace it
-            if mb.weight == 0:
-                return heads.no_loss(output, self.modules[-1]), no_tokens, (0.0, {})
-            if loss_input == "logits":
-                result = loss_fn(self._logits(output, mb), mb.batch)
-            elif loss_input == "values":
-                result = loss_fn(self._values(output, mb), mb.aligned)
-            else:
-                result = loss_fn(*self._logprobs(output, mb, mb.trained_labels), mb.aligned)
-            loss, metrics = result if isinstance(result, tuple) else (result, {})
-            report = {k: v.detach() if isinstance(v, Tensor) else v for k, v in {**metrics, "loss": loss}.items()}
-            return loss * mb.weight, no_tokens, (mb.weight, report)
+        def process(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, list[WeightedReport]]:
+            loss, reports = self._main_loss(output, mb, loss_fn, loss_input)
+            if self._mtp is not None:
+                mtp_loss = self._mtp.loss(output, mb)
+                loss = loss + self.config.mtp_loss_scaling_factor * mtp_loss
+                reports.append((1.0, {"mtp_loss": mtp_loss.detach()}))
+            return loss, torch.zeros([], dtype=torch.int), reports  # Megatron's token count; the weights replace it
 
         return process
+
+    def _main_loss(
+        self, output: Tensor, mb: Microbatch, loss_fn: LossFn, loss_input: LossInput
+    ) -> tuple[Tensor, list[WeightedReport]]:
+        """Computes a microbatch's weighted loss of `loss_fn`, and its report."""
+        if mb.weight == 0:
+            return heads.no_loss(output, self.stages[-1]), []
+        if loss_input == "logits":
+            result = loss_fn(self._logits(output, mb), mb.batch)
+        elif loss_input == "values":
+            result = loss_fn(self._values(output, mb), mb.aligned)
+        elif callable(loss_input):
+            result = loss_fn(*loss_input(output, mb), mb.aligned)
+        else:
+            result = loss_fn(*self._logprobs(output, mb, mb.trained_labels), mb.aligned)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        report = {k: v.detach() if isinstance(v, Tensor) else v for k, v in {**metrics, "loss": loss}.items()}
+        return loss * mb.weight, [(mb.weight, report)]
+
+    def _loss_microbatches(self, data: Any, weigh: LossWeightFn, loss_input: LossInput) -> list[Microbatch]:
+        batch = rank_batches.join(data, self.groups)[0]
+        microbatches = self._microbatches(batch, weigh)
+        if callable(loss_input):
+            loss_input.prepare(batch, microbatches)
+        return microbatches
 
     def train_batch(
         self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
         if not self.trainable:
             raise UserError("train_batch on a frozen engine: build it with trainable=True")
-        microbatches = self._microbatches(rank_batches.join(data, self.groups)[0], loss_weight_fn)
+        microbatches = self._loss_microbatches(data, loss_weight_fn, loss_input)
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        stats = self._reduce(self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only=False))
+        stats = self._losses(microbatches, loss_fn, loss_input, forward_only=False)
         return {**stats, **self._step(stats["loss"])}
 
     def _step(self, loss: float) -> dict[str, float]:
         """Steps the optimizer on every rank, or on none if the loss or a gradient is not finite on any rank."""
-        with megatron_patches.scope():
+        with timeline.span("optimizer"), megatron_patches.scope():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
+            norms = {"grad_norm": norm}
+            if self._mtp is not None:
+                norms["mtp_grad_norm"] = mtp_grad_norm(self.optimizer)
             finite = on_all_ranks(math.isfinite(loss) and math.isfinite(norm) and gradients_are_finite(self.ddps))
             if finite:
-                step_by_norm(self.optimizer, norm)
+                step_by_norm(self.optimizer, *norms.values())
         self._skipped.record(not finite, loss, norm)
-        return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": float(not finite)}
+        return {**norms, "lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": float(not finite)}
 
     def eval_batch(
         self, data: Any, loss_fn: LossFn, loss_weight_fn: LossWeightFn, loss_input: LossInput = "logits"
     ) -> dict[str, float]:
-        microbatches = self._microbatches(rank_batches.join(data, self.groups)[0], loss_weight_fn)
+        microbatches = self._loss_microbatches(data, loss_weight_fn, loss_input)
         with torch.no_grad():
-            return self._reduce(self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only=True))
+            return self._losses(microbatches, loss_fn, loss_input, forward_only=True)
 
-    def _reduce(self, reports: list[WeightedReport]) -> dict[str, float]:
-        """Computes weighted means (maxima for `*_max`) over all microbatches of all ranks, equal on every rank.
-
-        Only tp rank 0 and cp rank 0 of the last stage contribute; the other ranks of their groups have the same values.
-        Sums run in rank order, so the result does not depend on the order of arrival.
-        """
-        local_sums: dict[str, float] = {}
-        values = iter(_as_floats([value for _, report in reports for value in report.values()]))
-        for weight, report in reports:
-            named = {key: next(values) for key in report}
-            _add(local_sums, {k: v if k.endswith("_max") else weight * v for k, v in named.items()})
-        if self.groups.world_size == 1:
-            return local_sums
-        contributes = self.groups.is_last_stage and self.groups.tp_rank == 0 and self.groups.cp_rank == 0
-        result: dict[str, float] = {}
-        for rank_sums in gather_json(local_sums if contributes else {}):
-            _add(result, rank_sums)
-        return result
+    def _losses(
+        self, microbatches: list[Microbatch], loss_fn: LossFn, loss_input: LossInput, forward_only: bool
+    ) -> dict[str, float]:
+        """Runs the microbatches through model and loss, and returns the batch's metrics."""
+        if self._mtp is not None:
+            self._mtp.refresh(self.ddps)
+        reports = self._run(microbatches, self._loss_process(loss_fn, loss_input), forward_only)
+        return reduced([report for of_microbatch in reports for report in of_microbatch], self.groups)
 
     def step_lr_scheduler(self) -> None:
         self.scheduler.step(1)
@@ -325,7 +360,7 @@ class MegatronEngine(TrainEngine):
         """Runs forward only and returns one tensor per sequence of this rank's batch, in its order."""
         batch, local = rank_batches.join(data, self.groups)
         microbatches = self._microbatches(batch)
-        outputs = self._run(microbatches, _as_loss(process), forward_only=True)
+        outputs = self.run_forward(microbatches, process)
         local_facts = None  # only the last stage has outputs
         if outputs:
             first = outputs[0]
@@ -355,14 +390,17 @@ class MegatronEngine(TrainEngine):
     # -- weights and state -----------------------------------------------------------------------------------
 
     def shards(self) -> list[hf_weights.Shard]:
-        """Lists the boxes of the HF checkpoint that this rank holds, as views of its live parameters. A collective."""
+        """Lists the boxes of HF tensors that this rank holds, as views of its live parameters. A collective.
+
+        Layers of multi-token prediction are left out, as SGLang's models leave them out.
+        """
         data_parallel.complete_parameters(self.ddps)
-        return hf_weights.shards(self.modules, self.hf_config, self.groups)
+        return hf_weights.shards(self.stages, without_mtp(self.hf_config), self.groups)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every complete HF tensor by name, on rank 0's host (see `hf_weights.gather`). A collective."""
+        """Yields the complete HF tensors of `shards` by name, on rank 0's host (`hf_weights.gather`). A collective."""
         data_parallel.complete_parameters(self.ddps)
-        return fuse(hf_weights.gather(self.modules, self.hf_config, self.groups), decoder(self.hf_config))
+        return fuse(hf_weights.gather(self.stages, without_mtp(self.hf_config), self.groups), decoder(self.hf_config))
 
     def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
         if weight_format == "native":
@@ -400,19 +438,6 @@ class MegatronEngine(TrainEngine):
     def load_state(self, folder: Path) -> None:
         assert self._state is not None, "initialize first, with trainable=True"
         self._state.load(folder)
-
-
-def _as_floats(values: list[Tensor | float]) -> list[float]:
-    """Reads scalars, those on a GPU all at once: each reading waits for it."""
-    waiting = [value.double().reshape(()) for value in values if isinstance(value, Tensor) and value.is_cuda]
-    read = iter(torch.stack(waiting).tolist() if waiting else [])
-    return [next(read) if isinstance(value, Tensor) and value.is_cuda else float(value) for value in values]
-
-
-def _add(total: dict[str, float], part: dict[str, float]) -> None:
-    """Adds a part's metrics to the total, in place. Metrics named `*_max` take the maximum."""
-    for key, value in part.items():
-        total[key] = max(total.get(key, -math.inf), value) if key.endswith("_max") else total.get(key, 0.0) + value
 
 
 def _as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:

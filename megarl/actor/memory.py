@@ -17,7 +17,7 @@ from megarl.actor import fp8
 from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of, groups_experts
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
-from megarl.families import decoder, padded_vocab_size
+from megarl.families import decoder, padded_vocab_size, without_mtp
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
@@ -135,14 +135,22 @@ def trainer_memory(
     state = (MAIN if item < MAIN else 0) + (0 if engine.offload_optimizer else MOMENTS)
     layer = LayerBytes.of(model, parallel, engine, on_gpu)
     tokens = math.ceil(load.tokens / parallel.cp_size)
+    head = mtp_layers = embedding = 0
+    if pp_rank == parallel.pp_size - 1:
+        shape = decoder(model)
+        head = _head(model, parallel, engine, layer, tokens, item, on_gpu) * (1 + len(shape.mtp))
+        mtp_layers = len(shape.mtp) * _mtp_activations(model, parallel, engine, layer, tokens)
+        if shape.mtp and parallel.pp_size > 1 and not shape.tied:  # the last stage's copy (`mtp.py`)
+            embedding = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size * model.hidden_size * item
     return TrainerMemory(
-        weights=(dense + experts) * item + _quantised_weights(parameters, engine),
+        weights=(dense + experts) * item + _quantised_weights(parameters, engine) + embedding,
         gradients=(dense + experts) * GRADIENT,
         optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
-        activations=_activations(
+        activations=mtp_layers
+        + _activations(
             model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank, engine.offload_activations
         ),
-        head=_head(model, parallel, engine, layer, tokens, item, on_gpu) if pp_rank == parallel.pp_size - 1 else 0,
+        head=head,
         update=0 if on_gpu else (dense + experts) * item,  # gloo all-gathers the parameters into a copy
         batch=BATCH_BYTES * load.all_tokens,
         runtime=GPU_RUNTIME if on_gpu else 0,
@@ -177,7 +185,7 @@ def host_memory(
 def server_memory(model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int) -> ServerMemory:
     """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number."""
     item = ITEM_BYTES[dtype]
-    parameters = rank_parameters(model, ParallelConfig(tp_size=tp_size), 0)
+    parameters = rank_parameters(without_mtp(model), ParallelConfig(tp_size=tp_size), 0)
     weights = (parameters.dense + parameters.experts) * item
     cached = sum(layer.attention.cached_elements(tp_size) for layer in decoder(model).layers)
     return ServerMemory(weights, cache_tokens * cached * item)
@@ -378,6 +386,19 @@ def _activations(
         in_flight = min(load.microbatches * parallel.vpp_size, warmup) / parallel.vpp_size
     recomputed = layer.inside - layer.kept  # 0 without recompute
     return math.ceil(load.tokens * (in_flight * layers * layer.kept + recomputed + layer.working)) + layer.matrix
+
+
+def _mtp_activations(
+    model: PretrainedConfig, parallel: ParallelConfig, engine: EngineConfig, layer: LayerBytes, tokens: int
+) -> int:
+    """Computes activation bytes of one depth of multi-token prediction, of one microbatch: backward follows at once.
+
+    It keeps the later tokens' embeddings, three norms, the projection's input of two hidden states, and its layer.
+    """
+    spread = parallel.tp_size if parallel.sequence_parallel else 1
+    hidden = model.hidden_size * ITEM_BYTES[engine.dtype] / spread
+    around = 2 * hidden if engine.recompute == "full" else 3 * layer.norm + 3 * hidden
+    return math.ceil(tokens * (around + layer.kept))
 
 
 def _head(

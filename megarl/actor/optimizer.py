@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.model.mtp import NORM_GROUP
 from megarl.knobs import UserError
 
 
@@ -56,15 +57,24 @@ def _correct_order(optimizer: Any) -> None:
         optimizer.model_param_group_index_map.update({param: (group, place) for place, param in enumerate(ordered)})
 
 
-def step_by_norm(optimizer: Any, norm: float) -> None:
-    """Clips prepared gradients (`prepare_grads`) by their norm and takes a step.
+def mtp_grad_norm(optimizer: Any) -> float:
+    """Computes the gradient norm of layers of multi-token prediction, beside the model's. A collective."""
+    return float(optimizer._get_grad_norm_for_group(NORM_GROUP))
+
+
+def step_by_norm(optimizer: Any, norm: float, mtp_norm: float = 0.0) -> None:
+    """Clips prepared gradients (`prepare_grads`) by their norms and takes a step.
 
     This is the second half of Megatron's `ChainedOptimizer.step` (optimizer/optimizer.py:1855). Its first half would
-    prepare the gradients and compute their norm again.
+    prepare the gradients and compute their norms again.
     """
     for part in optimizer.chained_optimizers:
-        if part.config.clip_grad > 0 and not part.is_stub_optimizer and (parameters := part.get_parameters()):
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+        if part.config.clip_grad <= 0 or part.is_stub_optimizer:
+            continue
+        parameters = part.get_parameters()
+        for is_mtp, total in ((False, norm), (True, mtp_norm)):
+            if clipped := [p for p in parameters if (getattr(p, "grad_norm_group", "") == NORM_GROUP) == is_mtp]:
+                clip_grad_by_total_norm_fp32(clipped, part.config.clip_grad, total)
     optimizer.step_with_ready_grads()
 
 

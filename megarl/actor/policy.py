@@ -14,7 +14,7 @@ from megarl.actor.api import LossFn, LossInput, LossWeightFn
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.parallel.config import ParallelConfig
-from megarl.types import PackedBatch
+from megarl.types import TEACHER_SAMPLED, PackedBatch, trained_tokens_of_samples
 
 
 class PolicyAlgorithm(Protocol):
@@ -36,6 +36,8 @@ class PolicyAlgorithm(Protocol):
 class MegatronPPOActor(MegatronEngine):
     """The engine with the policy methods of AReaL's actor."""
 
+    loss_input: LossInput = "logprobs"  # with a teacher, a `distillation.Distillation`
+
     def __init__(
         self,
         config: EngineConfig,
@@ -56,25 +58,30 @@ class MegatronPPOActor(MegatronEngine):
         return self.logprobs(batch, trained_only=True)
 
     def compute_advantages(self, batch: PackedBatch) -> None:
-        """Sets `batch["advantages"]`, float32 `[total_tokens]`, zero outside `loss_mask`."""
+        """Sets `batch["advantages"]`, float32 `[total_tokens]`, zero outside `loss_mask`.
+
+        If the batch has `sample_ids`, also sets `sample_tokens` `[num_seqs]`: trained tokens of the sequence's sample.
+        """
         batch.set_tokens("advantages", self.algorithm.advantages(batch))
+        if "sample_ids" in batch:
+            batch.set_sequences("sample_tokens", trained_tokens_of_samples(batch)[batch.samples])
 
     def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
         """Updates the policy on the batch, with one optimizer step for each of the algorithm's minibatches.
 
-        Minibatch j of n has sequences j, j + n, j + 2n, ..., which spread over the batch. Returns the mean of the
-        steps' metrics (maxima for `*_max`) without skipped steps, and the number of `skipped_steps`.
+        Minibatch j of n has samples j, j + n, j + 2n, ..., which spread over the batch. Returns the mean of the steps'
+        metrics (maxima for `*_max`) without skipped steps, and the number of `skipped_steps`.
 
         With one minibatch, the batch may lack `prox_logp`. The update then sets it from its own forward pass: no weight
         changes before that pass ends, so its log-probs belong to the proximal policy.
 
         Raises:
-            ValueError: several minibatches without `prox_logp`, or fewer sequences than minibatches.
+            ValueError: several minibatches without `prox_logp`, or fewer samples than minibatches.
         """
         algorithm = self.algorithm
         count, weight = algorithm.n_minibatches, algorithm.loss_weight
         if "prox_logp" in batch:
-            return update_in_minibatches(self, batch, count, algorithm.loss, weight, "logprobs")
+            return update_in_minibatches(self, batch, count, algorithm.loss, weight, self.loss_input)
         if count > 1:
             raise ValueError(
                 f"the batch has no prox_logp, and algorithm.n_minibatches={count} steps change the policy in between; "
@@ -90,7 +97,7 @@ class MegatronPPOActor(MegatronEngine):
 
         tokens = {**batch.tokens, "token": torch.arange(batch.total_tokens)}
         stats = update_in_minibatches(
-            self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, "logprobs"
+            self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, self.loss_input
         )
         batch.set_tokens("prox_logp", self._rows_on_all_ranks(current_logprobs))
         return stats
@@ -110,14 +117,15 @@ def update_in_minibatches(
     `skipped_steps`.
 
     Raises:
-        ValueError: fewer sequences than minibatches.
+        ValueError: fewer samples than minibatches.
     """
-    if batch.num_seqs < count:  # possible because samples that cannot be trained on are dropped
-        raise ValueError(f"{batch.num_seqs} sequences are too few for algorithm.n_minibatches={count}")
+    if batch.num_samples < count:  # possible because samples that cannot be trained on are dropped
+        raise ValueError(f"{batch.num_samples} samples are too few for algorithm.n_minibatches={count}")
+    samples = batch.samples
     engine.train()
     steps = []
     for first in range(count):
-        part = batch if count == 1 else batch.select(range(first, batch.num_seqs, count))
+        part = batch if count == 1 else batch.select((samples % count == first).nonzero().squeeze(1).tolist())
         part.shared = batch.shared  # every rank selects the same sequences
         steps.append(engine.train_batch(part, loss, loss_weight, loss_input=loss_input))
     taken = [step for step in steps if not step["skipped_steps"]] or steps
@@ -137,6 +145,8 @@ def rollout_mismatch(batch: PackedBatch, version: int) -> dict[str, float]:
     of exp(d) - 1 - d with d = trainer - rollout (Schulman's k3 estimate of KL).
     """
     mask = batch["loss_mask"].bool()
+    if TEACHER_SAMPLED in batch:  # the policy sampled none of those sequences' tokens
+        mask = mask & ~torch.repeat_interleave(batch[TEACHER_SAMPLED].bool(), batch.lengths)
     difference = (batch["prox_logp"] - batch["rollout_logprobs"]).double()
     metrics = {"rollout_kl": float((torch.expm1(difference) - difference)[mask].mean()) if mask.any() else 0.0}
     on_policy = mask & (batch["versions"] == version) if "versions" in batch else mask

@@ -1,13 +1,68 @@
-"""Checks of an engine's knobs against the traits of its model's layers: windows, sinks, and biases of experts."""
+"""Checks of an engine's knobs against the traits of its model's layers: windows, sinks, biases of experts, and MTP."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from megarl.actor.config import EngineConfig, backend_of
-from megarl.families import decoder
+from megarl.actor.weights.source_format import stored_names
+from megarl.families import decoder, is_scalar, with_mtp
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
+
+
+def trained_model(config: EngineConfig, model: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of the model as the actor trains it: marked with actor.mtp=train (`families/mtp.py`)."""
+    return with_mtp(model) if config.mtp == "train" else model
+
+
+def check_mtp(config: EngineConfig, model: PretrainedConfig) -> None:
+    """Refuses actor.mtp=train for a model without layers of multi-token prediction that can be trained.
+
+    Raises:
+        UserError: the family or the config has none, they have a trait that is missing here, or the checkpoint lacks
+            their tensors.
+    """
+    if config.mtp != "train" or is_scalar(model):
+        return
+    layers = decoder(with_mtp(model)).mtp
+    if not layers:
+        raise UserError(
+            f"actor.mtp=train needs layers of multi-token prediction, and actor.path={config.path}, a "
+            f"{model.model_type} model, has none that megarl knows by its config.json; set it to carry"
+        )
+    for name, supported in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
+        if (value := getattr(model, name, supported)) != supported:
+            raise UserError(
+                f"actor.mtp=train takes {name}={supported}, and actor.path={config.path} has {value}; set it to carry"
+            )
+    folder, first = Path(config.path).expanduser(), f"{layers[0].projection}.weight"
+    names = stored_names(folder) if config.init == "checkpoint" and folder.is_dir() else set()
+    if names and first not in names:
+        raise UserError(
+            f"actor.mtp=train, and actor.path={config.path} lacks the tensor {first} of its layers of multi-token "
+            "prediction; give a checkpoint that has them, or set it to carry"
+        )
+
+
+def check_mtp_knobs(config: EngineConfig, parallel: ParallelConfig) -> None:
+    """Refuses options that layers of multi-token prediction do not take.
+
+    Raises:
+        UserError: naming the option.
+    """
+    for option, is_set, reason in (
+        (
+            "actor.shared_prefix=true",
+            config.shared_prefix,
+            "completions go on from a shared prompt differently",
+        ),
+        ("parallel.tp_comm_overlap=true", parallel.tp_comm_overlap, "their projection has no buffer for it"),
+    ):
+        if config.mtp == "train" and is_set:
+            raise UserError(f"{option} does not go with actor.mtp=train: {reason}; set one of them back")
 
 
 def check_windows(config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: bool) -> None:

@@ -17,6 +17,7 @@ from megarl.algorithms.grpo import GRPO, GRPOConfig
 from megarl.algorithms.gspo import GSPO, GSPOConfig
 from megarl.algorithms.ipo import IPO, IPOConfig
 from megarl.algorithms.kto import KTO, KTOConfig
+from megarl.algorithms.opd import OPD, OPDConfig
 from megarl.algorithms.orpo import ORPO, ORPOConfig
 from megarl.algorithms.ppo import PPO, PPOConfig
 from megarl.algorithms.preference import PreferenceAlgorithm, PreferenceConfig
@@ -42,6 +43,7 @@ ALGORITHMS: dict[str, tuple[type[AlgorithmConfig], Any]] = {
     "remax": (ReMaxConfig, ReMax),
     "ppo": (PPOConfig, PPO),
     "decoupled_ppo": (DecoupledPPOConfig, DecoupledPPO),
+    "opd": (OPDConfig, OPD),
     # method=preference
     "dpo": (DPOConfig, DPO),
     "ipo": (IPOConfig, IPO),
@@ -68,6 +70,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmConfig",
     "GRPOConfig",
+    "OPDConfig",
     "PreferenceAlgorithm",
     "PreferenceConfig",
     "RLConfig",

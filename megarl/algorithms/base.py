@@ -109,6 +109,7 @@ class Algorithm(ABC):
 
     min_group: int = 1  # completions per prompt that the advantages need
     needs_critic: ClassVar[bool] = False  # True if `advantages` reads `values`
+    needs_teacher: ClassVar[bool] = False  # True if a teacher judges the tokens (see `opd.py`)
     needs_prox_logp: bool = True  # True if `prox_logp` is read before the update's first forward pass computes it
     workflow: ClassVar[str] = "rlvr"  # name of the rollout workflow
 
@@ -144,27 +145,69 @@ def sum_per_sequence(values: Tensor, batch: PackedBatch) -> Tensor:
     return ends.diff().to(torch.float32)
 
 
+def sum_per_sample(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Sums `values` `[total_tokens]` over each sample, float32 `[num_samples]`. Tokens not to be summed must hold 0."""
+    sums = torch.zeros(batch.num_samples, dtype=torch.float64)
+    return sums.index_add_(0, batch.samples, sum_per_sequence(values, batch).double()).to(torch.float32)
+
+
+def sample_cu_seqlens(batch: PackedBatch) -> Tensor:
+    """Bounds of the samples, int32 `[num_samples + 1]`: returns run on from one segment to the next.
+
+    Raises:
+        ValueError: the segments of a sample are not next to each other.
+    """
+    samples = batch.samples
+    begins = torch.cat((torch.ones(min(1, batch.num_seqs), dtype=torch.bool), samples.diff() != 0))
+    if int(begins.sum()) != batch.num_samples:
+        raise ValueError("the segments of a sample must be next to each other in the batch; keep their order")
+    return torch.cat((batch.cu_seqlens[:-1][begins], batch.cu_seqlens[-1:]))
+
+
+def shares(data: PackedBatch) -> Tensor:
+    """Share of each sequence in its sample's trained tokens, float32 `[num_seqs]`; 1 is a whole sample.
+
+    Segments of a sample may be in different microbatches. So `sample_tokens` `[num_seqs]` has the trained tokens of all
+    of them; without it every sequence is a sample.
+    """
+    return trained_tokens(data) / _tokens_of_samples(data).clamp(min=1)
+
+
+def _tokens_of_samples(data: PackedBatch) -> Tensor:
+    """Trained tokens of each sequence's sample, in this and other microbatches, float32 `[num_seqs]`."""
+    if "sample_tokens" in data:
+        return data["sample_tokens"]
+    return trained_tokens(data)
+
+
 def token_weights(data: PackedBatch, aggregate: str, aggregate_tokens: int = 0) -> Tensor:
     """Returns the weight of each token's loss in the microbatch's mean, float32 `[total_tokens]`.
 
         token       1 / all trained tokens
-        sequence    1 / (trained tokens of its sequence x sequences)
-        constant    1 / (aggregate_tokens x sequences)
+        sequence    1 / (trained tokens of its sample x samples)
+        constant    1 / (aggregate_tokens x samples)
 
-    `sequences` counts only sequences with a trained token.
+    `samples` counts only samples with a trained token, and of a sample the share that is in the microbatch.
     """
     mask = data["loss_mask"].float()
     if aggregate == "token":
         return mask / mask.sum().clamp(min=1)
-    lengths = trained_tokens(data)
-    sequences = (lengths > 0).sum().clamp(min=1)
+    samples = shares(data).sum()
+    lengths = _tokens_of_samples(data)
     per_sequence = (
         1 / lengths.clamp(min=1) if aggregate == "sequence" else torch.full_like(lengths, 1 / aggregate_tokens)
     )
-    return mask * torch.repeat_interleave(per_sequence / sequences, data.lengths, output_size=data.total_tokens)
+    per_sequence = per_sequence / torch.where(samples > 0, samples, 1.0)
+    return mask * torch.repeat_interleave(per_sequence, data.lengths, output_size=data.total_tokens)
 
 
 def broadcast_to_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
-    """Spreads one value per sequence `[num_seqs]` over its trained tokens `[total_tokens]`; 0 elsewhere."""
-    spread = torch.repeat_interleave(values, batch.lengths, output_size=batch.total_tokens)
+    """Spreads one value per sample `[num_samples]` over its trained tokens `[total_tokens]`; 0 elsewhere.
+
+    Raises:
+        ValueError: there is another number of values.
+    """
+    if values.shape != (batch.num_samples,):
+        raise ValueError(f"values of shape {tuple(values.shape)} for {batch.num_samples} samples; give one a sample")
+    spread = torch.repeat_interleave(values[batch.samples], batch.lengths, output_size=batch.total_tokens)
     return spread.masked_fill(~batch["loss_mask"].bool(), 0.0)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import UNBOUNDED, GroupConfig, trained_tokens
+from megarl.algorithms.base import UNBOUNDED, GroupConfig
 from megarl.algorithms.policy_gradient import GroupRelative
 from megarl.knobs import MAX_COUNT, UserError, knob
-from megarl.types import PackedBatch
+from megarl.types import PackedBatch, trained_tokens_of_samples
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DAPO(GroupRelative):
         self.config = config
 
     def sequence_rewards(self, batch: PackedBatch) -> Tensor:
-        return super().sequence_rewards(batch) + self.overlong_penalty(trained_tokens(batch))
+        return super().sequence_rewards(batch) + self.overlong_penalty(trained_tokens_of_samples(batch))
 
     def overlong_penalty(self, tokens: Tensor) -> Tensor:
         """Returns the penalty, float32 in [-1, 0], for completions of `tokens` tokens."""

@@ -15,18 +15,21 @@ from megarl.algorithms.base import (
     GroupConfig,
     RLConfig,
     broadcast_to_tokens,
-    sum_per_sequence,
+    shares,
+    sum_per_sample,
     token_weights,
-    trained_tokens,
 )
 from megarl.algorithms.kl_penalty import kl_to_reference
 from megarl.ops.advantage import group_advantage
 from megarl.ops.loss import PolicyLossSettings, policy_loss, policy_loss_metrics
-from megarl.types import PackedBatch
+from megarl.types import PackedBatch, trained_tokens_of_samples
 
 
 class PolicyGradient(Algorithm):
     """Ratio-weighted policy gradients, by the fused token loss.
+
+    A sample is a sequence, or the segments of a conversation that was cut in several (`PackedBatch.samples`). Rewards,
+    groups and advantages have one value a sample. The ratio of a sequence (`ratio="sequence"`) is a segment's.
 
     Reads `rewards` and `group_ids` `[num_seqs]`, `loss_mask` and `prox_logp` `[total_tokens]`. `prox_logp` is the
     proximal policy, in the denominator of the ratio. Some settings also need `ref_logp` or `rollout_logprobs`
@@ -88,36 +91,40 @@ class PolicyGradient(Algorithm):
     def loss_weight(self, data: PackedBatch) -> Tensor:
         if self.base.aggregate == "token":
             return data["loss_mask"].sum()
-        return (trained_tokens(data) > 0).sum()
+        return shares(data).sum()
 
     def groups(self, batch: PackedBatch) -> Tensor:
-        """Returns group ids, int64 `[num_seqs]`.
+        """Returns group ids of the samples, int64 `[num_samples]`.
 
-        A sequence without a trained token, for example because its reward failed, gets a group of its own. It then
-        changes no other sequence's advantage.
+        A sample without a trained token, for example because its reward failed, gets a group of its own. It then
+        changes no other sample's advantage.
         """
-        untrained = trained_tokens(batch) == 0
-        return torch.where(untrained, -1 - torch.arange(batch.num_seqs), batch["group_ids"])
+        untrained = trained_tokens_of_samples(batch) == 0
+        return torch.where(untrained, -1 - torch.arange(batch.num_samples), batch.of_samples("group_ids"))
 
     def sequence_rewards(self, batch: PackedBatch) -> Tensor:
-        """Returns the rewards, float32 `[num_seqs]`; with `kl_in=reward` minus the KL to the reference."""
-        rewards = batch["rewards"].float()
+        """Returns the samples' rewards, float32 `[num_samples]`; with `kl_in=reward` minus the KL to the reference."""
+        rewards = batch.of_samples("rewards").float()
         if self.needs_reference and self.base.kl_in == "reward":
-            rewards = rewards - self.base.kl_coef * sum_per_sequence(
+            rewards = rewards - self.base.kl_coef * sum_per_sample(
                 kl_to_reference(batch, self.base.kl_estimator), batch
             )
         return rewards
 
     def token_rewards(self, batch: PackedBatch) -> Tensor:
-        """Returns the reward at the last trained token, float32 `[total_tokens]`; with `kl_in=reward` minus the KL."""
+        """Returns the rewards at the samples' last trained tokens, float32 `[total_tokens]`.
+
+        With `kl_in=reward` minus the KL.
+        """
         mask = batch["loss_mask"].bool()
         rewards = torch.zeros(batch.total_tokens)
         if self.needs_reference and self.base.kl_in == "reward":
             rewards = -self.base.kl_coef * kl_to_reference(batch, self.base.kl_estimator)
         positions = torch.where(mask, torch.arange(batch.total_tokens), -1)
-        for sequence, last in enumerate(int(part.max()) for part in positions.split(batch.lengths.tolist())):
-            if last >= 0:
-                rewards[last] += batch["rewards"][sequence]
+        owner = torch.repeat_interleave(batch.samples, batch.lengths)
+        lasts = torch.full((batch.num_samples,), -1).scatter_reduce(0, owner, positions, "amax")
+        trained = lasts >= 0
+        rewards[lasts[trained]] += batch.of_samples("rewards").float()[trained]
         return rewards
 
 
@@ -133,7 +140,7 @@ class GroupRelative(PolicyGradient):
         self.advantage_eps = config.advantage_eps
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        per_sequence = group_advantage(
+        per_sample = group_advantage(
             self.sequence_rewards(batch), self.groups(batch), mode="mean_std", eps=self.advantage_eps
         )
-        return broadcast_to_tokens(per_sequence, batch)
+        return broadcast_to_tokens(per_sample, batch)

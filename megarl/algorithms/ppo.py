@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import KL_PLACES, UNBOUNDED, ClipConfig, token_weights
+from megarl.algorithms.base import KL_PLACES, UNBOUNDED, ClipConfig, sample_cu_seqlens, token_weights
 from megarl.algorithms.kl_penalty import KL_ESTIMATORS
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import knob
@@ -63,7 +63,7 @@ class PPO(PolicyGradient):
             self.token_rewards(batch),
             batch["values"],
             mask,
-            batch.cu_seqlens,
+            sample_cu_seqlens(batch),
             gamma=self.config.gamma,
             lam=self.config.gae_lambda,
         )

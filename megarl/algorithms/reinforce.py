@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algorithms.base import UNBOUNDED, RLConfig, broadcast_to_tokens, trained_tokens
+from megarl.algorithms.base import UNBOUNDED, RLConfig, broadcast_to_tokens
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import knob
-from megarl.types import PackedBatch
+from megarl.types import PackedBatch, trained_tokens_of_samples
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,6 @@ class Reinforce(UnclippedPolicyGradient):
     def advantages(self, batch: PackedBatch) -> Tensor:
         rewards = self.sequence_rewards(batch)
         if self.config.baseline:
-            trained = trained_tokens(batch) > 0
+            trained = trained_tokens_of_samples(batch) > 0
             rewards = rewards - (rewards.double()[trained].mean().float() if trained.any() else 0.0)
         return broadcast_to_tokens(rewards, batch)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.base import KL_PLACES, ClipConfig
+from megarl.algorithms.base import KL_PLACES, ClipConfig, sample_cu_seqlens
 from megarl.algorithms.kl_penalty import KL_ESTIMATORS
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import knob
@@ -47,9 +47,11 @@ class ReinforcePP(PolicyGradient):
     def advantages(self, batch: PackedBatch) -> Tensor:
         mask = batch["loss_mask"].bool()
         if self.config.group_baseline:
-            centred = group_advantage(batch["rewards"].float(), self.groups(batch), mode="mean")
-            batch = PackedBatch(batch.cu_seqlens, batch.tokens, {**batch.sequences, "rewards": centred})
+            centred = group_advantage(batch.of_samples("rewards").float(), self.groups(batch), mode="mean")
+            sequences = {**batch.sequences, "rewards": centred[batch.samples]}
+            batch = PackedBatch(batch.cu_seqlens, batch.tokens, sequences)
         rewards = self.token_rewards(batch)
         # Returns equal GAE's advantages with lambda 1 and all values 0.
-        returns, _ = gae_packed(rewards, torch.zeros_like(rewards), mask, batch.cu_seqlens, gamma=self.config.gamma)
+        bounds = sample_cu_seqlens(batch)
+        returns, _ = gae_packed(rewards, torch.zeros_like(rewards), mask, bounds, gamma=self.config.gamma)
         return whiten(returns, mask)

@@ -28,5 +28,5 @@ class RLOO(UnclippedPolicyGradient):
     min_group = 2
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        per_sequence = group_advantage(self.sequence_rewards(batch), self.groups(batch), mode="leave_one_out")
-        return broadcast_to_tokens(per_sequence, batch)
+        per_sample = group_advantage(self.sequence_rewards(batch), self.groups(batch), mode="leave_one_out")
+        return broadcast_to_tokens(per_sample, batch)

@@ -66,7 +66,7 @@ def measure(folder: Path, parallel: ParallelConfig) -> dict[str, list[float]]:
 
     # Old log-probs are near the policy's, so some tokens are clipped and others are not.
     current = policy.eval().logprobs(batch, trained_only=True)
-    for key in ("prox_logp", "ref_logp", "rollout_logprobs"):
+    for key in ("prox_logp", "ref_logp", "rollout_logprobs", "teacher_logp"):
         batch[key] = (current + batch[f"{key}_noise"]) * batch["loss_mask"]
     policy.train()
     step("sft", policy, lm_loss, trained_tokens, "logprobs")

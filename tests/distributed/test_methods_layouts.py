@@ -43,6 +43,7 @@ def make_batch() -> dict[str, torch.Tensor]:
         "prox_logp_noise": noise(0.2),
         "ref_logp_noise": noise(0.2),
         "rollout_logprobs_noise": noise(0.2),
+        "teacher_logp_noise": noise(0.5),
         "values": noise(1.0),
         "rewards": torch.rand(count, generator=generator),
         "reward_columns": torch.rand(count, 2, generator=generator),

@@ -32,6 +32,18 @@ class Labels:
 
 
 @dataclass(frozen=True)
+class FutureTokens:
+    """Input and labels of one depth of multi-token prediction, of this rank's tokens. None cross a sequence's end.
+
+    Entry i belongs to token i. At depth d its input is token i + d, and its label token i + d + 1.
+    """
+
+    ids: Tensor  # int64 [local tokens]; 0 past the sequence's end, which no token with a label sees
+    labels: Labels  # tokens that are in `loss_mask`
+    targets: int  # labels of this depth in the whole batch, of all ranks
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """One packed microbatch on this rank's device.
 
@@ -51,6 +63,7 @@ class Microbatch:
     local: LocalTokens | None  # None: all tokens are on this rank, unpadded
     shared: LocalTokens | None  # tokens that the model reads if groups share prompts (see shared_prefix.py)
     weight: float  # share of the loss; weights over all microbatches of all ranks sum to 1
+    future: tuple[FutureTokens, ...] = ()  # by depth, if layers of multi-token prediction are trained
 
     def gather(self, values: Tensor, cp: dist.ProcessGroup) -> Tensor:
         """Gathers `[tokens, ...]` of complete sequences from this rank's `[local tokens, ...]`.
@@ -159,7 +172,7 @@ def plan_microbatches(
 
 def _shift_left(values: Tensor, last: Tensor) -> Tensor:
     """Shifts token-aligned values to the predicting position: `out[i] = values[i + 1]`, 0 at `last` positions."""
-    return values.roll(-1).index_fill_(0, last, 0)
+    return values.roll(-1, 0).index_fill_(0, last, 0)
 
 
 def shift_right(values: Tensor, last: Tensor) -> Tensor:
@@ -178,6 +191,39 @@ def last_positions(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens[1:][lengths > 0].long() - 1
 
 
+def future_targets(batch: PackedBatch, depth: int) -> int:
+    """Counts the labels that `batch` has at a depth of multi-token prediction, as `FutureTokens` has them."""
+    return int((_future_ids(batch, depth)[1] != -1).sum())
+
+
+def _future_ids(batch: PackedBatch, depth: int) -> tuple[Tensor, Tensor]:
+    """Tokens `depth` further and labels one further still, of each token of `batch` on the host; see `FutureTokens`."""
+    ids = batch["input_ids"]
+    ends = batch.cu_seqlens[1:].long().repeat_interleave(batch.lengths.long())
+    source = torch.arange(len(ids)) + depth
+
+    def at(index: Tensor, values: Tensor) -> Tensor:
+        return values[index.clamp(max=len(values) - 1)]
+
+    trained = source + 1 < ends
+    if "loss_mask" in batch.tokens:
+        trained &= at(source + 1, batch["loss_mask"].bool())
+    return at(source, ids).masked_fill(source >= ends, 0), at(source + 1, ids).masked_fill(~trained, -1)
+
+
+def _future(
+    batch: PackedBatch, targets: Sequence[int], local: LocalTokens | None, device: torch.device
+) -> tuple[FutureTokens, ...]:
+    """Builds this rank's inputs and labels of each depth, 1 first."""
+    depths = []
+    for depth, count in enumerate(targets, start=1):
+        ids, labels = _future_ids(batch, depth)
+        if local is not None:
+            ids, labels = local.take(ids, 0), local.take(labels, -1)
+        depths.append(FutureTokens(to_device(ids, device), Labels.of(labels, device), count))
+    return tuple(depths)
+
+
 def build_microbatch(
     batch: PackedBatch,
     indices: list[int],
@@ -186,11 +232,13 @@ def build_microbatch(
     cut: Cut,
     share: Share | None,
     pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams],
+    targets: Sequence[int] = (),
 ) -> Microbatch:
     """Builds the microbatch of the sequences `indices`, cut for this rank.
 
     An empty microbatch takes the first sequence with weight 0, because every rank must run the same collectives.
     `share` selects the tokens to read; None reads all. `pack` builds the attention's parameters (see `LayerBackend`).
+    `targets` has the labels of the whole batch at each depth of multi-token prediction; those need all tokens.
     Sizes and indices are computed on the host, and no copy to the device waits for it.
     """
     host = batch.select(indices or [0])
@@ -206,6 +254,7 @@ def build_microbatch(
             local = local_tokens(host.cu_seqlens, bounds, cut)
         packed = pack(bounds, device, cut, None)
     inputs, last = host["input_ids"], last_positions(host.cu_seqlens)
+    future = _future(host, targets if indices else [0] * len(targets), local, device)
     labels = inputs.roll(-1).index_fill(0, last, -1)
     trained = labels
     if "loss_mask" in host.tokens:
@@ -228,4 +277,5 @@ def build_microbatch(
         local.to(device) if local is not None else None,
         shared.to(device) if shared is not None else None,
         weight if indices else 0.0,
+        future,
     )

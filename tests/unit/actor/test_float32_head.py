@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megarl.actor.batch.microbatch import Labels
 from megarl.actor.config import EngineConfig
-from megarl.actor.model import heads
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -38,12 +37,12 @@ def test_a_float32_head_rounds_the_loss_less(checkpoints: Callable[..., Path], k
         project, exact = engine.backend.logprobs, []
 
         def recorded(
-            hidden: Tensor, labels: Labels, module: Any, *more: Any, project: Any = project, exact: Any = exact
+            hidden: Tensor, labels: Labels, weight: Tensor, *more: Any, project: Any = project, exact: Any = exact
         ) -> Any:
-            table = (hidden.double() @ heads.weight_of(module).double().t())[:, :343].log_softmax(-1)
+            table = (hidden.double() @ weight.double().t())[:, :343].log_softmax(-1)
             ids = labels.ids
             exact.append((table.gather(1, ids.clamp(min=0)[:, None]).squeeze(1) * (ids != -1)).detach())
-            return project(hidden, labels, module, *more)
+            return project(hidden, labels, weight, *more)
 
         engine.backend = dataclasses.replace(engine.backend, logprobs=recorded)
         stats = engine.train_lm(batch)

@@ -85,7 +85,7 @@ def test_figures_are_of_the_steps_that_were_taken(
 
 
 def test_fewer_sequences_than_minibatches_are_refused(actor: MegatronPPOActor) -> None:
-    with pytest.raises(ValueError, match=r"9 sequences are too few for algorithm\.n_minibatches=10"):
+    with pytest.raises(ValueError, match=r"9 samples are too few for algorithm\.n_minibatches=10"):
         update(actor, [1.0] * 10)
 
 

@@ -44,6 +44,7 @@ def make_batch(seed: int = 0, tool_turns: bool = False) -> PackedBatch:
             "ref_logp": near(0.4),
             "rollout_logprobs": near(0.4),
             "values": near(0.5),
+            "teacher_logp": near(0.8),
         },
         {
             "rewards": rewards,
@@ -115,6 +116,14 @@ def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list
         return spread([v - mean(r) if config.baseline else v for v in r])
     if name == "remax":
         return spread(r)
+    if name == "opd":
+        gaps = split(batch["teacher_logp"] - batch["prox_logp"], batch)
+        rewards = [config.reward_coef * v if config.reward_coef else 0.0 for v in normalised(r)]
+        bound = config.max_log_ratio
+        return [
+            [v + config.teacher_coef * max(-bound, min(bound, gap)) for gap in row.tolist()]
+            for v, row in zip(rewards, gaps, strict=True)
+        ]
     if name == "gdpo":
         first, second = (normalised(column) for column in batch["reward_columns"].T.tolist())
         weights = config.reward_weights or [1.0, 1.0]
@@ -192,6 +201,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"kl_coef": 0.2, "kl_estimator": "k2"}),
     ("ppo", {"kl_coef": 0.2, "gamma": 0.9, "gae_lambda": 0.8}),
     ("grpo", {"correction": "truncate", "correction_high": 1.2}),
+    ("opd", {"teacher_coef": 0.5, "reward_coef": 2.0, "max_log_ratio": 0.3}),
     ("gspo", {"correction": "mask", "correction_low": 0.7, "correction_high": 1.4}),
 ]
 
@@ -243,7 +253,7 @@ def test_needs_prox_logp_is_set_if_prox_logp_is_read_before_the_update(
 ) -> None:
     config: Any = ALGORITHMS[name][0](aggregate_tokens=24, **knobs)  # type: ignore[call-arg]
     algorithm, batch = algorithm_of(config), make_batch()
-    if config.kl_coef and config.kl_in == "reward":  # the default of some algorithms
+    if name == "opd" or (config.kl_coef and config.kl_in == "reward"):  # the default of some algorithms
         needed = True
     assert algorithm.needs_prox_logp == needed
     if not needed:

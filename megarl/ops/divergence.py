@@ -1,0 +1,337 @@
+"""Divergence of a student's next-token distribution from its teacher's, with a chunk of both logits in memory.
+
+    beta = 0        KL(teacher || student), forward
+    0 < beta < 1    beta KL(teacher || M) + (1 - beta) KL(student || M),    M = beta teacher + (1 - beta) student
+    beta = 1        KL(student || teacher), reverse
+
+The middle is GKD's generalised Jensen-Shannon divergence (Agarwal et al., https://arxiv.org/abs/2306.13649, section 2).
+Logits are computed from hidden states, some rows at a time, and again in backward. Every rank of a tensor parallel
+group has its columns of both. Of a whole row only a few sums travel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.ops.first_derivative import first_derivative_only
+from megarl.ops.linear_logprob import add_weight_grad, product
+from megarl.ops.logprob_kernels import inverse_temperature, stats_dtype
+
+CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of a chunk's logits in float32; backward has about six of them
+LEAST_REST = 1e-7  # probability outside the top k that a teacher is given at least, the spacing of float32 below 1
+NO_LOGIT = -1e4  # a student's logit of a token that it does not have
+LEAST_LOG_REST = -30.0  # log-prob outside the top k that a student is given at least
+
+
+@dataclass(frozen=True)
+class FullTeacher:
+    """A teacher's hidden states of the trained rows, and its LM head cut as the student's.
+
+    Logits of the first `vocab_valid` tokens are compared: the tokens that both models have. Both distributions are
+    normalised over them.
+    """
+
+    hidden: Tensor  # [rows, teacher's hidden size]
+    weight: Tensor  # [local vocabulary, teacher's hidden size]
+    vocab_valid: int
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """A teacher's most likely tokens of the trained rows. The other tokens count as one event, the rest.
+
+    Tokens past the student's vocabulary count to the rest too.
+    """
+
+    ids: Tensor  # int64 [rows, k], distinct in each row
+    logprobs: Tensor  # float32 [rows, k]
+
+
+@dataclass(frozen=True)
+class Student:
+    """A student's LM head, and the tokens that it is trained on."""
+
+    labels: Tensor  # int64 [tokens], read at `rows`
+    rows: Tensor  # int64 [rows]: positions with a label
+    vocab_valid: int  # size of the vocabulary; columns past it are padding
+    vocab_start: int  # id of this rank's first column
+    group: dist.ProcessGroup | None  # ranks that share the vocabulary
+    logits_dtype: torch.dtype
+    main_grad: Tensor | None  # float32 [local vocabulary, hidden], to which backward adds; None: autograd's
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    student: Student,
+    teacher: FullTeacher | TopKTeacher,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    chunk_rows: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes log-probs of the labels, entropies, and divergences from the teacher.
+
+    Args:
+        hidden: `[tokens, hidden]`, identical on all ranks of the group; its gradient is summed over them.
+        weight: `[local vocabulary, hidden]`, this rank's rows of the LM head.
+        student: the labels and the vocabulary.
+        teacher: its distribution at the rows with a label, in their order.
+        beta: kind of the divergence, from 0 (forward KL) to 1 (reverse KL).
+        temperature: divides the logits of the student and of a `FullTeacher`.
+        chunk_rows: rows of logits in memory at a time; None takes `CHUNK_BYTES`.
+
+    Returns:
+        float32 `[tokens]` each (float64 for float64 states), 0 for rows without a label. All are differentiable in
+        `hidden` and `weight`.
+
+    Raises:
+        ValueError: beta outside 0 to 1, or a teacher with another number of rows.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta is {beta}, it must lie between 0 (forward KL) and 1 (reverse KL)")
+    count = teacher.hidden.shape[0] if isinstance(teacher, FullTeacher) else teacher.ids.shape[0]
+    if count != student.rows.numel():
+        raise ValueError(f"the teacher has {count} rows and the student {student.rows.numel()}; pass the same tokens")
+    inv_temp = float(inverse_temperature(temperature, hidden))
+    chunk = chunk_rows or max(16, CHUNK_BYTES[hidden.device.type] // (4 * max(1, weight.shape[0])))
+    head = _TwoHeads(student, teacher, beta, inv_temp, chunk)
+    logprob, entropy, divergence = _LinearDivergence.apply(hidden, weight, head)
+    return logprob, entropy, divergence
+
+
+def top_k_logprobs(
+    logits: Tensor, k: int, *, vocab_valid: int, vocab_start: int, group: dist.ProcessGroup | None, below: int = 2**62
+) -> tuple[Tensor, Tensor]:
+    """Finds the k most likely tokens of vocabulary-parallel logits `[rows, local vocabulary]`, with ids below `below`.
+
+    Returns:
+        ids, int64 `[rows, k]`, and log-probs over the whole vocabulary, float32 `[rows, k]`, equal on every rank.
+    """
+    columns = _columns(vocab_valid, vocab_start, logits.shape[1])
+    z = logits[:, :columns].to(stats_dtype(logits.dtype))
+    candidates = z[:, : _columns(below, vocab_start, columns)]
+    best, ids = candidates.topk(min(k, candidates.shape[1]), dim=1)
+    missing = k - best.shape[1]
+    best = torch.nn.functional.pad(best, (0, missing), value=-math.inf)
+    ids = torch.nn.functional.pad(ids + vocab_start, (0, missing))
+    total = torch.logsumexp(_gathered(torch.logsumexp(z, 1), group), 0)
+    all_best, all_ids = (_gathered(x, group).movedim(0, 1).flatten(1) for x in (best, ids))
+    chosen, places = all_best.topk(k, dim=1)
+    return all_ids.gather(1, places), chosen - total.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class _TwoHeads:
+    """Inputs shared by all chunks."""
+
+    student: Student
+    teacher: FullTeacher | TopKTeacher
+    beta: float
+    inv_temp: float
+    chunk: int
+
+    def chunks(self) -> list[slice]:
+        count = self.student.rows.numel()
+        return [slice(i, min(i + self.chunk, count)) for i in range(0, count, self.chunk)]
+
+    def scores(self, hidden: Tensor, weight: Tensor, vocab_valid: int) -> Tensor:
+        """Tempered logits of this rank's valid columns, `[rows, columns]`."""
+        out = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=self.student.logits_dtype)
+        logits = product(hidden, weight, out)[:, : _columns(vocab_valid, self.student.vocab_start, weight.shape[0])]
+        return logits.to(stats_dtype(hidden.dtype)) * self.inv_temp
+
+    def chunk_of(self, span: slice, x: Tensor, weight: Tensor) -> _FullChunk | _TopKChunk:
+        """Logits and sums of the rows in `span`. A collective of the group."""
+        z = self.scores(x, weight, self.student.vocab_valid)
+        labels = self.student.labels[self.student.rows[span]]
+        if isinstance(self.teacher, FullTeacher):
+            common = min(self.teacher.vocab_valid, self.student.vocab_valid)
+            y = self.scores(self.teacher.hidden[span], self.teacher.weight, common)
+            return _FullChunk(z, labels, y, self)
+        return _TopKChunk(z, labels, self.teacher.ids[span], self.teacher.logprobs[span], self)
+
+
+class _Chunk:
+    """Logits `z` of a chunk, and gradients of log-prob and entropy, which need no teacher."""
+
+    def __init__(self, z: Tensor, labels: Tensor, head: _TwoHeads) -> None:
+        self.z, self.head = z, head
+        self.place = labels - head.student.vocab_start
+        self.here = (self.place >= 0) & (self.place < z.shape[1])
+        self.logq = z  # log-probs of this rank's columns, set by `normalise`
+
+    def normalise(self, total: Tensor) -> None:
+        self.logq = self.z - total.unsqueeze(1)
+        self.q = self.logq.exp()
+
+    def label_logprob(self) -> Tensor:
+        """This rank's share of the labels' log-probs: 0 where another rank has the label."""
+        return _taken(self.logq, self.place, self.here)
+
+    def negative_entropy(self) -> Tensor:
+        return (self.q * self.logq).sum(1)
+
+    def add_gradients(self, grad: Tensor, g: Tensor, h: Tensor, entropy: Tensor) -> Tensor:
+        """Adds the gradient of `g` times the log-prob and `h` times the entropy to `grad`, in place."""
+        grad.sub_(self.q * (g.unsqueeze(1) + h.unsqueeze(1) * (self.logq + entropy.unsqueeze(1))))
+        index = self.place.clamp(0, max(0, grad.shape[1] - 1)).unsqueeze(1)
+        return grad.scatter_add_(1, index, (g * self.here).unsqueeze(1)) if grad.shape[1] else grad
+
+
+class _FullChunk(_Chunk):
+    """A chunk with the teacher's logits `y` `[rows, common columns]`."""
+
+    def __init__(self, z: Tensor, labels: Tensor, y: Tensor, head: _TwoHeads) -> None:
+        super().__init__(z, labels, head)
+        common = y.shape[1]
+        local = [torch.logsumexp(part, 1) for part in (z[:, :common], z[:, common:], y)]
+        sums = torch.logsumexp(_gathered(torch.stack(local, 1), head.student.group), 0)
+        self.normalise(torch.logaddexp(sums[:, 0], sums[:, 1]))
+        self.logq_common = z[:, :common] - sums[:, :1]
+        self.value, self.weighted = divergence_terms(y - sums[:, 2:], self.logq_common, head.beta)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """This rank's shares of divergence and summed weighted derivative."""
+        return self.value.sum(1), self.weighted.sum(1)
+
+    def gradient(self, d: Tensor, total: Tensor) -> Tensor:
+        """Gradient of `d` times the divergence with respect to `z`."""
+        grad = torch.zeros_like(self.z)
+        inner = self.weighted - self.logq_common.exp() * total.unsqueeze(1)
+        grad[:, : inner.shape[1]] = d.unsqueeze(1) * inner
+        return grad
+
+
+class _TopKChunk(_Chunk):
+    """A chunk with the teacher's k most likely tokens."""
+
+    def __init__(self, z: Tensor, labels: Tensor, ids: Tensor, logp: Tensor, head: _TwoHeads) -> None:
+        super().__init__(z, labels, head)
+        group = head.student.group
+        self.local = ids - head.student.vocab_start
+        self.inside = (self.local >= 0) & (self.local < z.shape[1])
+        self.outside_top = torch.ones_like(z, dtype=torch.bool)
+        rows = torch.arange(z.shape[0], device=z.device).unsqueeze(1).expand_as(ids)
+        self.outside_top[rows[self.inside], self.local[self.inside]] = False
+        local_rest = torch.logsumexp(z.masked_fill(~self.outside_top, -math.inf), 1)
+        chosen = torch.zeros_like(logp, dtype=z.dtype)
+        chosen[self.inside] = z[rows[self.inside], self.local[self.inside]]
+        unknown = ids >= head.student.vocab_valid
+        gathered = _gathered(torch.cat((local_rest.unsqueeze(1), chosen), 1), group)
+        rest, chosen = torch.logsumexp(gathered[:, :, 0], 0), gathered[:, :, 1:].sum(0)
+        chosen = chosen.masked_fill(unknown, NO_LOGIT)
+        total = torch.logaddexp(rest, torch.logsumexp(chosen, 1))
+        self.normalise(total)
+        log_rest = (rest - total).clamp(min=LEAST_LOG_REST)
+        logp = logp.to(z.dtype).masked_fill(unknown, LEAST_LOG_REST)
+        teacher_rest = (1 - logp.exp().sum(1)).clamp(min=LEAST_REST).log()
+        self.events = torch.cat((chosen - total.unsqueeze(1), log_rest.unsqueeze(1)), 1)  # log-probs of k + 1 events
+        self.value, self.weighted = divergence_terms(
+            torch.cat((logp, teacher_rest.unsqueeze(1)), 1), self.events, head.beta
+        )
+        self.rows = rows
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Divergence and summed weighted derivative on the first rank, 0 on the others: all ranks know the events."""
+        first = float(_rank(self.head.student.group) == 0)
+        return self.value.sum(1) * first, self.weighted.sum(1) * first
+
+    def gradient(self, d: Tensor, total: Tensor) -> Tensor:
+        """Gradient of `d` times the divergence with respect to `z`."""
+        of_rest = self.weighted[:, -1] / self.events[:, -1].exp()
+        grad = self.q * (d * (of_rest - total)).unsqueeze(1)
+        inner = d.unsqueeze(1) * (self.weighted - self.events.exp() * total.unsqueeze(1))
+        grad[self.rows[self.inside], self.local[self.inside]] = inner[:, :-1][self.inside]
+        return grad
+
+
+def divergence_terms(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Terms of the divergence of q from p, event by event, and each event's derivative times q.
+
+    The gradient with respect to the logits of q is `weighted - q * weighted.sum()`.
+    """
+    p, q = logp.exp(), logq.exp()
+    if beta == 0:
+        return p * (logp - logq), -p
+    if beta == 1:
+        value = q * (logq - logp)
+        return value, value
+    logm = torch.logaddexp(logp + math.log(beta), logq + math.log1p(-beta))
+    weighted = (1 - beta) * q * (logq - logm)
+    return beta * p * (logp - logm) + weighted, weighted
+
+
+class _LinearDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: _TwoHeads) -> tuple[Tensor, Tensor, Tensor]:
+        rows, group = head.student.rows, head.student.group
+        results = torch.zeros(4, hidden.shape[0], dtype=stats_dtype(hidden.dtype), device=hidden.device)
+        for span in head.chunks():
+            chunk = head.chunk_of(span, hidden.index_select(0, rows[span]), weight)
+            local = torch.stack((chunk.label_logprob(), -chunk.negative_entropy(), *chunk.sums()))
+            results[:, rows[span]] = _gathered(local, group).sum(0)
+        logprob, entropy, divergence, total = results.unbind()
+        ctx.save_for_backward(hidden, weight, entropy[rows], total[rows])
+        ctx.head = head
+        return logprob.clone(), entropy.clone(), divergence.clone()
+
+    @staticmethod
+    @first_derivative_only("linear_divergence", "full logits")
+    def backward(ctx: Any, for_logprob: Tensor, for_entropy: Tensor, for_divergence: Tensor) -> tuple[Any, ...]:
+        hidden, weight, entropy, total = ctx.saved_tensors
+        head: _TwoHeads = ctx.head
+        student = head.student
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.zeros_like(hidden) if for_hidden else None
+        weight_grad = student.main_grad
+        if weight_grad is None and for_weight:
+            weight_grad = torch.zeros_like(weight, dtype=stats_dtype(weight.dtype))
+        for span in head.chunks():
+            at = student.rows[span]
+            x = hidden.index_select(0, at)
+            chunk = head.chunk_of(span, x, weight)
+            grad = chunk.gradient(for_divergence[at], total[span])
+            chunk.add_gradients(grad, for_logprob[at], for_entropy[at], entropy[span])
+            scores = torch.zeros(grad.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+            scores[:, : grad.shape[1]] = grad.mul_(head.inv_temp)
+            if hidden_grad is not None:
+                hidden_grad.index_copy_(0, at, torch.mm(scores, weight, out=torch.empty_like(x)))
+            if weight_grad is not None:
+                add_weight_grad(weight_grad, scores, x)
+        if hidden_grad is not None and student.group is not None and student.group.size() > 1:
+            dist.all_reduce(hidden_grad, group=student.group)
+        returned = None if student.main_grad is not None or weight_grad is None else weight_grad.to(weight.dtype)
+        return hidden_grad, returned, None
+
+
+def _columns(vocab_valid: int, vocab_start: int, local: int) -> int:
+    """Columns of this rank that hold tokens, not padding."""
+    return min(max(vocab_valid - vocab_start, 0), local)
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def _gathered(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Values of all ranks, `[ranks, ...]`, in rank order, so that sums do not depend on the order of arrival."""
+    if group is None or group.size() == 1:
+        return values.unsqueeze(0)
+    out = values.new_empty(group.size() * values.shape[0], *values.shape[1:])
+    dist.all_gather_into_tensor(out, values.contiguous(), group=group)
+    return out.view(group.size(), *values.shape)
+
+
+def _taken(values: Tensor, place: Tensor, here: Tensor) -> Tensor:
+    """`values[row, place[row]]` where `here` is set, else 0."""
+    if not values.shape[1]:
+        return values.new_zeros(values.shape[0])
+    taken = values.gather(1, place.clamp(0, values.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    return taken.masked_fill(~here, 0.0)
