@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from types import MappingProxyType
 from typing import Any
 
 from megarl.knobs import UserError, function_of
 from megarl.rewards.code import code_reward_fn
 from megarl.rewards.gsm8k import gsm8k_reward_fn
+from megarl.rewards.lists import ListReward, list_arguments
 from megarl.rewards.math import math_reward_fn
 from megarl.rewards.text import exact_match_reward_fn, think_format_reward_fn
 
@@ -29,7 +30,7 @@ REWARDS: dict[str, RewardFn] = {
 def reward_fn_of(name: str) -> RewardFn:
     """Looks up a name in `REWARDS`, or imports the user's `MODULE.FUNCTION`, also from the working folder.
 
-    A function `f(completions, **columns) -> list[float]`, as in TRL and axolotl, is wrapped by `one_by_one`.
+    A function `f(completions, **columns) -> list[float]`, as in TRL and axolotl, is wrapped by `ListReward`.
 
     Raises:
         UserError: the name is unknown, the function cannot be imported, or takes no completions.
@@ -47,7 +48,7 @@ def reward_fn_of(name: str) -> RewardFn:
             f"rewards.functions: {name} is no reward function: it takes neither prompt_ids (one completion a call) nor "
             "completions (lists, as in TRL); see docs/adding_a_reward.md"
         )
-    return function if "prompt_ids" in parameters else one_by_one(function)
+    return function if "prompt_ids" in parameters else ListReward(function)
 
 
 def check_columns(name: str, columns: Collection[str]) -> None:
@@ -66,7 +67,7 @@ def check_columns(name: str, columns: Collection[str]) -> None:
         if "prompt_ids" in signature.parameters:
             signature.bind("", "", [], [], **dict.fromkeys(columns))
         else:
-            signature.bind(**_lists(set(signature.parameters), "", "", [], dict.fromkeys(columns)))
+            signature.bind(**list_arguments(set(signature.parameters), "", [""], [[]], dict.fromkeys(columns)))
     except TypeError as error:
         raise UserError(
             f"rewards.functions: {name} cannot be called with the data's columns {', '.join(sorted(columns))}: {error}"
@@ -84,35 +85,3 @@ def _function(name: str) -> RewardFn:
         )
     function: RewardFn = function_of(name, f"rewards.functions: {name}")
     return function
-
-
-def one_by_one(function: RewardFn) -> RewardFn:
-    """Wraps `f(completions, **columns) -> list[float]` into a reward function for single completions.
-
-    `f` gets `prompts`, `completions`, `completion_ids` and every column as lists with one element. A plural parameter
-    without a column gets the singular one: `answers` receives the column `answer`.
-    """
-    parameters = _parameters(function)
-
-    def reward(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
-        (value,) = function(**_lists(parameters, prompt, completions, completion_ids, data))
-        return float(value)
-
-    reward.__name__ = getattr(function, "__name__", "reward")
-    reward.__module__ = function.__module__
-    return reward
-
-
-def _lists(
-    parameters: set[str], prompt: str, completion: str, completion_ids: list[int], data: Mapping[str, Any]
-) -> dict[str, list[Any]]:
-    """Builds the arguments of a function of lists for one completion."""
-    columns = {name: [value] for name, value in data.items()}
-    for name in parameters:
-        if name not in columns and name.endswith("s") and name[:-1] in columns:
-            columns[name] = columns[name[:-1]]
-    return {"prompts": [prompt], "completion_ids": [completion_ids], **columns, "completions": [completion]}
-
-
-def _parameters(function: RewardFn) -> set[str]:
-    return set(inspect.signature(function).parameters)

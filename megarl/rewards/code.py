@@ -8,29 +8,11 @@ start a process and cannot write outside its folder (`megarl.sandbox`).
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from megarl.sandbox import SandboxResult, check_statement, run_python
+from megarl.sandbox.programs import TEST_LIMIT_S, extract_code, run_test
 
-TEST_LIMIT_S = 2.0  # processor time of one test
 SAMPLE_LIMIT_S = 6.0  # processor time of all tests; those that are left then count as failed
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-
-
-def extract_code(text: str) -> str:
-    """Returns the last fenced block of Python, or the whole text if there is none."""
-    blocks = _BLOCK.findall(text)
-    return str(blocks[-1]) if blocks else text
-
-
-def run_test(code: str, test: dict[str, str] | str) -> tuple[bool, SandboxResult]:
-    """Runs one test: whether the program passes it, and the run. A program that ends before a statement fails it."""
-    if isinstance(test, str):
-        result = check_statement(code, test, time_limit_s=TEST_LIMIT_S)
-        return result.ok, result
-    result = run_python(code, test["input"], time_limit_s=TEST_LIMIT_S)
-    return result.ok and result.stdout.split() == test["output"].split(), result
 
 
 def code_reward_fn(

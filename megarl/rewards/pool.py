@@ -11,29 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import json
-import os
+import math
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
+from megarl.forks import ForkedProcess, ForkError, ForkServer, StartError
 from megarl.knobs import MAX_SECONDS, MAX_WEIGHT, UserError, check_ranges, knob
-from megarl.rewards import worker
+from megarl.rewards.worker import PickledRewards
 from megarl.types import Reward, RewardError
 
 PATIENCE_S = 0.1  # a call waits this long for a worker, or behind a slow one, before another worker takes it
-FORK_DEADLINE_S = 30.0
-START_DEADLINE_S = 120.0  # includes the import of the reward functions
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,11 @@ class RewardPool:
 
     `await pool(prompt, completions, prompt_ids, completion_ids, **data)` returns the weighted sum, with the functions'
     values in its `parts`. `await pool.score(...)` returns only the values. Both raise `RewardError` if a function
-    fails. The functions have the signature of `RLVRWorkflow`'s rewards, and are sync or async:
-    `(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
+    fails, or if none applies. The functions have the signature of `RLVRWorkflow`'s rewards, and are sync or async:
+    `(prompt, completions, prompt_ids, completion_ids, **data) -> float | None`. None does not count in the sum.
+
+    If one of them takes lists (`lists.ListReward`), `takes_lists` is true: `score_group` then scores all completions of
+    a prompt in one process.
 
     A context manager. Linux ends the processes with the thread that creates the pool, so that thread must live as long
     as the pool. Use it from one asyncio loop.
@@ -90,6 +86,7 @@ class RewardPool:
     def __init__(self, functions: Sequence[Callable[..., Any]], config: RewardConfig | None = None) -> None:
         self.config = config or RewardConfig()
         self.weights = self.config.weights or [1.0] * len(functions)
+        self.takes_lists = any(getattr(function, "takes_lists", False) for function in functions)
         self.failures: collections.Counter[str] = collections.Counter()  # by cause
         self._idle: collections.deque[_Worker] = collections.deque()
         self._live: set[_Worker] = set()
@@ -98,34 +95,11 @@ class RewardPool:
         self._answers = 0
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lock = threading.Lock()  # of the control socket
-        self._control, child_end = socket.socketpair()
-        self._process = self._spawn(child_end)
-        self._load(functions)
-
-    def _spawn(self, child_end: socket.socket) -> subprocess.Popen[bytes]:
-        """Starts the process that will hold the reward functions, connected by `child_end`."""
-        memory = str(self.config.memory_limit_mb * 2**20)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.rewards.worker", str(child_end.fileno()), memory],
-            pass_fds=[child_end.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
-        child_end.close()
-        return process
-
-    def _load(self, functions: Sequence[Callable[..., Any]]) -> None:
-        """Sends the functions to the process and waits until it has loaded them."""
+        scorer = pickle.dumps(PickledRewards(cloudpickle.dumps(list(functions))))
         try:
-            self._control.settimeout(START_DEADLINE_S)
-            worker.send(self._control, pickle.dumps((sys.path, cloudpickle.dumps(list(functions)))))
-            answer = self._answer()
-            if "error" in answer:
-                raise UserError(f"the reward functions cannot be loaded in another process: {answer['error']}")
-            self._control.settimeout(FORK_DEADLINE_S)
-        except BaseException:
-            self.close()
-            raise
+            self._server = ForkServer("megarl.rewards.worker", scorer, self.config.memory_limit_mb)
+        except StartError as error:
+            raise UserError(f"the reward functions cannot be loaded in another process: {error}") from error
 
     def __enter__(self) -> RewardPool:
         return self
@@ -139,33 +113,79 @@ class RewardPool:
             live.kill()
         self._live.clear()
         self._idle.clear()
-        self._control.close()
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait(FORK_DEADLINE_S)
+        self._server.close()
 
     async def __call__(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
     ) -> Reward:
-        values = await self.score(prompt, completions, prompt_ids, completion_ids, **data)
-        return Reward(sum(weight * value for weight, value in zip(self.weights, values, strict=True)), values)
+        return self._sum(await self.score(prompt, completions, prompt_ids, completion_ids, **data))
 
     async def score(
         self, prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
-    ) -> list[float]:
+    ) -> list[float | None]:
         """The value of every function for one completion.
 
         Raises:
             RewardError: the call took too long, its process died, or a function raised or returned no finite number.
         """
-        pickled = pickle.dumps({"args": (prompt, completions, prompt_ids, completion_ids), "data": data})
+        (result,) = await self._results(prompt, prompt_ids, [completions], [completion_ids], data)
+        if isinstance(result, str):
+            self.failures["raised"] += 1
+            raise RewardError(result)
+        return result
+
+    async def score_group(
+        self,
+        prompt: str,
+        prompt_ids: list[int],
+        completions: Sequence[str],
+        completion_ids: Sequence[list[int]],
+        data: Mapping[str, Any],
+    ) -> list[Reward | RewardError]:
+        """The weighted sums for all completions of a prompt, or the failures. Their time limits add up."""
+        try:
+            results = await self._results(prompt, prompt_ids, completions, completion_ids, data)
+        except RewardError as error:
+            return [error] * len(completions)
+        rewards: list[Reward | RewardError] = []
+        for result in results:
+            try:
+                if isinstance(result, str):
+                    self.failures["raised"] += 1
+                    raise RewardError(result)
+                rewards.append(self._sum(result))
+            except RewardError as error:
+                rewards.append(error)
+        return rewards
+
+    def _sum(self, values: Sequence[float | None]) -> Reward:
+        """The weighted sum of the values that apply; the others are NaN in its `parts`."""
+        applied = [(weight, value) for weight, value in zip(self.weights, values, strict=True) if value is not None]
+        if not applied:
+            self.failures["none"] += 1
+            raise RewardError("no reward function applies: each returned None; return a number from one of them")
+        parts = [math.nan if value is None else value for value in values]
+        return Reward(sum(weight * value for weight, value in applied), parts)
+
+    async def _results(
+        self,
+        prompt: str,
+        prompt_ids: list[int],
+        completions: Sequence[str],
+        completion_ids: Sequence[list[int]],
+        data: Mapping[str, Any],
+    ) -> list[list[float | None] | str]:
+        """The values of the functions for each completion, or the cause of its failure; see `worker.score`."""
+        texts, ids = list(completions), list(completion_ids)
+        values = {"prompt": prompt, "prompt_ids": prompt_ids, "completions": texts, "completion_ids": ids}
         loop = asyncio.get_running_loop()
-        call = _Call(pickled, loop.create_future())
+        limit_s = self.config.time_limit_s * len(texts)
+        call = _Call(pickle.dumps({**values, "data": dict(data)}), limit_s, loop.create_future())
         self._queue.append(call)
         if len(self._queue) == 1:
             loop.call_soon(self._hand_out)  # later, together with all calls of this loop iteration
         try:
-            return await call.values
+            return await call.results
         except asyncio.CancelledError:
             for busy in [busy for busy in self._live if busy.scoring is call]:
                 self._end(busy)
@@ -189,16 +209,14 @@ class RewardPool:
                 answer = await worker_.answer()
             except (ConnectionError, asyncio.IncompleteReadError):
                 if worker_.late:
-                    self._fail(call, "time", f"no answer within rewards.time_limit_s={self.config.time_limit_s:g}")
+                    self._fail(call, "time", f"no answer within rewards.time_limit_s={self._limit(call)}")
                 else:
                     self._fail(call, "died", "its process died (exit, crash or memory limit)")
                 self._end(worker_)
                 break
             self._answers += 1
-            if "error" in answer:
-                self._fail(call, "raised", answer["error"])
-            elif not call.values.done():  # the caller may have been cancelled
-                call.values.set_result(answer["values"])
+            if not call.results.done():  # the caller may have been cancelled
+                call.results.set_result(answer["results"])
             if not answer["more"]:
                 break
             if not worker_.share:  # it would go on with calls that others have taken meanwhile
@@ -212,10 +230,15 @@ class RewardPool:
         self._queue.extendleft(reversed(worker_.share))
         worker_.share.clear()
 
+    def _limit(self, call: _Call) -> str:
+        """The time limit of a call, in words."""
+        count = round(call.limit_s / self.config.time_limit_s)
+        return f"{self.config.time_limit_s:g}" + (f" for each of {count} completions" if count > 1 else "")
+
     def _fail(self, call: _Call, cause: str, message: str) -> None:
-        if not call.values.done():  # otherwise the caller was cancelled
+        if not call.results.done():  # otherwise the caller was cancelled
             self.failures[cause] += 1
-            call.values.set_exception(RewardError(message))
+            call.results.set_exception(RewardError(message))
 
     def _free(self, worker_: _Worker) -> None:
         """Marks a worker as idle unless it has ended. Once all are idle, ends the workers beyond `rewards.workers`."""
@@ -235,9 +258,11 @@ class RewardPool:
         while self._queue or len(self._idle) < len(self._live):
             answers_before = self._answers
             await asyncio.sleep(min(PATIENCE_S, self.config.time_limit_s))
-            for busy in [busy for busy in self._live if busy.scoring is not None]:
+            for busy in list(self._live):
                 elapsed = time.monotonic() - busy.since
-                if elapsed > self.config.time_limit_s:
+                if busy.scoring is None:
+                    continue
+                if elapsed > busy.scoring.limit_s:
                     busy.late = True
                     self._end(busy)
                 elif elapsed > PATIENCE_S:
@@ -263,8 +288,8 @@ class RewardPool:
 
     async def _fork(self) -> None:
         try:
-            new_worker = await _Worker.connect(self._request_fork)
-        except (OSError, RewardError) as error:
+            new_worker: _Worker = await _Worker.connect(self._server)
+        except (OSError, ForkError) as error:
             self._forking -= 1
             if self._queue:
                 self._fail(self._queue.popleft(), "died", f"no scoring process could be started: {error}")
@@ -277,57 +302,27 @@ class RewardPool:
         worker_.kill()
         self._live.discard(worker_)
 
-    def _request_fork(self, child_end: socket.socket) -> int:
-        """Requests a worker on this end of a socket pair, and returns its pid."""
-        with self._lock:
-            socket.send_fds(self._control, [b"."], [child_end.fileno()])
-            return int(self._answer()["pid"])
-
-    def _answer(self) -> dict[str, Any]:
-        """Reads the next answer of the process that holds the functions."""
-        try:
-            message = worker.receive(self._control)
-        except TimeoutError:
-            message = None
-        if message is None:
-            raise RewardError("the process that holds the reward functions did not answer; see its output above")
-        answer: dict[str, Any] = json.loads(message)
-        return answer
-
 
 @dataclass(eq=False)
 class _Call:
     pickled: bytes
-    values: asyncio.Future[list[float]]
+    limit_s: float
+    results: asyncio.Future[list[list[float | None] | str]]
 
 
-class _Worker:
-    """A scoring process and the streams to it."""
+class _Worker(ForkedProcess):
+    """A scoring process."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.pid = pid
-        self.reader = reader
-        self.writer = writer
-        self.loop = asyncio.get_running_loop()
+        super().__init__(pid, reader, writer)
         self.share: collections.deque[_Call] = collections.deque()  # calls not begun
         self.scoring: _Call | None = None
-        self.since = 0.0  # start time of `scoring`
         self.late = False
-
-    @staticmethod
-    async def connect(fork: Callable[[socket.socket], int]) -> _Worker:
-        """Creates a worker: `fork` starts the process on one end of a socket pair and returns its pid."""
-        parent_end, child_end = socket.socketpair()
-        with child_end:
-            pid = await asyncio.to_thread(fork, child_end)
-        parent_end.setblocking(False)
-        return _Worker(pid, *await asyncio.open_unix_connection(sock=parent_end))
 
     def send(self, share: list[_Call]) -> None:
         """Sends a share of calls to the process."""
         self.share.extend(share)
-        message = pickle.dumps([call.pickled for call in share])
-        self.writer.write(worker.HEADER.pack(len(message)) + message)
+        self.write(pickle.dumps([call.pickled for call in share]))
 
     def next(self) -> _Call:
         """Takes the next call of the share as the one being scored."""
@@ -337,12 +332,5 @@ class _Worker:
 
     async def answer(self) -> dict[str, Any]:
         """Reads the answer to the call being scored. Its `more` is true if another answer follows."""
-        (size,) = worker.HEADER.unpack(await self.reader.readexactly(worker.HEADER.size))
-        answer: dict[str, Any] = json.loads(await self.reader.readexactly(size))
+        answer: dict[str, Any] = json.loads(await self.read())
         return answer
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it may have ended already
-            os.kill(self.pid, signal.SIGKILL)
-        if not self.loop.is_closed():
-            self.writer.transport.abort()

@@ -1,33 +1,20 @@
-"""Processes of `RewardPool`: one holds the reward functions and forks a worker on every request.
-
-Started as `python -m megarl.rewards.worker FD MEMORY_BYTES`, where FD is a Unix socket. The first message on it holds
-the pickled reward functions. Unpickling them is safe, as they come from the parent. Every later message carries one end
-of a socket pair: the process forks a worker on it and answers the worker's pid. A worker reads shares of pickled calls
-from the parent and answers in JSON, as a function's return value must not be unpickled in the parent.
-"""
+"""Scores completions in the processes of `RewardPool`, which `megarl.forks` starts."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import io
 import json
 import logging
 import math
-import os
 import pickle
-import resource
-import signal
 import socket
-import struct
 import sys
 import time
 from typing import Any
 
-from megarl.processes import die_with_parent
+from megarl.forks import receive, send
 
-HEADER = struct.Struct("!Q")
 SHARE_S = 0.02  # well below `pool.PATIENCE_S`, after which the parent gives the rest of a share to other workers
 
 
@@ -35,45 +22,73 @@ class FunctionError(Exception):
     """A reward function failed. Names it and the cause."""
 
 
-def receive(connection: socket.socket) -> bytes | None:
-    """Reads the next message, or None if the other side has closed."""
-    header = _exactly(connection, HEADER.size)
-    return _exactly(connection, HEADER.unpack(header)[0]) if header is not None else None
+class PickledRewards:
+    """Reward functions, served to a `RewardPool` in processes of `megarl.forks`.
 
-
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = io.BytesIO()
-    while (missing := size - parts.tell()) > 0:
-        chunk = connection.recv(min(missing, 1 << 20))
-        if not chunk:
-            return None
-        parts.write(chunk)
-    return parts.getvalue()
-
-
-def send(connection: socket.socket, message: bytes) -> None:
-    """Sends one message, preceded by its length."""
-    connection.sendall(HEADER.pack(len(message)) + message)
-
-
-def score(functions: list[Any], call: dict[str, Any]) -> list[float]:
-    """Scores one completion with every function.
-
-    Raises:
-        FunctionError: a function raised, or returned no finite number. Names the function and the cause.
+    A worker reads shares of pickled calls from the parent. It answers in JSON, as a function's return value must not be
+    unpickled in the parent.
     """
-    values = []
-    for function in functions:
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+        self._functions: list[Any] = []
+
+    def prepare(self) -> None:
+        """Loads the functions, and what their modules import late."""
+        logging.disable(logging.WARNING)  # math-verify warns that its time limits are off; the pool has its own
+        self._functions = pickle.loads(self._pickled)
+        for module in {getattr(getattr(function, "func", function), "__module__", "") for function in self._functions}:
+            getattr(sys.modules.get(module), "before_fork", lambda: None)()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answers shares of calls, call by call, until the parent closes."""
+        serve(connection, self._functions)
+
+
+def score(functions: list[Any], call: dict[str, Any]) -> list[list[float | None] | str]:
+    """Scores the completions of a call with every function.
+
+    Returns for each completion the functions' values, None where a function does not apply, or the cause of a failure.
+    A function of lists is called once; its failure is the failure of all completions.
+    """
+    results: list[list[float | None] | str] = []
+    columns: list[list[float | FunctionError | None]] = [_column(function, call) for function in functions]
+    for values in zip(*columns, strict=True):
+        failures = [str(value) for value in values if isinstance(value, FunctionError)]
+        results.append(failures[0] if failures else [v for v in values if not isinstance(v, FunctionError)])
+    return results
+
+
+def _column(function: Any, call: dict[str, Any]) -> list[float | FunctionError | None]:
+    """Values of one function for the completions of a call, or its failures."""
+    texts, ids = call["completions"], call["completion_ids"]
+    if getattr(function, "takes_lists", False):
         try:
-            value = function(*call["args"], **call["data"])
-            if inspect.isawaitable(value):
-                value = asyncio.run(_awaited(value))
-            if isinstance(value, str) or not math.isfinite(number := float(value)):
-                raise TypeError(f"it returned {value!r}, not a finite number")
+            values = function.score_group(call["prompt"], call["prompt_ids"], texts, ids, call["data"])
+            return [_number(value) for value in values]
         except (Exception, SystemExit) as error:
-            raise FunctionError(f"{_name(function)} failed, {type(error).__name__}: {error}"[:500]) from error
-        values.append(number)
-    return values
+            return [_failure(function, error)] * len(texts)
+    column: list[float | FunctionError | None] = []
+    for text, tokens in zip(texts, ids, strict=True):
+        try:
+            value = function(call["prompt"], text, call["prompt_ids"], tokens, **call["data"])
+            column.append(_number(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value))
+        except (Exception, SystemExit) as error:
+            column.append(_failure(function, error))
+    return column
+
+
+def _number(value: Any) -> float | None:
+    """Checks a value of a function. None stays: the function does not apply to the completion."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not math.isfinite(number := float(value)):
+        raise TypeError(f"it returned {value!r}, not a finite number")
+    return number
+
+
+def _failure(function: Any, error: BaseException) -> FunctionError:
+    return FunctionError(f"{_name(function)} failed, {type(error).__name__}: {error}"[:500])
 
 
 def _name(function: Any) -> str:
@@ -93,58 +108,8 @@ def serve(connection: socket.socket, functions: list[Any]) -> None:
         calls: list[bytes] = pickle.loads(message)
         share_end = time.monotonic() + SHARE_S
         for number, call in enumerate(calls, 1):
-            try:
-                answer: dict[str, Any] = {"values": score(functions, pickle.loads(call))}
-            except FunctionError as error:  # fails only this sample; the worker goes on
-                answer = {"error": str(error)}
+            answer: dict[str, Any] = {"results": score(functions, pickle.loads(call))}
             answer["more"] = number < len(calls) and time.monotonic() < share_end
             send(connection, json.dumps(answer).encode())
             if not answer["more"]:
                 break
-
-
-def main() -> None:
-    logging.disable(logging.WARNING)  # math-verify warns that its time limits are off; the pool has its own
-    control = socket.socket(fileno=int(sys.argv[1]))
-    memory = int(sys.argv[2])
-    die_with_parent(os.getppid())
-    # On Ctrl-C, or on the SIGTERM that Slurm sends to all processes of a job, the trainer finishes its step and still
-    # needs rewards. Use a handler instead of SIG_IGN, which processes started by a reward would inherit.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
-    message = receive(control)
-    if message is None:
-        return
-    try:
-        path, pickled = pickle.loads(message)
-        sys.path[:] = path
-        functions = pickle.loads(pickled)
-        for module in {getattr(getattr(function, "func", function), "__module__", "") for function in functions}:
-            getattr(sys.modules.get(module), "before_fork", lambda: None)()  # slow imports, once for all workers
-    except Exception as error:  # the parent raises it
-        send(control, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-        return
-    send(control, json.dumps({"pid": os.getpid()}).encode())
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not data:
-            return
-        server_pid = os.getpid()
-        pid = os.fork()
-        if pid:
-            os.close(descriptors[0])
-            send(control, json.dumps({"pid": pid}).encode())
-            continue
-        control.close()
-        die_with_parent(server_pid)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a reward may start processes and wait for them
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with contextlib.suppress(ConnectionError, BrokenPipeError):
-            serve(socket.socket(fileno=descriptors[0]), functions)
-        os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
