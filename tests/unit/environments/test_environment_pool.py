@@ -1,0 +1,159 @@
+"""Environments in their own processes: what is slow, crashes or lies costs its episode alone."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import venv
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.environments.base import Step
+from megarl.environments.config import EnvironmentConfig, GymnasiumConfig, McpConfig
+from megarl.environments.pool import EnvironmentFault, EnvironmentPool
+from megarl.knobs import UserError
+
+WORLDS = "tests.unit.environments.worlds"
+COUNT = f"{WORLDS}.Count"
+PROMPT = [{"role": "user", "content": "Count."}]
+
+
+def run(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(call(), 400.0))
+
+
+def processes() -> int:
+    children = psutil.Process().children(recursive=True)
+    return sum("megarl.environments.host" in " ".join(child.cmdline()) for child in children)
+
+
+async def play(pool: EnvironmentPool, row: dict[str, Any], *answers: str) -> tuple[Any, list[Step], float | None]:
+    async with pool.lend() as playing:
+        messages = await playing.reset(row)
+        steps = [await playing.step(answer) for answer in answers]
+        return messages, steps, await playing.end()
+
+
+def test_an_episode_is_played_and_its_process_used_again() -> None:
+    async def twice() -> None:
+        for start in (4, 7):
+            messages, steps, end = await play(
+                pool, {"messages": PROMPT, "from": start, "answer": "stop", "end": 2}, "go", "stop"
+            )
+            assert messages == [{"role": "user", "content": f"Count.\n\nIt is {start}."}]
+            assert steps[0] == Step([{"role": "user", "content": f"It is {start + 1}."}], 0.25, False)
+            assert steps[1] == Step(None, 0.25, True)
+            assert end == 2.0
+        assert len(pool._live) == 1
+
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT)) as pool:
+        run(twice)
+        assert pool.report() == ""
+    assert processes() == 0
+
+
+FAULTS = {
+    "raise in reset": ("failed", r"reset\(\) failed, ValueError: two lines"),
+    "no text": ("failed", "the observation is a int; return text"),
+    "hang": ("slow", r"step\(\) took longer than rollout.environment.time_limit_s=5"),
+    "exit": ("died", r"its process died in step\(\)"),
+    "memory": ("failed", "MemoryError"),
+    "tuple": ("failed", r"step\(\) returned a tuple"),
+    "number": ("failed", "the observation is a int"),
+    "role": ("lied", "a message has a role of"),
+    "silent": ("lied", r"step\(\) gave no observation, but the episode is not done"),
+    "nan": ("lied", "the reward is nan, which is no finite number"),
+    "text": ("failed", "the reward is the text '1', no number"),
+}
+
+
+def test_each_fault_is_named_and_costs_its_episode_alone() -> None:
+    async def all_at_once() -> list[Any]:
+        rows = [{"messages": PROMPT, "fault": fault} for fault in FAULTS]
+        rows += [{"messages": PROMPT, "size": 300}, {"messages": PROMPT, "size": 10**7}, {"messages": PROMPT}]
+        return await asyncio.gather(*(play(pool, row, "go") for row in rows), return_exceptions=True)
+
+    config = EnvironmentConfig(kind=COUNT, time_limit_s=5.0, max_processes=4, max_observation_chars=200)
+    with EnvironmentPool(config) as pool:
+        *faults, long, huge, good = run(all_at_once)
+        for (cause, message), fault in zip(FAULTS.values(), faults, strict=True):
+            assert isinstance(fault, EnvironmentFault), fault
+            assert fault.cause == cause
+            assert pytest.raises(EnvironmentFault, match=message).matches(fault), fault
+        assert "has 300 characters, more than rollout.environment.max_observation_chars=200" in str(long)
+        assert "bytes, more than rollout.environment.max_observation_chars=200 can have" in str(huge)
+        assert good[1] == [Step([{"role": "user", "content": "It is 1."}], 0.25, False)]
+        report = pool.report()
+        assert report.startswith("13 of 14 episodes were lost in the environment: 6 failed, the first: ")
+        assert "1 slow, the first: step() took longer than" in report
+        assert "\n" not in report
+
+
+def test_a_cancelled_episode_ends_its_process_and_frees_its_place() -> None:
+    async def cancel() -> list[Step]:
+        hanging = asyncio.create_task(play(pool, {"messages": PROMPT, "fault": "hang"}, "go"))
+        while not pool._live:
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        return (await play(pool, {"messages": PROMPT}, "go"))[1]
+
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT, max_processes=1)) as pool:
+        assert len(run(cancel)) == 1
+        assert not pool.lost
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EnvironmentConfig(), "rollout.workflow=environment needs rollout.environment.kind"),
+        (EnvironmentConfig(kind="gymnasum"), "did you mean gymnasium"),
+        (EnvironmentConfig(kind="gymnasium"), "needs rollout.environment.gymnasium.id"),
+        (EnvironmentConfig(kind="mcp"), "needs rollout.environment.mcp.command, to start a server, or .url"),
+        (EnvironmentConfig(kind="mcp", mcp=McpConfig(command=["x"], url="http://x")), "give one of them"),
+        (EnvironmentConfig(kind=COUNT, python="/no/python"), "python=/no/python is no program here"),
+        (EnvironmentConfig(kind=COUNT, python="/bin/true"), "python=/bin/true is no Python interpreter"),
+        (EnvironmentConfig(kind="no_module.Env"), "cannot start: ModuleNotFoundError: No module named 'no_module'"),
+        (EnvironmentConfig(kind=f"{WORLDS}.Stranger"), "Stranger is no class derived from megarl.environments.base"),
+        (EnvironmentConfig(kind=f"{WORLDS}.Broken"), "Broken cannot start: OSError: no room"),
+        (EnvironmentConfig(kind=f"{WORLDS}.Dying"), "Dying cannot start: its process died"),
+        (EnvironmentConfig(kind=f"{WORLDS}.Slow", start_limit_s=2.0), "not start within rollout.environment.start_lim"),
+    ],
+)
+def test_an_environment_that_cannot_start_is_refused_in_one_line(config: EnvironmentConfig, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        EnvironmentPool(config)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert processes() == 0
+
+
+def test_a_missing_package_is_told_with_the_command_that_installs_it(tmp_path: Any) -> None:
+    bare = tmp_path / "bare"
+    venv.create(bare, with_pip=False)
+    config = EnvironmentConfig(
+        kind="gymnasium", python=str(bare / "bin" / "python"), gymnasium=GymnasiumConfig(id="Blackjack-v1")
+    )
+    with pytest.raises(UserError, match=r"gymnasium is missing; \S+/bare/bin/python -m pip install gymnasium=="):
+        EnvironmentPool(config)
+
+
+def test_another_interpreter_sees_none_of_this_ones_packages(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    (tmp_path / "bare_world.py").write_text(
+        "import importlib.util, sys\n"
+        "from megarl.environments.base import Environment, Step\n"
+        "class World(Environment):\n"
+        "    def reset(self, row): return f'{sys.prefix} {importlib.util.find_spec(\"torch\")}'\n"
+        "    def step(self, answer): return Step(None, 1.0, True)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    python = str(tmp_path / "bare" / "bin" / "python")
+    with EnvironmentPool(EnvironmentConfig(kind="bare_world.World", python=python)) as pool:
+        messages, _, _ = run(lambda: play(pool, {"messages": PROMPT}))
+    assert messages[0]["content"] == f"Count.\n\n{tmp_path / 'bare'} None"
+    assert sys.prefix not in messages[0]["content"]

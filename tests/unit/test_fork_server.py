@@ -1,0 +1,27 @@
+"""A fork server that answered too late is not asked again: its answer would name another fork."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import socket
+
+import psutil
+import pytest
+
+from megarl.environments.host import Host
+from megarl.forks import ForkError, ForkServer
+
+
+def test_after_a_fork_without_an_answer_all_later_ones_are_refused() -> None:
+    served = pickle.dumps(Host("tests.unit.environments.worlds.Count", {}))
+    ours, theirs = socket.socketpair()
+    with ForkServer("megarl.environments.host", served, 4096) as server, ours, theirs:
+        assert psutil.Process(server.fork(theirs)).ppid() == server._process.pid
+        server._process.send_signal(signal.SIGSTOP)
+        server._control.settimeout(0.1)
+        with pytest.raises(ForkError, match="did not answer; see its output"):
+            server.fork(theirs)
+        server._process.send_signal(signal.SIGCONT)
+        with pytest.raises(ForkError, match="did not answer before"):
+            server.fork(theirs)
