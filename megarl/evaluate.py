@@ -23,7 +23,7 @@ from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluation
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.rank0_rollouts import build_evaluator, max_sequence_tokens, open_rewards
+from megarl.trainer.rank0_rollouts import build_evaluator, max_sequence_tokens, open_environments, open_rewards
 
 
 def main(config: Config) -> int:
@@ -32,8 +32,8 @@ def main(config: Config) -> int:
     inputs = read_inputs(config, rank=0)
     folder = new_run(config.run_root, f"{config.experiment_name}_evaluate")
     OmegaConf.save(OmegaConf.structured(config), folder.config)
-    with open_rewards(config) as rewards:
-        evaluator = build_evaluator(config, inputs, rewards, folder)
+    with open_rewards(config) as rewards, open_environments(config) as environments:
+        evaluator = build_evaluator(config, inputs, rewards, folder, environments)
         servers = SGLangServers(
             config.server, local_folder(config.actor.path), folder.logs, sglang=server_arguments(config), first_gpu=0
         )
@@ -50,6 +50,8 @@ def main(config: Config) -> int:
         finally:
             servers.stop()
     Console(width=None if sys.stdout.isatty() else 120).print(evaluation_table(config, evaluation))
+    if environments is not None and (lost := environments.report()):
+        print(lost)
     print(f"samples   {evaluation.path}\nread them python -m megarl.samples {folder.path}")
     return 0
 
@@ -61,11 +63,20 @@ def evaluation_table(config: Config, evaluation: Evaluation) -> Table:
     for column in ("measure", "value", "meaning"):
         table.add_column(column)
     accuracy = f"{evaluation.accuracy:.1%} ± {evaluation.stderr:.1%}"
-    table.add_row("pass@1", accuracy, f"mean@{k}: part of all samples that solve")
+    table.add_row("pass@1", accuracy, f"mean@{k}: part of all samples that solve; ± its standard error")
     table.add_row(f"pass@{k}", f"{evaluation.pass_at_k:.1%}", "part of problems that a sample solves")
     table.add_row(f"maj@{k}", f"{evaluation.maj_at_k:.1%}", "part of problems whose most frequent answer is right")
     table.add_row("mean reward", f"{evaluation.mean_reward:.4f}", "over all samples")
     table.add_row("left out", str(evaluation.num_rejected), "problems without a sample that could be scored")
+    for label, measures in evaluation.estimates.items():
+        for measure, estimate in measures.items():
+            value = f"{estimate.value:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]"
+            over = f"on {label}" if label else "over all problems"
+            table.add_row(
+                f"{label} {measure}".strip(),
+                value,
+                f"{over}; {config.evaluator.confidence:.0%} interval: {estimate.method}",
+            )
     return table
 
 

@@ -10,7 +10,10 @@ from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megarl.data.config import DatasetConfig
+from megarl.data.mixture import Counted, Mixture, Origins, record_counts, record_episodes
+from megarl.data.stream import RowStream, StreamMixture
 from megarl.knobs import UserError
+from megarl.types import Episode
 
 
 def pad_sequences_to_tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -82,6 +85,9 @@ class Batches:
     `state_dict()` holds only values that JSON can store. Another `Batches` with the same data and config that loads it
     continues with exactly the next batch. `collate_fn` makes a batch from a list of rows: `list` (unchanged) for RL,
     `pad_sequences_to_tensors` for SFT.
+
+    Rows of a `Mixture` keep their origin with `list`. Another `collate_fn` does not see it; then the share and the
+    length of each source are recorded.
     """
 
     def __init__(self, dataset: Any, config: DatasetConfig, collate_fn: Callable[[list[Any]], Any] = list):
@@ -93,7 +99,21 @@ class Batches:
                 f"batch_size {config.batch_size} exceeds the {size} rows of {config.describe()}; "
                 "make batch_size smaller or give more data"
             )
-        self._identity = {"rows": size, "batch_size": config.batch_size, "shuffle": config.shuffle, "seed": config.seed}
+        self._identity: dict[str, Any] = {
+            "rows": size,
+            "batch_size": config.batch_size,
+            "shuffle": config.shuffle,
+            "seed": config.seed,
+        }
+        self.labels: list[str] = []  # of the mixed sources
+        mixture = dataset.dataset if isinstance(dataset, Origins) else dataset
+        if isinstance(mixture, Mixture):
+            self.labels = mixture.labels
+            self._identity["sources"] = mixture.identity()
+            dataset = Origins(mixture)
+        counted = bool(self.labels) and collate_fn is not list
+        self._unpack = self._counted if counted else self._plain
+        collate_fn = Counted(collate_fn) if counted else collate_fn
         self._sampler = EpochSampler(size, config.shuffle, config.seed)
         self.loader = StatefulDataLoader(
             dataset,
@@ -121,6 +141,27 @@ class Batches:
         """Number of rows in the data set."""
         return int(self._identity["rows"])
 
+    @property
+    def examples(self) -> Any:
+        """The rows themselves."""
+        return self.loader.dataset
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch of the batch given last, from 0."""
+        return self._sampler.epoch
+
+    def observe(self, episodes: Sequence[Episode]) -> None:
+        """Records the rewards, lengths and shares of mixed sources, for batches of prompts."""
+        record_episodes(self.labels, episodes)
+
+    def _plain(self, batch: Any) -> Any:
+        return batch
+
+    def _counted(self, batch: Any) -> Any:
+        record_counts(self.labels, batch[1])
+        return batch[0]
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
@@ -128,11 +169,11 @@ class Batches:
         if self._rows is None:
             self._rows = iter(self.loader)
         try:
-            return next(self._rows)
+            return self._unpack(next(self._rows))
         except StopIteration:
             self._sampler.epoch += 1
             self._rows = iter(self.loader)
-            return next(self._rows)
+            return self._unpack(next(self._rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the stream."""
@@ -142,14 +183,91 @@ class Batches:
         """Moves the stream to the position of `state`.
 
         Raises:
-            UserError: the number of rows, batch size, shuffling or seed differs.
+            UserError: the number of rows, batch size, shuffling, seed or the mixed sources differ, or it is a stream's.
         """
-        for key, value in self._identity.items():
-            if state[key] != value:
-                raise UserError(
-                    f"cannot resume the data order: {key} was {state[key]} at the checkpoint and is {value} now; "
-                    "resume with the same data and data settings"
-                )
+        _refuse_other_kind(state, "loader")
+        _refuse_change(self._identity, state)
         self._sampler.epoch = state["epoch"]
         self.loader.load_state_dict(dict(state["loader"]))
         self._rows = None
+
+
+class StreamBatches:
+    """Endless stream of batches of rows that are read when they are needed; otherwise as `Batches`.
+
+    `rows` is None: nobody has counted them.
+    """
+
+    rows = None
+
+    def __init__(
+        self,
+        stream: RowStream | StreamMixture,
+        config: DatasetConfig,
+        collate_fn: Callable[[list[Any]], Any] = list,
+    ):
+        self.stream, self.batch_size = stream, config.batch_size
+        self.labels = stream.labels if isinstance(stream, StreamMixture) else []
+        self._counted = bool(self.labels) and collate_fn is not list
+        self._collate = Counted(collate_fn) if self._counted else collate_fn
+        self._identity = {"batch_size": config.batch_size, "shuffle": config.shuffle, "seed": config.seed}
+
+    @property
+    def examples(self) -> list[Any]:
+        """The first rows."""
+        return self.stream.first_rows
+
+    def observe(self, episodes: Sequence[Episode]) -> None:
+        """Records the rewards, lengths and shares of mixed sources, for batches of prompts."""
+        record_episodes(self.labels, episodes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._collate([next(self.stream) for _ in range(self.batch_size)])
+        if self._counted:
+            batch, counts = batch
+            record_counts(self.labels, counts)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the stream."""
+        return {**self._identity, "stream": self.stream.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves the stream to the position of `state`.
+
+        Raises:
+            UserError: batch size, shuffling, window, seed or sources differ, or the checkpoint is of no stream.
+        """
+        _refuse_other_kind(state, "stream")
+        _refuse_change(self._identity, state)
+        self.stream.load_state_dict(state["stream"])
+
+
+def batches_of(
+    dataset: Any, config: DatasetConfig, collate_fn: Callable[[list[Any]], Any] = list
+) -> Batches | StreamBatches:
+    """Returns the batches of a data set in memory, or of a stream."""
+    streamed = isinstance(dataset, RowStream | StreamMixture)
+    return (StreamBatches if streamed else Batches)(dataset, config, collate_fn)
+
+
+def _refuse_change(identity: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raises `UserError` if the data's identity is not that of a checkpoint. Older ones name no sources."""
+    for key, value in identity.items():
+        if state.get(key, value) != value:
+            raise UserError(
+                f"cannot resume the data order: {key} was {state[key]} at the checkpoint and is {value} now; "
+                "resume with the same data and data settings"
+            )
+
+
+def _refuse_other_kind(state: Mapping[str, Any], key: str) -> None:
+    if key not in state:
+        was, now = ("true", "false") if key == "loader" else ("false", "true")
+        raise UserError(
+            f"cannot resume the data order: train_dataset.stream was {was} at the checkpoint and is {now} now; resume "
+            f"with train_dataset.stream={was}"
+        )

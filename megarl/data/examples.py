@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from datasets import Features, List, Value, concatenate_datasets
 
-from megarl.data.config import DatasetConfig
+from megarl.data.config import DatasetConfig, SourceConfig
+from megarl.data.mixture import Mixture, read_sources
 from megarl.data.preference import COMPLETION, PAIR, Format, Options, format_of
 from megarl.data.prepare import (
     BadRow,
-    Mixture,
     Row,
     convert_rows,
     keep_within,
     lengths_of,
-    mix,
     parsed,
     tokenizer_identity,
 )
 from megarl.data.sources import load_rows
+from megarl.data.stream import Conversion, RowStream
 from megarl.data.templates import (
     Message,
     Turns,
@@ -68,9 +68,8 @@ def get_preference_dataset(
     Raises:
         UserError: a type or option is unknown, data cannot be read, or rows do not fit.
     """
-    sources = config.parts()
-    parts = []
-    for number, source in enumerate(sources):
+
+    def read(number: int, source: SourceConfig) -> Any:
         format_, options = format_of(source, paired)
         if format_.write is None:
             need_chat_template(tokenizer, source.type)
@@ -78,17 +77,21 @@ def get_preference_dataset(
 
         def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
             row = Row(parsed(values))
-            ids = [index + number * 2**40]  # noqa: B023  (called before the next iteration)
-            prompt, answers = write(*format_.read(row, options))  # noqa: B023
+            ids = [index + number * 2**40]
+            prompt, answers = write(*format_.read(row, options))
             if paired:
                 return asdict(PreferenceExample(prompt, answers[0], answers[1], *ids))
-            return asdict(KTOExample(prompt, answers[0], _label(row, options.get("field_label", "label")), *ids))  # noqa: B023
+            return asdict(KTOExample(prompt, answers[0], _label(row, options.get("field_label", "label")), *ids))
 
+        what = "pairs" if paired else "completions"
+        if config.stream:
+            return RowStream(source, config, Conversion(convert, _length, what), on_bad_row)
         rows = load_rows(source.path, source.split, source.name)
         identity = ["preference", paired, number, tokenizer_identity(tokenizer)]
         done = convert_rows(rows, convert, FEATURES[paired], identity, source, on_bad_row)
-        parts.append(keep_within(done, _lengths(done), config.max_length, "pairs" if paired else "completions"))
-    return mix(parts, sources)
+        return keep_within(done, _lengths(done), config.max_length, what)
+
+    return read_sources(config, read)
 
 
 IDS = List(Value("int32"))
@@ -149,6 +152,12 @@ def _label(row: Row, field: str) -> bool:
     return text in ("true", "1", "1.0")
 
 
+def _length(row: Mapping[str, Any]) -> int:
+    """Returns the number of tokens of a row's prompt and longest completion."""
+    prompt, *answers = (len(value) for name, value in row.items() if name.endswith("_ids"))
+    return prompt + max(answers)
+
+
 def _lengths(dataset: Any) -> list[int]:
     """Returns the number of tokens of each row's prompt and longest completion."""
     prompts, *answers = (lengths_of(dataset, name) for name in dataset.column_names if name.endswith("_ids"))
@@ -185,8 +194,7 @@ def with_mismatched(dataset: Any) -> Any:
     Rows of one prompt are usually adjacent, so a neighbour's completion would often answer the same prompt.
     """
     if isinstance(dataset, Mixture):
-        dataset.parts = [with_mismatched(part) for part in dataset.parts]
-        return dataset
+        return dataset.with_parts([with_mismatched(part) for part in dataset.parts])
     size = len(dataset)
     others = dataset.select([(i + size // 2) % size for i in range(size)]).select_columns(["completion_ids"])
     others = others.rename_column("completion_ids", "mismatched_ids")

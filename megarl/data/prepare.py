@@ -269,34 +269,3 @@ def progress_bars(show: bool) -> Iterator[None]:
         yield
     finally:
         datasets.enable_progress_bars()
-
-
-class Mixture:
-    """Several data sets mixed into one. In an epoch, each has a share of the rows proportional to its weight.
-
-    An epoch is long enough to contain every row of every data set. A data set too short for its share starts again.
-    Without weights every row occurs once. Rows of a data set stay in order; `Batches` shuffles.
-    """
-
-    def __init__(self, parts: Sequence[Any], weights: Sequence[float]):
-        self.parts = list(parts)
-        counts = [len(part) for part in parts]
-        if any(weights):
-            longest = max(len(part) / weight for part, weight in zip(parts, weights, strict=True))
-            counts = [max(len(part), round(longest * w)) for part, w in zip(parts, weights, strict=True)]
-        self.starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = max(i for i, start in enumerate(self.starts[:-1]) if start <= index)
-        part = self.parts[number]
-        return part[(index - self.starts[number]) % len(part)]
-
-
-def mix(parts: Sequence[Any], sources: Sequence[SourceConfig]) -> Any:
-    """Mixes data sets by the weights of their sources. A single data set is returned unchanged."""
-    return parts[0] if len(parts) == 1 else Mixture(parts, [source.weight for source in sources])

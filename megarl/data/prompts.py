@@ -13,6 +13,7 @@ from datasets.distributed import split_dataset_by_node
 from tqdm import tqdm
 
 from megarl.data.config import DatasetConfig, SourceConfig
+from megarl.data.mixture import read_sources
 from megarl.data.prepare import (
     BAR_FROM_ROWS,
     FIELDS,
@@ -22,12 +23,12 @@ from megarl.data.prepare import (
     cached_map,
     keep_within,
     logger,
-    mix,
     parsed,
     report,
     tokenizer_identity,
 )
 from megarl.data.sources import load_rows, load_table
+from megarl.data.stream import Conversion, RowStream
 from megarl.data.templates import prompt_ids
 from megarl.knobs import UserError, function_of, shown
 
@@ -42,6 +43,7 @@ __all__ = [
 
 COLUMNS = ("question", "answer")
 REWARD_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
+MARKED = re.compile(r"####\s*[^\s#]")  # before the answer's number
 MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
@@ -54,18 +56,32 @@ def get_rl_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "err
     Raises:
         UserError: the data cannot be read or used, or rows do not fit.
     """
-    sources = config.parts()
-    parts: list[Any] = []
-    for source in sources:
+
+    def read(number: int, source: SourceConfig) -> Any:
+        if config.stream:
+            convert = _gsm8k_row(config.instruction) if source.type == "gsm8k" else _row_of(source, config, tokenizer)
+            conversion = Conversion(convert, lambda row: len(prompt_ids(tokenizer, row["messages"])), "prompts")
+            return RowStream(source, config, conversion, on_bad_row)
         if source.type == "gsm8k":
-            parts.append(
-                get_gsm8k_rl_dataset(
-                    source.path, source.split, tokenizer, config.max_length, source.name, config.instruction
-                )
+            return get_gsm8k_rl_dataset(
+                source.path, source.split, tokenizer, config.max_length, source.name, config.instruction
             )
-        else:
-            parts.append(_transformed(source, config, tokenizer, on_bad_row))
-    return mix(parts, sources)
+        return _transformed(source, config, tokenizer, on_bad_row)
+
+    return read_sources(config, read)
+
+
+def _gsm8k_row(instruction: str) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """Makes the function that converts a row of a stream with `question` and `answer`."""
+
+    def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
+        row = Row(parsed(values))
+        if not MARKED.search(row.text("answer")):
+            raise BadRow("answer", row.text("answer")[-60:], "expected '#### N' in it, the number to compare with")
+        columns = {k: v for k, v in row.values.items() if k not in ("question", *REWARD_ARGUMENTS)}
+        return {**columns, "messages": [{"role": "user", "content": row.text("question") + instruction}]}
+
+    return convert
 
 
 def load_gsm8k(path: str, split: str, name: str = "main") -> Dataset:
@@ -93,7 +109,7 @@ def get_gsm8k_rl_dataset(
         UserError: the data cannot be read or used, an answer lacks `#### N`, or every prompt is too long.
     """
     dataset = load_gsm8k(path, split, name)
-    unmarked = [i for i, answer in enumerate(dataset["answer"]) if not re.search(r"####\s*[^\s#]", answer)]
+    unmarked = [i for i, answer in enumerate(dataset["answer"]) if not MARKED.search(answer)]
     if unmarked:
         raise UserError(
             f"{len(unmarked)} of {len(dataset)} answers of {path} ({split}) lack '#### N', the first is "
@@ -126,17 +142,12 @@ def _transformed(source: SourceConfig, config: DatasetConfig, tokenizer: Any, on
 
     The rows are not cached, as the function may depend on anything.
     """
-    transform, removed = _transform_of(source, config)
-    takes = inspect.signature(transform).parameters
-    extra = {name: tokenizer for name in ("tokenizer", "processing_class") if name in takes}
+    convert = _row_of(source, config, tokenizer)
     rows = load_rows(source.path, source.split, source.name)
     prompts, lengths, bad = [], [], []
     for index, values in enumerate(tqdm(rows, "preparing data", disable=len(rows) < BAR_FROM_ROWS)):
         try:
-            original = Row(parsed(values)).values
-            transformed = Row(transform(dict(original), **extra)).values
-            row = {**{name: value for name, value in original.items() if name not in removed}, **transformed}
-            prompts.append(_prompt_row(row))
+            prompts.append(convert(index, values))
         except BadRow as error:
             bad.append((index, str(error)))
             continue
@@ -144,6 +155,22 @@ def _transformed(source: SourceConfig, config: DatasetConfig, tokenizer: Any, on
     if bad:
         report(bad, len(rows), source, on_bad_row)
     return keep_within(prompts, lengths, config.max_length, "prompts")
+
+
+def _row_of(
+    source: SourceConfig, config: DatasetConfig, tokenizer: Any
+) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """Makes the function that converts a row by the user's transform."""
+    transform, removed = _transform_of(source, config)
+    takes = inspect.signature(transform).parameters
+    extra = {name: tokenizer for name in ("tokenizer", "processing_class") if name in takes}
+
+    def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
+        original = Row(parsed(values)).values
+        transformed = Row(transform(dict(original), **extra)).values
+        return _prompt_row({**{name: value for name, value in original.items() if name not in removed}, **transformed})
+
+    return convert
 
 
 def _prompt_row(row: dict[str, Any]) -> dict[str, Any]:

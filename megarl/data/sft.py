@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
 
 from megarl.data.config import DatasetConfig, SourceConfig
+from megarl.data.mixture import read_sources
 from megarl.data.prepare import (
     FIELDS,
     ROLES,
@@ -15,12 +17,12 @@ from megarl.data.prepare import (
     convert_rows,
     keep_within,
     lengths_of,
-    mix,
     parsed,
     tokenizer_identity,
 )
 from megarl.data.prompts import load_gsm8k
 from megarl.data.sources import load_rows
+from megarl.data.stream import Conversion, RowStream
 from megarl.data.templates import chat_ids, need_chat_template, prompt_ids, split_ids
 from megarl.knobs import UserError, shown
 
@@ -35,20 +37,48 @@ def get_sft_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "er
     Raises:
         UserError: the data cannot be read or used, or rows do not fit.
     """
-    sources = config.parts()
-    parts = []
-    for source in sources:
-        if source.type == "gsm8k":
-            parts.append(
-                get_gsm8k_sft_dataset(
-                    source.path, source.split, tokenizer, config.max_length, source.name, config.instruction
-                )
-            )
-        elif source.type == "messages":
-            parts.append(_chats(source, tokenizer, config.max_length, on_bad_row))
-        else:
+
+    def read(number: int, source: SourceConfig) -> Any:
+        if source.type not in ("gsm8k", "messages"):
             raise UserError(f"type {source.type!r} of {shown(source.path)} is not one of method=sft: gsm8k, messages")
-    return mix(parts, sources)
+        if config.stream:
+            convert = _gsm8k_row(tokenizer, config.instruction) if source.type == "gsm8k" else _chat_row(tokenizer)
+            conversion = Conversion(convert, lambda row: len(row["input_ids"]), "sequences")
+            return RowStream(source, config, conversion, on_bad_row)
+        if source.type == "gsm8k":
+            return get_gsm8k_sft_dataset(
+                source.path, source.split, tokenizer, config.max_length, source.name, config.instruction
+            )
+        return _chats(source, tokenizer, config.max_length, on_bad_row)
+
+    return read_sources(config, read)
+
+
+def _gsm8k_row(tokenizer: Any, instruction: str) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """Makes the function that converts a row with `question` and `answer`."""
+    _need_eos(tokenizer)
+
+    def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
+        row = Row(parsed(values))
+        return question_and_answer(tokenizer, row.text("question") + instruction, row.text("answer"))
+
+    return convert
+
+
+def _chat_row(tokenizer: Any) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """Makes the function that converts a row with `messages`."""
+    need_chat_template(tokenizer, "messages")
+
+    def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
+        ids, mask = chat_ids(tokenizer, Row(parsed(values)).messages("messages", FIELDS, ROLES))
+        return {"input_ids": ids, "loss_mask": mask}
+
+    return convert
+
+
+def _need_eos(tokenizer: Any) -> None:
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no eos token, so a model could not learn to stop; set tokenizer.eos_token")
 
 
 def get_gsm8k_sft_dataset(
@@ -60,8 +90,7 @@ def get_gsm8k_sft_dataset(
     No token spans prompt and answer. Sequences of more than `max_length` tokens are dropped with a warning that lists
     them.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no eos token, so a model could not learn to stop; set tokenizer.eos_token")
+    _need_eos(tokenizer)
     dataset = load_gsm8k(path, split, name)
 
     def to_tokens(row: dict[str, Any], index: int) -> dict[str, list[int]]:
@@ -84,12 +113,7 @@ def question_and_answer(tokenizer: Any, question: str, answer: str) -> dict[str,
 
 
 def _chats(source: SourceConfig, tokenizer: Any, max_length: int | None, on_bad_row: str) -> Dataset:
-    need_chat_template(tokenizer, source.type)
-
-    def to_tokens(index: int, values: dict[str, Any]) -> dict[str, list[int]]:
-        ids, mask = chat_ids(tokenizer, Row(parsed(values)).messages("messages", FIELDS, ROLES))
-        return {"input_ids": ids, "loss_mask": mask}
-
+    convert = _chat_row(tokenizer)
     rows = load_rows(source.path, source.split, source.name)
-    dataset = convert_rows(rows, to_tokens, FEATURES, ["chats", tokenizer_identity(tokenizer)], source, on_bad_row)
+    dataset = convert_rows(rows, convert, FEATURES, ["chats", tokenizer_identity(tokenizer)], source, on_bad_row)
     return keep_within(dataset, lengths_of(dataset), max_length, "sequences")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import datasets
 import fsspec
 import httpx
 import pyarrow as pa
-from datasets import Dataset, ReadInstruction, load_dataset
+from datasets import Dataset, IterableDataset, ReadInstruction, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -72,6 +73,60 @@ def load_rows(path: str, split: str, name: str = "") -> Dataset:
             f"split {split!r} is not a split with a slice, such as test[:100]: {one_line(error)}"
         ) from error
     return Dataset.from_dict({JSON: [line for part in slices for line in lines[part.from_ : part.to]]})
+
+
+def open_rows(path: str, split: str, name: str, order: random.Random | None) -> IterableDataset:
+    """Opens rows as `load_rows` gives them, but reads them only when they are needed.
+
+    `order` shuffles the files. The hub's files stay in their order.
+
+    Raises:
+        UserError: the data is not found, or cannot be read row by row.
+    """
+    if split != _base(split):
+        raise UserError(
+            f"split {split!r} of {path}: stream=true reads on and on, and a slice needs the number of rows; name a "
+            "split alone, or set stream=false"
+        )
+    files = _local_files(path, split, name)
+    if files is None:
+        return _hub_rows(path, name, split)
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1 or None in kinds:
+        raise UserError(
+            f"{', '.join(map(str, files))}: a split's files must all be parquet, or all json or jsonl (.gz is fine)"
+        )
+    if order is not None:
+        order.shuffle(files)
+    names = [str(file) for file in files]
+    try:
+        if kinds == {"parquet"}:
+            return load_dataset("parquet", data_files={split: names}, split=split, streaming=True)
+        for file in files:
+            with fsspec.open(str(file), "rb", compression="infer") as stream:
+                if stream.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                    raise UserError(f"{file} is one JSON array, which stream=true cannot read; write one row per line")
+        lines = load_dataset("text", data_files={split: names}, split=split, streaming=True)
+        return lines.rename_column("text", JSON).filter(_not_blank)
+    except (OSError, EOFError, datasets.exceptions.DatasetGenerationError) as error:
+        raise UserError(f"{path} cannot be read ({one_line(error)})") from error
+
+
+def _not_blank(row: dict[str, Any]) -> bool:
+    return bool(row[JSON].strip())
+
+
+def _hub_rows(path: str, name: str, split: str) -> IterableDataset:
+    """Opens a data set of the hub as a stream."""
+    if unreachable := _why_unreachable(path):
+        raise UserError(
+            f"data set {path}: {datasets.config.HF_ENDPOINT} cannot be reached ({unreachable}), and stream=true reads "
+            "from there as the run goes on; give a local folder or file, or set stream=false to use the cache"
+        )
+    try:
+        return load_dataset(path, name or None, split=split, streaming=True)
+    except (ConnectionError, httpx.TransportError, DatasetNotFoundError, HfHubHTTPError, ValueError) as error:
+        raise UserError(f"data set {path} ({split}) cannot be streamed ({one_line(error)})") from error
 
 
 def _local_files(path: str, split: str, name: str) -> list[Path] | None:

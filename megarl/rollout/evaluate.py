@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from megarl.knobs import MAX_COUNT, MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
+from megarl.rollout.estimates import Estimate, mean_of, pass_at_k
+from megarl.rollout.sample_lines import turns_of
 from megarl.types import GenerationHyperparameters, PackedBatch
 
 
@@ -25,6 +28,13 @@ class EvaluatorConfig:
     at_start: bool = knob(True, "evaluate before the first step")
     at_end: bool = knob(True, "evaluate after the last step")
     n_samples: int = knob(1, "completions per problem; accuracy is the mean over all of them", least=1, most=MAX_COUNT)
+    pass_at: list[int] = knob(
+        factory=list,
+        meaning="values of k: pass@k is measured without bias, from all n_samples of a problem",
+        least=1,
+        most=MAX_COUNT,
+    )
+    confidence: float = knob(0.95, "probability that the intervals of evaluations are to cover", above=0, below=1)
     temperature: float = knob(1.0, "sampling temperature of the evaluation; 0 is greedy", least=0, most=100)
     correct_reward: float = knob(
         1.0, "least reward of a sample that counts as solved", least=-MAX_WEIGHT, most=MAX_WEIGHT
@@ -32,6 +42,11 @@ class EvaluatorConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "evaluator")
+        if (largest := max(self.pass_at, default=0)) > self.n_samples:
+            raise UserError(
+                f"evaluator.pass_at={self.pass_at}: pass@{largest} needs at least {largest} samples of each problem, "
+                f"and evaluator.n_samples={self.n_samples}; raise it, or leave {largest} out"
+            )
 
     def sampling(self, gconfig: GenerationHyperparameters) -> GenerationHyperparameters:
         """The training's `gconfig` with the evaluation's sample count and temperature, for the workflow."""
@@ -47,13 +62,30 @@ class EvaluatorConfig:
         return self.every_steps > 0 and step % self.every_steps == 0
 
 
+def record_estimates(estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
+    """Records each measure as `[SET/]NAME`, `NAME_low` and `NAME_high`, with `_at_` for `@`.
+
+    The accuracy of all problems is recorded by its caller. Measures without a problem are left out.
+    """
+    for label, measures in estimates.items():
+        for measure, estimate in measures.items():
+            name = f"{label}/" * bool(label) + measure.replace("@", "_at_")
+            if math.isnan(estimate.value):
+                continue
+            stats_tracker.scalar(**{f"{name}_low": estimate.low, f"{name}_high": estimate.high})
+            if label or measure != "accuracy":
+                stats_tracker.scalar(**{name: estimate.value})
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Results of one evaluation.
 
     `accuracy` is the fraction of samples that solve their problem (pass@1, mean@k); `stderr` is its standard error over
     problems. `pass_at_k` is the fraction of problems that one of their k samples solves. `maj_at_k` is the fraction of
-    problems whose most frequent answer is right; ties go to the answer given first.
+    problems whose most frequent answer is right; ties go to the answer given first. `estimates` holds measures with
+    intervals for each evaluation set, and for all problems under the name "". They are `accuracy` as the mean over
+    problems, `pass@k` for each k of `pass_at`, and `maj@n`.
     """
 
     step: int
@@ -66,6 +98,7 @@ class Evaluation:
     num_samples: int
     num_rejected: int
     path: Path
+    estimates: dict[str, dict[str, Estimate]] = field(default_factory=dict)
 
 
 class Evaluator:
@@ -82,7 +115,9 @@ class Evaluator:
         tokenizer: Any,
         folder: Path,
         answer_of: Callable[[str], str] = str.strip,
+        sets: Sequence[str] = (),
     ):
+        """`sets` names the evaluation set of each problem, if there are several."""
         if not problems:
             raise UserError("the evaluator got no problems; give it a data set split with at least one row")
         self.config = config
@@ -90,6 +125,7 @@ class Evaluator:
         self.problems = problems
         self.tokenizer = tokenizer
         self.folder = folder
+        self.sets = sets
         self.answer_of = answer_of  # extracts a completion's answer, for the majority vote
 
     def is_due(self, step: int, last_step: int) -> bool:
@@ -104,11 +140,13 @@ class Evaluator:
                 raise UserError(
                     f"{type(self.workflow).__name__} gives a reward per token; evaluation needs one a sample"
                 )
-            rewards, groups = batch["rewards"], batch["group_ids"]
+            rewards, groups = batch.of_samples("rewards"), batch.of_samples("group_ids")
             solved = rewards >= self.config.correct_reward
             per_problem = torch.stack([solved[groups == group].double().mean() for group in groups.unique()])
             problems = len(per_problem)
-            majority = self._majority(batch, solved)
+            texts = self._sampled_texts(batch, skip_special_tokens=True)
+            majority = self._majority(texts, groups.tolist(), solved)
+            estimates = self._estimates(groups, solved, majority)
             evaluation = Evaluation(
                 step=step,
                 accuracy=float(solved.double().mean()),
@@ -117,47 +155,92 @@ class Evaluator:
                 pass_at_k=float((per_problem > 0).double().mean()),
                 maj_at_k=float(majority.double().mean()),
                 num_problems=problems,
-                num_samples=batch.num_seqs,
+                num_samples=len(rewards),
                 num_rejected=len(self.problems) - problems,
                 path=self._write(batch, solved.tolist(), step),
+                estimates=estimates,
             )
             stats_tracker.scalar(accuracy=evaluation.accuracy)
             if self.config.n_samples > 1:
                 stats_tracker.scalar(pass_at_k=evaluation.pass_at_k, maj_at_k=evaluation.maj_at_k)
+            record_estimates(estimates)
         return evaluation
 
-    def _majority(self, batch: PackedBatch, solved: torch.Tensor) -> torch.Tensor:
+    def _estimates(
+        self, groups: torch.Tensor, solved: torch.Tensor, majority: torch.Tensor
+    ) -> dict[str, dict[str, Estimate]]:
+        """Measures of all problems, and of each evaluation set.
+
+        A problem counts for pass@k if k of its samples could be scored.
+        """
+        scored: dict[int, list[bool]] = {}
+        for problem, right in zip(groups.tolist(), solved.tolist(), strict=True):
+            scored.setdefault(problem, []).append(right)
+        votes = dict(zip(scored, majority.tolist(), strict=True))
+        confidence = self.config.confidence
+
+        def measure(problems: list[int]) -> dict[str, Estimate]:
+            shares = [sum(scored[p]) / len(scored[p]) for p in problems]
+            measured = {"accuracy": mean_of(shares, confidence)}
+            for k in self.config.pass_at:
+                chances = [pass_at_k(len(s), sum(s), k) for s in (scored[p] for p in problems) if len(s) >= k]
+                measured[f"pass@{k}"] = mean_of(chances, confidence)
+            if self.config.n_samples > 1:
+                measured[f"maj@{self.config.n_samples}"] = mean_of([float(votes[p]) for p in problems], confidence)
+            return measured
+
+        members = {label: [p for p in scored if self.sets[p] == label] for label in dict.fromkeys(self.sets)}
+        return {label: measure(problems) for label, problems in {"": list(scored), **members}.items()}
+
+    def _sampled_texts(self, batch: PackedBatch, skip_special_tokens: bool) -> list[str]:
+        """The text that the model wrote in each sample, over all its segments."""
+        owner = torch.repeat_interleave(batch.samples, batch.lengths)[batch["loss_mask"]]
+        counts = torch.bincount(owner, minlength=batch.num_samples).tolist()  # segments are next to each other
+        tokens = batch["input_ids"][batch["loss_mask"]].split(counts)
+        texts = self.tokenizer.batch_decode([ids.tolist() for ids in tokens], skip_special_tokens=skip_special_tokens)
+        return list(texts)
+
+    def _majority(self, texts: list[str], groups: list[int], solved: torch.Tensor) -> torch.Tensor:
         """bool `[problems]`: true where the most frequent answer of a problem's samples is right."""
-        lengths = batch.lengths.tolist()
-        sampled = zip(batch["input_ids"].split(lengths), batch["loss_mask"].split(lengths), strict=True)
-        texts = self.tokenizer.batch_decode([i[m].tolist() for i, m in sampled], skip_special_tokens=True)
         votes: dict[int, Counter[str]] = {}
         right: dict[tuple[int, str], bool] = {}
-        for problem, text, good in zip(batch["group_ids"].tolist(), texts, solved.tolist(), strict=True):
+        for problem, text, good in zip(groups, texts, solved.tolist(), strict=True):
             answer = self.answer_of(text)
             votes.setdefault(problem, Counter())[answer] += 1
             right[problem, answer] = right.get((problem, answer), False) or good
         return torch.tensor([right[problem, counts.most_common(1)[0][0]] for problem, counts in votes.items()])
 
     def _write(self, batch: PackedBatch, solved: list[bool], step: int) -> Path:
-        """Writes one line per sample: problem, prompt, completion, reward, solved, and its weight versions in order."""
+        """Writes one line per sample: problem, prompt, completion, reward, solved, and its weight versions in order.
+
+        The prompt of a sample in several segments is what the model read in the last one, and how many there are.
+        A conversation of several turns has the last segment's as `turns` too (`sample_lines.turns_of`).
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{step:06d}.jsonl"
-        lengths = batch.lengths.tolist()
+        samples, lengths = batch.samples, batch.lengths.tolist()
         ids, masks = batch["input_ids"].split(lengths), batch["loss_mask"].split(lengths)
-        prompts = self.tokenizer.batch_decode([i[~m].tolist() for i, m in zip(ids, masks, strict=True)])
-        completions = self.tokenizer.batch_decode([i[m].tolist() for i, m in zip(ids, masks, strict=True)])
-        versions = batch["versions"].split(lengths) if "versions" in batch else None
+        last = dict(zip(samples.tolist(), zip(ids, masks, strict=True), strict=True))  # segment of each sample
+        prompts = self.tokenizer.batch_decode([last[n][0][~last[n][1]].tolist() for n in range(len(last))])
+        completions = self._sampled_texts(batch, skip_special_tokens=False)
+        owner = torch.repeat_interleave(samples, batch.lengths)
+        segments, rewards = samples.bincount().tolist(), batch.of_samples("rewards").tolist()
         with open(path, "w", encoding="utf-8") as file:
-            for n, problem in enumerate(batch["group_ids"].tolist()):
+            for n, problem in enumerate(batch.of_samples("group_ids").tolist()):
+                trained = batch["loss_mask"] & (owner == n)
                 line = {
                     "step": step,
                     "problem": problem,
                     "prompt": prompts[n],
                     "completion": completions[n],
-                    "reward": float(batch["rewards"][n]),
+                    "reward": rewards[n],
                     "solved": solved[n],
-                    "versions": versions[n][masks[n]].unique_consecutive().tolist() if versions else [],
+                    "versions": batch["versions"][trained].unique_consecutive().tolist() if "versions" in batch else [],
                 }
+                if segments[n] > 1:
+                    line["segments"] = segments[n]
+                turns = turns_of(self.tokenizer, *last[n])
+                if len(turns) > 2:
+                    line["turns"] = turns
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         return path

@@ -77,4 +77,4 @@ def test_the_python_runs(tokenizer: Any) -> None:
 def test_the_axolotl_example_prints_the_table_shown(tokenizer: Any) -> None:
     text, table = re.findall(r"```yaml\n(base_model.*?)\n```\n\n```text\n(.*?)\n```", PAGE, re.DOTALL)[0]
     Path("dpo.yaml").write_text(text)
-    assert read_axolotl("dpo.yaml")[1] == table
+    assert read_axolotl("dpo.yaml").table == table

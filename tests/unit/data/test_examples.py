@@ -13,7 +13,7 @@ from megarl.data.arithmetic_pairs import PAIRS, generate_judged, generate_pairs
 from megarl.data.collate import Batches
 from megarl.data.config import DatasetConfig, SourceConfig
 from megarl.data.examples import get_preference_dataset, pack_judged, pack_preferences, with_mismatched
-from megarl.data.prepare import Mixture
+from megarl.data.mixture import Mixture
 from megarl.knobs import UserError
 
 PAIRED = DatasetConfig(path="arithmetic_pairs", type="chat_template.default", split="test", batch_size=8)
@@ -174,7 +174,7 @@ def test_a_mixture_follows_its_weights_and_leaves_no_row_out(
     sizes: tuple[int, ...], weights: tuple[float, ...], counts: tuple[int, ...]
 ) -> None:
     parts = [[(k, i) for i in range(size)] for k, size in enumerate(sizes)]
-    mixture = Mixture(parts, weights)
+    mixture = Mixture(parts, weights, [str(k) for k in range(len(parts))])
     rows = [mixture[i] for i in range(len(mixture))]
     assert tuple(Counter(k for k, _ in rows)[k] for k in range(len(sizes))) == counts
     assert set(rows) == {row for part in parts for row in part}

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 
@@ -10,6 +11,7 @@ from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
+from megarl.rollout.workflows.multi_turn import MultiTurnConfig, MultiTurnWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import GenerationHyperparameters
 
@@ -67,6 +69,25 @@ def test_every_sample_is_kept(engine, tokenizer, tmp_path):
         "versions": [2, 3],
     }
     assert sum(line["solved"] for line in lines) / 8 == evaluation.accuracy
+
+
+def test_a_sample_in_several_segments_counts_once_and_is_one_line(engine, tokenizer, tmp_path):
+    def told(prompt, completions, prompt_ids, completion_ids, **data):
+        return float("again" in prompt)
+
+    tokenizer = copy.deepcopy(tokenizer)
+    shown = "<|{{ m.role }}|>{{ 'x' if m.role == 'assistant' else m.content }}"
+    tokenizer.chat_template = "{% for m in messages %}" + shown + "{% endfor %}<|assistant|>"
+    config = EvaluatorConfig(n_samples=2)
+    gconfig = config.sampling(GenerationHyperparameters(max_new_tokens=4))
+    workflow = MultiTurnWorkflow(told, gconfig, tokenizer, MultiTurnConfig(turn_discount=1.0, feedback="again"))
+    evaluation = Evaluator(config, workflow, PROBLEMS, tokenizer, tmp_path).evaluate(engine, 20)
+    assert (evaluation.num_samples, evaluation.accuracy, evaluation.maj_at_k) == (2 * len(PROBLEMS), 1.0, 1.0)
+    lines = [json.loads(line) for line in evaluation.path.read_text().splitlines()]
+    assert len(lines) == evaluation.num_samples
+    assert lines[2]["prompt"] == "<|user|>say 1<|assistant|>x<|user|>again<|assistant|>"
+    assert lines[2]["completion"] == "0<|endoftext|>0<|endoftext|>"
+    assert (lines[2]["problem"], lines[2]["segments"], lines[2]["versions"]) == (1, 2, [2, 3, 2, 3])
 
 
 def test_rejected_problems_are_counted_apart(engine, tokenizer, tmp_path):
@@ -142,3 +163,35 @@ def test_pass_at_k_and_the_majority_are_over_problems(start_server, connect, tok
     assert evaluation.accuracy == pytest.approx((0 + 1 + 3 + 3) / 12)
     assert evaluation.pass_at_k == pytest.approx(3 / 4)  # problem 1 is solved by its 0
     assert evaluation.maj_at_k == pytest.approx(2 / 4)  # which the 1s outvote
+
+
+def test_each_evaluation_set_has_its_own_measures_with_intervals(engine, tokenizer, tmp_path):
+    config = EvaluatorConfig(n_samples=3, pass_at=[1, 2], confidence=0.9)
+    workflow = RLVRWorkflow(solved_up_to, config.sampling(GenerationHyperparameters(max_new_tokens=4)), tokenizer)
+    sets = ["easy", "easy", "hard", "hard"]
+    stats_tracker.export()
+    evaluation = Evaluator(config, workflow, PROBLEMS, tokenizer, tmp_path, sets=sets).evaluate(engine, 0)
+    everything, easy, hard = (evaluation.estimates[label] for label in ("", "easy", "hard"))
+    assert [m["accuracy"].value for m in (everything, easy, hard)] == pytest.approx([1 / 2, 1 / 6, 5 / 6])
+    assert [m["pass@2"].value for m in (easy, hard)] == pytest.approx([(0 + 2 / 3) / 2, 1])
+    assert everything["accuracy"].method == "bootstrap"
+    assert hard["pass@2"].method == "wilson"
+    assert all(e.low <= e.value <= e.high for measures in (everything, easy, hard) for e in measures.values())
+    stats = stats_tracker.export()
+    assert stats["eval/accuracy"] == evaluation.accuracy
+    assert stats["eval/easy/pass_at_2"] == easy["pass@2"].value
+    assert stats["eval/hard/accuracy_low"] == hard["accuracy"].low
+    assert stats["eval/maj_at_3_high"] == everything["maj@3"].high
+
+
+def test_a_problem_with_fewer_scored_samples_than_k_is_left_out_of_pass_at_k(engine, tokenizer, tmp_path):
+    def fails_once(prompt, completions, prompt_ids, completion_ids, i, **data):
+        if i == 3 and completions == "0":
+            raise ValueError("no verdict")
+        return float(i == 3)
+
+    config = EvaluatorConfig(n_samples=2, pass_at=[1, 2])
+    workflow = RLVRWorkflow(fails_once, config.sampling(GenerationHyperparameters(max_new_tokens=4)), tokenizer)
+    measures = Evaluator(config, workflow, PROBLEMS, tokenizer, tmp_path).evaluate(engine, 0).estimates[""]
+    assert measures["pass@1"].value == pytest.approx(1 / 4)
+    assert measures["pass@2"].value == 0  # of the other three
