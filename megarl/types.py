@@ -87,7 +87,7 @@ class ModelResponse:
 
 
 class Reward(float):
-    """Weighted sum of several rewards; `parts` holds the values before weighting."""
+    """Weighted sum of several rewards; `parts` holds the values before weighting, NaN where one does not apply."""
 
     parts: tuple[float, ...]
 
@@ -114,7 +114,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 class PackedBatch:
     """Sequences packed end to end without padding: the only batch type after rollout.
 
-    `tokens[key]` is 1-D `[total_tokens]`, `sequences[key]` is `[num_seqs, ...]`, `cu_seqlens` is int32
+    `tokens[key]` is `[total_tokens, ...]`, mostly 1-D, `sequences[key]` is `[num_seqs, ...]`, `cu_seqlens` is int32
     `[num_seqs + 1]`. Per-token values are token-aligned: `rollout_logprobs[i]` is the log-prob *of* token i. Nothing
     predicts a sequence's first token, so its value is 0. Reads like a mapping: `batch["input_ids"]`.
     """
@@ -155,12 +155,39 @@ class PackedBatch:
         return self.cu_seqlens.diff().long()
 
     @property
+    def samples(self) -> Tensor:
+        """Index of the sample of each sequence, int64 `[num_seqs]`, counted from 0 in order of first appearance.
+
+        Sequences with equal `sample_ids` and equal `group_ids` are segments of one sample: a conversation whose history
+        was rewritten. Without `sample_ids` every sequence is a sample.
+        """
+        if "sample_ids" not in self:
+            return torch.arange(self.num_seqs)
+        ids = self["sample_ids"].cpu()
+        groups = self["group_ids"].cpu() if "group_ids" in self else torch.zeros_like(ids)
+        _, index = torch.stack((groups, ids), 1).unique(dim=0, return_inverse=True)
+        order = torch.arange(self.num_seqs)
+        firsts = torch.full((self.num_seqs,), self.num_seqs).scatter_reduce(0, index, order, "amin")
+        return firsts.argsort(stable=True).argsort()[index]
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.samples.max()) + 1 if self.num_seqs else 0
+
+    def of_samples(self, key: str) -> Tensor:
+        """Values of `key` per sample, `[num_samples, ...]`; all segments of a sample have one value."""
+        samples = self.samples
+        order = torch.arange(self.num_seqs)
+        firsts = torch.full((self.num_samples,), self.num_seqs).scatter_reduce(0, samples, order, "amin")
+        return self[key][firsts]
+
+    @property
     def device(self) -> torch.device:
         return self.cu_seqlens.device
 
     def set_tokens(self, key: str, value: Tensor) -> None:
-        """Sets a per-token tensor, `[total_tokens]`."""
-        if value.shape != (self.total_tokens,):
+        """Sets a per-token tensor, `[total_tokens]` or `[total_tokens, ...]`."""
+        if value.shape[:1] != (self.total_tokens,):
             raise ValueError(
                 f"{key} has shape {tuple(value.shape)}, a per-token tensor of this batch has ({self.total_tokens},)"
             )
@@ -292,14 +319,37 @@ def shifted_labels(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return labels, batch["loss_mask"].bool().roll(-1).index_fill(0, ends, False)
 
 
+TEACHER_SAMPLED = "teacher_sampled"  # bool [num_seqs] of a batch: a teacher wrote the sample, not the policy
+ORIGIN = "megarl_origin"  # key of a prompt's origin, {"source": label, "row": number}; workflows do not see it
+
+
+def trained_tokens_of_samples(batch: PackedBatch) -> Tensor:
+    """Counts the trained tokens of each sample, all its segments together, float32 `[num_samples]`."""
+    owner = torch.repeat_interleave(batch.samples, batch.lengths)
+    return torch.zeros(batch.num_samples).index_add_(0, owner, batch["loss_mask"].float())
+
+
+def rewards_of_samples(batch: PackedBatch) -> Tensor:
+    """Rewards of the samples, float64 `[num_samples]`. Rewards of tokens are summed over their sample."""
+    if "rewards" in batch.sequences:
+        return batch.of_samples("rewards").double()
+    owner = torch.repeat_interleave(batch.samples, batch.lengths)
+    return torch.zeros(batch.num_samples, dtype=torch.float64).index_add_(0, owner, batch["rewards"].double())
+
+
 @dataclass(frozen=True)
 class Episode:
-    """Result of one workflow call: the packed group of one prompt, or the reason why there is none."""
+    """Result of one workflow call: the packed group of one prompt, or the reason why there is none.
+
+    `rewards` holds the measured rewards of a refused group.
+    """
 
     prompt_id: str
     group: PackedBatch | None
     reason: str = ""
     dropped: dict[str, int] = field(default_factory=dict)  # number of samples left out of the group, by reason
+    origin: dict[str, Any] = field(default_factory=dict)  # source and row of the prompt, if the loader gave them
+    rewards: tuple[float, ...] = ()
 
 
 def cu_seqlens_of(lengths: Tensor) -> Tensor:

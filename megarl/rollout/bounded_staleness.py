@@ -25,7 +25,7 @@ from typing import Any
 from megarl.knobs import UserError
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.executor import Attend, LoopThread, NoSamplesError, WorkflowError, run_episode
-from megarl.types import Episode, PackedBatch
+from megarl.types import ORIGIN, Episode, PackedBatch, rewards_of_samples
 
 ShouldAccept = Callable[[PackedBatch], bool]
 CALL_DEADLINE_S = 60.0  # for calls that the loop answers at once
@@ -130,7 +130,7 @@ class RolloutStream:
             state = {
                 "read": self._read,
                 "waiting": [{"number": t.number, "item": t.item} for t in waiting],
-                "rejected": [{"prompt_id": e.prompt_id, "reason": e.reason} for e in self._rejected],
+                "rejected": [_saved(episode) for episode in self._rejected],
             }
             if hasattr(self.loader, "state_dict"):
                 state["loader"] = self.loader.state_dict()
@@ -146,7 +146,7 @@ class RolloutStream:
                 self.loader.load_state_dict(state["loader"])
             self._read = state["read"]
             self._queue.extend(Ticket(entry["number"], dict(entry["item"])) for entry in state["waiting"])
-            self._rejected += [Episode(entry["prompt_id"], None, entry["reason"]) for entry in state["rejected"]]
+            self._rejected += [_restored(entry) for entry in state["rejected"]]
 
         self._thread.run(restore(), CALL_DEADLINE_S, "restoring the state of the rollouts")
 
@@ -198,7 +198,11 @@ class RolloutStream:
         """Starts as many episodes as the bound allows."""
         room = (self.limits.max_head_offpolicyness + 1) * self.batch_size - self._handed
         while len(self._under_way) + len(self._finished) < room and self._error is None:
-            ticket = self._queue.popleft() if self._queue else self._read_one()
+            try:
+                ticket = self._queue.popleft() if self._queue else self._read_one()
+            except UserError as error:
+                self._stop(error)
+                return
             ticket.version = self._version
             self._count_busy()
             task = asyncio.get_running_loop().create_task(self._run(ticket))
@@ -221,6 +225,7 @@ class RolloutStream:
         """Runs one prompt to its end and accounts for its outcome, once."""
         limit = self.limits.episode_timeout_s
         item = {"prompt_id": str(ticket.number), **ticket.item}
+        origin = ticket.item.get(ORIGIN, {})
         started = time.monotonic()
         try:
             async with asyncio.timeout(limit):
@@ -229,7 +234,8 @@ class RolloutStream:
             raise
         except TimeoutError:
             took = time.monotonic() - started
-            self._end(ticket, Episode(item["prompt_id"], None, f"timed out after {took:.0f} s"), failed=True)
+            late = Episode(item["prompt_id"], None, f"timed out after {took:.0f} s", origin=origin)
+            self._end(ticket, late, failed=True)
         except UserError as error:
             self._stop(error)
         except Exception as error:
@@ -238,7 +244,9 @@ class RolloutStream:
             unusable = episode.group is None and bool(episode.dropped)  # all its samples were left out
             self._sampled += int(episode.group["loss_mask"].sum()) if episode.group is not None else 0
             if episode.group is not None and self.should_accept is not None and not self.should_accept(episode.group):
-                episode = Episode(episode.prompt_id, None, "refused by should_accept_fn", episode.dropped)
+                rewards = tuple(rewards_of_samples(episode.group).tolist())
+                reason = "refused by should_accept_fn"
+                episode = Episode(episode.prompt_id, None, reason, episode.dropped, origin, rewards)
             self._end(ticket, episode, failed=unusable)
         async with self._changed:
             self._changed.notify_all()
@@ -256,7 +264,8 @@ class RolloutStream:
                 self._queue.appendleft(ticket)
                 self._feed()
                 return
-        self._end(ticket, Episode(prompt_id, None, str(error)), failed=True)
+        origin = ticket.item.get(ORIGIN, {})
+        self._end(ticket, Episode(prompt_id, None, str(error), origin=origin), failed=True)
 
     def _end(self, ticket: Ticket, episode: Episode, failed: bool = False) -> None:
         self._count_busy()
@@ -273,3 +282,14 @@ class RolloutStream:
     def _stop(self, error: BaseException) -> None:
         """Ends the run: the trainer gets `error` at its next batch, or now if it waits."""
         self._error = self._error or error
+
+
+def _saved(episode: Episode) -> dict[str, Any]:
+    """A rejected episode as a checkpoint holds it."""
+    measured = {"origin": episode.origin, "rewards": list(episode.rewards)} if episode.origin else {}
+    return {"prompt_id": episode.prompt_id, "reason": episode.reason, **measured}
+
+
+def _restored(entry: Mapping[str, Any]) -> Episode:
+    rewards = tuple(entry.get("rewards", ()))
+    return Episode(entry["prompt_id"], None, entry["reason"], origin=dict(entry.get("origin", {})), rewards=rewards)

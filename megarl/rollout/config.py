@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.environments.config import EnvironmentConfig
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, check_ranges, knob
 from megarl.rollout.workflows.agent import AgentConfig
 from megarl.rollout.workflows.multi_turn import MultiTurnConfig
@@ -15,7 +16,7 @@ class RolloutConfig:
     """The client of the rollout servers, and the workflow that samples each prompt."""
 
     workflow: str = knob(
-        "rlvr", "how a prompt is sampled: rlvr, multi_turn, tool_use, agent, or MODULE.CLASS of your own"
+        "rlvr", "how a prompt is sampled: rlvr, multi_turn, tool_use, agent, environment, or MODULE.CLASS of your own"
     )
     max_connections: int = knob(
         256, "HTTP requests under way at once over all servers; further ones wait", least=1, most=MAX_COUNT
@@ -55,6 +56,7 @@ class RolloutConfig:
     multi_turn: MultiTurnConfig = knob(factory=MultiTurnConfig, meaning="knobs of workflow=multi_turn")
     tool_use: ToolUseConfig = knob(factory=ToolUseConfig, meaning="knobs of workflow=tool_use")
     agent: AgentConfig = knob(factory=AgentConfig, meaning="knobs of workflow=agent")
+    environment: EnvironmentConfig = knob(factory=EnvironmentConfig, meaning="knobs of workflow=environment")
 
     def __post_init__(self) -> None:
         check_ranges(self, "rollout")

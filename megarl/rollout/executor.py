@@ -16,7 +16,7 @@ from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout import reward_call
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
-from megarl.types import Episode, PackedBatch
+from megarl.types import ORIGIN, TEACHER_SAMPLED, Episode, PackedBatch, trained_tokens_of_samples
 
 T = TypeVar("T")
 Attend = Callable[[Coroutine[Any, Any, T]], Coroutine[Any, Any, T]]  # supervises a wait
@@ -117,15 +117,16 @@ async def run_episode(
     """
     prompt_id = str(item.get("prompt_id", index))
     name = type(workflow).__name__
+    data = dict(item)
+    origin = data.pop(ORIGIN, {})
     failures: list[str] = []
     reward_call.causes.set(failures)
     try:
-        runs = (workflow.arun_episode(engine, dict(item)) for _ in range(group_size))
+        runs = (workflow.arun_episode(engine, dict(data)) for _ in range(group_size))
         results = [result for result in await asyncio.gather(*runs) if result is not None]
         if not results:
-            return Episode(prompt_id, None, f"rejected by {name}")
-        groups = [pack(result, name) for result in results]
-        joined = PackedBatch.concat(groups) if len(groups) > 1 else groups[0]
+            return Episode(prompt_id, None, f"rejected by {name}", origin=origin)
+        joined = _join([pack(result, name) for result in results])
         group, dropped = quarantine(joined, engine.vocab_size, engine.max_sequence_tokens)
     except Exception as error:
         kind = UserError if isinstance(error, UserError) else WorkflowError
@@ -134,9 +135,22 @@ async def run_episode(
     if group is None:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())
         cause = f": {failures[0]}" if failures else ""
-        return Episode(prompt_id, None, f"no sample can be trained on: {reasons}{cause}", dropped)
+        return Episode(prompt_id, None, f"no sample can be trained on: {reasons}{cause}", dropped, origin)
     group.set_sequences("group_ids", torch.full((group.num_seqs,), index, dtype=torch.int64))
-    return Episode(prompt_id, group, dropped=dropped)
+    return Episode(prompt_id, group, dropped=dropped, origin=origin)
+
+
+def _join(groups: list[PackedBatch]) -> PackedBatch:
+    """One group of several runs of a prompt. Equal `sample_ids` of two runs are different samples."""
+    if len(groups) == 1:
+        return groups[0]
+    first = 0
+    for group in groups:
+        if "sample_ids" in group:
+            samples = group.samples
+            group.set_sequences("sample_ids", samples + first)
+            first += int(samples.max()) + 1
+    return PackedBatch.concat(groups)
 
 
 def pack(result: Any, workflow: str) -> PackedBatch:
@@ -168,12 +182,13 @@ def pack(result: Any, workflow: str) -> PackedBatch:
 def quarantine(
     group: PackedBatch, vocab_size: int | None, max_sequence_tokens: int | None = None
 ) -> tuple[PackedBatch | None, dict[str, int]]:
-    """Leaves out the samples of a group that cannot be trained on.
+    """Leaves out the samples of a group that cannot be trained on, with all their segments.
 
     Returns the others (None without any), and how many were left out, by reason.
     """
-    bad = torch.zeros(group.num_seqs, dtype=torch.bool)
-    owner = torch.repeat_interleave(torch.arange(group.num_seqs), group.lengths)  # sequence of each token
+    samples = group.samples
+    bad = torch.zeros(int(samples.max()) + 1, dtype=torch.bool)
+    owner = torch.repeat_interleave(samples, group.lengths)  # sample of each token
     dropped: dict[str, int] = {}
 
     def leave_out(reason: str, affected: Tensor) -> None:
@@ -187,24 +202,28 @@ def quarantine(
     def any_token(flags: Tensor) -> Tensor:
         return torch.zeros_like(bad).index_fill_(0, owner[flags], True)
 
+    def any_segment(flags: Tensor) -> Tensor:
+        return torch.zeros_like(bad).index_fill_(0, samples[flags], True)
+
     if "reward_failed" in group:
-        leave_out("reward failed", group["reward_failed"].bool())
+        leave_out("reward failed", any_segment(group["reward_failed"].bool()))
     leave_out("no token to train on", ~any_token(group["loss_mask"].bool()))
     if max_sequence_tokens is not None:
-        leave_out(f"more than {max_sequence_tokens} tokens", group.lengths > max_sequence_tokens)
+        leave_out(f"more than {max_sequence_tokens} tokens", any_segment(group.lengths > max_sequence_tokens))
     for key, value in {**group.tokens, **group.sequences}.items():
         if value.is_floating_point() and not value.isfinite().all():
-            wrong = ~value.isfinite()
-            per_sequence = (
-                any_token(wrong) if key in group.tokens else wrong.flatten(1).any(1) if value.ndim > 1 else wrong
-            )
-            leave_out(f"{key} not finite", per_sequence)
+            # NaN in reward_columns: that reward does not apply.
+            wrong = value.isinf() if key == "reward_columns" else ~value.isfinite()
+            if key in group.tokens:
+                leave_out(f"{key} not finite", any_token(wrong))
+            else:
+                leave_out(f"{key} not finite", any_segment(wrong.flatten(1).any(1) if value.ndim > 1 else wrong))
     ids = group["input_ids"]
     if vocab_size is not None and bool(((ids < 0) | (ids >= vocab_size)).any()):
         leave_out("token outside the vocabulary", any_token((ids < 0) | (ids >= vocab_size)))
     if not bad.any():
         return group, dropped
-    good = (~bad).nonzero().squeeze(1).tolist()
+    good = (~bad)[samples].nonzero().squeeze(1).tolist()
     return (group.select(good) if good else None), dropped
 
 
@@ -219,21 +238,26 @@ def assemble(episodes: Sequence[Episode]) -> PackedBatch:
 def record_stats(episodes: Sequence[Episode], batch: PackedBatch, version: int, sampled: tuple[float, float]) -> None:
     """Records a batch's numbers with `stats_tracker`.
 
-    They are reward, lengths in tokens, staleness in versions, and `tokens_per_s`. `sampled` is the tokens and seconds
-    of sampling; no rate is recorded with 0 seconds.
+    They are reward and lengths in tokens of the samples, staleness in versions, and `tokens_per_s`. `sampled` is the
+    tokens and seconds of sampling; no rate is recorded with 0 seconds. Workflows that may cut a conversation into
+    several sequences also have `segments_per_episode`, the mean number of them.
     """
     mask = batch["loss_mask"]
-    owner = torch.repeat_interleave(torch.arange(batch.num_seqs), batch.lengths)
-    completion_lens = torch.zeros(batch.num_seqs).index_add_(0, owner, mask.float())
+    completion_lens = trained_tokens_of_samples(batch)
+    rewards = batch.of_samples("rewards") if "rewards" in batch.sequences else batch["rewards"]
     stats_tracker.scalar(
-        reward=float(batch["rewards"].mean()),
+        reward=float(rewards.mean()),
         completion_len=float(completion_lens.mean()),
         completion_len_max=float(completion_lens.max()),
         rejected=sum(episode.group is None for episode in episodes),
         dropped_samples=sum(sum(episode.dropped.values()) for episode in episodes),
     )
+    if "sample_ids" in batch:
+        stats_tracker.scalar(segments_per_episode=batch.num_seqs / batch.num_samples)
     if sampled[1]:
         stats_tracker.rate(tokens_per_s=sampled)
+    if TEACHER_SAMPLED in batch:  # its tokens have no version of the policy
+        mask = mask & (batch["versions"] >= 0)
     if "versions" in batch and bool(mask.any()):
         staleness = version - batch["versions"][mask].float()
         stats_tracker.scalar(staleness=float(staleness.mean()), staleness_max=float(staleness.max()))

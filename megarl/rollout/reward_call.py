@@ -35,7 +35,10 @@ async def call_reward(
 
     A sync function runs in a thread, one call of the thread pool for all completions: a slow one then delays neither
     other episodes nor their requests. For a time limit, and processes that survive a crash, use `RewardPool`.
+    A function with `takes_lists` scores all completions at once.
     """
+    if getattr(reward_fn, "takes_lists", False):
+        return await _call_with_lists(reward_fn, prompt, prompt_ids, completions, completion_ids, data)
     samples = list(zip(completions, completion_ids, strict=True))
     if is_async(reward_fn):
 
@@ -59,6 +62,26 @@ async def call_reward(
     return await asyncio.to_thread(score_all)
 
 
+async def _call_with_lists(
+    reward_fn: Any,
+    prompt: str,
+    prompt_ids: list[int],
+    completions: Sequence[str],
+    completion_ids: Sequence[list[int]],
+    data: Mapping[str, Any],
+) -> list[float | RewardError]:
+    """Has `reward_fn.score_group` score all completions. If it raises, each of them has failed."""
+    arguments = (prompt, prompt_ids, completions, completion_ids, data)
+    try:
+        if is_async(reward_fn.score_group):
+            values = await reward_fn.score_group(*arguments)
+        else:
+            values = await asyncio.to_thread(lambda: reward_fn.score_group(*arguments))
+        return [_failure(reward_fn, v) if isinstance(v, RewardError) else _number(v) for v in values]
+    except Exception as error:  # costs the prompt's samples, not the run: masked and counted
+        return [_failure(reward_fn, error)] * len(completions)
+
+
 def is_async(function: Callable[..., Any]) -> bool:
     """True if a call gives an awaitable: a coroutine function, or an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
@@ -71,8 +94,12 @@ def _number(value: Any) -> float:
 
 
 def _failure(reward_fn: RewardFn, error: Exception) -> RewardError:
-    """Keeps the cause for the episode, and warns of it once."""
-    name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
+    """A function's failure, kept for the episode."""
+    return failure_of(getattr(reward_fn, "__name__", type(reward_fn).__name__), error)
+
+
+def failure_of(name: str, error: Exception) -> RewardError:
+    """Keeps a failure's cause for the episode, and warns of it once. `name` names the failing part."""
     failure = error
     if not isinstance(failure, RewardError):
         failure = RewardError(f"{name} failed, {type(error).__name__}: {error}")

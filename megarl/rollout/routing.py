@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
+from megarl.observe.timeline import timeline
 from megarl.rollout.api import GenerationError
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ class Router:
                 raise GenerationError(f"no server had room for a request within {timeout_s:g} s")
             await self._change(POLL_S)
         self._load[address] += count
+        timeline.load(address, self._load[address])
         self._asked[address] += count
         lost = self._lost[address]
         self._remember(ids, address)
@@ -105,6 +107,7 @@ class Router:
         finally:
             if not lost.done():  # else the server may be back in service with a new count
                 self._load[address] -= count
+                timeline.load(address, self._load[address])
                 self._changed()
 
     async def _change(self, timeout_s: float) -> None:

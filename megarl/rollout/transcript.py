@@ -85,11 +85,34 @@ def begin(
     transcript = Transcript()
     request = transcript.ask(prompt, gconfig, max_sequence_tokens)
     if request is None:
-        raise UserError(
-            f"a prompt has {len(prompt)} tokens of at most {max_sequence_tokens} in a sequence, which leaves no room "
-            "for an answer; lower train_dataset.max_length, or raise actor.max_tokens_per_mb up to the model's context"
-        )
+        raise no_room(prompt, max_sequence_tokens)
     return transcript, request
+
+
+def no_room(prompt: Sequence[int], max_sequence_tokens: int | None) -> UserError:
+    """The error of a first prompt that leaves no room for an answer."""
+    return UserError(
+        f"a prompt has {len(prompt)} tokens of at most {max_sequence_tokens} in a sequence, which leaves no room "
+        "for an answer; lower train_dataset.max_length, or raise actor.max_tokens_per_mb up to the model's context"
+    )
+
+
+def pad_samples(samples: Sequence[Sequence[Transcript]], rewards: Sequence[float | RewardError]) -> dict[str, Tensor]:
+    """`pad_transcripts` of samples that consist of several segments, with one reward for each sample.
+
+    Segments of a sample are next to each other, in their order, and have its reward and number in `sample_ids` int64
+    `[n]`. A segment without a sampled token is left out, unless its sample has no other.
+    """
+    if len(samples) != len(rewards):
+        raise ValueError(f"{len(samples)} samples need as many rewards, got {len(rewards)}")
+    segments: list[Transcript] = []
+    owners: list[int] = []
+    for index, sample in enumerate(samples):
+        kept = [segment for segment in sample if any(segment.sampled)] or list(sample[-1:])
+        segments += kept
+        owners += [index] * len(kept)
+    padded = pad_transcripts(segments, [rewards[owner] for owner in owners])
+    return {**padded, "sample_ids": torch.tensor(owners)}
 
 
 def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float | RewardError]) -> dict[str, Tensor]:

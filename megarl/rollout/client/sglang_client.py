@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-from megarl.knobs import UserError
+from megarl.knobs import UserError, class_of
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import GenerationError, InferenceEngine, RolloutWorkflow
 from megarl.rollout.bounded_staleness import RolloutStream, ShouldAccept, StreamLimits
@@ -35,6 +35,24 @@ from megarl.types import (
 )
 
 CLOSE_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+def workflow_of(
+    workflow: RolloutWorkflow | Callable[..., RolloutWorkflow] | str, arguments: Mapping[str, Any]
+) -> RolloutWorkflow:
+    """Returns a workflow, or makes it of `arguments` by a function or by the class `MODULE.CLASS`.
+
+    Raises:
+        UserError: the class does not exist.
+    """
+    if isinstance(workflow, RolloutWorkflow):
+        return workflow
+    if isinstance(workflow, str):
+        kind: Any = class_of(workflow, f"workflow={workflow}", RolloutWorkflow)
+        return workflow_of(kind, arguments)
+    return workflow(**arguments)
 
 
 class RemoteSGLangEngine(InferenceEngine):
@@ -131,7 +149,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def get_version(self) -> int:
         return self._version
 
-    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow) -> PackedBatch:
+    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: RolloutWorkflow | str) -> PackedBatch:
         """Runs one episode per item of `data` at once and returns their groups in the order of `data`.
 
         Adds `group_ids`, the positions in `data`. Rejected prompts are left out; `episodes` lists them with the reason.
@@ -143,6 +161,7 @@ class RemoteSGLangEngine(InferenceEngine):
         """
         if self._thread is None:
             raise UserError("the rollout engine is not initialized; call initialize() first")
+        workflow = workflow_of(workflow, {})
         self._close_later(workflow)
         batch, self.episodes = rollout_batch(
             self, self._thread, data, workflow, self.config.batch_timeout_s, self.router.unless_wanted
@@ -152,7 +171,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def prepare_batch(
         self,
         dataloader: Any,
-        workflow: RolloutWorkflow | Callable[..., RolloutWorkflow],
+        workflow: RolloutWorkflow | Callable[..., RolloutWorkflow] | str,
         workflow_kwargs: Mapping[str, Any] | None = None,
         should_accept_fn: ShouldAccept | None = None,
         group_size: int = 1,
@@ -162,7 +181,7 @@ class RemoteSGLangEngine(InferenceEngine):
 
         Args:
             dataloader: yields lists of prompts, has `batch_size`, and best a `state_dict`; the same at every call.
-            workflow: a workflow, or a function that makes one of `workflow_kwargs`.
+            workflow: a workflow, or a function or `MODULE.CLASS` that makes one of `workflow_kwargs`.
             should_accept_fn: sees a prompt's packed group; if it returns False, another prompt is sampled instead.
             group_size: runs of the workflow for each prompt, joined to one group.
             dynamic_bs: rejected prompts are not replaced, so a batch may have fewer.
@@ -181,7 +200,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def _stream_of(
         self,
         dataloader: Any,
-        workflow: RolloutWorkflow | Callable[..., RolloutWorkflow],
+        workflow: RolloutWorkflow | Callable[..., RolloutWorkflow] | str,
         workflow_kwargs: Mapping[str, Any],
         should_accept_fn: ShouldAccept | None,
         group_size: int,
@@ -195,7 +214,7 @@ class RemoteSGLangEngine(InferenceEngine):
                 self,
                 self._thread,
                 dataloader,
-                self._close_later(workflow if isinstance(workflow, RolloutWorkflow) else workflow(**workflow_kwargs)),
+                self._close_later(workflow_of(workflow, workflow_kwargs)),
                 StreamLimits(
                     config.max_head_offpolicyness, config.episode_timeout_s, config.max_requeues, config.max_failures
                 ),
@@ -370,6 +389,12 @@ class RemoteSGLangEngine(InferenceEngine):
     def release(self) -> None:
         """Hands over the withheld answers of the servers that are still in service. The others are asked again."""
         self._on_loop(self.router.release, "handing over answers")
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Starts `coroutine` on the engine's own loop, from another one."""
+        if self._thread is None:
+            raise UserError("the rollout engine is not initialized; call initialize() first")
+        return self._thread.submit(coroutine)
 
     def _on_loop(self, call: Callable[[], None], what: str) -> None:
         if self._thread is None:

@@ -6,7 +6,8 @@
 
 The endpoint is on 127.0.0.1 with a key for each run of the agent. A request may continue a conversation that the proxy
 has answered before. Then its recorded tokens are used and only the new turns are tokenised, so training sees exactly
-the tokens that the model saw and sampled. Every conversation that no other continues becomes one sequence.
+the tokens that the model saw and sampled. Where the chat template rewrites earlier turns, another segment begins
+(`rollout/conversation.py`). The segments of all conversations of a run are one sample; each answer is trained on once.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from torch import Tensor
 
 from megarl.knobs import MAX_SECONDS, UserError, check_ranges, function_of, knob
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
+from megarl.rollout.conversation import ChatTemplate, Conversation
 from megarl.rollout.reward_call import is_async
-from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids, turn_ids
+from megarl.rollout.transcript import Transcript, pad_samples
 from megarl.types import GenerationHyperparameters, Reward, RewardError
 
 logger = logging.getLogger(__name__)
@@ -76,16 +78,23 @@ def agent_of(config: AgentConfig) -> AgentFn:
 
 @dataclass
 class _Session:
-    """One run of the agent: its conversations so far, keyed by their messages."""
+    """One run of the agent: its conversations so far, and those that no other continues."""
 
     engine: InferenceEngine
-    conversations: dict[str, Transcript] = field(default_factory=dict)  # messages as JSON -> tokens
-    continued: set[str] = field(default_factory=set)
+    conversations: dict[str, Conversation] = field(default_factory=dict)  # by their messages as JSON
+    ends: list[Conversation] = field(default_factory=list)
     error: GenerationError | None = None  # of the servers, at the last request
 
+    def record(self, messages: list[dict[str, Any]], conversation: Conversation, parent: Conversation | None) -> None:
+        """Adds a conversation, whose last answer is sampled, as a continuation of `parent`."""
+        if parent is not None:
+            self.ends.remove(parent)
+        self.conversations[_key_of(messages)] = conversation
+        self.ends.append(conversation)
+
     def finished(self) -> list[Transcript]:
-        """The conversations that no other continues."""
-        return [transcript for key, transcript in self.conversations.items() if key not in self.continued]
+        """Segments of the conversations that no other continues."""
+        return [segment for conversation in self.ends for segment in conversation.segments]
 
 
 class AgentWorkflow(RolloutWorkflow):
@@ -107,6 +116,7 @@ class AgentWorkflow(RolloutWorkflow):
         self.gconfig = gconfig
         self.tokenizer = tokenizer
         self.config = config or AgentConfig()
+        self._template = ChatTemplate(tokenizer)
         self._sessions: dict[str, _Session] = {}  # by key
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
@@ -115,8 +125,7 @@ class AgentWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         url = await self._serve()
         runs = await asyncio.gather(*(self._run(engine, data, url) for _ in range(self.gconfig.n_samples)))
-        sequences = [(transcript, reward) for transcripts, reward in runs for transcript in transcripts]
-        return pad_transcripts([transcript for transcript, _ in sequences], [reward for _, reward in sequences])
+        return pad_samples([segments for segments, _ in runs], [reward for _, reward in runs])
 
     async def aclose(self) -> None:
         """Stops the endpoint; a later episode starts another."""
@@ -129,7 +138,7 @@ class AgentWorkflow(RolloutWorkflow):
     async def _run(
         self, engine: InferenceEngine, data: dict[str, Any], url: str
     ) -> tuple[list[Transcript], float | RewardError]:
-        """The conversations of one run, at least one sequence, and their reward."""
+        """The segments of one run, at least one, and its reward."""
         key = secrets.token_urlsafe(24)
         session = self._sessions[key] = _Session(engine)
         reward: float | RewardError
@@ -143,17 +152,17 @@ class AgentWorkflow(RolloutWorkflow):
             del self._sessions[key]
         if session.error is not None:  # the servers failed, not the agent: the prompt is run again elsewhere
             raise session.error
-        transcripts = session.finished()
-        if not transcripts:
+        segments = session.finished()
+        if not segments:
             if not isinstance(reward, RewardError):
                 reward = RewardError("it asked for no completion")
             empty = Transcript()
             empty.give([self.tokenizer.eos_token_id or 0])  # a masked sequence, so that the failure is counted
-            transcripts = [empty]
+            segments = [empty]
         if isinstance(reward, RewardError):
             name = getattr(self.agent_fn, "__name__", type(self.agent_fn).__name__)
             logger.warning("a sample is left out, as the agent %s failed: %s", name, reward)
-        return transcripts, reward
+        return segments, reward
 
     async def _call(self, url: str, key: str, data: dict[str, Any]) -> Any:
         """Runs the agent. The wait for a thread does not count to its time limit."""
@@ -199,10 +208,12 @@ class AgentWorkflow(RolloutWorkflow):
             return _refusal(400, "the body is no chat completion request with messages")
         if problem := self._problem(body):
             return _refusal(400, problem)
-        continued, transcript, turn = self._resume(session, messages)
-        model_request = transcript.ask(turn, self._sampling(body), session.engine.max_sequence_tokens)
+        parent, turns = self._resume(session, messages)
+        conversation = Conversation(self._template) if parent is None else parent.copy()
+        limit = session.engine.max_sequence_tokens
+        model_request = conversation.ask(turns, self._sampling(body), limit)
         if model_request is None:
-            tokens, limit = len(transcript.tokens) + len(turn), session.engine.max_sequence_tokens
+            tokens = len(self._template.ids([*conversation.messages, *turns]))
             return _refusal(400, f"the conversation has {tokens} tokens of at most {limit}, no room for an answer")
         try:
             response = await session.engine.agenerate(model_request)
@@ -212,11 +223,13 @@ class AgentWorkflow(RolloutWorkflow):
             session.error = error
             return _refusal(503, str(error))
         session.error = None
-        session.continued.add(continued)
-        transcript.sample(response)
+        if parent is not None and parent not in session.ends:  # its first continuation trains on its answers
+            conversation.as_read()
+            parent = None
+        conversation.sample(response)
         text = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
         answer = {"role": "assistant", "content": text}
-        session.conversations[_key_of([*messages, answer])] = transcript
+        session.record([*messages, answer], conversation, parent)
         prompt_tokens = len(model_request.input_ids)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": response.output_len}
         return web.json_response(
@@ -256,14 +269,15 @@ class AgentWorkflow(RolloutWorkflow):
             stop=[*self.gconfig.stop, *([stop] if isinstance(stop, str) else stop)],
         )
 
-    def _resume(self, session: _Session, messages: list[dict[str, Any]]) -> tuple[str, Transcript, list[int]]:
-        """The longest recorded beginning of a conversation, by key and tokens, and the tokens of the new turns."""
+    def _resume(
+        self, session: _Session, messages: list[dict[str, Any]]
+    ) -> tuple[Conversation | None, list[dict[str, Any]]]:
+        """The longest recorded beginning of a conversation, and the turns after it."""
         for count in range(len(messages) - 1, 0, -1):
             key = _key_of(messages[:count])
             if key in session.conversations:
-                transcript = session.conversations[key].copy()
-                return key, transcript, turn_ids(self.tokenizer, transcript.tokens, messages[count:])
-        return "", Transcript(), prompt_ids(self.tokenizer, messages)
+                return session.conversations[key], messages[count:]
+        return None, messages
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

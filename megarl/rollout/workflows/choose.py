@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megarl.environments.pool import EnvironmentPool
 from megarl.knobs import UserError, class_of, does_not_exist, function_of
 from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.reward_call import RewardFn
 from megarl.rollout.workflows.agent import AgentWorkflow, agent_of
+from megarl.rollout.workflows.environment import EnvironmentWorkflow
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
@@ -22,7 +24,13 @@ from megarl.types import GenerationHyperparameters
 
 DEFAULT = "rlvr"
 
-WORKFLOWS = (DEFAULT, "multi_turn", "tool_use", "agent")  # what `rollout.workflow` names; "remax" is ReMax's own
+WORKFLOWS = (
+    DEFAULT,
+    "multi_turn",
+    "tool_use",
+    "agent",
+    "environment",
+)  # what `rollout.workflow` names; "remax" is ReMax's own
 
 
 def check_workflow(config: RolloutConfig, algorithm_workflow: str, algorithm: str) -> None:
@@ -56,13 +64,15 @@ def check_workflow(config: RolloutConfig, algorithm_workflow: str, algorithm: st
         config.tool_use.check()
     if workflow == "agent":
         config.agent.check()
+    if workflow == "environment":
+        config.environment.check()
 
 
 def check_imports(config: RolloutConfig) -> None:
-    """Imports the functions and classes of the user's own that the workflow names.
+    """Imports the functions and classes of the user's own that the workflow names; starts an environment once.
 
     Raises:
-        UserError: one of them does not exist.
+        UserError: one of them does not exist, or the environment cannot start.
     """
     if config.rollout_func:
         _rollout_func(config)
@@ -70,6 +80,8 @@ def check_imports(config: RolloutConfig) -> None:
         agent_of(config.agent)
     elif config.workflow == "tool_use":
         tools_of(config.tool_use)
+    elif config.workflow == "environment":
+        EnvironmentPool(config.environment).close()
     elif config.workflow not in WORKFLOWS:
         _user_class(config.workflow)
 
@@ -80,11 +92,12 @@ def build_workflow(
     reward_fn: RewardFn,
     gconfig: GenerationHyperparameters,
     tokenizer: Any,
+    environments: EnvironmentPool | None = None,
 ) -> RolloutWorkflow:
     """The workflow of a run: the algorithm's own if it has one, else that of `rollout.workflow`.
 
     Evaluation passes `DEFAULT` for `algorithm_workflow`: an algorithm's own sampling is for training alone (ReMax's
-    rewards are differences to a baseline).
+    rewards are differences to a baseline). `environments` is the pool of `rollout.workflow=environment`.
 
     Raises:
         UserError: a function or class of the user's own does not exist, or cannot be constructed.
@@ -102,6 +115,9 @@ def build_workflow(
         return ToolWorkflow(reward_fn, gconfig, tokenizer, config.tool_use)
     if name == "agent":
         return AgentWorkflow(agent_of(config.agent), gconfig, tokenizer, config.agent)
+    if name == "environment":
+        assert environments is not None, "who runs a workflow opens its environments"
+        return EnvironmentWorkflow(environments, reward_fn, gconfig, tokenizer)
     try:
         workflow: RolloutWorkflow = _user_class(name)(reward_fn, gconfig, tokenizer)
     except TypeError as error:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megarl.knobs import MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
+from megarl.rollout.conversation import ChatTemplate, Conversation
 from megarl.rollout.reward_call import RewardFn, call_reward
-from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
+from megarl.rollout.transcript import pad_samples
 from megarl.types import GenerationHyperparameters, Reward, RewardError
 
 
@@ -39,7 +40,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
     An answer whose reward is at least `config.good_enough` ends the conversation; otherwise `config.feedback` is its
     next user turn. A conversation also ends where the sequence has no room for another answer. Its reward is the last
-    answer's, times `config.turn_discount` for every answer before. All answers are trained on, as one sequence.
+    answer's, times `config.turn_discount` for every answer before. All answers are trained on: as one sequence, or in
+    several where the chat template rewrites earlier turns (`rollout/conversation.py`).
     """
 
     def __init__(
@@ -53,30 +55,33 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self.gconfig = gconfig
         self.tokenizer = tokenizer
         self.config = config or MultiTurnConfig()
+        self._template = ChatTemplate(tokenizer)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         conversations = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
-        return pad_transcripts([transcript for transcript, _ in conversations], [reward for _, reward in conversations])
+        return pad_samples([held.segments for held, _ in conversations], [reward for _, reward in conversations])
 
-    async def _converse(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Transcript, float | RewardError]:
+    async def _converse(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> tuple[Conversation, float | RewardError]:
         limit, discount = engine.max_sequence_tokens, 1.0
-        transcript, request = begin(prompt_ids(self.tokenizer, data["messages"]), self.gconfig, limit)
+        conversation = Conversation(self._template)
+        request = conversation.begin(data["messages"], self.gconfig, limit)
         reward: float | RewardError = 0.0
         for turn in range(1, self.config.max_turns + 1):
             response = await engine.agenerate(request)
-            transcript.sample(response)
+            conversation.sample(response)
             text = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
             prompt, ids = self.tokenizer.decode(request.input_ids), [response.output_tokens]
             (reward,) = await call_reward(self.reward_fn, prompt, request.input_ids, [text], ids, data)
             if isinstance(reward, RewardError) or reward >= self.config.good_enough or turn == self.config.max_turns:
                 break
             feedback = [{"role": "user", "content": self.config.feedback}]
-            turn_tokens = turn_ids(self.tokenizer, response.output_tokens, feedback)
-            following = transcript.ask(turn_tokens, self.gconfig, limit)
+            following = conversation.ask(feedback, self.gconfig, limit)
             if following is None:
                 break
             request, discount = following, discount * self.config.turn_discount
-        return transcript, _scaled(reward, discount)
+        return conversation, _scaled(reward, discount)
 
 
 def _scaled(reward: float | RewardError, factor: float) -> float | RewardError:

@@ -61,6 +61,28 @@ class GeneratingModel:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
+class ProcessingClass:
+    """The tokenizer as the function gets it. Chat templates may be rendered as axolotl's page does.
+
+    `apply_chat_template(messages, processing_class=False)` there means `tokenize=False`: the text of the chat.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._tokenizer(*arguments, **options)
+
+    def apply_chat_template(self, conversation: Any, *arguments: Any, **options: Any) -> Any:
+        """Renders a chat as the tokenizer does, also with `processing_class` in place of `tokenize`."""
+        if "processing_class" in options:
+            options["tokenize"] = options.pop("processing_class")
+        return self._tokenizer.apply_chat_template(conversation, *arguments, **options)
+
+
 class RolloutFuncWorkflow(RolloutWorkflow):
     """Calls `rollout_func` for `gconfig.n_samples` completions of `data["messages"]` and scores them."""
 
@@ -75,7 +97,8 @@ class RolloutFuncWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         model = GeneratingModel(engine, self.gconfig, asyncio.get_running_loop())
         prompts = [{"messages": data["messages"]} for _ in range(self.gconfig.n_samples)]
-        texts = await asyncio.to_thread(self.rollout_func, model, self.tokenizer, prompts, None)
+        processing_class = ProcessingClass(self.tokenizer)
+        texts = await asyncio.to_thread(self.rollout_func, model, processing_class, prompts, None)
         if len(texts) != len(prompts) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"rollout_func must return {len(prompts)} strings, one a prompt; it returned {len(texts)}")
         prompt = prompt_ids(self.tokenizer, data["messages"])

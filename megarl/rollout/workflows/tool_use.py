@@ -7,9 +7,7 @@ Results come back in a turn of the role `tool`, or of `user` where the template 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +16,12 @@ from typing import Any
 from jinja2 import TemplateError
 from torch import Tensor
 
+from megarl.environments.tool_calls import CALL, CALL_ERROR, parse_call
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, UserError, check_ranges, does_not_exist, function_of, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
+from megarl.rollout.conversation import ChatTemplate, Conversation
 from megarl.rollout.reward_call import RewardFn, call_reward
-from megarl.rollout.transcript import Transcript, begin, pad_transcripts, prompt_ids, turn_ids
+from megarl.rollout.transcript import pad_samples, prompt_ids, turn_ids
 from megarl.rollout.workflows.tools import Tool, calculator_tool, python_tool, search_tool
 from megarl.sandbox import SandboxError, run_python
 from megarl.types import GenerationHyperparameters, RewardError
@@ -29,7 +29,6 @@ from megarl.types import GenerationHyperparameters, RewardError
 logger = logging.getLogger(__name__)
 
 BUILT_IN = ("calculator", "python", "search")
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ class ToolWorkflow(RolloutWorkflow):
     """Holds `gconfig.n_samples` conversations, each with at most `config.max_turns` answers.
 
     All answers but the last call tools. A conversation also ends where the sequence has no room for another answer.
-    The reward function sees the last answer; its data holds `transcript`, the text of the whole conversation. `tools`
-    replaces the tools that `config` names.
+    The reward function sees the last answer; its data holds `transcript`, the text of the conversation as the model
+    read it last. `tools` replaces the tools that `config` names.
     """
 
     def __init__(
@@ -138,51 +137,52 @@ class ToolWorkflow(RolloutWorkflow):
         self.tokenizer = tokenizer
         self.config = config or ToolUseConfig()
         self.tools = {tool.name: tool for tool in (tools_of(self.config) if tools is None else tools)}
-        self.role = _tool_role(tokenizer)
-        self._schemas = [tool.schema for tool in self.tools.values()]
+        self.role = tool_role(tokenizer)
+        schemas = [tool.schema for tool in self.tools.values()]
+        self._template = ChatTemplate(tokenizer, tools=schemas)
         question = [{"role": "user", "content": "?"}]
-        if prompt_ids(tokenizer, question, tools=self._schemas) == prompt_ids(tokenizer, question):
+        if prompt_ids(tokenizer, question, tools=schemas) == prompt_ids(tokenizer, question):
             logger.warning("the chat template does not describe tools to the model: describe them in the prompts")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         conversations = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
-        return pad_transcripts([transcript for transcript, _ in conversations], [reward for _, reward in conversations])
+        return pad_samples([held.segments for held, _ in conversations], [reward for _, reward in conversations])
 
-    async def _converse(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Transcript, float | RewardError]:
+    async def _converse(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> tuple[Conversation, float | RewardError]:
         limit = engine.max_sequence_tokens
-        prompt = prompt_ids(self.tokenizer, data["messages"], tools=self._schemas)
-        transcript, request = begin(prompt, self.gconfig, limit)
+        conversation = Conversation(self._template)
+        request = conversation.begin(data["messages"], self.gconfig, limit)
         for turn in range(1, self.config.max_turns + 1):
             response = await engine.agenerate(request)
-            transcript.sample(response)
+            conversation.sample(response)
             text = self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
-            calls = _CALL.findall(text)
+            calls = CALL.findall(text)
             if not calls or turn == self.config.max_turns:
                 break
             results = await asyncio.gather(*(asyncio.to_thread(self.call, call) for call in calls))
             turns = [{"role": self.role, "content": result} for result in results]
-            following = transcript.ask(turn_ids(self.tokenizer, response.output_tokens, turns), self.gconfig, limit)
+            following = conversation.ask(turns, self.gconfig, limit)
             if following is None:
                 break
             request = following
-        conversation = self.tokenizer.decode(transcript.tokens)
         (reward,) = await call_reward(
             self.reward_fn,
             self.tokenizer.decode(request.input_ids),
             request.input_ids,
             [text],
             [response.output_tokens],
-            {**data, "transcript": conversation},
+            {**data, "transcript": self.tokenizer.decode(conversation.tokens)},
         )
-        return transcript, reward
+        return conversation, reward
 
     def call(self, text: str) -> str:
         """The tool's answer to one call, or the reason why the call cannot be made."""
-        try:
-            request = json.loads(text)
-            name, arguments = request["name"], request.get("arguments", {})
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError, RecursionError):
-            return 'error: a call is {"name": ..., "arguments": {...}}'
+        call = parse_call(text)
+        if call is None:
+            return CALL_ERROR
+        name, arguments = call
         if not isinstance(name, str) or name not in self.tools:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
         tool = self.tools[name]
@@ -197,7 +197,7 @@ class ToolWorkflow(RolloutWorkflow):
         return result[: self.config.max_result_chars]
 
 
-def _tool_role(tokenizer: Any) -> str:
+def tool_role(tokenizer: Any) -> str:
     """The role in which results come back: `tool` if the template knows it, else `user`."""
     if not tokenizer.chat_template:
         return "user"

@@ -16,7 +16,7 @@ from megarl.knobs import UserError
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.bounded_staleness import RolloutStream, StreamLimits
 from megarl.rollout.executor import LoopThread, WorkflowError
-from megarl.types import Episode, ModelRequest, ModelResponse
+from megarl.types import ORIGIN, Episode, ModelRequest, ModelResponse
 
 
 class Loader:
@@ -368,4 +368,55 @@ def test_a_loader_without_prompts_is_refused(thread: LoopThread) -> None:
     stream, _ = begin(thread, Engine(), 0, 2, size=0)
     with pytest.raises(UserError, match="no prompts"):
         stream.next_batch(5.0)
+    thread.cancel_all()
+
+
+def test_a_loader_that_fails_while_an_episode_is_replaced_stops_the_run(thread: LoopThread) -> None:
+    class Breaks(Loader):
+        def __iter__(self) -> Iterator[list[dict[str, int]]]:
+            yield [{"row": 0}, {"row": 1}]
+            raise UserError("source b: row 7 does not fit")
+
+    engine = Engine()
+    workflow = Clocked(engine)
+    stream = RolloutStream(engine, thread, Breaks(9, 2), workflow, LIMITS, batch_size=2)
+    stream.limits = StreamLimits(0, 60.0, 2, 3)
+    batch = started(thread, stream)
+    ends(thread, workflow, 0, None)  # rejected: another prompt is read in its place
+    with pytest.raises(UserError, match="source b: row 7 does not fit"):
+        batch.result(30.0)
+    thread.cancel_all()
+
+
+def test_the_origin_of_a_prompt_reaches_its_episode_and_no_workflow(thread: LoopThread) -> None:
+    class WithOrigins(Loader):
+        def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+            for rows in super().__iter__():
+                yield [{**row, ORIGIN: {"source": "a", "row": row["row"]}} for row in rows]
+
+    class Watching(Clocked):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+            assert ORIGIN not in data
+            return await super().arun_episode(engine, data)
+
+    engine = Engine()
+    workflow = Watching(engine)
+
+    def begun() -> RolloutStream:
+        limits = StreamLimits(0, 60.0, 2, 1000)
+        odd = lambda g: int(g["input_ids"][1]) % 2 == 0  # noqa: E731
+        return RolloutStream(engine, thread, WithOrigins(100, 2), workflow, limits, batch_size=2, should_accept=odd)
+
+    stream = begun()
+    episodes = step(thread, stream, workflow, random.Random(0), (1, 0, 0, 0))
+    assert all(episode.origin == {"source": "a", "row": int(episode.prompt_id)} for episode in episodes)
+    refused = [e for e in episodes if e.reason == "refused by should_accept_fn"]
+    assert refused
+    assert all(e.rewards == (1.0,) for e in refused)
+    stream._rejected = refused
+    again = begun()
+    again.load_state_dict(stream.state_dict())
+    assert again._rejected == [
+        Episode(e.prompt_id, None, e.reason, origin=e.origin, rewards=e.rewards) for e in refused
+    ]
     thread.cancel_all()

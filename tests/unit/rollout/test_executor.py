@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import RolloutWorkflow
-from megarl.rollout.executor import WorkflowError
+from megarl.rollout.executor import WorkflowError, run_episode
 
 
 def group(value: int, n: int = 2, **changes: Any) -> dict[str, Any]:
@@ -141,6 +141,53 @@ def test_a_poisoned_sample_is_left_out_and_counted(engine, reason):
     assert batch["group_ids"].tolist() == [0, 1]
     assert [episode.dropped for episode in engine.episodes] == [{reason: 1}] * 2
     assert stats_tracker.export()["rollout/dropped_samples"] == 2
+
+
+def segments(value: int, **changes: Any) -> dict[str, Any]:
+    """A group of two samples, the first in two segments."""
+    return group(value, 3, sample_ids=torch.tensor([0, 0, 1]), **changes)
+
+
+SEGMENT_POISONS = {
+    "rollout_logprobs not finite": segments(
+        1, rollout_logprobs=torch.tensor([[0, 0, 0], [0, 0, float("nan")], [0] * 3])
+    ),
+    "rewards not finite": segments(1, rewards=torch.tensor([1.0, float("inf"), 1.0])),
+    "token outside the vocabulary": segments(1, input_ids=torch.tensor([[1, 2, 10], [1, 2, 3], [1, 2, 3]])),
+    "reward failed": segments(1, reward_failed=torch.tensor([True, True, False])),
+}
+
+
+@pytest.mark.parametrize("reason", SEGMENT_POISONS)
+def test_a_sample_is_left_out_with_all_its_segments_and_counted_once(engine, reason):
+    engine.vocab_size = 10
+    batch = engine.rollout_batch(prompts(2), Returns(lambda d: SEGMENT_POISONS[reason]))
+    assert batch["sample_ids"].tolist() == [1, 1]
+    assert [episode.dropped for episode in engine.episodes] == [{reason: 1}] * 2
+    assert stats_tracker.export()["rollout/dropped_samples"] == 2
+
+
+def test_a_segment_without_a_trained_token_stays_with_its_sample(engine):
+    masks = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 0, 0]])
+    batch = engine.rollout_batch(prompts(1), Returns(lambda d: segments(1, loss_mask=masks)))
+    assert batch["sample_ids"].tolist() == [0, 0]
+    assert engine.episodes[0].dropped == {"no token to train on": 1}
+
+
+def test_the_numbers_of_a_batch_are_of_samples_not_of_segments(engine):
+    rewards = torch.tensor([1.0, 1.0, 0.0])
+    engine.rollout_batch(prompts(2), Returns(lambda d: segments(1, rewards=rewards)))
+    stats = stats_tracker.export()
+    assert stats["rollout/reward"] == 0.5
+    assert (stats["rollout/completion_len"], stats["rollout/completion_len_max"]) == (3, 4)
+    assert stats["rollout/segments_per_episode"] == 1.5
+
+
+def test_several_runs_of_a_prompt_have_samples_of_their_own(engine):
+    returns = Returns(lambda d: segments(1))
+    episode = asyncio.run(run_episode(engine, 7, {}, returns, group_size=2))
+    assert episode.group.num_samples == 4
+    assert episode.group.samples.tolist() == [0, 0, 1, 2, 2, 3]
 
 
 def test_an_empty_completion_is_left_out(engine):

@@ -47,18 +47,21 @@ def commands(page: str) -> list[list[str]]:
 def test_every_workflow_has_a_page_with_a_command_that_chooses_it() -> None:
     assert sorted(page.stem for page in PAGES.glob("*.md")) == sorted(WORKFLOWS)
     for name in WORKFLOWS:
+        assert commands(f"{name}.md")
         for command in commands(f"{name}.md"):
             config = cli.load(command)
             assert config.rollout.workflow == name
-            check_imports(config.rollout)
+            if name != "environment":  # its packages are not here; test_adapters.py plays them
+                check_imports(config.rollout)
 
 
-@pytest.mark.parametrize("name", ["multi_turn", "tool_use", "agent"])
+@pytest.mark.parametrize("name", ["multi_turn", "tool_use", "agent", "environment"])
 def test_a_page_has_every_knob_with_its_default(name: str) -> None:
     page = (PAGES / f"{name}.md").read_text()
     rows = dict(re.findall(rf"^\| `rollout\.{name}\.(\w+)` \|(.*?)\|", page, re.M))
     config = getattr(RolloutConfig(), name)
     defaults = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    defaults = {name: value for name, value in defaults.items() if not dataclasses.is_dataclass(value)}
     assert set(rows) == set(defaults)
     for knob, default in defaults.items():
         text = f"[{', '.join(default)}]" if isinstance(default, list) else str(default)
