@@ -6,13 +6,16 @@ from pathlib import Path
 
 from megarl.cli import exit_with
 from megarl.knobs import UserError
+from megarl.launcher.status import states
 from megarl.observe.page import write_page
+from megarl.observe.run_folder import RunFolder
 
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1 or "=" in arguments[0]:
         raise UserError("usage: python -m megarl.report RUN, the folder of a run such as runs/gsm8k_grpo/latest")
-    print(f"report    {write_page(Path(arguments[0]))}")
+    folder = Path(arguments[0])
+    print(f"report    {write_page(folder, states(RunFolder(folder.resolve()), ask='none'))}")
     return 0
 
 

@@ -31,6 +31,21 @@ class LoggerConfig:
         least=1,
         most=MAX_COUNT,
     )
+    samples_per_step: int = knob(
+        8,
+        "trained completions of each step kept with their text in samples.jsonl, evenly spread; 0 is none",
+        least=0,
+        most=100_000,
+    )
+    profile_from: int = knob(
+        0,
+        "first step that torch.profiler records, into profiles/ of the run folder, on every rank; 0 is none",
+        least=0,
+        most=MAX_COUNT,
+    )
+    profile_steps: int = knob(
+        1, "steps that torch.profiler records; a trace holds some 100 MB a step", least=1, most=100
+    )
     tensorboard: bool = knob(True, "write TensorBoard event files into the run folder")
     wandb: bool = knob(False, "send metrics to Weights & Biases too; needs the package wandb")
     wandb_project: str = knob("megarl", "the wandb project")
@@ -39,6 +54,15 @@ class LoggerConfig:
         check_ranges(self, "logger")
         if self.wandb and importlib.util.find_spec("wandb") is None:
             raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or set logger.wandb=false")
+
+    def check_length(self, steps: int) -> None:
+        """Refuses a range of profiled steps that a run of `steps` steps does not reach."""
+        last = self.profile_from + self.profile_steps - 1
+        if self.profile_from and last > steps:
+            raise UserError(
+                f"logger.profile_from={self.profile_from} and logger.profile_steps={self.profile_steps} end at step "
+                f"{last}, after total_train_steps={steps}; begin earlier or record fewer steps"
+            )
 
 
 class StatsLogger:

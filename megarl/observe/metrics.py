@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from megarl.observe.timeline import timeline
+
 REWARD = "rollout/reward"  # mean over the step's completions
 STALENESS = "rollout/staleness"  # mean over trained tokens: trainer version minus token version
 ROLLOUT_TOKENS_PER_S = "rollout/tokens_per_s"  # sampled tokens, over the time in which episodes are under way
@@ -85,11 +87,15 @@ class StatsTracker:
 
     @contextmanager
     def record_timing(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to `time_s/<scopes>/<name>`, also when the block raises."""
+        """Adds the seconds spent inside to `time_s/<scopes>/<name>`, also when the block raises.
+
+        The timeline gets them as a span.
+        """
         key = TIME + _key(name)
         start = time.perf_counter()
         try:
-            yield
+            with timeline.span(_key(name)):
+                yield
         finally:
             self._add(key, time.perf_counter() - start)
 

@@ -35,6 +35,36 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def timeline(self) -> Path:
+        """One file per rank, one line per step: its spans, and rank 0's with the servers' loads."""
+        return self.path / "timeline"
+
+    @property
+    def profiles(self) -> Path:
+        """Traces of torch.profiler, one per rank."""
+        return self.path / "profiles"
+
+    @property
+    def episodes(self) -> Path:
+        """One line per prompt: its rewards, or the reason why it is not trained on."""
+        return self.path / "episodes.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Some trained completions of each step, with their text."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One file per evaluation, one line per completion."""
+        return self.path / "evaluations"
+
+    @property
+    def sync_plan(self) -> Path:
+        """Traffic that the last plan of a weight sync puts on each rank."""
+        return self.path / "sync_plan.json"
+
+    @property
     def curve(self) -> Path:
         return self.path / "curve.png"
 

@@ -1,110 +1,93 @@
-"""The page of a run: its content, that it loads nothing, and that text of a model is escaped."""
+"""The report of a run: its content, that it loads nothing, and that text of a model stays text."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.knobs import UserError
 from megarl.observe.page import write_page
+from tests.chromium import Chromium, needs_chromium
 
-EVIL = "<script>document.title='owned'</script>"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "demo" / "2026-01-01"
-    (folder / "evaluations").mkdir(parents=True)
-    rows = [
-        {
-            "step": s,
-            "rollout/reward": 0.1 * s,
-            "train/loss": float("nan") if s == 2 else 1.0,
-            "time_s/update": 0.5,
-            "time_s/rollout": s / 2,
-        }
-        for s in range(1, 5)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "summary.json").write_text(
-        json.dumps({"experiment": "demo", "steps": 4, "wall_s": 75.0, "accuracy_before": 0.4, "accuracy_after": 0.65})
-    )
-    (folder / "config.yaml").write_text("experiment_name: demo\n")
-    episodes = [
-        {"prompt_id": "0", "samples": 2, "rewards": [1, 0]},
-        {"prompt_id": "1", "rejected": "timed out"},
-        {"prompt_id": "2", "samples": 1, "dropped": {"reward failed": 3}},
-    ]
-    (folder / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in episodes))
-    samples = [
-        {
-            "step": 4,
-            "problem": n,
-            "prompt": f"question {n}",
-            "completion": EVIL if n == 0 else "four",
-            "reward": float(n),
-            "solved": n > 0,
-            "versions": [3, 4],
-        }
-        for n in range(3)
-    ]
-    (folder / "evaluations" / "step-000004.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
-    return folder
+STATES = [("rank 0", "after weights", "step 4/4"), ("sglang-0", "", "\u202eevil <b>")]
 
 
 class Reader(HTMLParser):
-    """Collects the text, and every address that the page would load."""
+    """Collects what the page would load, its scripts and its data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.text: list[str] = []
         self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.data: dict[str, Any] = {}
+        self._in_data = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [str(v) for k, v in attrs if k in ("src", "href") and not str(v).startswith("#")]
+        self.tags.append(tag)
+        self.loads += [str(v) for k, v in attrs if k in ("src", "href") and v != "data:,"]
+        self._in_data = ("id", "data") in attrs
 
     def handle_data(self, data: str) -> None:
-        self.text.append(data)
+        if self._in_data:
+            self.data = json.loads(data)
+            self._in_data = False
 
 
-def test_the_page_shows_the_run_and_loads_nothing(run: Path) -> None:
-    page = write_page(run)
-    assert page == run / "report.html"
+def read(page: Path) -> Reader:
     reader = Reader()
     reader.feed(page.read_text(encoding="utf-8"))
+    return reader
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    with Chromium() as chromium:
+        yield chromium
+
+
+def test_the_page_holds_the_run_and_loads_nothing(run: Path) -> None:
+    page = write_page(run, STATES)
+    assert page == run / "report.html"
+    reader = read(page)
     assert reader.loads == []
-    text = " ".join(reader.text)
-    for expected in (
-        "demo",
-        "40.0% → 65.0%",
-        "1m15s",
-        "2 prompts trained on",
-        "prompt rejected: timed out",
-        "sample left out: reward failed",
-        "question 2",
-        "experiment_name: demo",
-    ):
-        assert expected in text, expected
-    assert page.read_text(encoding="utf-8").count("<svg") == 3  # reward, loss, timings
+    assert reader.tags.count("script") == 2  # ours and the data
+    answers = reader.data["answers"]
+    assert ["held-out accuracy", "40.0% → 65.0%"] in answers["run"]["facts"]
+    assert ["wall time", "1m15s"] in answers["run"]["facts"]
+    assert answers["run"]["accounts"] == {
+        "trained": 2,
+        "reasons": [["sample left out: reward failed", 3], ["prompt rejected: timed out", 1]],
+    }
+    assert answers["curves"]["series"]["train/loss"] == [[1, 3, 4], [1, 1, 1]]
+    assert [sample["reward"] for sample in answers["samples"]["step-000004"]] == [0, 1, 2]
+    assert answers["run"]["config"] == "experiment_name: demo\n"
+    assert answers["timeline"]["first"] == 2
+    assert answers["timeline"]["last"] == 4
 
 
-def test_seconds_of_a_line_of_several_steps_are_shown_for_one(run: Path) -> None:
-    lines = [{"step": step, "time_s/update": 3.0} for step in (2, 8)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    row = "<tr><td>update</td><td>1.500</td><td>1.500</td><td>6.0</td></tr>"
-    assert row in write_page(run).read_text(encoding="utf-8")
+def test_the_trace_beside_the_page_is_one_json_document_of_all_ranks(run: Path) -> None:
+    write_page(run)
+    trace = json.loads((run / "trace.json").read_text())
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1"}
+    updates = [event for event in trace["traceEvents"] if event["name"] == "update"]
+    assert len(updates) == 8  # four steps of two ranks
+    assert all(event["dur"] == 1_000_000 for event in updates)
 
 
-def test_text_of_a_model_is_escaped(run: Path) -> None:
-    text = write_page(run).read_text(encoding="utf-8")
-    assert EVIL not in text
-    assert "&lt;script&gt;" in text
+def test_text_of_a_model_cannot_end_the_block_that_holds_it(run: Path) -> None:
+    text = write_page(run, STATES).read_text(encoding="utf-8")
+    assert "owned" in text
+    assert not re.search(r"</script>\s*<script>document", text)
+    assert "\u202e" not in text
+    block = text.split("id='data'>")[1].split("</script>")[0]
+    assert not set("<>&") & set(block)
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
@@ -112,56 +95,136 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
         write_page(tmp_path)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_a_browser_shows_the_samples_and_filters_them(run: Path, tmp_path: Path) -> None:
-    page = write_page(run)
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{page}"]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert re.search(r'<span id="count">3 of 3</span>', dom)
-    assert "<title>demo: megarl run</title>" in dom
+def test_a_damaged_line_of_metrics_is_named(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("broken\n")
+    with pytest.raises(UserError, match="line 5 is not a step's metrics"):
+        write_page(run)
 
 
-def test_the_median_of_a_stage_is_over_the_steps_that_had_it(run: Path) -> None:
-    lines = [
-        {"step": step, "time_s/update": 1.0} | ({"time_s/evaluate": 8.0} if step == 4 else {}) for step in range(1, 5)
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "<tr><td>evaluate</td><td>8.000</td><td>8.000</td><td>8.0</td></tr>" in write_page(run).read_text("utf-8")
+@needs_chromium
+def test_a_browser_draws_every_part_in_words_for_people(run: Path, browser: Chromium) -> None:
+    browser.open(f"file://{write_page(run, STATES)}")
+    browser.until("document.querySelectorAll('#charts svg.plot').length >= 2")
+    text = browser.until("document.querySelectorAll('.sample').length === 3 && document.body.innerText")
+    for expected in (
+        "40.0% → 65.0%",
+        "2 prompts trained on",
+        "sample left out: reward failed",
+        "question 2",
+        "server 127.0.0.1:3000",
+        "after weights",
+        "A step's seconds",
+        "500 ms",  # median of the updates
+    ):
+        assert expected in text, expected
+    assert "rollout/reward" not in text
+    assert browser.complaints == []
 
 
-def test_a_legend_has_words_and_not_the_keys_of_metrics(run: Path) -> None:
-    lines = [{"step": step, "rollout/tokens_per_s": 5.0, "train/tokens_per_s": 7.0} for step in (1, 2)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = write_page(run).read_text(encoding="utf-8")
-    assert "<!-- training -->" in text  # matplotlib writes the text of a label beside its outlines
-    assert "tokens_per_s" not in text
+@needs_chromium
+def test_hostile_text_stays_text(run: Path, browser: Chromium) -> None:
+    browser.open(f"file://{write_page(run, STATES)}")
+    browser.until("document.querySelectorAll('.sample').length === 3")
+    browser.run("document.querySelector('.sample').open = true")
+    shown = browser.until("document.querySelector('.sample .turn.sampled pre').textContent")
+    assert shown.startswith("</script><script>document.title='owned'</script><img src=x")
+    assert shown.endswith("⟨U+202E⟩evil⟨U+2066⟩")
+    assert browser.run("document.title") == "demo: megarl run"
+    assert browser.run("document.querySelectorAll('img, b b').length") == 0
+    assert browser.run("document.querySelectorAll('script').length") == 2
+    inject = "s => { s.textContent = \"document.title='owned'\"; document.body.append(s) }"
+    browser.run(f"({inject})(document.createElement('script'))")  # even a script in the page does not run
+    assert browser.run("document.title") == "demo: megarl run"
+    assert "Content Security Policy" in "".join(browser.complaints)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_on_a_narrow_screen_prompts_keep_a_width_that_can_be_read(run: Path, tmp_path: Path) -> None:
-    page = write_page(run)
-    measure = (
-        "<iframe id='f' style='width:400px;height:900px' srcdoc=''></iframe><p id='widths'></p><script>"
-        "const f = document.getElementById('f'); f.onload = () => { const d = f.contentDocument;"
-        "document.getElementById('widths').textContent = 'widths ' + [2, 3].map(n => "
-        "Math.round(d.querySelector(`#samples td:nth-child(${n})`).getBoundingClientRect().width)) + ' page ' + "
-        "d.documentElement.scrollWidth; }; f.srcdoc = document.getElementById('page').textContent;</script>"
+@needs_chromium
+def test_samples_are_filtered_by_reward_and_text(run: Path, browser: Chromium) -> None:
+    browser.open(f"file://{write_page(run)}")
+    count = "document.getElementById('count').textContent"
+    browser.until(f"{count}.startsWith('3 shown of 3')")
+    fill = "(i => {{ i.value = '{1}'; i.dispatchEvent(new Event('input')) }})(document.getElementById('{0}'))"
+    browser.run(fill.format("least", "1"))
+    browser.until(f"{count}.startsWith('2 shown of 2')")
+    browser.run(fill.format("find", "QUESTION 2"))
+    browser.until(f"{count}.startsWith('1 shown of 2')")
+    assert "question 2" in browser.run("document.getElementById('samples').innerText")
+
+
+@needs_chromium
+def test_a_conversation_names_its_speakers_and_tool_calls(run: Path, browser: Chromium) -> None:
+    browser.open(f"file://{write_page(run)}")
+    browser.until("document.querySelectorAll('.sample').length === 3")
+    choose = "s => { s.value = 'training'; s.dispatchEvent(new Event('change')) }"
+    browser.run(f"({choose})(document.getElementById('source'))")
+    browser.until("document.querySelectorAll('.sample').length === 4")
+    browser.run("document.querySelector('.sample').open = true")
+    who = browser.until("[...document.querySelectorAll('.sample[open] .turn > .who')].map(n => n.textContent)")
+    assert who == ["system", "user", "model", "tool", "model"]
+    calls = browser.run("[...document.querySelectorAll('.sample[open] .call')].map(n => n.innerText)")
+    assert "calls calculator" in calls[0]
+    assert "expression: \n2+2" in calls[0] or "expression:\n2+2" in calls[0]
+    assert "result of the tool" in calls[1]
+    assert browser.run("document.querySelector('.sample[open] details summary').textContent").startswith("thoughts")
+    assert "<|im_end|>" not in browser.run("document.querySelector('.sample[open]').innerText")
+
+
+@needs_chromium
+def test_knobs_of_the_page_smooth_the_curves_and_equal_their_scales(run: Path, browser: Chromium) -> None:
+    rows = [{"step": s, "eval/accuracy": 0.5 + s % 2 / 10, "train/clip_fraction": 0.01} for s in range(1, 21)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    browser.open(f"file://{write_page(run)}")
+    ticks = (
+        "[...document.querySelectorAll('#charts svg.plot')].map(p => "
+        "[...p.querySelectorAll('text[text-anchor=end]')].map(t => t.textContent))"
     )
-    text = page.read_text(encoding="utf-8").replace("</script>", "<\\/script>")
-    frame = tmp_path / "frame.html"
-    frame.write_text(f"<script type='text/plain' id='page'>{text}</script>{measure}", encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command += [
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--virtual-time-budget=5000",
-        "--dump-dom",
-        f"file://{frame}",
-    ]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    found = re.search(r"widths (\d+),(\d+) page (\d+)", shown)
-    assert found, shown[-2000:]
-    assert min(int(found[1]), int(found[2])) >= 200, found[0]
-    assert int(found[3]) <= 400, found[0]  # the table scrolls, not the page
+    before = browser.until(f"(t => t.length === 2 && t)({ticks})")
+    assert before[0] != before[1]
+    assert all(label.endswith("%") for label in before[0][:-1])  # the last names the axis
+    browser.run("[...document.querySelectorAll('label')].find(l => l.innerText.includes('equal scales')).click()")
+    equal = browser.until(f"(t => t.length === 2 && t[0].join() === t[1].join() && t)({ticks})")
+    assert equal[0][0] == "0 %"
+    assert equal[0][-2] == "100 %"
+    browser.run("(i => { i.value = 2; i.dispatchEvent(new Event('input')) })(document.getElementById('smooth'))")
+    points = browser.until(
+        "(p => p.length === 2 && p[1].getAttribute('points'))"
+        "(document.querySelector('#charts svg.plot').querySelectorAll('polyline'))"
+    )
+    heights = {point.split(",")[1] for point in points.split(" ")[1:]}
+    assert len(heights) == 1  # the mean of two neighbours is the same everywhere
+    assert "mean of 2 points" in browser.run("document.body.innerText")
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_on_a_narrow_screen_the_page_fits_and_targets_can_be_touched(run: Path, browser: Chromium, dark: bool) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[-1] |= {
+        f"time_s/{'long_stage_name' * 3}": 1.0,
+        "train/logprob_diff_max": 1e-7,
+        "train/logprob_diff_mean": 2e-8,
+    }
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    browser.open(f"file://{write_page(run, STATES)}", width=400, dark=dark)
+    browser.until("document.querySelectorAll('.sample').length === 3 && document.querySelectorAll('svg.plot').length")
+    browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert browser.run("document.documentElement.scrollWidth") <= 400  # tables scroll, not the page
+    small = browser.run(
+        "[...document.querySelectorAll('button, select, input:not([type=checkbox]), nav a')]"
+        ".filter(n => n.offsetParent).map(n => [n.outerHTML.slice(0, 60), n.getBoundingClientRect().height])"
+        ".filter(([, h]) => h < 40)"
+    )
+    assert small == []
+    clipped = browser.run(
+        "[...document.querySelectorAll('.legend, .legend span, h3, pre, summary')].filter(n => n.offsetParent && "
+        "n.getBoundingClientRect().right > 400).map(n => n.textContent.slice(0, 60))"
+    )
+    assert clipped == []
+    overlap = browser.run(
+        "[...document.querySelectorAll('.chart')].filter(c => c.querySelector('.legend').getBoundingClientRect()"
+        ".bottom > c.querySelector('svg.plot').getBoundingClientRect().top + 1).length"
+    )
+    assert overlap == 0  # a legend hides no curve
+    background = browser.run("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") is not dark
