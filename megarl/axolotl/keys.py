@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.foreign.reading import Tables
+
 # Keys whose value a knob takes unchanged.
 KNOBS = {
     "base_model": "actor.path",
@@ -124,16 +126,20 @@ _REASONS = {
 NEEDLESS = {key: reason for reason, keys in _REASONS.items() for key in keys}
 # Reasons why a key, or a value of it, is refused.
 WHY_NOT = {
-    "rl_adapter_ref_model": "adapters are not supported; all weights are trained",
-    "adapter": "adapters are not supported; all weights are trained",
     "deepspeed": "Megatron shards the model; use parallel.* knobs",
     "fsdp": "Megatron shards the model; use parallel.* knobs",
     "fsdp_config": "Megatron shards the model; use parallel.* knobs",
     "max_prompt_len": "prompts are never cut; rows over sequence_len are skipped",
     "trust_remote_code": "a model's own code is never run",
-    "trl.scale_rewards": "GRPO always scales advantages; for unscaled ones use trl.loss_type: dr_grpo",
+    "trl.scale_rewards": "advantages are left unscaled by rl: grpo with one clip range alone",
     "trl.num_iterations": "each sampled batch is trained on once",
 }
+# Keys of adapters, beside those that begin with lora_, peft and adapter.
+ADAPTER_KEYS = (
+    "rl_adapter_ref_model", "qlora_sharded_model_loading", "load_in_8bit", "load_in_4bit", "relora", "relora_steps",
+    "merge_lora", "loraplus_lr_ratio", "loraplus_lr_embedding", "gptq",
+)  # fmt: skip
+NO_ADAPTERS = "adapters (LoRA) are not there yet: all weights are trained; leave these keys out"
 # Keys of a data set that become `options` of its source.
 DATASET_OPTIONS = ("field_messages", "field_chosen", "field_rejected", "message_property_mappings", "roles")
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}  # keys of that mapping
@@ -142,6 +148,6 @@ TEXTS = (
     "trl.loss_type", "trl.multi_objective_aggregation", "trl.importance_sampling_level", "chat_template",
     "chat_template_jinja",
 )  # fmt: skip
-MOST = 10**12  # of any number that counts something
 # `algorithm.aggregate` by `trl.loss_type`.
 LOSS_TYPES = {"grpo": "sequence", "bnpo": "token", "dapo": "token", None: "token"}
+TABLES = Tables(KNOBS, CHOICES, NEEDLESS, WHY_NOT, ("datasets", "sequence_len"))

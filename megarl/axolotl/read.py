@@ -6,87 +6,31 @@ Every key sets knobs, is listed as needing no change, or is refused by name. Pla
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.axolotl.keys import (
+    ADAPTER_KEYS,
     ALGORITHMS,
-    CHOICES,
     DATASET_OPTIONS,
-    KNOBS,
     LOSS_TYPES,
     MESSAGE_FIELDS,
-    MOST,
-    NEEDLESS,
+    NO_ADAPTERS,
+    TABLES,
     TEXTS,
-    WHY_NOT,
 )
 from megarl.axolotl.source_types import SOURCE_TYPES
 from megarl.data.config import SourceConfig
 from megarl.data.preference import format_of
-from megarl.data.sources import load_rows, one_line
-from megarl.knobs import UserError, override
+from megarl.data.sources import load_rows
+from megarl.foreign.reading import Converted, Reading, load_yaml, number_of, plain
+from megarl.knobs import UserError
 from megarl.parallel.platform import takes_gpu_options
 
 
-@dataclass
-class Reading:
-    """Progress through one YAML: unread keys, overrides so far, table rows (key, value, text) and refusals."""
-
-    unread: dict[str, Any]
-    overrides: dict[str, Any] = field(default_factory=dict)
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-    def take(self, key: str, default: Any = None) -> Any:
-        """Removes a key from the unread ones and returns its value."""
-        return self.unread.pop(key, default)
-
-    def set(self, key: str, value: Any, knob: str, becomes: Any, note: str = "") -> None:
-        """Sets a knob from a key and adds the table row for it. A knob takes a scalar or a list of them."""
-        for item in becomes if isinstance(becomes, list) else [becomes]:
-            if not isinstance(item, str | int | float):
-                return self.refuse(key, value, "must be text, a number, true or false, or a list of these")
-        self.overrides[knob] = becomes
-        self.note(key, value, f"{knob}={_plain(becomes)}" + (f"  ({note})" if note else ""))
-
-    def note(self, key: str, value: Any, text: str) -> None:
-        """Adds a row to the table."""
-        self.rows.append((_plain(key), _plain(value) if value is not None else "(not set)", text))
-
-    def refuse(self, key: str, value: Any, why: str) -> None:
-        """Records an error. Reading goes on, so that all errors are reported together."""
-        self.refused.append(f"{_plain(key)}: {_plain(value)}  {why}")
-
-    def number(self, key: str, default: float, least: float = 0) -> float:
-        """Takes a number. Any other value is refused, and the default takes its place."""
-        value = self.take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
-            self.refuse(key, value, f"must be a number from {least} to {MOST}")
-            return default
-        return value
-
-    def whole(self, key: str, default: int, least: int = 0) -> int:
-        """Takes a whole number, which YAML may write as `2.0`. Any other value is refused; see `number`."""
-        value = self.number(key, default, least)
-        if value != int(value):
-            self.refuse(key, value, "must be a whole number")
-        return int(value)
-
-    def optional_number(self, key: str) -> float | None:
-        """Takes a number, or None if the key is not set."""
-        return self.number(key, 0) if key in self.unread else None
-
-
-def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tuple[list[str], str]:
-    """Converts an axolotl YAML into overrides for `cli.load` and a table of every key's outcome.
+def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> Converted:
+    """Converts an axolotl YAML into overrides for `cli.load`.
 
     Args:
         path: The YAML file.
@@ -97,16 +41,19 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tupl
     Raises:
         UserError: the file cannot be read, or some keys are not supported (all of them, one line each).
     """
-    reading = Reading(_flat(_load(path)))
+    reading = Reading(_flat(load_yaml(path, "--from-axolotl")))
     reading.overrides["experiment_name"] = Path(path).stem
     rl = reading.take("rl")
     if not isinstance(rl, str) or rl not in ALGORITHMS:
-        raise UserError(f"{path}: rl: {_plain(rl)} is not one of {', '.join(ALGORITHMS)}")
+        raise UserError(f"{path}: rl: {plain(rl)} is not one of {', '.join(ALGORITHMS)}")
     method, algorithm, keys = ALGORITHMS[rl]
     for key in TEXTS:
         if not isinstance(reading.unread.get(key, ""), str):
             reading.refuse(key, reading.take(key), "must be text")
     reading.set("rl", rl, "method", method)
+    _adapters(reading)
+    if method == "rl" and not reading.unread.get("trl.reward_funcs"):
+        reading.refuse("trl.reward_funcs", reading.take("trl.reward_funcs"), "names no function; give MODULE.FUNCTION")
     _algorithm(reading, rl, algorithm, keys)
     train = _data(reading, rl)
     if replicas is None:
@@ -114,39 +61,24 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> tupl
         replicas = max(world // math.prod(size for size in sizes if isinstance(size, int) and size > 0), 1)
     _lengths_and_batch(reading, rl, replicas, train)
     _numerics(reading)
-    for key in list(reading.unread):
-        _plain_key(reading, key)
-    if reading.refused:
-        raise UserError(
-            f"{path} has keys that megarl does not support:" + "".join(f"\n  {line}" for line in reading.refused)
-        )
-    return [_override(knob, value) for knob, value in reading.overrides.items()], _table(path, reading.rows)
-
-
-def _load(path: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    # PyYAML lets errors of Python pass, such as ValueError for a month 99 and KeyError for `!!bool x`.
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"--from-axolotl {path} cannot be read ({one_line(error)})") from error
-    if not isinstance(values, dict):
-        raise UserError(f"--from-axolotl {path} holds no keys; an axolotl YAML is a mapping")
-    return values
+    return reading.finish(path, TABLES)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
     """Flattens the sections `trl` and `vllm` to dotted keys and drops null values."""
     inside = {f"{s}.{k}": v for s in ("trl", "vllm") if isinstance(values.get(s), dict) for k, v in values[s].items()}
     flat = {**{k: v for k, v in values.items() if not (k in ("trl", "vllm") and isinstance(v, dict))}, **inside}
-    return {str(k): _number_of(v) for k, v in flat.items() if v is not None}
+    return {str(k): number_of(v) for k, v in flat.items() if v is not None}
 
 
-def _number_of(value: Any) -> Any:
-    """Converts text such as 1e-5 to a number, as YAML 1.1 reads it as a string."""
-    try:
-        return float(value) if isinstance(value, str) and value[:1] in "0123456789.-" else value
-    except ValueError:
-        return value
+def _adapters(reading: Reading) -> None:
+    """Refuses the keys of adapters, all in one line."""
+    named = [key for key in reading.unread if key in ADAPTER_KEYS or key.startswith(("lora_", "peft", "adapter"))]
+    values = {key: reading.take(key) for key in named}
+    if wanted := [key for key, value in values.items() if value not in (False, 0, 0.0, "", [])]:
+        reading.refuse(", ".join(wanted), values[wanted[0]], NO_ADAPTERS)
+    for key in set(named) - set(wanted):
+        reading.note(key, values[key], "no change: it is off")
 
 
 def _algorithm(reading: Reading, rl: str, algorithm: str, keys: dict[str, tuple[str, Any]]) -> None:
@@ -159,14 +91,18 @@ def _algorithm(reading: Reading, rl: str, algorithm: str, keys: dict[str, tuple[
         elif reading.unread.get("trl.importance_sampling_level") == "sequence":
             algorithm = "gspo"
             reading.take("trl.importance_sampling_level")
-        elif loss == "dr_grpo":
-            algorithm = "dr_grpo"
+        elif loss == "dr_grpo" or (
+            reading.unread.get("trl.scale_rewards") is False
+            and loss in LOSS_TYPES
+            and "trl.epsilon_high" not in reading.unread
+        ):
+            algorithm = _unscaled(reading)
         elif "trl.epsilon_high" in reading.unread:
             algorithm = "dapo"  # without dynamic sampling, DAPO is GRPO with two clip ranges
             reading.overrides["algorithm.dynamic_sampling"] = False
         elif loss not in LOSS_TYPES:
             reading.refuse("trl.loss_type", loss, f"is not one of {', '.join(k for k in LOSS_TYPES if k)}, dr_grpo")
-        if loss in LOSS_TYPES and algorithm in ("grpo", "gdpo", "dapo"):
+        if loss in LOSS_TYPES and algorithm in ("grpo", "gdpo", "dapo", "dr_grpo"):
             reading.set("trl.loss_type", loss, "algorithm.aggregate", LOSS_TYPES[loss])
     if rl == "gdpo" and reading.unread.get("trl.multi_objective_aggregation") == "normalize_then_sum":
         reading.take("trl.multi_objective_aggregation")
@@ -188,6 +124,16 @@ def _algorithm(reading: Reading, rl: str, algorithm: str, keys: dict[str, tuple[
     if weights is not None:
         knob = "algorithm.reward_weights" if algorithm == "gdpo" else "rewards.weights"
         reading.set("trl.reward_weights", weights, knob, weights)
+
+
+def _unscaled(reading: Reading) -> str:
+    """Name of the GRPO that does not divide advantages by their deviation; `trl.scale_rewards` must not ask for it."""
+    scaled = reading.take("trl.scale_rewards")
+    if scaled not in (None, False):
+        reading.refuse("trl.scale_rewards", scaled, "is not false, and trl.loss_type: dr_grpo does not scale")
+    elif scaled is False:
+        reading.note("trl.scale_rewards", False, "algorithm=dr_grpo")
+    return "dr_grpo"
 
 
 def _data(reading: Reading, rl: str) -> list[SourceConfig]:
@@ -271,7 +217,7 @@ def _sources(reading: Reading, key: str, rl: str) -> list[SourceConfig]:
                 reading.refuse(f"{where}.type", kind, "must be FILE.FUNCTION, a transform, and takes no field names")
         except UserError as error:
             reading.refuse(f"{where}.type", kind, str(error))
-        reading.note(where, path or files, f"type {kind}" + (f", options {_plain(options)}" if options else ""))
+        reading.note(where, path or files, f"type {kind}" + (f", options {plain(options)}" if options else ""))
         sources += entry_sources
     return sources
 
@@ -305,17 +251,18 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
         if type(samples) is not int or samples < 1 or rows % samples:
             reading.refuse(
                 "micro_batch_size", micro, f"x gradient_accumulation_steps {accumulated} x {world} ranks = {rows} "
-                f"completions is not a multiple of trl.num_generations={_plain(samples)}",
+                f"completions is not a multiple of trl.num_generations={plain(samples)}",
             )  # fmt: skip
             samples = 1
         temperature = reading.number("trl.temperature", 1.0)
         reading.set("trl.temperature", temperature, "gconfig.temperature", temperature)
         reading.overrides["actor.temperature"] = temperature
+    key = "max_prompt_len" if rl in ("grpo", "gdpo") else "sequence_len"
     for name in ("train_dataset", "valid_dataset"):
         reading.overrides[f"{name}.max_length"] = length
-    reading.note(
-        "max_prompt_len" if rl in ("grpo", "gdpo") else "sequence_len", length, f"train_dataset.max_length={length}"
-    )
+        reading.origins[f"{name}.max_length"] = key
+    reading.origins["actor.max_tokens_per_mb"] = f"micro_batch_size x {key}"
+    reading.note(key, length, f"train_dataset.max_length={length}")
     sequences_per_row = 2 if ALGORITHMS[rl][0] == "preference" and rl != "kto" else 1
     note = f"{rows} a step with dp {world}" + (f" / {samples} samples" if samples > 1 else "")
     reading.set(
@@ -391,56 +338,3 @@ def _numerics(reading: Reading) -> None:
         reading.refuse("chat_template", chat, "is not tokenizer_default, chatml, llama3 or jinja; give its Jinja text")
         return
     reading.set("chat_template" if jinja is None else "chat_template_jinja", chat, "data.chat_template", chat)
-
-
-def _plain_key(reading: Reading, key: str) -> None:
-    """Looks a key up in the tables, and refuses it if it is in none."""
-    value = reading.take(key)
-    if key in KNOBS:
-        reading.set(key, value, KNOBS[key], value)
-    elif key in CHOICES and isinstance(value, str | int | float) and value in CHOICES[key]:
-        choice = CHOICES[key][value]
-        if choice is None:
-            reading.note(key, value, "no change: megarl does the same")
-        else:
-            reading.set(key, value, *choice)
-    elif key in NEEDLESS:
-        reading.note(key, value, f"no change: {NEEDLESS[key]}")
-    elif value is False:
-        reading.note(key, value, "no change: it is off")
-    elif key in CHOICES:
-        why = WHY_NOT.get(key, "")
-        reading.refuse(
-            key, value, f"is not one of {', '.join(_plain(v) for v in CHOICES[key])}" + (f"; {why}" if why else "")
-        )
-    elif key in WHY_NOT:
-        reading.refuse(key, value, WHY_NOT[key])
-    else:
-        near = difflib.get_close_matches(
-            key, [*KNOBS, *CHOICES, *NEEDLESS, "datasets", "sequence_len"], n=1, cutoff=0.8
-        )
-        reading.refuse(key, value, "is not a supported key" + (f"; did you mean {near[0]}?" if near else ""))
-
-
-def _plain(value: Any) -> str:
-    """Formats a value in one line."""
-    if isinstance(value, str):
-        return value if value.isprintable() else repr(value)
-    try:
-        return json.dumps(value, default=str)
-    except (TypeError, ValueError):  # a date as a key, or a list inside itself
-        return repr(value)
-
-
-def _override(knob: str, value: Any) -> str:
-    """Formats an override in Hydra's grammar. A key of `sglang` is new to the configuration, which takes a `+`."""
-    plus = "+" if knob.startswith("sglang.") else ""
-    return f"algorithm={value}" if knob == "algorithm" else plus + override(knob, value)
-
-
-def _table(path: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    """Lays the rows out in columns; long values are shortened."""
-    cut = [(key, value if len(value) <= 40 else value[:37] + "...", text) for key, value, text in rows]
-    widths = [max(len(row[i]) for row in cut) for i in (0, 1)]
-    lines = [f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {text}" for key, value, text in cut]
-    return f"{path}, as megarl reads it:\n" + "\n".join(lines)

@@ -14,6 +14,7 @@ from megarl.knobs import UserError
 
 BASE = {"base_model": "some/model", "learning_rate": "1e-5", "micro_batch_size": 2, "max_steps": 50}
 PAIRS = [{"path": "Intel/orca_dpo_pairs", "split": "train", "type": "chatml.intel"}]
+REWARD = {"reward_funcs": ["rewards.right"]}
 GSM8K = [{"path": "openai/gsm8k", "name": "main", "type": "rewards.to_prompt"}]
 
 
@@ -27,9 +28,9 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def read(values: dict[str, Any], **sizes: Any) -> tuple[dict[str, Any], str]:
     """Returns the overrides, parsed by Hydra, and the table."""
     Path("run.yaml").write_text(yaml.safe_dump(values))
-    overrides, table = read_axolotl("run.yaml", **sizes)
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    return {override.key_or_group: override.value() for override in parsed}, table
+    converted = read_axolotl("run.yaml", **sizes)
+    parsed = OverridesParser.create().parse_overrides(converted.overrides)
+    return {override.key_or_group: override.value() for override in parsed}, converted.table
 
 
 def refusals(values: dict[str, Any]) -> str:
@@ -129,6 +130,7 @@ def test_grpo_with_a_server_rewards_and_a_transform() -> None:
     [
         ("grpo", {"loss_type": "grpo"}, "grpo", {"algorithm.aggregate": "sequence", "algorithm.eps_clip": 0.2}),
         ("grpo", {"loss_type": "dr_grpo"}, "dr_grpo", {"algorithm.aggregate_tokens": 256}),
+        ("grpo", {"loss_type": "grpo", "scale_rewards": False}, "dr_grpo", {"algorithm.aggregate": "sequence"}),
         ("grpo", {"epsilon": 0.1, "epsilon_high": 0.3}, "dapo",
          {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3, "algorithm.dynamic_sampling": False}),
         ("grpo", {"importance_sampling_level": "sequence", "epsilon": 3e-4}, "gspo",
@@ -142,7 +144,7 @@ def test_grpo_with_a_server_rewards_and_a_transform() -> None:
 def test_variants_of_grpo_map_to_their_algorithm(
     rl: str, trl: dict[str, Any], algorithm: str, knobs: dict[str, Any]
 ) -> None:
-    overrides, _ = read({**BASE, "rl": rl, "datasets": GSM8K, "trl": {"num_generations": 2, **trl}})
+    overrides, _ = read({**BASE, "rl": rl, "datasets": GSM8K, "trl": {**REWARD, "num_generations": 2, **trl}})
     assert overrides["algorithm"] == algorithm
     assert {knob: overrides.get(knob) for knob in knobs} == knobs
     known = cli.knob_paths()
@@ -202,22 +204,24 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
             "lr_schedular": "cosine", "optimizer": "adamw_8bit", "lr_scheduler": "one_cycle",
             "chat_template": "gemma", "micro_batch_size": 0, "rl_adapter_ref_model": True,
             "gradient_checkpointing": "offload",
-            "trl": {"use_liger_kernel": True, "num_generations": 5, "num_iterations": 2, "vllm_mode": "colocate"},
+            "trl": {**REWARD, "use_liger_kernel": True, "num_generations": 5, "num_iterations": 2,
+                    "vllm_mode": "colocate"},
             "vllm": {"host": "10.0.0.1"},
             "datasets": [{**GSM8K[0], "shards": 4}, {"path": "a", "type": "chatml"}],
         }
     )  # fmt: skip
-    lines = [line.split(":")[0].strip() for line in message.splitlines()[1:]]
+    lines = [line.split(": ")[0].strip() for line in message.splitlines()[1:]]
     assert sorted(lines) == sorted(
         [
-            "adapter", "load_in_4bit", "deepspeed", "lr_schedular", "optimizer", "lr_scheduler",
-            "chat_template", "micro_batch_size", "micro_batch_size", "rl_adapter_ref_model", "gradient_checkpointing",
+            "adapter, load_in_4bit, rl_adapter_ref_model", "deepspeed", "lr_schedular", "optimizer", "lr_scheduler",
+            "chat_template", "micro_batch_size", "micro_batch_size", "gradient_checkpointing",
             "trl.use_liger_kernel", "trl.num_iterations", "trl.vllm_mode", "vllm.host", "datasets[0].shards",
             "datasets[1].type",
         ]
     )  # fmt: skip
     assert "lr_schedular: cosine  is not a supported key; did you mean lr_scheduler?" in message
     assert "adamw_torch" in message
+    assert "adapters (LoRA) are not there yet: all weights are trained; leave these keys out" in message
     assert "5" in message
 
 
@@ -239,6 +243,9 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
         ({"rl": "dpo", "datasets": PAIRS, "max_steps": 9, "save_steps": 1.5}, "save_steps: 1.5  must be a whole"),
         ({"rl": "ebft", "datasets": PAIRS}, "rl: ebft is not one of dpo, ipo, kto, orpo, simpo, grpo, gdpo"),
         ({"datasets": PAIRS}, "rl: null is not one of"),
+        ({"rl": "grpo", "datasets": GSM8K}, "trl.reward_funcs: null  names no function; give MODULE.FUNCTION"),
+        ({"rl": "gdpo", "datasets": GSM8K, "trl": {"reward_funcs": []}}, "trl.reward_funcs: []  names no function"),
+        ({"rl": "dpo", "datasets": PAIRS, "rl_adapter_ref_model": True, "lora_r": 8}, "adapters (LoRA) are not there"),
     ],
 )
 def test_an_error_names_its_key(values: dict[str, Any], message: str) -> None:
@@ -251,7 +258,7 @@ def test_a_file_that_cannot_be_read_is_named() -> None:
     for name, message in (
         ("no.yaml", "No such file"),
         ("list.yaml", "is a mapping"),
-        ("broken.yaml", "cannot be read"),
+        ("broken.yaml", "cannot be read .line 1, column 6: "),
     ):
         with pytest.raises(UserError, match=f"{name} .*{message}"):
             read_axolotl(name)
@@ -261,13 +268,26 @@ def test_the_command_prints_the_table_and_later_arguments_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("run.yaml").write_text(yaml.safe_dump({**BASE, "rl": "dpo", "datasets": PAIRS}))
-    arguments = cli.from_axolotl(["--from-axolotl", "run.yaml", "total_train_steps=7", "parallel.dp_size=4"])
+    given = ["--from-axolotl", "run.yaml", "total_train_steps=7", "parallel.dp_size=4"]
+    arguments, _ = cli.from_other_trainer(given)
     assert arguments[-2:] == ["total_train_steps=7", "parallel.dp_size=4"]
     assert "train_dataset.batch_size=8" in arguments
     assert "run.yaml, as megarl reads it:" in capsys.readouterr().out
-    assert cli.from_axolotl(["+experiment=x"]) == ["+experiment=x"]
+    assert cli.from_other_trainer(["+experiment=x"]) == (["+experiment=x"], None)
     monkeypatch.setattr(sys, "argv", ["megarl.train", "--from-axolotl"])
     with pytest.raises(SystemExit) as end:
         cli.run_command(lambda config: 0)
     assert end.value.code == 2
     assert "needs the path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rl", "changed", "message"),
+    [
+        ("gdpo", {"scale_rewards": False}, "trl.scale_rewards: false  is not one of true"),
+        ("grpo", {"scale_rewards": False, "epsilon_high": 0.3}, "trl.scale_rewards: false  is not one of true"),
+        ("grpo", {"scale_rewards": True, "loss_type": "dr_grpo"}, "trl.scale_rewards: true  is not false"),
+    ],
+)
+def test_scaled_advantages_that_cannot_be_had_are_refused(rl: str, changed: dict[str, Any], message: str) -> None:
+    assert message in refusals({**BASE, "rl": rl, "datasets": GSM8K, "trl": {**REWARD, **changed}})

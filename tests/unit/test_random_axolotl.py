@@ -67,6 +67,7 @@ def settings_of_a_run(draw: st.DrawFn) -> dict[Any, Any]:
         "micro_batch_size": 8,
         "max_steps": draw(st.sampled_from([50, 0])),
         "datasets": [source],
+        "trl": {"reward_funcs": ["rewards.f"]},
     }
     if draw(st.integers(0, 4)) == 0:
         source[draw(st.sampled_from(OF_A_SOURCE))] = draw(VALUES)
@@ -90,11 +91,11 @@ def test_random_settings_are_converted_or_refused_key_by_key(
     def holds(values: dict[Any, Any], world: int) -> None:
         Path("run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
         try:
-            overrides, _ = read_axolotl("run.yaml", world=world)
+            converted = read_axolotl("run.yaml", world=world)
         except UserError as error:
             first, *refused = str(error).split("\n")
         else:
-            assert OverridesParser.create().parse_overrides(overrides)
+            assert OverridesParser.create().parse_overrides(converted.overrides)
             return
         assert not refused or first == "run.yaml has keys that megarl does not support:"
         assert all(line.startswith("  ") and ": " in line for line in refused)

@@ -1,0 +1,222 @@
+"""Progress through the keys of another trainer's configuration: each sets knobs, needs no change, or is refused."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.knobs import UserError, override
+
+MOST = 10**12  # of any number that counts something
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Outcomes of plain keys."""
+
+    knobs: Mapping[str, str]  # keys whose value a knob takes unchanged
+    choices: Mapping[str, Mapping[Any, tuple[str, Any] | None]]  # by value: a knob with its value, or no change
+    needless: Mapping[str, str]  # keys without effect, with the reason
+    why_not: Mapping[str, str]  # reasons of refusals
+    others: Sequence[str] = ()  # keys that the reader itself converts
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A configuration as megarl takes it."""
+
+    overrides: list[str]  # for `cli.load`
+    table: str  # every key's outcome, for people
+    source: str  # the file or command
+    origins: dict[str, str]  # by knob, the key that set it
+
+    def in_its_words(self, message: str) -> str:
+        """Adds to an error message which keys of the source set the knobs that it names."""
+        named = {key: knob for knob, key in self.origins.items() if f"{knob}=" in message and knob != key}
+        notes = ", ".join(f"{knob} is {key}" for key, knob in named.items())
+        return f"{message} ({notes} in {self.source})" if notes else message
+
+
+@dataclass
+class Reading:
+    """Progress through one file: unread keys, overrides so far, table rows (key, value, text) and refusals."""
+
+    unread: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)  # by knob, the key that set it
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Removes a key from the unread ones and returns its value."""
+        return self.unread.pop(key, default)
+
+    def set(self, key: str, value: Any, knob: str, becomes: Any, note: str = "") -> None:
+        """Sets a knob from a key and adds the table row for it. A knob takes a scalar or a list of them."""
+        for item in becomes if isinstance(becomes, list) else [becomes]:
+            if not isinstance(item, str | int | float):
+                return self.refuse(key, value, "must be text, a number, true or false, or a list of these")
+        self.overrides[knob] = becomes
+        self.origins[knob] = key
+        self.note(key, value, f"{knob}={plain(becomes)}" + (f"  ({note})" if note else ""))
+
+    def note(self, key: str, value: Any, text: str) -> None:
+        """Adds a row to the table."""
+        self.rows.append((plain(key), plain(value) if value is not None else "(not set)", text))
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        """Records an error. Reading goes on, so that all errors are reported together."""
+        self.refused.append(f"{plain(key)}: {plain(value)}  {why}")
+
+    def number(self, key: str, default: float, least: float = 0) -> float:
+        """Takes a number. Any other value is refused, and the default takes its place."""
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= MOST:
+            self.refuse(key, value, f"must be a number from {least} to {MOST}")
+            return default
+        return value
+
+    def whole(self, key: str, default: int, least: int = 0) -> int:
+        """Takes a whole number, which YAML may write as `2.0`. Any other value is refused; see `number`."""
+        value = self.number(key, default, least)
+        if value != int(value):
+            self.refuse(key, value, "must be a whole number")
+        return int(value)
+
+    def optional_number(self, key: str) -> float | None:
+        """Takes a number, or None if the key is not set."""
+        return self.number(key, 0) if key in self.unread else None
+
+    def text(self, key: str, default: str = "") -> str:
+        """Takes text. Any other value is refused, and the default takes its place."""
+        value = self.take(key, default)
+        if isinstance(value, str):
+            return value
+        self.refuse(key, value, "must be text")
+        return default
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Takes true or false. Any other value is refused, and the default takes its place."""
+        value = self.take(key, default)
+        if isinstance(value, bool):
+            return value
+        self.refuse(key, value, "must be true or false")
+        return default
+
+    def plain_key(self, key: str, tables: Tables) -> None:
+        """Looks a key up in the tables, and refuses it if it is in none."""
+        value = self.take(key)
+        choices = tables.choices.get(key)
+        if key in tables.knobs:
+            self.set(key, value, tables.knobs[key], value)
+        elif choices is not None and isinstance(value, str | int | float) and value in choices:
+            choice = choices[value]
+            if choice is None:
+                self.note(key, value, "no change: megarl does the same")
+            else:
+                self.set(key, value, *choice)
+        elif key in tables.needless:
+            self.note(key, value, f"no change: {tables.needless[key]}")
+        elif value is False and choices is None:
+            self.note(key, value, "no change: it is off")
+        elif choices is not None:
+            why = tables.why_not.get(key, "")
+            allowed = ", ".join(plain(v) for v in choices)
+            self.refuse(key, value, f"is not one of {allowed}" + (f"; {why}" if why else ""))
+        elif key in tables.why_not:
+            self.refuse(key, value, tables.why_not[key])
+        else:
+            known = [*tables.knobs, *tables.choices, *tables.needless, *tables.others]
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            self.refuse(key, value, "is not a supported key" + (f"; did you mean {near[0]}?" if near else ""))
+
+    def finish(self, source: str, tables: Tables) -> Converted:
+        """Reads the keys that are left as plain ones, and returns the whole.
+
+        Args:
+            source: the file or command line, for messages.
+            tables: outcomes of plain keys.
+
+        Raises:
+            UserError: some keys are not supported (all of them, one line each).
+        """
+        for key in list(self.unread):
+            self.plain_key(key, tables)
+        if self.refused:
+            raise UserError(
+                f"{source} has keys that megarl does not support:" + "".join(f"\n  {line}" for line in self.refused)
+            )
+        overrides = [_override(knob, value) for knob, value in self.overrides.items()]
+        return Converted(overrides, _table(source, self.rows), source, self.origins)
+
+
+def load_yaml(path: str, option: str) -> dict[str, Any]:
+    """Reads the mapping in a YAML file that `option` of the command line names.
+
+    Raises:
+        UserError: the file cannot be read, with the line of the mistake, or holds no mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        what = error.problem or error.context or "no YAML"
+        raise UserError(f"{option} {path} cannot be read ({where}{what})") from error
+    # PyYAML lets errors of Python pass, such as ValueError for a month 99 and KeyError for `!!bool x`.
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{option} {path} cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        name = {"--from-axolotl": "an axolotl", "--from-areal": "an AReaL"}.get(option, "a TRL")
+        raise UserError(f"{option} {path} holds no keys; {name} YAML is a mapping")
+    return values
+
+
+def number_of(value: Any) -> Any:
+    """Converts text such as 1e-5 to a number, as YAML 1.1 reads it as a string."""
+    try:
+        return float(value) if isinstance(value, str) and value[:1] in "0123456789.-" else value
+    except ValueError:
+        return value
+
+
+def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens mappings to dotted keys, converts numbers and drops null values."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            result.update(flat(value, f"{name}."))
+        elif value is not None:
+            result[name] = number_of(value)
+    return result
+
+
+def plain(value: Any) -> str:
+    """Formats a value in one line."""
+    if isinstance(value, str):
+        return value if value.isprintable() else repr(value)
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError):  # a date as a key, or a list inside itself
+        return repr(value)
+
+
+def _override(knob: str, value: Any) -> str:
+    """Formats an override in Hydra's grammar. A key of `sglang` is new to the configuration, which takes a `+`."""
+    plus = "+" if knob.startswith("sglang.") else ""
+    return f"algorithm={value}" if knob == "algorithm" else plus + override(knob, value)
+
+
+def _table(source: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    """Lays the rows out in columns; long values are shortened."""
+    cut = [(key, value if len(value) <= 40 else value[:37] + "...", text) for key, value, text in rows]
+    widths = [max((len(row[i]) for row in cut), default=0) for i in (0, 1)]
+    lines = [f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {text}" for key, value, text in cut]
+    return f"{source}, as megarl reads it:\n" + "\n".join(lines)
