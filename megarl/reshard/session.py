@@ -22,6 +22,7 @@ from torch import Tensor
 from megarl.parallel.broadcast import broadcast_json
 from megarl.parallel.rendezvous import own_address
 from megarl.reshard.config import ReshardConfig
+from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
@@ -91,6 +92,11 @@ class WeightSession:
         self._transports = ""  # on rank 0: the transports of the last attempt, and why
         self._attempts_since_anchor = 0
         self._futures: dict[int, Future[SyncReport]] = {}
+
+    @property
+    def plan(self) -> TransferPlan | None:
+        """Plan of the last sync; None before it, and where whole tensors were sent."""
+        return self._trainer_rank.plan
 
     # --- servers ---
 

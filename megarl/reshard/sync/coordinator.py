@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megarl.observe.timeline import timeline
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.sync.server_control import PendingCall, ServerControlError
 from megarl.reshard.sync.server_link import EXPLAIN_S, NoAnswer, RankFailure, ServerLink
@@ -53,6 +54,7 @@ class Coordinator:
         self.seconds: dict[str, float] = {}
         self.death_probe: Callable[[str], bool] = lambda address: False  # True: it has died and will be restarted
         self._phase = ("", 0.0)
+        self._paused_at = 0.0  # Unix seconds
         self._links_made = 0  # an index is never used twice
         for address in addresses:
             self.admit(address)
@@ -94,6 +96,7 @@ class Coordinator:
         with self.timed("check"):
             self._check(version if again else version - 1)
         pauses: dict[ServerLink, PendingCall] = {}
+        self._paused_at = time.time()
         with self.timed("pause"):
             deadline = Deadline(self.config.control_deadline_s)
 
@@ -114,9 +117,11 @@ class Coordinator:
             self.call_all("/update_weight_version", label)
         with self.timed("continue"):
             self.call_all("/continue_generation", {})
+        now = time.time()
         for link in self.active:
             link.dirty = False
             link.version_checked = True
+            timeline.add(f"paused for version {version}", self._paused_at, now, link.address)
 
     def _check(self, highest: int) -> None:
         """Leaves out dirty servers that do not answer, where the policy allows; refuses versions above `highest`."""
@@ -173,7 +178,8 @@ class Coordinator:
         """Adds the seconds inside to `phase`, and names the phase in errors."""
         self._phase = (phase, deadline_s or self.config.control_deadline_s)
         start = time.perf_counter()
-        yield
+        with timeline.span(f"sync/{phase}"):
+            yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     # --- failures ---
