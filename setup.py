@@ -63,7 +63,10 @@ DATA_FOLDERS = [name for name in ("configs", "assets", "slurm") if (ROOT / name)
 setup(
     packages=[*find_packages(include=["megarl", "megarl.*"]), *(f"megarl.{name}" for name in DATA_FOLDERS)],
     package_dir={"megarl": "megarl", **{f"megarl.{name}": name for name in DATA_FOLDERS}},
-    package_data={f"megarl.{name}": ["**/*"] for name in DATA_FOLDERS},
+    package_data={
+        **{f"megarl.{name}": ["**/*"] for name in DATA_FOLDERS},
+        "megarl.observe.board": ["*.js", "*.css"],
+    },
     ext_modules=[Extension("megarl._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

@@ -27,7 +27,7 @@ from megarl import versions
 from megarl.actor import checks as actor_checks
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.config import Config, is_paired, longest_sequence
-from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation
+from megarl.data.checks import data_checks
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, addresses_in_environment
@@ -35,6 +35,8 @@ from megarl.rollout.servers.gpu_backends import check_backends
 from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.server_config import check_numbers, check_server_config, gpu_count, uses_gpu
 from megarl.rollout.workflows.choose import check_workflow
+from megarl.served_checks import served_checks, servers_on_gpu
+from megarl.teacher_checks import check_teacher
 
 Check = Callable[[], object]
 
@@ -61,10 +63,13 @@ def config_checks(config: Config) -> Sequence[Check]:
         _check_tp_comm_overlap,
         _check_steps,
         _check_deterministic,
+        check_teacher,
         *by_method.get(config.method, ()),
         _check_tokens,
     )
-    return [partial(check_numbers, config.sglang), *(partial(rule, config) for rule in rules), *_engine_checks(config)]
+    data = data_checks(config.method, config.train_dataset, config.valid_dataset, config.curriculum)
+    numbers = partial(check_numbers, config.sglang)
+    return [numbers, *(partial(rule, config) for rule in rules), *data, *_engine_checks(config)]
 
 
 def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
@@ -79,14 +84,7 @@ def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
 
 def model_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
     """Checks of knobs against the model's config."""
-    rules = (
-        _check_server_layout,
-        _check_served_windows,
-        _check_served_sinks,
-        _check_served_class,
-        _check_served_weights,
-    )
-    return [*size_checks(config, model), *(partial(rule, config, model) for rule in rules)]
+    return [*size_checks(config, model), *served_checks(config, model)]
 
 
 def length_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
@@ -147,6 +145,7 @@ def _check_backend(config: Config) -> None:
 
 def _check_steps(config: Config) -> None:
     steps = config.total_train_steps
+    config.logger.check_length(steps)
     optimizers = {"actor.optimizer": config.actor.optimizer, "critic_optimizer": config.critic_optimizer}
     for path, optimizer in optimizers.items():
         optimizer.check(path)
@@ -280,13 +279,6 @@ def _check_transport(config: Config) -> None:
         )
 
 
-def servers_on_gpu(config: Config) -> bool:
-    """True if the servers will hold their weights on GPUs."""
-    if config.server.device != "auto":
-        return config.server.device == "cuda"
-    return config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
-
-
 def _check_tp_comm_overlap(config: Config) -> None:
     per_node, tp = config.cluster.gpus_per_node, config.parallel.tp_size
     if config.parallel.tp_comm_overlap and 0 < per_node < tp:
@@ -303,6 +295,8 @@ def _check_preferences(config: Config) -> None:
             "preferences, such as dpo, or method=rl"
         )
     config.algorithm.check()
+    if config.actor.mtp == "train":
+        raise UserError("actor.mtp=train with method=preference would also learn rejected completions; set it to carry")
     rows, replicas = config.train_dataset.batch_size, config.parallel.sizes()["dp_size"]
     if rows % replicas:
         raise UserError(
@@ -385,62 +379,4 @@ def _check_length(config: Config, model: PretrainedConfig, name: str) -> None:
         raise UserError(
             f"{name}.max_length={max_length} + gconfig.max_new_tokens={new_tokens} = {max_length + new_tokens} exceeds "
             f"the model's max_position_embeddings={positions}; shorten one of them"
-        )
-
-
-def _check_served_windows(config: Config, model: PretrainedConfig) -> None:
-    """Refuses rollouts of a model whose window SGLang ignores: its samples would be of another model."""
-    window = max(block.window for block in decoder(model).attentions)
-    longest = longest_sequence(config) or model.max_position_embeddings
-    if config.method == "rl" and 0 < window < longest and not FAMILIES[model.model_type].sglang_windows:
-        raise UserError(
-            f"SGLang has no sliding windows for {model.model_type}, and this model's of {window} tokens is below "
-            f"sequences of {longest}; lower train_dataset.max_length and gconfig.max_new_tokens, or train without "
-            "rollouts (method=sft)"
-        )
-
-
-def _check_served_sinks(config: Config, model: PretrainedConfig) -> None:
-    """Refuses servers whose attention takes no sinks (model_hook.py:538 of SGLang 0.5.23)."""
-    sinks = any(block.sinks for block in decoder(model).attentions)
-    if config.method == "rl" and sinks and (not servers_on_gpu(config) or config.server.dtype == "float32"):
-        raise UserError(
-            f"SGLang's attention on CPUs and in float32 has no sinks, as this {model.model_type} model has; serve it "
-            "on GPUs in bfloat16 (server.device=cuda server.dtype=bfloat16), or train without rollouts (method=sft)"
-        )
-
-
-def _check_served_class(config: Config, model: PretrainedConfig) -> None:
-    """Refuses rollouts of gated delta nets that SGLang 0.5.23 does not run: qwen3_5.py:284 and its cache on CPUs."""
-    container = next((name for name, text in CONTAINERS.items() if text == model.model_type), None)
-    if config.method != "rl" or decoder(model).delta_net is None:
-        return
-    if container is not None and model.architectures:  # not the text part of a multimodal checkpoint
-        raise UserError(
-            f"SGLang has no class for a checkpoint of type {model.model_type} alone; give the multimodal one of type "
-            f"{container} that holds it, or train without rollouts (method=sft)"
-        )
-    if not servers_on_gpu(config):
-        raise UserError(
-            f"SGLang does not serve {container or model.model_type} on CPUs; serve it on GPUs (server.device=cuda), or "
-            "train without rollouts (method=sft)"
-        )
-
-
-def _check_served_weights(config: Config, model: PretrainedConfig) -> None:
-    """Refuses servers that would start from quantised weights: they could not take the trainer's."""
-    if config.method == "rl" and (method := quantisation(model)):
-        raise UserError(
-            f"actor.path={config.actor.path} has weights quantised by '{method}', and servers with live updates need "
-            "plain ones; write them in bfloat16 first (python -m megarl.export "
-            f"checkpoint={config.actor.path} output=DIR dtype=bfloat16)"
-        )
-
-
-def _check_server_layout(config: Config, model: PretrainedConfig) -> None:
-    """Refuses servers on GPUs with uneven heads. SGLang on CPU pads them."""
-    tp, heads = config.server.tp_size, model.num_attention_heads
-    if config.method == "rl" and servers_on_gpu(config) and tp >= 1 and heads % tp:
-        raise UserError(
-            f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
         )

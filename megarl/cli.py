@@ -7,6 +7,7 @@ import difflib
 import errno
 import functools
 import logging
+import math
 import os
 import re
 import sys
@@ -26,8 +27,10 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
 from megarl.checks import config_checks
 from megarl.config import Config
+from megarl.foreign.reading import Converted
 from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
+from megarl.parallel.config import MAX_RANKS
 from megarl.rollout.executor import NoSamplesError
 
 PACKAGE = Path(__file__).resolve().parent
@@ -35,6 +38,8 @@ CONFIGS, ASSETS = (  # inside an installed package, beside it in a checkout
     next(p for p in (PACKAGE / name, PACKAGE.parent / name) if p.is_dir()) for name in ("configs", "assets")
 )
 
+# Options of another trainer's configuration, with the number of words that follow.
+TRAINERS = {"--from-axolotl": 1, "--from-areal": 1, "--from-trl": 2, "--from-verl": 0}
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 LONGEST_LINE = 1000  # characters of an error message of Hydra
 
@@ -130,10 +135,13 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
     if any(a in ("-h", "--help") for a in arguments):
         print(_help())
         sys.exit(0)
+    converted: Converted | None = None
     try:
-        sys.exit(command(from_axolotl(from_config_file(arguments))))
+        arguments, converted = from_other_trainer(from_config_file(arguments))
+        sys.exit(command(arguments))
     except UserError as error:
-        line = f"megarl: {error}".encode(errors="backslashreplace").decode()  # arguments that are not UTF-8
+        message = converted.in_its_words(str(error)) if converted else str(error)
+        line = f"megarl: {message}".encode(errors="backslashreplace").decode()  # arguments that are not UTF-8
         print(line, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -170,14 +178,24 @@ def load_expr_config(
     Raises:
         UserError: see `load`; or the configured algorithm is of another class.
     """
-    config = load(from_config_file(arguments))
+    overrides, _ = from_other_trainer(from_config_file(arguments))
+    config = load(overrides)
+    check_algorithm(config, algorithm)
+    file = Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments else None
+    return config, file
+
+
+def check_algorithm(config: Config, algorithm: type[AlgorithmConfig]) -> None:
+    """Refuses a configuration with another algorithm than the script's.
+
+    Raises:
+        UserError: naming both.
+    """
     if not isinstance(config.algorithm, algorithm):
         raise UserError(
             f"algorithm={name_of(config.algorithm)} is not what this script is for, which is "
             f"{algorithm.__name__.removesuffix('Config')}; choose that, or another script"
         )
-    file = Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments else None
-    return config, file
 
 
 def from_config_file(arguments: list[str]) -> list[str]:
@@ -240,24 +258,86 @@ def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
             yield override_of(path, value)
 
 
-def from_axolotl(arguments: list[str]) -> list[str]:
-    """Replaces `--from-axolotl FILE` by overrides, and prints a table of the file's keys and their knobs."""
-    if "--from-axolotl" not in arguments:
-        return arguments
-    at = arguments.index("--from-axolotl")
-    if at + 1 == len(arguments):
-        raise UserError("--from-axolotl needs the path of a YAML file")
-    from megarl.axolotl.read import read_axolotl  # loads `datasets`
+def from_other_trainer(arguments: list[str]) -> tuple[list[str], Converted | None]:
+    """Replaces the options of another trainer's configuration by overrides, placed before all other arguments.
 
-    rest = arguments[:at] + arguments[at + 2 :]
-    dp_sizes = [
-        a.partition("=")[2] for a in rest if a.startswith("parallel.dp_size=") and a.partition("=")[2].isdecimal()
-    ]
-    replicas = int(dp_sizes[-1]) if dp_sizes else None
-    overrides, table = read_axolotl(arguments[at + 1], replicas, int(os.environ.get("WORLD_SIZE", "1")))
+    They are `--from-axolotl FILE`, `--from-areal FILE`, `--from-trl METHOD FILE`, and `--from-verl KEY=VALUE ...`, of
+    which `--` ends the keys. `--num-processes N` is the number of trainer ranks, as in axolotl and accelerate. A table
+    of the keys and their knobs is printed, on one rank.
+
+    Raises:
+        UserError: options are incomplete or contradict each other; or see the readers in `axolotl/` and `foreign/`.
+    """
+    arguments, processes = _num_processes(arguments)
+    option = next((a for a in arguments if a in TRAINERS), None)
+    if option is None:
+        if processes is not None:
+            raise UserError(f"--num-processes {processes} belongs to {', '.join(TRAINERS)}; use parallel.dp_size")
+        return arguments, None
+    at = arguments.index(option)
+    end = len(arguments) if option == "--from-verl" else at + 1 + TRAINERS[option]
+    if option == "--from-verl" and "--" in arguments[at:]:
+        end = arguments.index("--", at)
+    if end > len(arguments) or any(a.startswith("--from-") for a in arguments[at + 1 :]):
+        needed = {"--from-trl": "the method and the path of a YAML file, such as grpo run.yaml"}
+        raise UserError(f"{option} needs {needed.get(option, 'the path of a YAML file')}, and stands alone")
+    given, rest = arguments[at + 1 : end], [a for a in arguments[:at] + arguments[end:] if a != "--"]
+    converted = _read(option, given, rest, processes)
     if "RANK" not in os.environ:
-        print(table, flush=True)
-    return overrides + rest
+        print(converted.table, flush=True)
+    return converted.overrides + rest, converted
+
+
+def _read(option: str, given: list[str], rest: list[str], processes: int | None) -> Converted:
+    """Reads the other trainer's configuration for this number of ranks."""
+    stated = [a.partition("=")[2] for a in rest if a.startswith("parallel.dp_size=")]
+    replicas = int(stated[-1]) if stated and stated[-1].isdecimal() else None
+    if processes is not None and replicas is not None:
+        raise UserError(f"--num-processes {processes} and parallel.dp_size={replicas} are both given; leave one out")
+    world = processes or int(os.environ.get("WORLD_SIZE", "1"))
+    if option == "--from-axolotl":  # the readers load `datasets`
+        from megarl.axolotl.read import read_axolotl
+
+        converted = read_axolotl(given[0], replicas, world)
+    elif option == "--from-trl":
+        from megarl.foreign.trl import read_trl
+
+        converted = read_trl(given[0], given[1], replicas, world)
+    elif option == "--from-areal":
+        from megarl.foreign.areal import read_areal
+
+        converted = read_areal(given[0])
+    else:
+        from megarl.foreign.verl import read_verl
+
+        converted = read_verl(given)
+    return converted if processes is None else _on_ranks(converted, processes)
+
+
+def _num_processes(arguments: list[str]) -> tuple[list[str], int | None]:
+    """Takes `--num-processes N` out of the arguments."""
+    names = ("--num-processes", "--num_processes")
+    at = next((i for i, a in enumerate(arguments) if a.partition("=")[0] in names), None)
+    if at is None:
+        return arguments, None
+    name, equals, value = arguments[at].partition("=")
+    value = value if equals else (arguments[at + 1] if at + 1 < len(arguments) else "")
+    if not value.isdecimal() or not 0 < int(value) <= MAX_RANKS:
+        raise UserError(f"{name} {value} must be a number of trainer ranks from 1 to {MAX_RANKS}")
+    return arguments[:at] + arguments[at + (1 if equals else 2) :], int(value)
+
+
+def _on_ranks(converted: Converted, ranks: int) -> Converted:
+    """Lays a configuration out on this number of ranks."""
+    sizes = dict.fromkeys(("tp_size", "pp_size", "cp_size", "dp_size"), "")
+    for name in sizes:
+        sizes[name] = next((a.partition("=")[2] for a in converted.overrides if a.startswith(f"parallel.{name}=")), "")
+    model = math.prod(int(sizes[name] or 1) for name in ("tp_size", "pp_size", "cp_size"))
+    if ranks % model or (sizes["dp_size"] and int(sizes["dp_size"]) * model != ranks):
+        stated = ", ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size)
+        raise UserError(f"--num-processes {ranks} does not fit {stated} of {converted.source}; change one of them")
+    overrides = [*converted.overrides, f"parallel.dp_size={ranks // model}"]
+    return dataclasses.replace(converted, overrides=overrides)
 
 
 def _help() -> str:

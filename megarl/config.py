@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.algorithms import AlgorithmConfig, GRPOConfig, algorithm_of
-from megarl.data.config import DataConfig, DatasetConfig
+from megarl.data.config import CurriculumConfig, DataConfig, DatasetConfig
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, check_ranges, knob
 from megarl.observe.logger import LoggerConfig
 from megarl.observe.run_folder import check_name
@@ -26,6 +26,7 @@ from megarl.types import GenerationHyperparameters
 METHODS = ("rl", "sft", "preference")
 LAUNCHERS = ("local", "slurm", "ray")
 REFERENCE_MODES = ("precompute", "online")
+TEACHER_SOURCES = ("none", "trainer", "server", "policy")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,39 @@ class ReferenceConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, "reference")
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The teacher of `algorithm=opd`."""
+
+    source: str = knob(
+        "none",
+        "trainer (a frozen model in the trainer's ranks), server (SGLang, without weight syncs) or policy (the student "
+        "itself, which reads a hint)",
+        choices=TEACHER_SOURCES,
+    )
+    path: str = knob("", "local folder of the teacher's HF checkpoint, or a hub name", path=True)
+    hint: str = knob(
+        "",
+        "text that the teacher alone reads at the end of the last user message; {COLUMN} stands for a prompt's column",
+    )
+    max_prompt_tokens: int = knob(
+        0, "with a hint: tokens of the teacher's longest prompt; longer ones are rejected", least=0, most=MAX_COUNT
+    )
+    addresses: list[str] = knob(
+        factory=list, meaning="source=server: host:port of servers that run already; empty: the run starts its own"
+    )
+    n_servers: int = knob(1, "source=server: servers that the run starts", least=1, most=1024)
+    tp_size: int = knob(1, "tensor-parallel ranks of one of them", least=1, most=1024)
+    max_requests: int = knob(16, "requests to teacher servers under way at once", least=1, most=MAX_COUNT)
+    wait_s: float = knob(
+        600.0, "seconds until a teacher server that is lost must answer again; later the run ends", above=0,
+        most=MAX_SECONDS,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "teacher")
 
 
 @dataclass(frozen=True)
@@ -121,10 +155,14 @@ class Config:
     algorithm: AlgorithmConfig = knob(factory=GRPOConfig, meaning="the algorithm, by its group: algorithm=dapo")
     critic_optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam of PPO's critic")
     reference: ReferenceConfig = knob(factory=ReferenceConfig, meaning="the start policy of method=preference")
+    teacher: TeacherConfig = knob(factory=TeacherConfig, meaning="the teacher of algorithm=opd")
     gconfig: GenerationHyperparameters = knob(factory=GenerationHyperparameters, meaning="how completions are sampled")
     data: DataConfig = knob(factory=DataConfig, meaning="how the rows of all data sets are prepared")
     train_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="prompts, examples or preferences to train on")
     valid_dataset: DatasetConfig = knob(factory=DatasetConfig, meaning="held-out rows of the same kind")
+    curriculum: CurriculumConfig = knob(
+        factory=CurriculumConfig, meaning="prompts left out by their measured difficulty"
+    )
     rollout: RolloutConfig = knob(factory=RolloutConfig, meaning="the client of the rollout servers, and the workflow")
     rewards: RewardConfig = knob(factory=RewardConfig, meaning="how completions are scored")
     server: SGLangServerConfig = knob(factory=SGLangServerConfig, meaning="the rollout servers of a run")

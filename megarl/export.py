@@ -23,7 +23,9 @@ from transformers import PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
 from megarl.actor.weights import hf_files
+from megarl.actor.weights.block_fp8 import FP8
 from megarl.actor.weights.block_shards import is_buffer
+from megarl.actor.weights.repeated_tensors import with_repeated
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import load_config, read_config
 from megarl.knobs import UserError, knob
@@ -118,7 +120,8 @@ def export(config: ExportConfig) -> Path:
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = load_config(small_files)
     weights = _Conversion(stored, config.dtype)
-    tensors = itertools.chain(weights.tensors(checkpoint.step), _carried(stored, hf_config, config.source))
+    trained = with_repeated(weights.tensors(checkpoint.step), stored.facts.get("repeated", {}))
+    tensors = itertools.chain(trained, _carried(stored, hf_config, config.source))
     start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
     like = start if (start / "config.json").is_file() else None
     _write(output, tensors, hf_config, small_files, like)
@@ -173,7 +176,7 @@ def _is_quantised(folder: Path) -> bool:
 
 
 def _rewrite(config: ExportConfig, output: Path) -> Path:
-    """Writes a HF checkpoint with quantised weights again, in 16 or 32 bits (gpt-oss's MXFP4)."""
+    """Writes a HF checkpoint with quantised weights again, in 16 or 32 bits: gpt-oss's MXFP4, DeepSeek's FP8."""
     model = read_config(config.checkpoint)
     stored, shapes = hf_files.Checkpoint(config.checkpoint, model), tensor_shapes(model)
     if missing := sorted(set(shapes) - stored.names()):
@@ -182,9 +185,11 @@ def _rewrite(config: ExportConfig, output: Path) -> Path:
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
             tensor = stored.read(name, shape, tuple(slice(0, size) for size in shape))
-            yield name, tensor.to(DTYPES[config.dtype]) if config.dtype else tensor
+            if config.dtype and not is_buffer(name):
+                tensor = tensor.to(DTYPES[config.dtype])
+            yield name, tensor.bfloat16() if not config.dtype and stored.dtype(name) == FP8 else tensor
 
-    _write(output, tensors(), model, Path(config.checkpoint))
+    _write(output, itertools.chain(tensors(), stored.whole(stored.carried(model))), model, Path(config.checkpoint))
     return output
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from megarl.actor import fp8
+from megarl.actor.weights.hf_files import Checkpoint
 from megarl.algorithms import RewardModelConfig
 from megarl.config import Config, longest_sequence
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, HUB_NAME
@@ -41,7 +42,7 @@ from megarl.versions import GPUs
 def environment_findings(config: Config, model: PretrainedConfig, folder: Path, gpus: GPUs) -> list[Finding]:
     """Findings about this machine; `folder` holds the model's config.json, `gpus` are this machine's."""
     here = not config.cluster.gpus_per_node or bool(gpus.names) or "SLURM_JOB_ID" in os.environ
-    problems = [*_of_weights(config, folder), *_of_data(config), *_of_run_root(config, model, here)]
+    problems = [*_of_weights(config, model, folder), *_of_data(config), *_of_run_root(config, model, here)]
     if config.method == "rl":
         imports = [partial(reward_fn_of, name) for name in config.rewards.functions]
         problems += refusals([*imports, partial(check_imports, config.rollout)])
@@ -52,8 +53,8 @@ def environment_findings(config: Config, model: PretrainedConfig, folder: Path, 
     return [*problems, *_of_allocation(config, model), *_of_gpus(config, gpus), *_of_dispatcher(config, gpus)]
 
 
-def _of_weights(config: Config, folder: Path) -> list[Finding]:
-    """Missing files of the model."""
+def _of_weights(config: Config, model: PretrainedConfig, folder: Path) -> list[Finding]:
+    """Missing files of the model, files that are cut off, and weights in 8 bits without their scales."""
     path = config.actor.path
     if not Path(path).expanduser().is_dir():
         text = f"actor.path={path} is a hub name, looked at by its shape alone: its weights are fetched when the run "
@@ -77,6 +78,8 @@ def _of_weights(config: Config, folder: Path) -> list[Finding]:
     elif not any(folder.glob("*.safetensors")):
         remedy = "fetch them, or set actor.init=random where it is trained from scratch (method=sft)"
         problems.append(Finding(f"actor.path={path} holds no weights (*.safetensors); {remedy}"))
+    else:
+        problems += refusals([partial(Checkpoint, path, model)])  # reads the files' headers alone
     return problems
 
 

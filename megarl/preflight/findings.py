@@ -10,6 +10,7 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from megarl.actor.memory import TrainerMemory
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
 from megarl.preflight.roofline import estimate_step, limits_rollout
+from megarl.preflight.shapes import teacher_of
 from megarl.preflight.sizing import (
     GIB,
     beside_actor,
@@ -30,6 +32,7 @@ from megarl.preflight.sizing import (
     server_memory_of,
     size,
 )
+from megarl.teacher_checks import check_teacher_model
 
 LOPSIDED = 3.0  # times as long as the other side
 ROOMY = 0.85  # part of a GPU that another recompute may fill, so that estimates may err
@@ -62,6 +65,8 @@ def findings(config: Config, model: PretrainedConfig, folder: Path) -> list[Find
     """Findings from the configuration and the model; `folder` holds the model's config.json."""
     problems = refusals([*config_checks(config), *model_checks(config, model), *length_checks(config, model)])
     problems += _of_dtypes(config, model)
+    if (teacher := teacher_of(config)) is not None:
+        problems += refusals([partial(check_teacher_model, config, model, teacher)])
     if config.method == "rl" and importlib.util.find_spec("sglang") is None:
         problems.append(Finding("SGLang is not installed here, so server arguments were not checked", stops=False))
     else:

@@ -23,11 +23,13 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, GptOssConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, GptOssConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.distillation import TOP_IDS, TOP_LOGPROBS, Distillation, MegatronTeacher, top_k_of
 from megarl.actor.policy import MegatronPPOActor
 from megarl.algorithms import GRPO, GRPOConfig
+from megarl.algorithms.opd import OPD, OPDConfig
 from megarl.launcher.local import run_ranks
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -48,6 +50,7 @@ SHAPE: dict[str, Any] = {
 }
 MODELS = {
     "dense": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "teacher": Qwen3Config(**{**SHAPE, "hidden_size": 96, "vocab_size": 357}, tie_word_embeddings=False),
     "moe": Qwen3MoeConfig(
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
         mlp_only_layers=[0], tie_word_embeddings=False,
@@ -62,6 +65,11 @@ MODELS = {
         **SHAPE, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=10,
         layer_types=["linear_attention", "full_attention"] * 2, tie_word_embeddings=False,
     ),
+    "mtp": Glm4MoeConfig(
+        **{**SHAPE, "num_nextn_predict_layers": 2}, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+        n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
     "sinks": GptOssConfig(
         **SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=7,
         layer_types=["sliding_attention", "full_attention"] * 2, tie_word_embeddings=False,
@@ -69,6 +77,7 @@ MODELS = {
 }  # fmt: skip
 COMPLETIONS = 4  # per prompt, of three prompts
 LENGTHS = (19, 33, 11, 26, 48, 17, 21, 9, 40, 14, 28, 23)
+TEACHER_BETA, TEACHER_TOP = 0.5, 8
 PROMPT = 4  # tokens that are not trained
 FIGURES = ("logprobs", "advantages", "loss", "grad_norm")
 
@@ -83,10 +92,13 @@ class Case:
     experts: str = "auto"  # actor.experts
     prompts: bool = False  # completions of a group begin with a common prompt
     shared: bool = False  # actor.shared_prefix
+    divergence: str = ""  # algorithm.divergence from the model `teacher`; "" trains by GRPO
 
     @property
     def reference(self) -> str:
         """Name of the case of the single process, on the same model and batch."""
+        if self.divergence:
+            return f"{self.divergence} teacher tp1"
         return "prompts tp1" if self.prompts else "tp1" if self.model == "dense" else f"{self.model} tp1"
 
     @property
@@ -123,6 +135,14 @@ CASES = {
     "prompts shared": Case(prompts=True, shared=True),
     "prompts shared tp2 sp": Case(knobs=SP, prompts=True, shared=True),
     "prompts shared pp2": Case(knobs={"pp_size": 2}, prompts=True, shared=True),
+    "full teacher tp1": Case(divergence="full"),
+    "full teacher tp2 sp": Case(knobs=SP, divergence="full"),
+    "full teacher pp2": Case(knobs={"pp_size": 2}, divergence="full"),
+    "full teacher cp2": Case(knobs={"cp_size": 2}, divergence="full"),
+    "full teacher dp2": Case(knobs={"dp_size": 2}, divergence="full"),
+    "top_k teacher tp1": Case(divergence="top_k"),
+    "top_k teacher tp2": Case(knobs={"tp_size": 2}, divergence="top_k"),
+    "top_k teacher cp2": Case(knobs={"cp_size": 2}, divergence="top_k"),
     "moe tp1": Case("moe"),
     "moe ep2": Case("moe", {"dp_size": 2, "ep_size": 2}),
     "moe etp2": Case("moe", {"dp_size": 2, "etp_size": 2}),
@@ -143,6 +163,11 @@ CASES = {
     "delta tp2 sp": Case("delta", SP),
     "delta pp2": Case("delta", {"pp_size": 2}),
     "delta cp2": Case("delta", {"cp_size": 2}),
+    "mtp tp1": Case("mtp"),
+    "mtp tp2 sp ep2": Case("mtp", {**SP, "ep_size": 2, "etp_size": 1}),
+    "mtp pp2": Case("mtp", {"pp_size": 2}),
+    "mtp cp2 ep2": Case("mtp", {"cp_size": 2, "ep_size": 2}),
+    "mtp dp2 pp2 overlap": Case("mtp", {"dp_size": 2, "pp_size": 2, "overlap": True}),
     "sinks tp1": Case("sinks"),
     "sinks tp2 sp ep2": Case("sinks", {**SP, "ep_size": 2, "etp_size": 1}),
     "sinks pp2": Case("sinks", {"pp_size": 2}),
@@ -186,23 +211,54 @@ def build_actor(case: Case, folder: Path) -> MegatronPPOActor:
         max_tokens_per_mb=case.max_tokens_per_mb,
         experts=case.experts,
         shared_prefix=case.shared,
+        mtp="train" if case.model == "mtp" else "carry",
         optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.0),
     )
-    algorithm = GRPO(GRPOConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1", entropy_coef=0.01))
-    actor = MegatronPPOActor(config, algorithm, case.parallel)
+    actor = MegatronPPOActor(config, algorithm_of(case), case.parallel)
     actor.initialize()
     return actor
 
 
+def algorithm_of(case: Case) -> GRPO | OPD:
+    """GRPO with a KL and an entropy bonus, or both of them beside a teacher."""
+    terms: dict[str, Any] = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01}
+    if case.divergence:
+        return OPD(OPDConfig(**terms, divergence=case.divergence, beta=TEACHER_BETA, reward_coef=1.0))
+    return GRPO(GRPOConfig(**terms))
+
+
+def batch_of(actor: MegatronPPOActor, case: Case, work: Path) -> PackedBatch:
+    """Makes the case's batch. A frozen model from `work` judges it first where the case has a teacher."""
+    data = batch(case.prompts)
+    if case.divergence:
+        _ask_teacher(actor, case, data, work / "teacher")
+    return data
+
+
+def _ask_teacher(actor: MegatronPPOActor, case: Case, data: PackedBatch, folder: Path) -> None:
+    """Has a frozen model judge the batch as `trainer/teacher.py` does."""
+    teacher = MegatronTeacher(EngineConfig(path=str(folder), init="random", init_seed=2), case.parallel)
+    teacher.initialize()
+    actor.loss_input = Distillation(actor, TEACHER_BETA, teacher if case.divergence == "full" else None)
+    ids, logprobs = top_k_of(teacher, data, TEACHER_TOP, SHAPE["vocab_size"])
+    data.set_tokens(TOP_IDS, ids)
+    data.set_tokens(TOP_LOGPROBS, logprobs)
+
+
 def measure(actor: MegatronPPOActor, data: PackedBatch) -> dict[str, Tensor]:
-    """Figures of one GRPO update under the actor's layout, equal on every rank."""
+    """Figures of one GRPO update under the actor's layout, equal on every rank.
+
+    Where layers of multi-token prediction are trained, loss and gradient norm are theirs.
+    """
     logprobs = actor.compute_logp(data)
     # Policies for the ratio and the KL, close to the present one: the ratio clips some tokens, not all.
     data["prox_logp"] = logprobs + data["noise"]
     data["ref_logp"] = logprobs - data["noise"] * data["loss_mask"]
     actor.compute_advantages(data)
     stats = actor.ppo_update(data)
-    figures = {name: torch.tensor(stats[name], dtype=torch.float64) for name in ("loss", "grad_norm")}
+    figures = {
+        name: torch.tensor(stats.get(f"mtp_{name}", stats[name]), dtype=torch.float64) for name in ("loss", "grad_norm")
+    }
     return {"logprobs": logprobs, "advantages": data["advantages"], **figures}
 
 
@@ -212,7 +268,8 @@ def worker(work: Path) -> None:
     world = ParallelConfig().world_size()
     for name, case in CASES.items():
         if case.ranks == world:
-            figures = measure(build_actor(case, work / case.model), batch(case.prompts))
+            actor = build_actor(case, work / case.model)
+            figures = measure(actor, batch_of(actor, case, work))
             if torch.distributed.get_rank() == 0:
                 save_file(figures, work / f"{name}.safetensors")
             groups.leave_layout()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.checks import servers_on_gpu
 from megarl.config import Config
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.parallel import platform
 from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync.places import choose_transports
+from megarl.served_checks import servers_on_gpu
 
 
 def planned_transports(config: Config) -> str:

@@ -25,9 +25,10 @@ from transformers import PretrainedConfig
 
 from megarl import cli
 from megarl.actor.memory import TrainerMemory, count_parameters, host_memory
+from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights.shards import world_table
 from megarl.config import Config, longest_sequence
-from megarl.families import read_config
+from megarl.families import read_config, without_mtp
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import plan_of, rendered
@@ -38,6 +39,7 @@ from megarl.preflight.environment import environment_findings
 from megarl.preflight.findings import Finding, findings, has_sizes, refusals
 from megarl.preflight.planned_places import planned_transports
 from megarl.preflight.roofline import StepEstimate, estimate_step
+from megarl.preflight.shapes import folder_of, teacher_of
 from megarl.preflight.sizing import size
 from megarl.preflight.tune import tune
 from megarl.reshard.plan.holdings import Topology
@@ -54,28 +56,6 @@ DRAWN_NODES = 16
 WIDTH = 130  # characters, where the output is no terminal and COLUMNS is not set
 
 
-def known_models() -> list[str]:
-    """Hub names of models with a config.json in the assets."""
-    root = cli.ASSETS / "configs"
-    return sorted(str(file.parent.relative_to(root)) for file in root.glob("*/*/config.json"))
-
-
-def folder_of(path: str) -> Path:
-    """Folder with the config.json of a local checkpoint, or of a hub name in `known_models`.
-
-    Raises:
-        UserError: the path is neither.
-    """
-    if Path(path).expanduser().is_dir():
-        return Path(path).expanduser()
-    if path not in known_models():
-        raise UserError(
-            f"actor.path={path} is no folder here, and its shape is not known without a download; give a local "
-            f"checkpoint or one of {', '.join(known_models())}"
-        )
-    return cli.ASSETS / "configs" / path
-
-
 def overview(config: Config, model: PretrainedConfig) -> Table:
     """Model, layout, servers and disk space."""
     table = _table("Run", "", "", show_header=False)
@@ -83,6 +63,8 @@ def overview(config: Config, model: PretrainedConfig) -> Table:
     table.add_row("experiment", f"{config.experiment_name}: {config.method}, {config.total_train_steps} steps")
     number = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
     table.add_row("model", f"{config.actor.path}: {model.model_type}, {number} parameters, {config.actor.dtype}")
+    if (teacher := teacher_of(config)) is not None:
+        table.add_row("teacher", f"{config.teacher.path}: {count_parameters(teacher) / 1e9:.3g}B parameters, frozen")
     product = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in config.parallel.sizes().items())
     table.add_row(
         "trainer", f"{product} = {config.parallel.world_size()} rank{'s' * (config.parallel.world_size() > 1)}"
@@ -255,7 +237,7 @@ def planned_sync(config: Config, model: PretrainedConfig) -> TransferPlan:
     )
     try:
         return plan(
-            source_holdings(world_table(model, config.parallel), config.actor.dtype),
+            source_holdings(world_table(without_mtp(model), config.parallel), config.actor.dtype),
             server_holdings(
                 model,
                 tp_size=server.tp_size,
@@ -290,7 +272,7 @@ def main(config: Config, arguments: list[str], show: str | None) -> int:
     terminal, seen = console(), gpus()
     try:
         folder = folder_of(config.actor.path)
-        model = read_config(str(folder))
+        model = trained_model(config.actor, read_config(str(folder)))
     except UserError as error:
         problems = [Finding(str(error))]
     else:
@@ -376,5 +358,5 @@ def command(arguments: list[str]) -> int:
     if "tune" in options:
         folder = folder_of(config.actor.path)
         count = int(options["gpus"]) if "gpus" in options else None
-        return tune(config, read_config(str(folder)), folder, count, console())
+        return tune(config, trained_model(config.actor, read_config(str(folder))), folder, count, console())
     return main(config, overrides, options.get("show"))

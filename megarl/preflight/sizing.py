@@ -5,7 +5,8 @@ Nothing here needs a GPU, a process group or the network.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PretrainedConfig
@@ -19,11 +20,16 @@ from megarl.actor.memory import (
     StepLoad,
     TrainerMemory,
     count_parameters,
+    rank_parameters,
     server_memory,
     trainer_memory,
 )
-from megarl.algorithms import RLConfig, algorithm_of
+from megarl.algorithms import OPDConfig, RLConfig, algorithm_of
 from megarl.config import Config
+from megarl.families import read_config
+from megarl.families.hf_config import padded_vocab_size
+from megarl.parallel.config import ParallelConfig
+from megarl.preflight.shapes import folder_of, teacher_of
 from megarl.trainer.batch_algebra import batch_of
 
 GIB = 2**30
@@ -73,6 +79,34 @@ def needs_critic(config: Config) -> bool:
     return config.method == "rl" and bool(getattr(algorithm_of(config.algorithm), "needs_critic", False))
 
 
+def teacher_bytes(config: Config, parallel: ParallelConfig, load: StepLoad) -> int:
+    """Bytes of a frozen teacher on the fullest rank; 0 without one.
+
+    Its weights are resident while it computes. For divergence=full, a copy of its LM head and the hidden states of an
+    optimizer step's tokens stay while the student is updated.
+    """
+    teacher = teacher_of(config)
+    if teacher is None or not isinstance(config.algorithm, OPDConfig):
+        return 0
+    weights = _teacher_weights(config.teacher.path, replace(parallel, cp_size=1, dp_size=1), config)
+    if config.algorithm.divergence != "full":
+        return weights
+    item = ITEM_BYTES[config.actor.dtype]
+    head = padded_vocab_size(teacher, parallel.tp_size) // parallel.tp_size * teacher.hidden_size * item
+    return weights + head + load.all_tokens // parallel.cp_size * teacher.hidden_size * item
+
+
+@functools.lru_cache(1024)
+def _most_parameters(path: str, parallel: ParallelConfig) -> int:
+    teacher = read_config(str(folder_of(path, "teacher.path")))
+    counts = (rank_parameters(teacher, parallel, rank) for rank in {0, parallel.pp_size - 1})
+    return max(count.dense + count.experts for count in counts)
+
+
+def _teacher_weights(path: str, parallel: ParallelConfig, config: Config) -> int:
+    return _most_parameters(path, parallel) * ITEM_BYTES[config.actor.dtype]
+
+
 def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     """Bytes of the other models on a rank that holds `stage` of the actor.
 
@@ -81,6 +115,8 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     other_models = {}
     if needs_reference(config):
         other_models["reference"] = stage.weights
+    if teacher := teacher_bytes(config, config.parallel, load_of(config)):
+        other_models["teacher"] = teacher
     if needs_critic(config):
         other_models["critic"] = stage.weights + stage.gradients + stage.optimizer
     return other_models

@@ -26,10 +26,12 @@ from transformers import PretrainedConfig
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.config import backend_of
 from megarl.actor.memory import GRADIENT, ITEM_BYTES, RankParameters, rank_parameters
+from megarl.algorithms import OPDConfig
 from megarl.config import ClusterConfig, Config
 from megarl.families import decoder
 from megarl.families.blocks import Decoder
 from megarl.parallel.config import ParallelConfig
+from megarl.preflight.shapes import teacher_of
 from megarl.preflight.sizing import needs_critic, needs_reference
 from megarl.trainer.batch_algebra import batch_of
 
@@ -85,6 +87,7 @@ class TrainerWork:
     trained: int  # models that are updated: policy, critic
     again: dict[str, float]  # part of forward that backward repeats, by recompute mode
     item: int  # bytes of an activation
+    teacher: float = 0.0  # FLOPs of a frozen teacher's pass, and of the divergence from it
 
     @property
     def scored(self) -> int:
@@ -111,7 +114,22 @@ class TrainerWork:
             trained=1 + critic,
             again={"none": 0.0, "selective": computed_again(config, model, cost, mean), "full": 1.0},
             item=ITEM_BYTES[config.actor.dtype],
+            teacher=teacher_work(config, model, batch.sequences, mean),
         )
+
+
+def teacher_work(config: Config, model: PretrainedConfig, sequences: int, mean: float) -> float:
+    """FLOPs of a teacher's forward pass over all sequences of `mean` tokens; 0 without one.
+
+    divergence=full computes the logits of both models twice more than that, in forward and in backward, where the
+    student's own loss does it once.
+    """
+    teacher = teacher_of(config)
+    if teacher is None or not isinstance(config.algorithm, OPDConfig):
+        return 0.0
+    heads = 2.0 * mean * (2 * teacher.hidden_size * teacher.vocab_size + model.hidden_size * model.vocab_size)
+    full = config.algorithm.divergence == "full"
+    return sequences * (SequenceCost.of(teacher)(math.ceil(mean)) + full * heads)
 
 
 def computed_again(config: Config, model: PretrainedConfig, cost: SequenceCost, mean: float) -> float:
@@ -156,7 +174,7 @@ def trainer_times(
     bubble = (pp - 1) / (per_update * vpp)
     return TrainerTimes(
         update=work.trained * (forward * (1 + work.again[recompute]) + backward) * (1 + bubble),
-        scoring=work.scored * forward * (1 + (pp - 1) / (count * vpp)),
+        scoring=(work.scored * forward + work.teacher / rate) * (1 + (pp - 1) / (count * vpp)),
         bubble=bubble,
         communication=_communication(work, parallel, dp, recompute, count * max(layers), max(layers), parameters),
     )

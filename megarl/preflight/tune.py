@@ -34,7 +34,17 @@ from megarl.launcher.slurm import plan_of
 from megarl.parallel.config import MAX_RANKS, ParallelConfig
 from megarl.preflight.findings import ROOMY, findings
 from megarl.preflight.roofline import StepEstimate, estimate_step
-from megarl.preflight.sizing import GIB, beside_actor, memory_of, needs_critic, needs_reference, server_memory_of, size
+from megarl.preflight.shapes import teacher_of
+from megarl.preflight.sizing import (
+    GIB,
+    beside_actor,
+    memory_of,
+    needs_critic,
+    needs_reference,
+    server_memory_of,
+    size,
+    teacher_bytes,
+)
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.trainer.batch_algebra import BatchAlgebra, batch_of
 
@@ -216,19 +226,20 @@ class Search:
         for rank, count in counts.items():
             stage = trainer_memory(self.work.model, parallel, actor, load, rank, on_gpu=True, parameters=count)
             others = self.critic * (stage.weights + stage.gradients + stage.optimizer) + self.reference * stage.weights
+            others += teacher_bytes(self.config, parallel, load)
             totals.append(stage.total + others)
         return max(totals)
 
 
 def _layouts(config: Config, model: PretrainedConfig, gpus: int) -> Iterator[Layout]:
     """Yields every trainer layout on at most `gpus` ranks that fits, with its best recompute and microbatch."""
-    search = Search.of(config, model)
+    search, teacher = Search.of(config, model), teacher_of(config)
     whole = config.actor.shared_prefix  # sequences stay on one rank
     unit = search.batch.per_update if config.method == "rl" else search.batch.rows  # `checks.py`: divided by dp_size
     replicas = [n for n in range(1, gpus + 1) if unit % n == 0]
     for tp, pp in itertools.product(SIZES, range(1, MAX_STAGES + 1)):
         base = _stages(model, tp, pp, not whole) if tp <= config.cluster.gpus_per_node else None
-        if base is None:
+        if base is None or (teacher is not None and failures([partial(check_layout, teacher, base)])):
             continue
         counts = {rank: rank_parameters(model, base, rank) for rank in {0, min(1, pp - 1), pp - 1}}
         for cp, dp in itertools.product(SIZES[:1] if whole else SIZES[:-1], replicas):

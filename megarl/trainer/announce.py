@@ -47,7 +47,8 @@ def _length(config: Config) -> str:
 
 def _data(config: Config, inputs: Inputs) -> str:
     size = inputs.train.rows if inputs.train else 0
-    return f"{config.train_dataset.describe()}, {size} rows to train on, {len(inputs.valid)} held out"
+    rows = "streamed" if size is None else f"{size} rows to train on"
+    return f"{config.train_dataset.describe()}, {rows}, {len(inputs.valid)} held out"
 
 
 def _layout(config: Config) -> str:

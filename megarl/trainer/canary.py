@@ -88,7 +88,7 @@ class Canary:
         With reshard.pause_mode=in_place the following ones at each version.
         """
         assert self._inputs.train is not None, "rank 0 has the data"
-        rows: Any = self._inputs.train.loader.dataset
+        rows = self._inputs.train.examples
         count = min(self.config.canary_prompts, len(rows))
         first = version * count if self.config.pause_mode == "in_place" else 0
         most = None if longest is None else max(longest - self._gconfig.max_new_tokens, 1)

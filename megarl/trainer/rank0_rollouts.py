@@ -10,8 +10,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from megarl.algorithms import Algorithm
+from megarl.algorithms import Algorithm, OPDConfig
 from megarl.config import Config, server_arguments
+from megarl.data.mixture import source_labels
+from megarl.environments.pool import EnvironmentPool
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder
@@ -20,6 +22,7 @@ from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rewards import reward_fn_of
 from megarl.rewards.answers import answer_of
 from megarl.rewards.pool import RewardPool
+from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.client.connections import KEY_VARIABLE, addresses_in_environment
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluator
@@ -27,7 +30,9 @@ from megarl.rollout.servers.external import ExternalServers, JobServers
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
 from megarl.rollout.workflows.choose import DEFAULT, build_workflow
+from megarl.rollout.workflows.distil import HintedWorkflow, TeacherAnswers
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.teacher_servers import TeacherServers
 
 
 class Rank0Rollouts:
@@ -41,15 +46,20 @@ class Rank0Rollouts:
         self.config = config
         self.inputs = inputs
         self.engine = RemoteSGLangEngine(config.rollout)
-        self.engine.vocab_size = inputs.model.vocab_size
+        self.engine.vocab_size = inputs.vocab_size
         self.engine.max_sequence_tokens = max_sequence_tokens(config, inputs.model)
         self._supervisor: Supervisor | None = None
         with contextlib.ExitStack() as opened:
             rewards = opened.enter_context(open_rewards(config))
+            self.environments = opened.enter_context(open_environments(config))
             self.workflow = build_workflow(
-                config.rollout, algorithm.workflow, rewards, config.gconfig, inputs.tokenizer
+                config.rollout, algorithm.workflow, rewards, config.gconfig, inputs.tokenizer, self.environments
             )
-            self.evaluator = build_evaluator(config, inputs, rewards, folder)
+            self.evaluator = build_evaluator(config, inputs, rewards, folder, self.environments)
+            self._teacher = TeacherServers(config, folder.logs) if config.teacher.source == "server" else None
+            if self._teacher is not None:
+                opened.callback(self._teacher.close)
+            self.scorer = self._teacher.scorer() if self._teacher is not None else None
             self.servers = choose_servers(config, folder.logs)
             opened.callback(self.servers.stop)
             if not config.server.colocate:
@@ -67,6 +77,9 @@ class Rank0Rollouts:
         if server.colocate:  # the trainer has given up the memory that they need
             self.servers.start()
         self.servers.wait_ready()
+        if self._teacher is not None:
+            self._teacher.connect()
+        self.workflow = self._for_teacher(self.workflow)
         self._supervisor = Supervisor(self.servers.servers, server.heartbeat_s, server.max_restarts)
         self.engine.initialize(self.servers.addresses, api_key=self.servers.api_key)
         self._open.callback(self.engine.destroy)
@@ -75,6 +88,17 @@ class Rank0Rollouts:
         self._supervisor.start()
         self._open.callback(self._supervisor.close)
         self.engine.load_state_dict(state)
+
+    def _for_teacher(self, workflow: RolloutWorkflow) -> RolloutWorkflow:
+        """Wraps the workflow so that samples have what the teacher needs."""
+        config, teacher = self.config, self.config.teacher
+        if teacher.hint:
+            workflow = HintedWorkflow(workflow, teacher.hint, teacher.max_prompt_tokens, self.inputs.tokenizer)
+        if isinstance(config.algorithm, OPDConfig) and config.algorithm.lmbda < 1:
+            assert self._teacher is not None, "teacher_checks.py"
+            sampler = self._teacher.sampler(self.inputs.vocab_size)
+            workflow = TeacherAnswers(workflow, sampler, config.algorithm.lmbda, config.seed)
+        return workflow
 
     def close(self) -> None:
         """Ends the supervision, the client with its workflows, the servers and the reward processes, in this order."""
@@ -86,14 +110,25 @@ def open_rewards(config: Config) -> RewardPool:
     return RewardPool([reward_fn_of(name) for name in config.rewards.functions], config.rewards)
 
 
-def build_evaluator(config: Config, inputs: Inputs, rewards: RewardPool, folder: RunFolder) -> Evaluator:
+def open_environments(config: Config) -> contextlib.AbstractContextManager[EnvironmentPool | None]:
+    """Processes of `rollout.workflow=environment`, a context manager; None for another workflow."""
+    if config.rollout.workflow != "environment":
+        return contextlib.nullcontext()
+    return EnvironmentPool(config.rollout.environment)
+
+
+def build_evaluator(
+    config: Config, inputs: Inputs, rewards: RewardPool, folder: RunFolder, environments: EnvironmentPool | None
+) -> Evaluator:
     """The evaluator of held-out problems, by the training's workflow with the evaluator's sampling.
 
     An algorithm's own workflow does not count here: ReMax is evaluated by `rlvr`.
     """
     sampling = config.evaluator.sampling(config.gconfig)
-    workflow = build_workflow(config.rollout, DEFAULT, rewards, sampling, inputs.tokenizer)
-    return Evaluator(config.evaluator, workflow, inputs.valid, inputs.tokenizer, folder.path / "evaluations", answer_of)
+    workflow = build_workflow(config.rollout, DEFAULT, rewards, sampling, inputs.tokenizer, environments)
+    samples = folder.path / "evaluations"
+    sets = source_labels(inputs.valid)
+    return Evaluator(config.evaluator, workflow, inputs.valid, inputs.tokenizer, samples, answer_of, sets)
 
 
 def choose_servers(config: Config, logs: Path) -> SGLangServers | ExternalServers:

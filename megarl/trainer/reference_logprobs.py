@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megarl.actor.config import EngineConfig
 from megarl.data.arithmetic import cache_folder
-from megarl.data.prepare import Mixture, content_hash
+from megarl.data.mixture import Mixture
+from megarl.data.prepare import content_hash
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel.broadcast import gather_json

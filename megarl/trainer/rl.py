@@ -17,11 +17,14 @@ from megarl.actor.reference import MegatronReference
 from megarl.algorithms import algorithm_of
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
+from megarl.observe.progress import print_wrapped
 from megarl.observe.run_folder import RunFolder
+from megarl.rollout.client.scoring import Scorer
 from megarl.trainer.checkpoints.saver import ACTOR
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.rollout_driver import RolloutDriver
 from megarl.trainer.run import Run, stage
+from megarl.trainer.teacher import Teacher
 from megarl.types import PackedBatch
 
 
@@ -32,9 +35,10 @@ class Models:
     actor: MegatronPPOActor
     reference: MegatronReference | None = None  # frozen at the start
     critic: MegatronPPOCritic | None = None
+    teacher: Teacher | None = None
 
     @staticmethod
-    def build(config: Config, algorithm: Any) -> Models:
+    def build(config: Config, algorithm: Any, scorer: Scorer | None = None) -> Models:
         spec = FinetuneSpec(1, config.total_train_steps, 1)
         models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel, deterministic=config.deterministic))
         models.actor.initialize(ft_spec=spec)
@@ -46,6 +50,10 @@ class Models:
             critic = dataclasses.replace(config.actor, optimizer=config.critic_optimizer)
             models.critic = MegatronPPOCritic(critic, algorithm, config.parallel)
             models.critic.initialize(ft_spec=spec)
+        if algorithm.needs_teacher:
+            models.teacher = Teacher(config, models.actor, scorer)
+            if models.teacher.loss_source is not None:
+                models.actor.loss_input = models.teacher.loss_source
         return models
 
     @property
@@ -54,7 +62,7 @@ class Models:
         return {ACTOR: self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def score(self, batch: PackedBatch) -> None:
-        """Sets `prox_logp`, `ref_logp` and `values`, each only if it is read before the update.
+        """Sets `prox_logp`, `ref_logp`, `values` and the teacher's figures, each only if it is read before the update.
 
         The update itself sets `prox_logp` if it is missing.
         """
@@ -68,6 +76,8 @@ class Models:
             self.reference.offload()
         if self.critic is not None:
             batch["values"] = self.critic.compute_values(batch)
+        if self.teacher is not None:
+            self.teacher.score(batch)
 
     def update(self, batch: PackedBatch) -> dict[str, float]:
         """One update of policy and critic. Returns its metrics; the critic's begin with `critic_`."""
@@ -79,7 +89,7 @@ class Models:
         return stats
 
     def destroy(self) -> None:
-        for model in (self.reference, self.critic, self.actor):
+        for model in (self.teacher, self.reference, self.critic, self.actor):
             if model is not None:
                 model.destroy()
 
@@ -88,7 +98,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
     """Trains the actor on its own completions."""
     algorithm = algorithm_of(config.algorithm)
     with RolloutDriver(config, folder, inputs, algorithm) as rollouts:
-        models = Models.build(config, algorithm)
+        models = Models.build(config, algorithm, rollouts.scorer)
         with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
             rollouts.note = run.note
             rollouts.connect(models.actor, run.done, models.saved.values())
@@ -97,6 +107,8 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
                 rollouts.push(run.done)
             loop(run, rollouts, models)
             run.finish()
+            if lost := rollouts.lost_episodes():
+                print_wrapped(lost)
         models.destroy()
 
 

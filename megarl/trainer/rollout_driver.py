@@ -9,25 +9,28 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from megarl.algorithms import Algorithm
 from megarl.config import Config
-from megarl.observe.logger import keep_lines
+from megarl.observe.logger import replace_text
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_batch, broadcast_json
+from megarl.reshard.plan.traffic import traffic
 from megarl.reshard.session import SyncReport, WeightSession, WeightSyncError
 from megarl.rollout.api import GenerationError
+from megarl.rollout.client.scoring import Scorer
 from megarl.rollout.executor import NoSamplesError, WorkflowError
 from megarl.rollout.routing import WeightsWanted
 from megarl.trainer.canary import Answers, Canary
+from megarl.trainer.episode_log import EpisodeLog
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.logprob_check import LogprobMismatchError, check_equal_logprobs, check_first_logprobs
 from megarl.trainer.rank0_rollouts import Rank0Rollouts
 from megarl.trainer.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
-from megarl.types import Episode, PackedBatch
+from megarl.types import PackedBatch
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,8 @@ class RolloutDriver:
         self.note: Callable[[str], None] = lambda line: None  # prints a line above the progress display
         self._transports = ""  # of the last sync
         self._saved: Mapping[str, Any] = {}  # rollout state to continue from
-        self._accounted = 0  # lines of episodes.jsonl
+        self._episodes = EpisodeLog(folder, inputs.tokenizer, config.logger.samples_per_step)
+        self._plan_hash = ""  # of the plan in sync_plan.json
         self._version_offset = 0  # of the servers' versions to the trainer's steps
         self._canary = Canary(config, inputs)
         self._answers: Answers | None = None  # to the last canary, on rank 0
@@ -78,6 +82,11 @@ class RolloutDriver:
         """Servers, client and workflows; rank 0 has them, once this is entered."""
         assert self._rank0 is not None, "rank 0's alone, after __enter__"
         return self._rank0
+
+    @property
+    def scorer(self) -> Scorer | None:
+        """Client of the teacher's servers, on rank 0 of a run that has some."""
+        return self._rank0.scorer if self._rank0 is not None else None
 
     @property
     def session(self) -> WeightSession:
@@ -115,15 +124,22 @@ class RolloutDriver:
         if self.is_rank0:
             self.rank0.engine.set_version(self.version)
 
+    def lost_episodes(self) -> str:
+        """One line about the episodes that the environment lost; empty if none, and on other ranks than 0."""
+        if not self.is_rank0 or self.rank0.environments is None:
+            return ""
+        return self.rank0.environments.report()
+
     def next_batch(self) -> PackedBatch:
         """The packed completions of the next prompts, the same on every rank."""
 
         def sample() -> PackedBatch:
-            engine = self.rank0.engine
-            batch = engine.prepare_batch(
-                self.inputs.train, self.rank0.workflow, should_accept_fn=self.algorithm.should_accept
-            )
-            self._account(engine.episodes, engine.get_version())
+            engine, prompts = self.rank0.engine, self.inputs.train
+            assert prompts is not None, "rank 0 has the data"
+            batch = engine.prepare_batch(prompts, self.rank0.workflow, should_accept_fn=self.algorithm.should_accept)
+            version = engine.get_version()
+            self._episodes.add(engine.episodes, version, step=version - self._version_offset + 1)
+            prompts.observe(engine.episodes)
             return batch
 
         batch = broadcast_batch(self._on_rank0(sample))
@@ -132,31 +148,16 @@ class RolloutDriver:
             self._compare_canary()
         return batch
 
-    def _account(self, episodes: Sequence[Episode], version: int) -> None:
-        """Writes one line per prompt to episodes.jsonl: its rewards, or why it is not trained on."""
-        with (self.folder.path / "episodes.jsonl").open("a") as file:
-            for episode in episodes:
-                line: dict[str, Any] = {"prompt_id": episode.prompt_id, "version": version}
-                if episode.group is None:
-                    line["rejected"] = episode.reason
-                else:
-                    line["samples"] = episode.group.num_seqs
-                    line["rewards"] = [round(reward, 6) for reward in episode.group["rewards"].tolist()]
-                if episode.dropped:
-                    line["dropped"] = episode.dropped
-                file.write(json.dumps(line) + "\n")
-        self._accounted += len(episodes)
-
     def state_dict(self) -> dict[str, Any]:
         """The prompts between loader and trainer; {} on other ranks than 0."""
-        return self.rank0.engine.state_dict() | {"accounted": self._accounted} if self.is_rank0 else {}
+        return self.rank0.engine.state_dict() | self._episodes.state_dict() if self.is_rank0 else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`; call it before `connect`. Prompts accounted for since then are sampled again."""
-        self._saved = {key: value for key, value in state.items() if key != "accounted"}
+        counts = self._episodes.state_dict().keys()
+        self._saved = {key: value for key, value in state.items() if key not in counts}
         if self.is_rank0:
-            self._accounted = state["accounted"]
-            keep_lines(self.folder.path / "episodes.jsonl", self._accounted)
+            self._episodes.load_state_dict(state)
 
     def push(self, version: int) -> None:
         """Brings the actor's weights to the servers as `version`, and proves them equal. A collective."""
@@ -257,6 +258,7 @@ class RolloutDriver:
         if report.transports not in ("", self._transports):
             self._transports = report.transports
             self.note(f"weights travel by {report.transports}")
+        self._keep_plan(report)
         with stats_tracker.scope("sync"):
             stats_tracker.scalar(
                 verified=float(report.verified > 0),
@@ -266,6 +268,15 @@ class RolloutDriver:
                 servers=len(report.servers),
             )
             stats_tracker.total(servers_brought_back=brought_back)  # restarted, then given all weights, proven
+
+    def _keep_plan(self, report: SyncReport) -> None:
+        """Writes `sync_plan.json` when the plan is a new one. Whole tensors are sent without a plan."""
+        plan = self.session.plan
+        if plan is None or plan.hash == self._plan_hash:
+            return
+        self._plan_hash = plan.hash
+        facts = traffic(plan) | {"transports": report.transports, "servers": list(report.servers)}
+        replace_text(self.folder.sync_plan, json.dumps(facts | {"version": report.version}) + "\n")
 
     def _on_rank0(self, ask: Callable[[], T]) -> T | None:
         """Runs `ask` on rank 0 and returns its result there, None elsewhere. A collective.

@@ -16,9 +16,11 @@ from megarl.config import Config
 from megarl.observe import metrics
 from megarl.observe.logger import StatsLogger, read_metrics
 from megarl.observe.metrics import stats_tracker
+from megarl.observe.profiler import StepProfiler
 from megarl.observe.progress import Progress, print_wrapped
 from megarl.observe.report import draw_curve, summary_lines, write_summary
 from megarl.observe.run_folder import RunFolder
+from megarl.observe.timeline import timeline
 from megarl.parallel import watchdog
 from megarl.rollout.executor import NoSamplesError
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
@@ -66,6 +68,7 @@ class Run:
         self._unwritten = 0  # calls of `log` since the last line of metrics
         self._stop = StopSignal(self.note)
         self._saver = Saver(config.saver, folder.checkpoints, self.note)
+        self._profiler = StepProfiler(config.logger, folder.profiles, dist.get_rank())
         self._started = started
         self._before_s = 0.0  # wall seconds of the parts before a resume
         self._open = contextlib.ExitStack()
@@ -85,6 +88,9 @@ class Run:
                 self._logger = stack.enter_context(StatsLogger(self.folder.path, self.config.logger, after))
                 self._progress = Progress(self.config.experiment_name, self.config.total_train_steps, self.done)
             stack.enter_context(self._stop)
+            timeline.open(self.folder.timeline / f"rank_{dist.get_rank()}.jsonl")
+            stack.callback(lambda: timeline.close(self.done))
+            stack.callback(self._profiler.close)
             self._open = stack.pop_all()
         return self
 
@@ -114,8 +120,10 @@ class Run:
                 if self._stop.on_all_ranks():
                     self.stopped = True
                     break
+                self._profiler.begin_step(step)
                 yield step
                 self.done = step
+                self._profiler.end_step(step)
                 self._saver.poll()
                 if self._saver.due(step):
                     self._save()
@@ -137,6 +145,7 @@ class Run:
         All ranks call it; rank 0's numbers count.
         """
         self._unwritten += 1
+        timeline.end_step(step)
         if step == 1 and self.is_rank0:
             self.facts.setdefault("time_to_first_step_s", self.wall_s)
         shown = _with_rate(stats_tracker.step(), steps=1)
@@ -170,6 +179,10 @@ class Run:
         return self._before_s + time.monotonic() - self._started
 
     def _save(self) -> None:
+        with timeline.span("checkpoint"):
+            self._save_state()
+
+    def _save_state(self) -> None:
         self.before_save()
         state = {
             "facts": self.facts,

@@ -214,3 +214,32 @@ def test_prompts_over_the_limit_are_skipped_counted_and_listed(
     assert inputs.train is not None
     assert inputs.train.rows == len(ROWS)
     assert f"1 of {len(rows)} prompts over max_length 64 were skipped: row {len(ROWS)}" in caplog.text
+
+
+def test_mistakes_in_mixed_streamed_and_measured_data_are_told_in_one_line(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    good, empty = write_rows(tmp_path / "good.jsonl", ROWS), tmp_path / "empty.jsonl"
+    empty.write_text("")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "2+3?"}]}) + "\n")
+
+    def mixed(*sources: str) -> str:
+        return refused(GRPO, f"train_dataset.sources=[{','.join(sources)}]")
+
+    one = f"{{path: {good}, weight: 1, label: one}}"
+    assert "train_dataset.sources[1].weight=-2.0 must be at least 0" in mixed(one, f"{{path: {good}, weight: -2}}")
+    assert "train_dataset.sources[1].weight=nan must be" in mixed(one, f"{{path: {good}, weight: nan}}")
+    assert "train_dataset.sources have the weights [1.0, 0.0]" in mixed(one, f"{{path: {good}, weight: 0}}")
+    assert "train_dataset.sources have the label 'one' 2 times" in mixed(one, one)
+    assert f"source empty: data set {empty} is empty" in mixed(one, f"{{path: {empty}, weight: 1}}")
+    other = f"{{path: {chats}, weight: 1, type: messages, name: ''}}"
+    assert "source chats: rewards.functions: gsm8k cannot be called with the data's columns" in mixed(one, other)
+    assert "pass@9 needs at least 9 samples" in refused(GRPO, "evaluator.pass_at=[9]")
+    assert "valid_dataset.stream=true: an evaluation takes all" in refused(GRPO, "valid_dataset.stream=true")
+    assert "a slice needs the number of rows" in refused(
+        GRPO, "train_dataset.stream=true", "train_dataset.split='train[:9]'"
+    )
+    kto = refused("+experiment=kto", "train_dataset.stream=true")
+    assert "KTO pairs each completion with one half a data set away, which a stream has no length for" in kto
+    assert "set reference.mode=online" in refused("+experiment=dpo", "train_dataset.stream=true")

@@ -29,7 +29,8 @@ from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 
 NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
-EXPERIMENTS = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo"}
+EXPERIMENTS = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo", "opd": "opd"}
+BY_ADVANTAGES = {"opd": ["algorithm.divergence=sampled"]}  # divergences: test_teacher_layouts.py
 STEPS = 3
 RISES = ("rloo",)  # goes on for longer, until the reward is seen to rise, as GRPO's is in test_main_job.py
 LONGER = 40  # the last third is above the first by 0.10 to 0.12 (three runs); in 16 steps it was a matter of luck
@@ -112,7 +113,7 @@ def test_a_method_trains_on_its_own_completions(name: str, tmp_path: Path) -> No
     if name in RISES:
         found, moved = steps_of(name, LONGER, tmp_path, "actor.optimizer.lr=2e-4")
     else:
-        found, moved = steps_of(name, STEPS, tmp_path, "train_dataset.batch_size=16")
+        found, moved = steps_of(name, STEPS, tmp_path, "train_dataset.batch_size=16", *BY_ADVANTAGES.get(name, []))
     for figures in found:
         assert all(math.isfinite(value) for value in figures.values())
         assert figures["skipped_steps"] == 0

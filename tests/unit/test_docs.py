@@ -134,6 +134,9 @@ def check_command(module: str, arguments: str) -> None:
     elif module == "samples":
         assert words, samples.USAGE
         assert {word.partition("=")[0] for word in words[1:]} <= set(samples.OPTIONS), samples.USAGE
+    elif module == "dashboard":
+        assert len([word for word in words if "=" not in word]) <= 1
+        assert {word.partition("=")[0] for word in words if "=" in word} <= {"port"}
     elif module in ("report", "launcher.status"):
         assert [word for word in words if "=" in word] == []
         assert module == "launcher.status" or len(words) == 1

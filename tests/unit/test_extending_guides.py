@@ -1,4 +1,4 @@
-"""docs/adding_a_reward.md, adding_a_transport.md and adding_a_model_family.md are followed to the letter in a copy."""
+"""The guides to rewards, environments, transports and families in docs/ are followed to the letter in a copy."""
 
 from __future__ import annotations
 
@@ -67,6 +67,12 @@ def test_a_reward(tmp_path: Path) -> None:
     tests = follow("adding_a_reward.md", tmp_path)
     (tmp_path / "megarl").symlink_to(ROOT / "megarl")
     pytest_passes(tmp_path, tests, 6)
+
+
+def test_an_environment(tmp_path: Path) -> None:
+    tests = follow("adding_an_environment.md", tmp_path)
+    (tmp_path / "megarl").symlink_to(ROOT / "megarl")
+    pytest_passes(tmp_path, tests, 3)
 
 
 def test_a_transport(package: Path) -> None:

@@ -45,7 +45,13 @@ DIFFER = {"torch", "triton", "numpy"}  # what SGLang's requirements want otherwi
 
 
 def test_what_megarl_imports_has_the_same_version_with_and_without_gpus() -> None:
-    for line in [*PYPROJECT["project"]["dependencies"], *PYPROJECT["dependency-groups"]["build"], "sglang==0.5.23"]:
+    delta = PYPROJECT["project"]["optional-dependencies"]["delta"]
+    for line in [
+        *PYPROJECT["project"]["dependencies"],
+        *PYPROJECT["dependency-groups"]["build"],
+        *delta,
+        "sglang==0.5.23",
+    ]:
         requirement = Requirement(line)
         name = canonical(requirement.name)
         assert name in GPU, f"requirements/gpu.txt lacks {line}"

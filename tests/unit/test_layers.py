@@ -14,19 +14,22 @@ MAX_FUNCTION_LINES = 80
 # From the bottom up. A module imports from lower rows only, never from another part of its own row.
 LAYERS = (
     {"knobs", "processes", "versions", "sandbox"},
-    {"types", "hub"},
+    {"types", "hub", "forks"},
     {"families"},
-    {"ops", "parallel", "observe"},
+    {"ops", "parallel", "observe", "environments"},
     {"cpu"},
     {"data", "rollout", "rewards", "algorithms", "actor", "reshard"},
     {"config"},
+    {"teacher_checks", "served_checks"},
     {"checks"},
+    {"foreign"},
     {"axolotl"},
     {"cli"},
+    {"areal"},
     {"trainer"},
     {"launcher"},
     {"preflight"},
-    {"train", "evaluate", "doctor", "export", "report", "samples"},
+    {"train", "evaluate", "doctor", "export", "report", "samples", "dashboard", "serve"},
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 PACKAGE_LEVEL = LEVEL["families"]  # of megarl/__init__.py, whose names are loaded when they are used
@@ -34,7 +37,7 @@ PACKAGE_LEVEL = LEVEL["families"]  # of megarl/__init__.py, whose names are load
 # Inside a part: its files and folders from the bottom up. Each imports from lower ones and from itself.
 INSIDE = {
     "reshard": ("config", "plan", "transfer", "sync", "session"),
-    "sandbox": ("system_calls", "isolation", "judge", "server", "client"),
+    "sandbox": ("system_calls", "isolation", "judge", "server", "client", "programs"),
 }
 
 # Importers of a library: parts of megarl, or folders in them.

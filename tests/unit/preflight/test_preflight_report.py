@@ -14,12 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megarl import cli
 from megarl.actor.memory import ITEM_BYTES, count_parameters, server_memory
 from megarl.families import read_config
 from megarl.knobs import UserError
-from megarl.preflight import environment, report
+from megarl.preflight import environment, report, shapes
 from megarl.preflight.sizing import beside_actor, memory_of
 from megarl.versions import GPUs
 
@@ -36,6 +38,7 @@ PUBLISHED = {
     "Qwen/Qwen3-0.6B": 0.6,
     "Qwen/Qwen3-1.7B": 1.72,
     "Qwen/Qwen3-8B": 8.2,
+    "Qwen/Qwen3-32B": 32.8,
     "Qwen/Qwen3-30B-A3B": 30.5,
     "Qwen/Qwen3-235B-A22B": 235,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.7,  # without the MTP layer
@@ -81,7 +84,7 @@ def test_the_shape_of_a_public_model_has_the_published_number_of_parameters(name
 
 
 def test_every_model_of_the_assets_is_among_them() -> None:
-    assert report.known_models() == sorted(PUBLISHED)
+    assert shapes.known_models() == sorted(PUBLISHED)
 
 
 def test_the_whole_report_of_a_70b_run(run: Callable[..., tuple[int, str]]) -> None:
@@ -229,9 +232,13 @@ def test_a_local_folder_is_taken_as_it_is(run: Callable[..., tuple[int, str]], t
     (tmp_path / "tokenizer.json").write_text("{}")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-1.safetensors").touch()
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     assert "lacks 1 of its 2 weight files, the first is model-2.safetensors" in run(*arguments)[1]
     (tmp_path / "model-2.safetensors").touch()
+    assert "model-2.safetensors (0 bytes) is cut off" in run(*arguments)[1]
+    save_file({"b": torch.zeros(2).to(torch.float8_e4m3fn)}, tmp_path / "model-2.safetensors")
+    assert "b is in 8 bits, and config.json has no quantization_config" in run(*arguments)[1]
+    save_file({"b": torch.zeros(2)}, tmp_path / "model-2.safetensors")
     code, text = run(*arguments)
     assert code == 0, text
 

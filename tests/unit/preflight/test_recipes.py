@@ -13,7 +13,7 @@ from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
-from megarl.preflight import report, sync_report
+from megarl.preflight import report, shapes, sync_report
 from megarl.preflight.roofline import estimate_step
 from megarl.preflight.sizing import beside_actor, cache_of, disk_of, memory_of, size
 
@@ -94,7 +94,7 @@ def test_a_model_group_names_a_model_whose_shape_is_known(path: Path) -> None:
 def test_every_known_model_has_a_group_but_twins() -> None:
     named = {cli.composed([f"model={path.stem}"]).actor.path for path in (cli.CONFIGS / "model").glob("*.yaml")}
     twins = {"Qwen/Qwen2.5-32B-Instruct", "openai/gpt-oss-20b", "openai/gpt-oss-120b"}  # others have their shapes
-    assert set(report.known_models()) - named == twins
+    assert set(shapes.known_models()) - named == twins
 
 
 @pytest.mark.parametrize("name", CLUSTER)

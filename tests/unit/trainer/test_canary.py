@@ -73,7 +73,7 @@ def configured(*overrides: str) -> Config:
 
 def canary_of(*overrides: str) -> Canary:
     rows = [{"messages": [{"role": "user", "content": text}]} for text in ("abc", "abcdefghijkl", "bc", "d", "e")]
-    train: Any = SimpleNamespace(loader=SimpleNamespace(dataset=rows))
+    train: Any = SimpleNamespace(examples=rows)
     model: Any = SimpleNamespace(vocab_size=50)
     return Canary(configured(*overrides), Inputs(model, Letters(), train))
 
@@ -170,7 +170,7 @@ class Policy:
 
     def __init__(self, on_failure: str, dead: Sequence[str], *overrides: str) -> None:
         config = configured(f"reshard.on_failure={on_failure}", *overrides)
-        inputs: Any = SimpleNamespace(train=object())
+        inputs: Any = SimpleNamespace(train=object(), tokenizer=None)
         folder: Any = None
         self.driver = RolloutDriver(config, folder, inputs, algorithm_of(config.algorithm))
         self.healthy, self.serving = ["a", "b", "c"], ["a", "b", "c"]

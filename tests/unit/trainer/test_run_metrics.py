@@ -67,13 +67,14 @@ def train(
     evaluations: tuple[int, ...] = (),
     resume: bool = False,
     after: Callable[[Run, int], None] = lambda run, step: None,
+    logger: dict[str, Any] | None = None,
 ) -> None:
     """Runs steps with `step` as their loss, 10 * step tokens and step / 4 seconds of updates."""
     config = Config(
         total_train_steps=total,
         resume=str(folder.path) if resume else None,
         saver=SaverConfig(every_steps=checkpoints, asynchronous=False, export_hf=False),
-        logger=LoggerConfig(every_steps=every_steps, tensorboard=False),
+        logger=LoggerConfig(every_steps=every_steps, tensorboard=False, **logger or {}),
     )
     with Run(config, folder, {ACTOR: Engine()}, {}, time.monotonic()) as run:  # type: ignore[dict-item]
         for step in run.steps():
@@ -143,6 +144,18 @@ def test_the_summary_counts_syncs_by_steps_and_keeps_the_largest_difference(fold
     summary = json.loads(folder.summary.read_text())
     assert summary["weights_verified"] == 7  # all but step 2
     assert summary["max_rollout_train_logprob_diff"] == 1.0
+
+
+def test_the_timeline_has_a_line_a_step_and_the_checkpoint_after_them(folder: RunFolder) -> None:
+    train(folder, 3, total=4, checkpoints=2)
+    lines = [json.loads(line) for line in (folder.timeline / "rank_0.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
+    assert [[span[0] for span in line["spans"]] for line in lines] == [[], [], ["checkpoint"], [], ["checkpoint"]]
+
+
+def test_steps_asked_for_are_profiled_on_the_way(folder: RunFolder) -> None:
+    train(folder, 1, total=3, logger={"profile_from": 2})
+    assert [path.name for path in folder.profiles.glob("*")] == ["rank_0.steps_2-2.json.gz"]
 
 
 def test_a_run_that_is_stopped_writes_the_steps_since_its_last_line(folder: RunFolder) -> None:

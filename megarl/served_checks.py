@@ -1,0 +1,84 @@
+"""Rules of the models and layouts that SGLang's servers run, of method=rl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from transformers import PretrainedConfig
+
+from megarl.config import Config, longest_sequence
+from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation
+from megarl.knobs import UserError
+from megarl.parallel import platform
+
+
+def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[[], object]]:
+    """Checks that servers can run the model in their layout; none without rollouts."""
+    rules = (_check_layout, _check_windows, _check_sinks, _check_class, _check_weights)
+    return [partial(rule, config, model) for rule in rules] if config.method == "rl" else []
+
+
+def servers_on_gpu(config: Config) -> bool:
+    """True if the servers will hold their weights on GPUs."""
+    if config.server.device != "auto":
+        return config.server.device == "cuda"
+    return config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
+
+
+def _check_windows(config: Config, model: PretrainedConfig) -> None:
+    """Refuses rollouts of a model whose window SGLang ignores: its samples would be of another model."""
+    window = max(block.window for block in decoder(model).attentions)
+    longest = longest_sequence(config) or model.max_position_embeddings
+    if 0 < window < longest and not FAMILIES[model.model_type].sglang_windows:
+        raise UserError(
+            f"SGLang has no sliding windows for {model.model_type}, and this model's of {window} tokens is below "
+            f"sequences of {longest}; lower train_dataset.max_length and gconfig.max_new_tokens, or train without "
+            "rollouts (method=sft)"
+        )
+
+
+def _check_sinks(config: Config, model: PretrainedConfig) -> None:
+    """Refuses servers whose attention takes no sinks (model_hook.py:538 of SGLang 0.5.23)."""
+    sinks = any(block.sinks for block in decoder(model).attentions)
+    if sinks and (not servers_on_gpu(config) or config.server.dtype == "float32"):
+        raise UserError(
+            f"SGLang's attention on CPUs and in float32 has no sinks, as this {model.model_type} model has; serve it "
+            "on GPUs in bfloat16 (server.device=cuda server.dtype=bfloat16), or train without rollouts (method=sft)"
+        )
+
+
+def _check_class(config: Config, model: PretrainedConfig) -> None:
+    """Refuses rollouts of gated delta nets that SGLang 0.5.23 does not run: qwen3_5.py:284 and its cache on CPUs."""
+    container = next((name for name, text in CONTAINERS.items() if text == model.model_type), None)
+    if decoder(model).delta_net is None:
+        return
+    if container is not None and model.architectures:  # not the text part of a multimodal checkpoint
+        raise UserError(
+            f"SGLang has no class for a checkpoint of type {model.model_type} alone; give the multimodal one of type "
+            f"{container} that holds it, or train without rollouts (method=sft)"
+        )
+    if not servers_on_gpu(config):
+        raise UserError(
+            f"SGLang does not serve {container or model.model_type} on CPUs; serve it on GPUs (server.device=cuda), or "
+            "train without rollouts (method=sft)"
+        )
+
+
+def _check_weights(config: Config, model: PretrainedConfig) -> None:
+    """Refuses servers that would start from quantised weights: they could not take the trainer's."""
+    if method := quantisation(model):
+        raise UserError(
+            f"actor.path={config.actor.path} has weights quantised by '{method}', and servers with live updates need "
+            "plain ones; write them in bfloat16 first (python -m megarl.export "
+            f"checkpoint={config.actor.path} output=DIR dtype=bfloat16)"
+        )
+
+
+def _check_layout(config: Config, model: PretrainedConfig) -> None:
+    """Refuses servers on GPUs with uneven heads. SGLang on CPU pads them."""
+    tp, heads = config.server.tp_size, model.num_attention_heads
+    if servers_on_gpu(config) and tp >= 1 and heads % tp:
+        raise UserError(
+            f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
+        )
