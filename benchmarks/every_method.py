@@ -53,7 +53,7 @@ RATES = {"rloo": 2e-4, "cispo": 2e-4, "reinforce": 2e-4, "remax": 2e-4}
 
 def cases() -> dict[str, Case]:
     """Every method by name, RL first."""
-    recipes = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo"}
+    recipes = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo", "opd": "opd"}
     found = {}
     for name, (kind, _) in ALGORITHMS.items():
         if issubclass(kind, RLConfig):

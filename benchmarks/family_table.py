@@ -24,7 +24,6 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megarl.actor.checks import check_layout  # noqa: E402
 from megarl.actor.config import EngineConfig, OptimizerConfig  # noqa: E402
@@ -35,7 +34,7 @@ from megarl.launcher.local import run_ranks  # noqa: E402
 from megarl.parallel import groups  # noqa: E402
 from megarl.parallel.config import ParallelConfig  # noqa: E402
 from megarl.types import PackedBatch  # noqa: E402
-from tests.conftest import FAMILY_CONFIGS, random_model  # noqa: E402
+from tests.conftest import FAMILY_CONFIGS, random_model, save_model  # noqa: E402
 from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn  # noqa: E402
 from tests.distributed.test_layouts import make_batch, reference_logprobs  # noqa: E402
 from tests.sglang.test_sglang_geometry import ranks_of  # noqa: E402
@@ -98,14 +97,12 @@ def prepare(family: str, folder: Path) -> dict[str, torch.Tensor]:
     """Writes a random model and a batch. Returns the log-probs of transformers before and after the step."""
     vocab = json.loads((ROOT / "assets/tiny/config.json").read_text())["vocab_size"]
     tied = bool(FAMILIES[family].fields.get("tie_word_embeddings"))
-    random_model(family, tied=tied, vocab_size=vocab, num_hidden_layers=4, **FIELDS.get(family, {})).save_pretrained(
-        folder / "model"
-    )
+    model = random_model(family, tied=tied, vocab_size=vocab, num_hidden_layers=4, **FIELDS.get(family, {}))
+    save_model(family, model, folder / "model")
     for name in TOKENIZER:
         shutil.copy(ROOT / "assets/tiny" / name, folder / "model" / name)
     batch = make_batch(vocab)
     save_file(batch, folder / "batch.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=ADAM["lr"], eps=ADAM["adam_eps"], weight_decay=0.0)
     logprobs, entropy = reference_logprobs(model, batch)
     packed = PackedBatch(batch["cu_seqlens"], {k: v for k, v in batch.items() if k != "cu_seqlens"})

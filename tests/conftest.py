@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import sys
@@ -111,6 +112,7 @@ FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "deepseek_v3": DeepseekV3Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
+    "kimi_k2": DeepseekV3Config,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
@@ -141,6 +143,14 @@ EXPERTS: dict[str, dict[str, Any]] = {  # what a mixture of experts has besides
         "num_nextn_predict_layers": 0,
     },
     "glm4_moe_lite": {**SIGMOID_EXPERTS, **LATENT},
+    "kimi_k2": {  # YaRN keeps the scale of rotated elements, and groups do not limit the choice of experts
+        **SIGMOID_EXPERTS,
+        **LATENT,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1,
+        "rope_parameters": {**YARN, "beta_fast": 1, "mscale": 1.0},
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
 }
@@ -188,6 +198,14 @@ def random_model(family: str, *, tied: bool, vocab_size: int = 343, seed: int = 
     return model.eval()
 
 
+def save_model(family: str, model: torch.nn.Module, folder: Path) -> None:
+    """Writes a model in its family's format. Kimi-K2's is DeepSeek-V3's under a name that transformers lacks."""
+    model.save_pretrained(folder)
+    if family == "kimi_k2":
+        fields = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**fields, "model_type": family}))
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`checkpoints("qwen3", tied=True, ...)`: the folder of a random model, written by transformers."""
@@ -197,7 +215,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         key = (family, *sorted((k, str(v)) for k, v in fields.items()))
         if key not in made:
             made[key] = tmp_path_factory.mktemp(family)
-            random_model(family, **fields).save_pretrained(made[key])
+            save_model(family, random_model(family, **fields), made[key])
         return made[key]
 
     return folder

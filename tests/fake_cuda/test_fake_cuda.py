@@ -26,7 +26,7 @@ Case = tuple[str, dict[str, Any], dict[str, int]]
 
 # Waits of the host in one update: place and kind -> why. `docs/numbers.md` has them as a table.
 STEP = {
-    "megarl/actor/engine.py _as_floats: copy to the host": "losses and metrics of all microbatches, read together",
+    "megarl/actor/reports.py _as_floats: copy to the host": "losses and metrics of all microbatches, read together",
     "megarl/actor/health.py gradients_are_finite: copy to the host": "a step with infinite gradients is left out",
     "megatron/core/optimizer/clip_grads.py get_grad_norm_fp32: value": "gradients are clipped by a number",
     "megatron/core/utils.py local_multi_tensor_l2_norm: copy from the host": "not with Transformer Engine",

@@ -5,6 +5,36 @@ from __future__ import annotations
 from mutant import Bugs, unit
 
 ROLLOUT: Bugs = {
+    "megarl/rollout/conversation.py": {
+        unit("rollout/test_conversation"): [
+            ("a rewritten prompt continues the sequence", "text.startswith(self._read):", "self._read:"),
+            (
+                "every prompt begins another sequence",
+                "if self.segments and text.startswith",
+                "if False and text.startswith",
+            ),
+            (
+                "the token that ended an answer is asked for twice",
+                "self._read += content + end",
+                "self._read += content",
+            ),
+            ("a stop string is taken for the end of the turn", "or by_string or", "or"),
+            ("answers that two continue are trained twice", "segment.give(self.tokens)", "segment = self.segments[-1]"),
+            ("a copy shares its sequences", "[segment.copy() for segment in self.segments]", "list(self.segments)"),
+        ],
+    },
+    "megarl/rollout/transcript.py": {
+        unit("rollout/test_conversation"): [
+            ("each segment is a sample", "owners += [index] * len(kept)", "owners += range(len(kept))"),
+            ("segments never sampled stay", "if any(segment.sampled)] or list(sample[-1:])", "]"),
+        ],
+    },
+    "megarl/rollout/executor.py": {
+        unit("rollout/test_executor"): [
+            ("runs of a prompt share ids of samples", "samples + first)", "samples)"),
+            ("a poisoned segment leaves the others in", "(~bad)[samples].nonzero()", "(~bad).nonzero()"),
+        ],
+    },
     "megarl/rollout/reward_call.py": {
         unit("rollout/test_rlvr"): [
             (
@@ -77,8 +107,38 @@ ROLLOUT: Bugs = {
             ),
         ],
     },
+    "megarl/rollout/estimates.py": {
+        unit("rollout/test_estimates"): [
+            (
+                "pass@k is the plain estimate",
+                "math.comb(samples - right, k) / math.comb(samples, k)",
+                "(1 - right / samples) ** k",
+            ),
+            (
+                "wilson forgets the square root's second term",
+                "share * (1 - share) / trials + z * z / (4 * trials * trials)",
+                "share * (1 - share) / trials",
+            ),
+            (
+                "the bootstrap takes one tail",
+                "[0.5 - confidence / 2, 0.5 + confidence / 2]",
+                "[1 - confidence, confidence]",
+            ),
+        ],
+    },
+    "megarl/rollout/evaluate.py": {
+        unit("rollout/test_evaluate"): [
+            ("every set has all problems", "if self.sets[p] == label]", "if self.sets[p]]"),
+            (
+                "problems with few samples count for pass@k",
+                "in (scored[p] for p in problems) if len(s) >= k]",
+                "in (scored[p] * k for p in problems)]",
+            ),
+        ],
+    },
     "megarl/rollout/bounded_staleness.py": {
         unit("rollout/test_bounded_staleness"): [
+            ("rewards of refused groups are lost", "episode.dropped, origin, rewards)", "episode.dropped, origin)"),
             ("max_failures counts in total", "self._failures + 1 if failed else 0", "self._failures + int(failed)"),
             ("a requeued prompt goes to the end", "self._queue.appendleft(ticket)", "self._queue.append(ticket)"),
             (
@@ -116,10 +176,14 @@ ROLLOUT: Bugs = {
 }
 
 REWARDS: Bugs = {
-    "megarl/rewards/worker.py": {
+    "megarl/forks.py": {
         unit("rewards/test_pool_ends", "rewards/test_pool"): [
             ("a worker outlives its server", "        die_with_parent(server_pid)\n", ""),
             ("the server outlives the run", "    die_with_parent(os.getppid())\n", ""),
+        ],
+    },
+    "megarl/rewards/worker.py": {
+        unit("rewards/test_pool_ends", "rewards/test_pool"): [
             (
                 "a reward of text passes",
                 "isinstance(value, str) or not math.isfinite(number := float(value))",
@@ -131,6 +195,15 @@ REWARDS: Bugs = {
         unit("rewards/test_pool"): [
             ("weights are ignored", "sum(weight * value for weight, value in", "sum(value for _, value in"),
             ("a share of a dead worker is lost", "        self._queue.extendleft(reversed(worker_.share))\n", ""),
+        ],
+        unit("rewards/test_lists"): [
+            ("None counts as 0", "math.nan if value is None else value", "0.0 if value is None else value"),
+        ],
+    },
+    "megarl/rewards/lists.py": {
+        unit("rewards/test_lists"): [
+            ("a message is one of the text's characters", "        turn.message = self.messages[index]\n", ""),
+            ("a function of lists sees one completion", "takes_lists = True", "takes_lists = False"),
         ],
     },
 }
@@ -239,6 +312,33 @@ RESHARD: Bugs = {
     "megarl/reshard/transfer/store.py": {
         unit("reshard/test_shard_transfer", "reshard/test_server_rank"): [
             ("a deadline never passes", "if seconds_left <= 0:", "if False:"),
+        ],
+    },
+}
+
+OBSERVE: Bugs = {
+    "megarl/dashboard.py": {
+        unit("test_dashboard"): [
+            ("any key opens the dashboard", "if not hmac.compare_digest(", "if False and hmac.compare_digest("),
+            ("any host name reaches the dashboard", 'host.rpartition(":")[0] not in LOOPBACK and', "False and"),
+            ("pages of other sites reach the dashboard", 'origin != f"http://{host}"', "False"),
+            ("links of the folder are followed", "entry.is_dir(follow_symlinks=False)", "entry.is_dir()"),
+        ],
+    },
+    "megarl/observe/board/growing_file.py": {
+        unit("observe/test_growing_file"): [
+            ("half a line is read", 'end = data.rfind(b"\\n") + 1', "end = len(data)"),
+            ("a replaced file is read on", "if found.st_ino != self._inode or ", "if "),
+        ],
+    },
+    "megarl/observe/board/document.py": {
+        unit("observe/test_page"): [
+            ("a text can end its block", '.replace("<", "\\\\u003c")', ""),
+        ],
+    },
+    "megarl/observe/timeline.py": {
+        unit("observe/test_timeline"): [
+            ("overlapping spans share a row", "if not row or end <= row[-1]", "if True"),
         ],
     },
 }

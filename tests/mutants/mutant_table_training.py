@@ -5,6 +5,28 @@ from __future__ import annotations
 from mutant import Bugs, unit
 
 ALGORITHMS: Bugs = {
+    "megarl/algorithms/opd.py": {
+        unit("algorithms/test_rl"): [
+            (
+                "the teacher pushes the wrong way",
+                'batch["teacher_logp"] - batch["prox_logp"]',
+                'batch["prox_logp"] - batch["teacher_logp"]',
+            ),
+            ("log-ratios are not clipped", ".clamp(-config.max_log_ratio, config.max_log_ratio)", ".clamp(-1e9, 1e9)"),
+            ("reward_coef is ignored", "advantages = config.reward_coef * broadcast", "advantages = broadcast"),
+        ],
+    },
+    "megarl/ops/divergence.py": {
+        ("tests/kernels/test_divergence.py",): [
+            ("beta is swapped in the mixture", "logp + math.log(beta)", "logp + math.log1p(-beta)"),
+            (
+                "the temperature is missing in the gradient",
+                "grad.mul_(head.inv_temp)",
+                "grad",
+            ),
+            ("the first column is never a label", "self.here = (self.place >= 0) &", "self.here = (self.place > 0) &"),
+        ],
+    },
     "megarl/algorithms/policy_gradient.py": {
         unit("algorithms/test_rl"): [
             ("entropy_coef never reaches the loss", "entropy_coef=config.entropy_coef", "entropy_coef=0.0"),
@@ -15,7 +37,7 @@ ALGORITHMS: Bugs = {
             ),
             (
                 "the weight counts sequences without a trained token",
-                "return (trained_tokens(data) > 0).sum()",
+                "return shares(data).sum()",
                 "return torch.tensor(data.num_seqs)",
             ),
             (
@@ -27,8 +49,8 @@ ALGORITHMS: Bugs = {
             ("correction_high is ignored", "correction_high=config.correction_high", "correction_high=2.0"),
             (
                 "a sample without a trained token stays in its group",
-                'torch.where(untrained, -1 - torch.arange(batch.num_seqs), batch["group_ids"])',
-                'batch["group_ids"]',
+                'torch.where(untrained, -1 - torch.arange(batch.num_samples), batch.of_samples("group_ids"))',
+                'batch.of_samples("group_ids")',
             ),
             ("prox_logp is thought needless with several minibatches", "config.n_minibatches > 1 or", "False or"),
         ],
@@ -37,14 +59,24 @@ ALGORITHMS: Bugs = {
         unit("algorithms/test_rl"): [
             (
                 "sequences without a trained token count in the mean",
-                "sequences = (lengths > 0).sum().clamp(min=1)",
-                "sequences = torch.tensor(len(lengths))",
+                "samples = shares(data).sum()",
+                "samples = torch.tensor(data.num_seqs)",
             ),
             (
                 "advantages outside the mask stay",
                 'return spread.masked_fill(~batch["loss_mask"].bool(), 0.0)',
                 "return spread",
             ),
+        ],
+        unit("algorithms/test_segments"): [
+            ("a segment counts as a sample", 'if "sample_tokens" in data:', "if False:"),
+            ("returns stop at a segment's end", "samples.diff() != 0", "samples.diff() != -9"),
+        ],
+    },
+    "megarl/types.py": {
+        unit("algorithms/test_segments"): [
+            ("equal ids in two groups are one sample", "torch.stack((groups, ids), 1)", "torch.stack((ids, ids), 1)"),
+            ("samples are in the order of their ids", "firsts.argsort(stable=True).argsort()[index]", "index"),
         ],
     },
     "megarl/algorithms/kl_penalty.py": {
@@ -55,7 +87,7 @@ ALGORITHMS: Bugs = {
     },
     "megarl/algorithms/dapo.py": {
         unit("algorithms/test_rl"): [
-            ("the overlong penalty is never added", " + self.overlong_penalty(trained_tokens(batch))", ""),
+            ("the overlong penalty is never added", " + self.overlong_penalty(trained_tokens_of_samples(batch))", ""),
             (
                 "dynamic sampling cannot be switched off",
                 "return not self.config.dynamic_sampling or bool(",
@@ -144,8 +176,8 @@ ACTOR: Bugs = {
         unit("actor/test_minibatches"): [
             (
                 "minibatches are contiguous and the remainder is dropped",
-                "range(first, batch.num_seqs, count)",
-                "range(first * (batch.num_seqs // count), (first + 1) * (batch.num_seqs // count))",
+                "(samples % count == first)",
+                "(samples // (batch.num_samples // count) == first)",
             ),
             ("maxima are averaged", '(max if key.endswith("_max") else _mean)(', "_mean("),
             (
@@ -177,6 +209,14 @@ ACTOR: Bugs = {
     "megarl/actor/weights/hf_weights.py": {
         unit("actor/test_grouped_experts"): [
             ("all grouped experts are the first", r'r"experts.\2.\3\1"', r'r"experts.\2.\g<3>0"'),
+        ],
+    },
+    "megarl/actor/weights/block_fp8.py": {
+        unit("actor/test_block_fp8"): [
+            ("a cut block takes its neighbour's scale", "// edge - part.start // edge)", "// edge - part.start)"),
+            ("the last ragged block is left out", "-(-part.stop // edge)", "part.stop // edge"),
+            ("weights without scales are read as they are", 'get_dtype().startswith("F8_")', 'get_dtype() == "F8"'),
+            ("damaged scales are multiplied in", "scales.isfinite() & (scales >= 0)", "scales == scales"),
         ],
     },
     "megarl/actor/weights/fused_experts.py": {
@@ -215,6 +255,43 @@ ACTOR: Bugs = {
             ("buffers of experts are not scanned", "(*ddp.buffers, *ddp.expert_parallel_buffers)", "ddp.buffers"),
         ],
     },
+    "megarl/actor/mtp.py": {
+        unit("actor/test_mtp"): [
+            ("the model gets gradients of later tokens", "output.detach()", "output"),
+            (
+                "the head gets gradients of later tokens",
+                "heads.weight_of(self._last).detach(),",
+                "heads.weight_of(self._last),",
+            ),
+            ("the loss is the sum of labels", "/ max(depth.targets, 1)", "/ 1"),
+        ],
+    },
+    "megarl/actor/model/mtp.py": {
+        unit("actor/test_mtp"): [
+            (
+                "the projection's inputs are swapped",
+                "(self.enorm(embedded), self.hnorm(hidden))",
+                "(self.hnorm(hidden), self.enorm(embedded))",
+            ),
+            ("the norm before the head is left out", "self.final_layernorm(out)", "out"),
+            ("their gradients count in the model's norm", 'setattr(param, "grad_norm_group", NORM_GROUP)', "None"),
+        ],
+    },
+    "megarl/actor/batch/microbatch.py": {
+        unit("actor/test_mtp"): [
+            ("a label crosses a sequence's end", "trained = source + 1 < ends", "trained = source < ends"),
+            (
+                "a token is read across a sequence's end",
+                "masked_fill(source >= ends, 0)",
+                "masked_fill(source > ends, 0)",
+            ),
+        ],
+    },
+    "megarl/actor/weights/repeated_tensors.py": {
+        unit("actor/test_mtp"): [
+            ("copies of the head are the embedding's", "EMBEDDING if model.tied else HEAD", "EMBEDDING"),
+        ],
+    },
     "megarl/actor/engine.py": {
         unit("actor/test_health_limits"): [
             (
@@ -226,7 +303,11 @@ ACTOR: Bugs = {
         ],
         unit("actor/test_optimizer", "actor/test_engine"): [
             ("the scheduler steps twice", "self.scheduler.step(1)", "self.scheduler.step(2)"),
-            ("weights of microbatches are not normalised", "weight / total,", "weight,"),
+            ("weights of microbatches are not normalised", "weight / total, targets)", "weight, targets)"),
+        ],
+    },
+    "megarl/actor/reports.py": {
+        unit("actor/test_engine"): [
             ("maxima are weighted", 'v if k.endswith("_max") else weight * v', "weight * v"),
         ],
     },
@@ -283,6 +364,44 @@ DATA: Bugs = {
                 "generator=torch.Generator().manual_seed(config.seed),",
                 "generator=None,",
             ),
+        ],
+    },
+    "megarl/data/mixture.py": {
+        unit("data/test_mixture"): [
+            ("a repeated row gets a number of its own", "self._first[number] + row}", "index}"),
+            (
+                "a source without a row has no share",
+                "rows, tokens = counts.get(label, (0, 0))",
+                "rows, tokens = counts.get(label, (1, 1))",
+            ),
+            ("rewards are means of groups", "rewards_of_samples(group).sum()", "rewards_of_samples(group).mean()"),
+        ],
+    },
+    "megarl/data/stream.py": {
+        unit("data/test_stream"): [
+            ("a resume begins its window again", 'self._at, self._used = state["at"]', "self._at, self._used = 0"),
+            ("every window has one order", "self._rng(self._first + 1).shuffle", "self._rng(1).shuffle"),
+            ("every epoch has one order", "{self.seed} {self.epoch} {position}", "{self.seed} {position}"),
+            ("sources are drawn evenly", "range(len(self.parts)), self.weights", "range(len(self.parts))"),
+        ],
+    },
+    "megarl/data/curriculum.py": {
+        unit("data/test_curriculum"): [
+            (
+                "a prompt returns an epoch early",
+                "self.config.revisit_epochs < epoch",
+                "self.config.revisit_epochs <= epoch",
+            ),
+            ("a streak outlives a change of kind", "max(streak, 0) + 1", "abs(streak) + 1"),
+            ("refused groups are not measured", "else episode.rewards", "else ()"),
+            ("prompts that never return end no search", "self.streak.zero_()", "pass"),
+        ],
+    },
+    "megarl/data/decontaminate.py": {
+        unit("data/test_decontaminate"): [
+            ("colliding hashes are an overlap", "if shared in windows(", "if shared and windows("),
+            ("instructions are overlaps", "counts <= max(COMMON_ROWS,", "counts <= len(texts) + max(COMMON_ROWS,"),
+            ("report drops", "if not dropped:", "if False:"),
         ],
     },
     "megarl/data/prepare.py": {

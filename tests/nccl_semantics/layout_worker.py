@@ -64,7 +64,7 @@ def main(work: Path, limit_s: float, shapes: str, names: list[str]) -> None:
             pairs = [key for key in set(emulation.communicators) - before if key[1] is not None]
             assert not pairs, f"to gather weights, NCCL would connect pairs of ranks: {pairs}"
             dist.all_reduce(torch.ones(1))
-            figures = invariance.measure(actor, invariance.batch(CASES[name].prompts))
+            figures = invariance.measure(actor, invariance.batch_of(actor, CASES[name], work))
             if dist.get_rank() == 0:
                 save_file(figures | weights, work / f"{name}.safetensors")
             del actor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.transcript import pad_responses
+from megarl.rollout.workflows.multi_turn import MultiTurnConfig, MultiTurnWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
+from tests.unit.rollout.conversations import Exchange, assert_trained_once
 
 EOS = 0
 PROMPTS = [[40 + i, 50 + 2 * i, 60 + 3 * i, 70, 80 + i] for i in range(8)]
@@ -75,6 +78,64 @@ def logprobs_of(model: torch.nn.Module, response: ModelResponse, temperature: fl
     with torch.no_grad():
         logprobs = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[response.input_len - 1 :, 0]
+
+
+class Listening:
+    """An engine that passes requests on and keeps each with its answer."""
+
+    def __init__(self, engine: RemoteSGLangEngine) -> None:
+        self.exchanges: list[Exchange] = []
+        self.max_sequence_tokens = None
+        self._engine = engine
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        response = await self._engine.agenerate(req)
+        exchange = req.input_ids, response.output_tokens, response.output_logprobs, response.output_versions
+        self.exchanges.append(Exchange(*exchange))
+        return response
+
+
+class Listens(RolloutWorkflow):
+    """Runs another workflow on a `Listening` engine."""
+
+    def __init__(self, workflow: RolloutWorkflow) -> None:
+        self.workflow = workflow
+        self.exchanges: list[Exchange] = []
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        listening: Any = Listening(engine)
+        result = await self.workflow.arun_episode(listening, data)
+        self.exchanges += listening.exchanges
+        return result
+
+
+@pytest.mark.parametrize(("template", "segments"), [("qwen3", 3), ("glm_4_5", 3), ("kept", 1)])
+def test_answers_under_a_rewriting_template_have_the_log_probs_of_their_segments(
+    engine, model, tokenizer, template, segments
+):
+    tokenizer = copy.deepcopy(tokenizer)
+    if template == "kept":
+        shown = "<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        tokenizer.chat_template = "{% for m in messages %}" + shown + "{% endfor %}<|assistant|>"
+    else:
+        file = Path(__file__).parents[1] / f"unit/rollout/chat_templates/{template}.jinja"
+        thinks = file.read_text(encoding="utf-8").replace("m.content", "(m.content ~ '</think>.')")  # GLM's name
+        tokenizer.chat_template = thinks.replace(
+            "set content = message.content", "set content = message.content ~ '</think>.'"
+        )
+    gconfig = GenerationHyperparameters(n_samples=3, max_new_tokens=8)
+    workflow = Listens(MultiTurnWorkflow(lambda *_, **__: 0.0, gconfig, tokenizer, MultiTurnConfig(feedback="again")))
+    batch = engine.rollout_batch([{"messages": [{"role": "user", "content": f"{i}?"}]} for i in range(3)], workflow)
+    assert len(workflow.exchanges) == 3 * 3 * 3
+    assert_trained_once(batch, workflow.exchanges)
+    assert (batch.num_samples, batch.num_seqs) == (9, 9 * segments)
+    ids, lengths = batch["input_ids"], batch.lengths.tolist()
+    for row, mask, sampled in zip(
+        ids.split(lengths), batch["loss_mask"].split(lengths), batch["rollout_logprobs"].split(lengths), strict=True
+    ):
+        with torch.no_grad():
+            logprobs = model(row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])[:, 0]
+        assert (sampled[1:] - logprobs)[mask[1:]].abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
