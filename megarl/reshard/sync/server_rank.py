@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.ops.digest import digest
 from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Fragment
+from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, read_spec
 from megarl.reshard.sync.server_order import ServerOrder
 from megarl.reshard.sync.world import local_address, make_plan, publish_fragments
@@ -149,8 +150,10 @@ def carry_out(
             _server_rank.leave()
             _server_rank = None
         result = {"error": f"{type(error).__name__}: {error}"}
+        if isinstance(error, (PlanError, TransferError)):
+            result["tensor"] = error.tensor
         if isinstance(error, TransferError):
-            result |= {"peer": error.peer, "tensor": error.tensor}
+            result["peer"] = error.peer
         try:  # over a new connection, as the group's own may be broken
             store = join_store(order.address, order.port, timeout_s=5)
             private_store = ServerGroup(order.server, order.epoch, size).private_store(store)

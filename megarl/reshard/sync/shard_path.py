@@ -106,7 +106,8 @@ def _agree_on_plan(attempt: ShardAttempt, coordinator: Coordinator) -> None:
         if isinstance(error, (PlanError, VerificationError)):
             raise
         attempt.trainer_rank.leave()
-        coordinator.attribute_failure([{"error": str(error)}, *(report for report in reports if "error" in report)])
+        own = {"error": str(error), "tensor": getattr(error, "tensor", "")}
+        coordinator.attribute_failure([own, *(report for report in reports if "error" in report)])
     write(attempt.store, attempt.key("go"), True)
 
 

@@ -1,4 +1,4 @@
-"""Before weights are written, a server rank waits for the batch that an in-place pause has left on the device."""
+"""What a server rank waits for before it writes weights, and what it reports of a failure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 
 from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Box, Fragment
+from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync import server_rank
-from megarl.reshard.sync.attempt import AttemptSpec, write_spec
+from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, write_spec
 from megarl.reshard.sync.server_order import ServerOrder
 from megarl.reshard.sync.server_rank import ServerRank
-from megarl.reshard.transfer.store import Deadline, open_store
+from megarl.reshard.transfer.shard_transfer import TransferError
+from megarl.reshard.transfer.store import Deadline, open_store, read
 
 TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "full", "disk")
 
@@ -70,3 +72,33 @@ def test_the_device_is_idle_before_weights_are_written(
 def test_without_a_device_there_is_nothing_to_wait_for(events: list[str], receive: Callable[[str], None]) -> None:
     receive("gloo")
     assert events == ["write"]
+
+
+@pytest.mark.parametrize(
+    ("error", "report"),
+    [
+        (PlanError("takes 0 of 8 elements", "a"), {"error": "PlanError: takes 0 of 8 elements", "tensor": "a"}),
+        (
+            TransferError("late", peer="trainer rank 1", tensor="b"),
+            {"error": "late", "peer": "trainer rank 1", "tensor": "b"},
+        ),
+        (OSError("gone"), {"error": "OSError: gone"}),
+    ],
+)
+def test_a_failure_is_reported_with_its_tensor(
+    error: Exception, report: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's report may come before the trainer has met the same fault."""
+    store = open_store("127.0.0.1", 60.0)
+    order = ServerOrder.of(
+        "127.0.0.1", port=store.port, server=0, session=1, epoch=0, join=1, attempt_number=1, deadline_ms=60000
+    )
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ServerRank, "receive_weights", fail)
+    server_rank.carry_out(order, list, 0, 1, lambda tensors: None)
+    told = read(ServerGroup(0, 0, 1).private_store(store), key(1, "result", 0), Deadline(60.0))
+    assert told.pop("error").endswith(report.pop("error"))
+    assert told == report
