@@ -60,8 +60,13 @@ def parts_of(owner: type, name: str) -> list[type]:
 
 
 def _below(base: type) -> list[type]:
-    """All subclasses; classes with subclasses of their own come first."""
-    below = dict.fromkeys(kind for subclass in base.__subclasses__() for kind in (subclass, *_below(subclass)))
+    """All subclasses in the base's own package; classes with subclasses of their own come first.
+
+    Those elsewhere are no choices of a knob: `megarl/areal.py` has one, and so may a user's code.
+    """
+    package = base.__module__.rpartition(".")[0]
+    inside = [kind for kind in base.__subclasses__() if kind.__module__.rpartition(".")[0] == package]
+    below = dict.fromkeys(kind for subclass in inside for kind in (subclass, *_below(subclass)))
     return sorted(below, key=lambda kind: (-len(_below(kind)), kind.__name__))
 
 
