@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).parent / "transformer_engine.json"
+TE_MODULES = Path(os.environ.get("MEGARL_TE_MODULES", ROOT / "build" / "te-modules"))
 GPU_ENV = Path(os.environ.get("MEGARL_GPU_ENV", ROOT / "build" / "gpu-env"))
 
 
@@ -48,6 +51,23 @@ def recorded_now(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_record_is_what_transformer_engine_says(part: str, recorded_now: dict[str, Any]) -> None:
     """New version: build/gpu-env/bin/python -m tests.te.record tests/te/transformer_engine.json; read the diff."""
     assert recorded_now[part] == json.loads(RECORD.read_text())[part]
+
+
+def test_the_packages_python_modules_say_what_the_record_has(tmp_path: Path) -> None:
+    if not (TE_MODULES / "transformer_engine").exists():
+        pytest.skip(f"{TE_MODULES} has no Transformer Engine: tests/te/python_modules.py says how to get it")
+    file = tmp_path / "record.json"
+    shutil.copy(RECORD, file)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.te.record", str(file), "--without-extension"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TE_MODULES), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert file.read_text() == RECORD.read_text()
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,12 @@
-"""Parameters that Transformer Engine itself built (`record.py` wrote them down), against the shard table."""
+"""Parameters that Transformer Engine itself built (`record.py` wrote them down), against shard table and stand-in."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +20,7 @@ from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place, place_of, places
+from tests.te import python_modules
 from tests.te.cases import MODELS, SHAPE, runs
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +42,39 @@ def test_the_record_is_of_the_versions_that_are_installed_on_gpus() -> None:
         pin = re.search(rf"^{package.replace('_', '-')}(\[.*\])?==(\S+)", pins, re.MULTILINE)
         assert pin is not None, package
         assert version.partition("+")[0] == pin[2], f"{package}: run `make gpu-env`, then tests/te/record.py"
+
+
+def test_models_built_without_the_extension_are_of_the_same_version_on_this_torch() -> None:
+    """New version: see `python_modules.py` for the names, and `record.py --without-extension` for the models."""
+    assert python_modules.NAMES["version"] == RECORD["versions"]["transformer_engine"]
+    if added := RECORD["without_extension"]:
+        assert f'"torch=={added["torch"].partition("+")[0]}"' in (ROOT / "pyproject.toml").read_text()
+        assert set(added["models"]) < set(MODELS)
+
+
+def test_a_call_of_the_extensions_names_says_which() -> None:
+    with pytest.raises(RuntimeError, match=r"transformer_engine_torch\.rmsnorm_fwd was called"):
+        python_modules.extension().rmsnorm_fwd()
+
+
+@pytest.fixture(scope="module")
+def built_by_stand_in(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("stand_in") / "record.json"
+    path = os.pathsep.join([str(Path(__file__).parent / "stand_in"), str(ROOT)])
+    command = [sys.executable, "-W", "ignore", "-m", "tests.te.record", str(file), "--stand-in"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    models: list[dict[str, Any]] = json.loads(file.read_text())["models"]
+    return models
+
+
+@pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
+def test_the_stand_in_builds_the_recorded_parameters(number: int, built_by_stand_in: list[dict[str, Any]]) -> None:
+    """Names, their order, shapes, dtypes and marks."""
+    for built, recorded in zip(built_by_stand_in[number]["stages"], RECORD["models"][number]["stages"], strict=True):
+        assert list(built) == list(recorded)
+        assert built == recorded
 
 
 def test_the_record_has_every_model_layout_and_rank() -> None:
