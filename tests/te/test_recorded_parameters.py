@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from megarl.actor.weights import hf_weights
+from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.parallel.config import ParallelConfig
@@ -106,8 +107,12 @@ def test_marks_say_how_the_shard_table_cuts_a_parameter(entry: dict[str, Any]) -
     tables = {p: boxes(config, parallel, p) for p in places(parallel)}
     for (stage, param), own in tables[place].items():
         name, marks = hf_weights.native(entry["stages"][stage], own[0])
+        assert (marks.get("dtype") == "float32") == (own[0].float32 or is_buffer(own[0].name)), name
+        if is_buffer(own[0].name):
+            continue
         expert = ".experts." in param
-        assert marks.get("allreduce", True) == (not (expert and parallel.ep_size > 1)), name
+        spread = expert and (parallel.ep_size > 1 or parallel.expert_tp_size != parallel.tp_size)
+        assert marks.get("allreduce", True) != spread, name
         others = [
             tables[p][stage, param]
             for p in tables
@@ -118,11 +123,13 @@ def test_marks_say_how_the_shard_table_cuts_a_parameter(entry: dict[str, Any]) -
             assert marks.get("tensor_model_parallel"), name
             assert marks["partition_dim"] == dim, name
             assert "sequence_parallel" not in marks, name
-        elif expert:
-            assert marks.get("tensor_model_parallel"), name  # each rank's experts are its own, with etp 1 too
+        elif expert:  # each rank's experts are its own, with etp 1 too; the output's bias is in no product
+            assert marks.get("tensor_model_parallel", False) == (".linear_fc2.bias" not in name), name
+            assert "sequence_parallel" not in marks, name
         elif parallel.tp_size > 1:
+            summed = name.endswith(".out_norm.weight")  # over tp, in the layer's own backward
             assert not marks.get("tensor_model_parallel"), name
-            assert marks.get("sequence_parallel", False) == parallel.sequence_parallel, name
+            assert marks.get("sequence_parallel", False) == (parallel.sequence_parallel and not summed), name
 
 
 def boxes(config: Any, parallel: ParallelConfig, place: Place) -> dict[tuple[int, str], list[ShardSpec]]:
