@@ -182,11 +182,16 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Ends the process, and the group that it may lead."""
-        for end in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError):  # it leads no group, or has ended already
-                end(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
         if not self.loop.is_closed():
             self.writer.transport.abort()
+
+
+def kill_group(pid: int) -> None:
+    """Ends a process, and the group that it may lead, by SIGKILL."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):  # it leads no group, or has ended already
+            end(pid, signal.SIGKILL)
 
 
 def receive(connection: socket.socket) -> bytes | None:

@@ -51,9 +51,10 @@ class Environment(abc.ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Releases what it holds, where a process ends in order: after the trial at the start.
+        """Releases what it holds; called once, when its process ends: with the run, or after a lost episode.
 
-        A run ends its processes by SIGKILL. What an environment starts has to end with its process by itself.
+        It may interrupt a `step` that takes too long. A process that crashes, or whose trainer is killed, ends without
+        it: then what an environment starts has to end with its process by itself.
         """
 
 

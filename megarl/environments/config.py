@@ -84,6 +84,9 @@ class EnvironmentConfig:
         60.0, "seconds that a call of the environment may take; then its episode is lost", above=0, most=MAX_SECONDS
     )
     start_limit_s: float = knob(120.0, "seconds until the environment must have started", above=0, most=MAX_SECONDS)
+    close_limit_s: float = knob(
+        10.0, "seconds that close() may take; then the environment's process is killed", above=0, most=MAX_SECONDS
+    )
     memory_limit_mb: int = knob(4096, "address space of an environment's process, in MiB", least=64, most=2**24)
     max_processes: int = knob(32, "processes, so episodes, at once; further episodes wait", least=1, most=4096)
     max_observation_chars: int = knob(

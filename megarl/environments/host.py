@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 from megarl.environments.base import Environment, Step
 from megarl.forks import receive, send
 
 MAX_CAUSE = 500  # characters of an error
+END = signal.SIGRTMAX  # the pool ends a process by it; no scheduler sends it
+
+
+class Ended(BaseException):
+    """The pool ends this process; interrupts what the environment does."""
 
 
 class Host:
     """Builds an environment and lets it play; pickled to the fork server that the environment's interpreter runs.
 
     `kind` is an adapter, `megarl.environments.KIND`, or MODULE.CLASS of the user's. `options` are the adapter's knobs.
+    Failures of `close` are appended to the file `failures`, one line each.
     """
 
-    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+    def __init__(self, kind: str, options: dict[str, Any], failures: str) -> None:
         self.kind = kind
         self.options = options
+        self.failures = failures
+        self.environment: Environment | None = None
+        self.playing = True
 
     def prepare(self) -> None:
         """Imports the environment's module and package."""
@@ -41,24 +54,47 @@ class Host:
         return adapter.build
 
     def serve(self, connection: socket.socket) -> None:
-        """Answers calls until the pool closes."""
+        """Answers calls until the pool ends this process, then closes the environment."""
         os.setpgid(0, 0)  # ends together with what the environment starts
-        environment: Environment | None = None
-        while (message := receive(connection)) is not None:
-            call = json.loads(message)
-            try:
-                if environment is None:
-                    environment = self._class()(**self.options)
-                    if not isinstance(environment, Environment):
-                        raise TypeError(f"{self.kind} built a {type(environment).__name__}, no Environment")
-                answer = self._answer(environment, call)
-                encoded = json.dumps(answer).encode()
-            except (Exception, SystemExit) as error:
-                cause = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_CAUSE]
-                encoded = json.dumps({"error": cause}).encode()
-            send(connection, encoded)
-        if environment is not None:
+        os.dup2(2, 1)  # what an environment prints stays out of the trainer's output
+        signal.signal(END, self._end)
+        with contextlib.suppress(Ended, ConnectionError):
+            while (message := receive(connection)) is not None:
+                send(connection, self._answered(json.loads(message)))
+            self.playing = False
+        if self.environment is not None:
+            self._close(self.environment)
+
+    def _end(self, *_: object) -> None:
+        """Interrupts a call, and nothing that comes after it."""
+        if self.playing:
+            self.playing = False
+            raise Ended
+
+    def _close(self, environment: Environment) -> None:
+        """Closes the environment, and writes down a failure."""
+        try:
             environment.close()
+        except (Exception, SystemExit) as error:
+            with Path(self.failures).open("a", encoding="utf-8") as file:
+                file.write(f"{_cause(error)}\n")
+
+    def _answered(self, call: dict[str, Any]) -> bytes:
+        """The answer to a call, or the error that it ends with. A child that the environment forked never returns."""
+        pid = os.getpid()
+        try:
+            if self.environment is None:
+                environment = self._class()(**self.options)
+                if not isinstance(environment, Environment):
+                    raise TypeError(f"{self.kind} built a {type(environment).__name__}, no Environment")
+                self.environment = environment
+            encoded = json.dumps(self._answer(self.environment, call)).encode()
+        except (Exception, SystemExit) as error:
+            encoded = json.dumps({"error": _cause(error)}).encode()
+        if os.getpid() != pid:  # its answer would be taken for that of the next call
+            print(f"a child that {self.kind} forked came back from {call['call']}(); it is ended", file=sys.stderr)
+            os._exit(1)
+        return encoded
 
     def _answer(self, environment: Environment, call: dict[str, Any]) -> dict[str, Any]:
         if call["call"] == "start":
@@ -73,8 +109,24 @@ class Host:
         return {
             "observation": _messages(step.observation),
             "reward": _number(step.reward),
-            "done": bool(step.done),
+            "done": _flag(step.done),
         }
+
+
+def _cause(error: BaseException) -> str:
+    """An error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_CAUSE]
+
+
+def _flag(done: Any) -> bool:
+    """Whether the episode is done.
+
+    Raises:
+        TypeError: it is text, which is always true.
+    """
+    if isinstance(done, str):
+        raise TypeError(f"done is the text {done!r}, neither True nor False")
+    return bool(done)
 
 
 def _number(reward: Any) -> float | None:

@@ -46,7 +46,9 @@ class _Mcp(Environment):
         self.max_result_chars = max_result_chars
         self.loop = asyncio.new_event_loop()
         self.opened: Future[list[Any]] = Future()
-        threading.Thread(target=self.loop.run_until_complete, args=[self._hold()], daemon=True).start()
+        self.over = asyncio.Event()
+        self.held: Future[None] = Future()
+        threading.Thread(target=self._run, daemon=True).start()
         listed = self.opened.result()
         self.names = {tool.name for tool in listed}
         self.tools = [
@@ -63,8 +65,17 @@ class _Mcp(Environment):
         if not self.tools:
             raise ValueError("the server has no tool")
 
+    def _run(self) -> None:
+        """Runs the session's loop to its end."""
+        try:
+            self.loop.run_until_complete(self._hold())
+        except BaseException as error:
+            self.held.set_exception(_first(error))
+        else:
+            self.held.set_result(None)
+
     async def _hold(self) -> None:
-        """Opens the session, lists its tools and keeps it open."""
+        """Opens the session, lists its tools and keeps it open until `close`."""
         try:
             async with self.client:
                 tools: list[Any] = []
@@ -76,7 +87,7 @@ class _Mcp(Environment):
                     if cursor is None:
                         break
                 self.opened.set_result(tools)
-                await asyncio.Event().wait()
+                await self.over.wait()
         except BaseException as error:
             if self.opened.done():
                 raise
@@ -87,6 +98,11 @@ class _Mcp(Environment):
 
     def reset(self, row: dict[str, Any]) -> None:
         """Leaves the row's messages as they are."""
+
+    def close(self) -> None:
+        """Ends the session, and with it a server over stdio."""
+        self.loop.call_soon_threadsafe(self.over.set)
+        self.held.result()
 
     def step(self, answer: str) -> Step:
         calls = CALL.findall(answer)

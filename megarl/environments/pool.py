@@ -3,6 +3,7 @@
     workflow --reset, step--> EnvironmentPool --JSON--> a process of megarl.forks that holds one environment
 
 A call that takes too long, a crash, an exception or an impossible answer ends the process and costs its episode alone.
+A process that ends closes its environment (`ending.py`), while episodes go on.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import math
 import pickle
 import socket
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.environments.base import Message, Step
 from megarl.environments.config import EnvironmentConfig
+from megarl.environments.ending import Ends
 from megarl.environments.host import Host
 from megarl.forks import ForkedProcess, ForkError, ForkServer, StartError, receive, send
 from megarl.knobs import UserError
@@ -57,15 +60,19 @@ class EnvironmentPool:
         self._room = asyncio.Semaphore(config.max_processes)
         what = f"the environment {config.kind} cannot start"
         interpreter = config.interpreter()
-        served = pickle.dumps(Host(config.kind, config.options()))
+        self._ends = Ends(config.kind, config.close_limit_s)
+        self._ending = ThreadPoolExecutor(config.max_processes, "megarl-environment-end")
+        served = pickle.dumps(Host(config.kind, config.options(), self._ends.failures))
         try:
             self._server = ForkServer("megarl.environments.host", served, config.memory_limit_mb, interpreter)
         except (StartError, ForkError) as error:
+            self._ends.close()
             raise UserError(f"{what}: {error}") from error
         try:
             self.tools = self._try()
         except BaseException as error:
             self._server.close()
+            self._ends.close()
             if isinstance(error, ForkError | OSError | StartError):
                 raise UserError(f"{what}: {error}") from error
             raise
@@ -79,7 +86,7 @@ class EnvironmentPool:
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
-                self._server.fork(theirs)
+                pid = self._server.fork(theirs)
             ours.settimeout(self.config.start_limit_s)
             try:
                 send(ours, b'{"call": "start"}')
@@ -92,6 +99,7 @@ class EnvironmentPool:
         answer: dict[str, Any] = json.loads(message)
         if "error" in answer:
             raise StartError(answer["error"])
+        self._ends.all_of([pid])
         return list(answer["tools"])
 
     def __enter__(self) -> EnvironmentPool:
@@ -101,12 +109,15 @@ class EnvironmentPool:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes."""
-        for process in list(self._live):
+        """Ends all processes, after their environments are closed."""
+        self._ending.shutdown()
+        self._ends.all_of([process.pid for process in self._live])
+        for process in self._live:
             process.kill()
         self._live.clear()
         self._idle.clear()
         self._server.close()
+        self._ends.close()
 
     def report(self) -> str:
         """One line: how many episodes were lost, and why; empty if none was."""
@@ -121,24 +132,34 @@ class EnvironmentPool:
     async def lend(self) -> AsyncIterator[Playing]:
         """Lends an environment for one episode, once there is room.
 
-        An `EnvironmentFault` is counted. After any exception the process is ended, else it is used again.
+        An `EnvironmentFault` is counted. After any exception the process is ended, else it is used again. The episode
+        does not wait for the end, but holds its place until then.
         """
-        async with self._room:
-            self.episodes += 1
-            process: _Process | None = None
-            try:
-                process = self._idle.pop() if self._idle else await self._start()
-                yield Playing(process, self.config)
-            except EnvironmentFault as error:
+        await self._room.acquire()
+        self.episodes += 1
+        process: _Process | None = None
+        try:
+            process = self._take() or await self._start()
+            yield Playing(process, self.config)
+        except BaseException as error:
+            if isinstance(error, EnvironmentFault):
                 self.lost[error.cause] += 1
                 self.first.setdefault(error.cause, str(error))
-                self._end(process)
-                raise
-            except BaseException:
-                self._end(process)
-                raise
-            else:
-                self._idle.append(process)
+            self._end(process)
+            raise
+        else:
+            self._idle.append(process)
+            self._room.release()
+
+    def _take(self) -> _Process | None:
+        """An idle process that did not die since its last episode, if there is one."""
+        while self._idle:
+            process = self._idle.pop()
+            if not process.reader.at_eof():
+                return process
+            self._live.discard(process)
+            process.kill()
+        return None
 
     async def _start(self) -> _Process:
         try:
@@ -149,9 +170,18 @@ class EnvironmentPool:
         return process
 
     def _end(self, process: _Process | None) -> None:
-        if process is not None:
-            process.kill()
+        """Ends a process, beside the episodes that go on; then another may take its place."""
+        if process is None:
+            self._room.release()
+            return
+        process.writer.transport.abort()
+        ended = process.loop.run_in_executor(self._ending, self._ends.all_of, [process.pid])
+
+        def free(_: asyncio.Future[None]) -> None:
             self._live.discard(process)
+            self._room.release()
+
+        ended.add_done_callback(free)
 
 
 class _Process(ForkedProcess):
@@ -205,11 +235,15 @@ class Playing:
         """
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         for message in messages:
-            if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            role, content = message.get("role"), message.get("content")
+            if role not in ROLES or not isinstance(content, str) or len(message) != 2:
                 raise EnvironmentFault(
-                    f"the observation holds {str(message)[:200]}; a message has a role of {', '.join(ROLES)} and text",
+                    f"the observation holds {str(message)[:200]}; a message has a role of {', '.join(ROLES)}, a "
+                    "content of text, and nothing else",
                     "lied",
                 )
+            if any("\ud800" <= character <= "\udfff" for character in content):
+                raise EnvironmentFault("the observation holds half of a surrogate pair, which is no text", "lied")
         characters, limit = sum(len(message["content"]) for message in messages), self._config.max_observation_chars
         if characters > limit:
             raise EnvironmentFault(
@@ -225,7 +259,9 @@ class Playing:
         try:
             async with asyncio.timeout(limit_s):
                 self._process.write(json.dumps({"call": name, **arguments}, default=str).encode())
-                answer: dict[str, Any] = json.loads(await self._process.read(max_bytes))
+                answer: Any = json.loads(await self._process.read(max_bytes))
+            if not isinstance(answer, dict):
+                raise ValueError(f"{answer!r}"[:200])
         except TimeoutError:
             knob = f"rollout.environment.time_limit_s={limit_s:g}"
             raise EnvironmentFault(f"{name}() took longer than {knob}", "slow") from None
@@ -238,4 +274,4 @@ class Playing:
             raise EnvironmentFault(f"{name}() wrote into its pool's connection: {error}", "lied") from None
         if "error" in answer:
             raise EnvironmentFault(f"{name}() failed, {answer['error']}", "failed")
-        return answer
+        return dict(answer)

@@ -67,6 +67,14 @@ FAULTS = {
     "silent": ("lied", r"step\(\) gave no observation, but the episode is not done"),
     "nan": ("lied", "the reward is nan, which is no finite number"),
     "text": ("failed", "the reward is the text '1', no number"),
+    "complex": ("failed", "TypeError: .*complex"),
+    "done": ("failed", "done is the text 'no', neither True nor False"),
+    "bytes": ("failed", "the observation is a bytes; return text"),
+    "no JSON": ("failed", "object is not JSON serializable"),
+    "surrogate": ("lied", "the observation holds half of a surrogate pair"),
+    "more keys": ("lied", "holds .*tool_calls.*; a message has a role of .*, a content of text, and nothing else"),
+    "connection": ("lied", "answered [0-9]{19} bytes, more than rollout.environment.max_observation_chars=200"),
+    "number on the connection": ("lied", r"step\(\) wrote into its pool's connection: 7"),
 }
 
 
@@ -87,9 +95,50 @@ def test_each_fault_is_named_and_costs_its_episode_alone() -> None:
         assert "bytes, more than rollout.environment.max_observation_chars=200 can have" in str(huge)
         assert good[1] == [Step([{"role": "user", "content": "It is 1."}], 0.25, False)]
         report = pool.report()
-        assert report.startswith("13 of 14 episodes were lost in the environment: 6 failed, the first: ")
+        assert report.startswith("21 of 22 episodes were lost in the environment: 10 failed, the first: ")
         assert "1 slow, the first: step() took longer than" in report
         assert "\n" not in report
+
+
+def test_a_forked_child_that_comes_back_does_not_answer_for_its_parent(capfd: Any) -> None:
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT)) as pool:
+        _, steps, end = run(lambda: play(pool, {"messages": PROMPT, "fault": "fork", "end": 2}, "go", "go"))
+        assert [step.observation for step in steps] == [[{"role": "user", "content": f"It is {n}."}] for n in (1, 2)]
+        assert end == 2.0
+    assert f"a child that {COUNT} forked came back from step(); it is ended" in capfd.readouterr().err
+
+
+def test_what_a_lost_episode_started_ends_even_in_a_session_of_its_own(tmp_path: Any) -> None:
+    row = {"messages": PROMPT, "fault": "child", "pid": str(tmp_path / "pid")}
+    with (
+        EnvironmentPool(EnvironmentConfig(kind=COUNT)) as pool,
+        pytest.raises(EnvironmentFault, match="a child is left"),
+    ):
+        run(lambda: play(pool, row, "go"))
+    child = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_an_environment_prints_stays_out_of_the_runs_output(capfd: Any) -> None:
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT)) as pool:
+        assert len(run(lambda: play(pool, {"messages": PROMPT, "fault": "print"}, "go"))[1]) == 1
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert "garbage" in told.err
+
+
+def test_a_process_that_dies_between_episodes_costs_none() -> None:
+    async def twice() -> None:
+        await play(pool, {"messages": PROMPT, "fault": "dies later"}, "go")
+        (idle,) = pool._idle
+        while not idle.reader.at_eof():
+            await asyncio.sleep(0.01)
+        assert len((await play(pool, {"messages": PROMPT}, "go"))[1]) == 1
+        assert pool._live == set(pool._idle)
+
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT)) as pool:
+        run(twice)
+        assert pool.report() == ""
 
 
 def test_a_cancelled_episode_ends_its_process_and_frees_its_place() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from megarl.environments.base import Environment, Step
@@ -12,8 +16,10 @@ from megarl.environments.base import Environment, Step
 class Count(Environment):
     """Says numbers from the row's `from` on; the episode is done when the answer is the row's `answer`.
 
-    The row's `fault` makes it fail in `step`.
+    The row's `fault` makes it fail in `step`, and its `close` in `close`, which writes to the file `mark`.
     """
+
+    row: dict[str, Any] = {}  # noqa: RUF012
 
     def reset(self, row: dict[str, Any]) -> str:
         self.row, self.number = row, row.get("from", 0)
@@ -40,13 +46,55 @@ class Count(Environment):
             return Step([{"role": "owner", "content": "x"}])
         if fault == "silent":
             return Step()
-        reward = {"nan": float("nan"), "text": "1", "none": None}.get(str(fault), 0.25)
-        done = answer == self.row.get("answer")
+        if fault == "fork":
+            os.fork()
+        if fault == "print":
+            print("garbage", flush=True)
+            os.write(1, b"\xff\x00" * 1000)
+        if fault == "connection":
+            for descriptor in range(3, 100):
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, b"garbage, and more of it")
+        if fault == "number on the connection":
+            for descriptor in range(3, 100):
+                with contextlib.suppress(OSError):
+                    os.write(descriptor, b"\0\0\0\0\0\0\0\x017")
+        if fault == "child":
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            Path(self.row["pid"]).write_text(str(child.pid))
+            raise ValueError("a child is left")
+        if fault == "dies later":
+            threading.Timer(0.1, os._exit, [3]).start()
+        if fault == "bytes":
+            return Step(b"x")  # type: ignore[arg-type]
+        if fault == "no JSON":
+            return Step([{"role": "user", "content": object()}])  # type: ignore[dict-item]
+        if fault == "surrogate":
+            return Step("\ud800")
+        if fault == "more keys":
+            return Step([{"role": "user", "content": "x", "tool_calls": "x"}])
+        reward = {"nan": float("nan"), "text": "1", "none": None, "huge": 3e38, "complex": 1j}.get(str(fault), 0.25)
+        done = "no" if fault == "done" else answer == self.row.get("answer")
         text = "x" * int(self.row.get("size", 0)) or f"It is {self.number}."
         return Step(text, reward, done)  # type: ignore[arg-type]
 
     def end(self) -> float | None:
         return self.row.get("end")
+
+    def close(self) -> None:
+        if self.row.get("close") == "hang":
+            time.sleep(10_000)
+        if self.row.get("close") == "raise":
+            raise OSError("two\nlines")
+        if "mark" in self.row:
+            with open(self.row["mark"], "a") as file:
+                file.write("closed\n")
+
+
+class Unclosable(Count):
+    """Cannot be closed."""
+
+    row = {"close": "raise"}  # noqa: RUF012
 
 
 class Slow(Count):
