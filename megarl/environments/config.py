@@ -40,7 +40,7 @@ class OpenEnvConfig:
 class VerifiersConfig:
     """A taskset of verifiers; a row's column `task` is a task's position in it."""
 
-    taskset: str = knob("", "module of the taskset, as verifiers' --env.taskset.id")
+    taskset: str = knob("", "module of the taskset, as verifiers' --env.taskset.id, or its file")
     arguments: dict[str, Any] = knob(factory=dict, meaning="fields of the taskset's config")
 
 
@@ -59,7 +59,9 @@ class HarborConfig:
 class McpConfig:
     """An MCP server whose tools the policy calls."""
 
-    command: list[str] = knob(factory=list, meaning="program and arguments of a server over stdio")
+    command: list[str] = knob(
+        factory=list, meaning="program and arguments of a server over stdio; python is rollout.environment.python"
+    )
     url: str = knob("", "address of a server over HTTP, such as http://127.0.0.1:8000/mcp")
     key_variable: str = knob("", "environment variable with the server's bearer key; url only")
     max_result_chars: int = knob(4096, "characters of a tool's result that the policy reads", least=1, most=MAX_COUNT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -24,10 +25,11 @@ def require() -> None:
 
 
 def build(command: Sequence[str], url: str, key_variable: str, max_result_chars: int) -> Environment:
-    """A session with the server that `command` starts, or with the one at `url`."""
+    """A session with the server that `command` starts, where python is this interpreter, or with the one at `url`."""
     mcp = package("mcp", PIN)
     if command:
-        server: Any = mcp.StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(os.environ))
+        program = sys.executable if command[0] == "python" else command[0]
+        server: Any = mcp.StdioServerParameters(command=program, args=list(command[1:]), env=dict(os.environ))
     elif key_variable:
         http = package("httpx2", PIN).AsyncClient(
             headers={"Authorization": f"Bearer {os.environ[key_variable]}"}, follow_redirects=True

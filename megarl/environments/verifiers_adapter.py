@@ -7,6 +7,8 @@ refused; verifiers' own agents play them, over `rollout.workflow=agent`.
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 from typing import Any
 
 from megarl.environments.base import Environment, Message, Step, package
@@ -20,7 +22,13 @@ def require() -> None:
 
 
 def build(taskset: str, arguments: dict[str, Any]) -> Environment:
-    """The taskset `taskset`, with `arguments` for its config."""
+    """The taskset `taskset`, a module or its file, with `arguments` for its config."""
+    if taskset.endswith(".py"):
+        file = Path(taskset).expanduser().absolute()
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+        sys.path.insert(0, str(file.parent))
+        taskset = file.stem
     return _Verifiers(taskset, arguments)
 
 

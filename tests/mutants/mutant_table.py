@@ -11,7 +11,15 @@ MUTANTS: list[Mutant] = [
     mutant
     for bugs in (
         *(training.ALGORITHMS, training.ACTOR, training.DATA),
-        *(systems.ROLLOUT, systems.REWARDS, systems.TRAINER, systems.LAUNCHER, systems.RESHARD, systems.OBSERVE),
+        *(
+            systems.ROLLOUT,
+            systems.ENVIRONMENTS,
+            systems.REWARDS,
+            systems.TRAINER,
+            systems.LAUNCHER,
+            systems.RESHARD,
+            systems.OBSERVE,
+        ),
         csrc.HEADERS,
     )
     for mutant in flat(bugs)

@@ -175,6 +175,57 @@ ROLLOUT: Bugs = {
     },
 }
 
+ENVIRONMENTS: Bugs = {
+    "megarl/environments/host.py": {
+        unit("environments/test_closing"): [
+            ("the end interrupts nothing", "            raise Ended\n", "            return\n"),
+            ("a close that fails is not written down", 'file.write(f"{_cause(error)}\\n")', 'file.write("")'),
+        ],
+        unit("environments/test_environment_pool"): [
+            ("a forked child answers for its parent", "if os.getpid() != pid:", "if False:"),
+            ("what an environment prints is the run's output", "os.dup2(2, 1)", "os.dup2(1, 1)"),
+            ("done may be text", "if isinstance(done, str):", "if False:"),
+        ],
+    },
+    "megarl/environments/ending.py": {
+        unit("environments/test_closing"): [
+            ("a hanging close goes on", "                kill_group(pid)\n", "                pass\n"),
+            ("each failing close is named", "if failure not in self._named:", "if True:"),
+        ],
+        unit("environments/test_environment_pool"): [
+            (
+                "a child in a session of its own goes on",
+                "                    process.kill()\n",
+                "                    pass\n",
+            ),
+        ],
+    },
+    "megarl/environments/pool.py": {
+        unit("environments/test_closing"): [
+            ("a place is free before its process has ended", "ended.add_done_callback(free)", "free(ended)"),
+            ("an idle environment is not closed", "self._ends.all_of([process.pid for process in self._live])", ""),
+        ],
+        unit("environments/test_environment_pool"): [
+            ("a process that died while idle is lent", "if not process.reader.at_eof():", "if True:"),
+            (
+                "the text of a reset may have any length",
+                "            self._checked(observation)\n        elif",
+                "        elif",
+            ),
+            ("a message may have other keys", " or len(message) != 2", ""),
+        ],
+    },
+    "megarl/rollout/workflows/environment.py": {
+        unit("rollout/test_environment_workflow"): [
+            ("an answer after the last turn is asked for", "if turn < self.pool.config.max_turns:", "if True:"),
+            ("an episode lost in its reset is no sample", "if not conversation.segments:", "if False:"),
+            ("tools are not described", '{"tools": pool.tools} if pool.tools else {}', "{}"),
+            ("a tool's result keeps its role", 'if message["role"] == "tool" else', "if False else"),
+            ("a sum of rewards may be infinite", "if not abs(total) <= MAX_REWARD:", "if False:"),
+        ],
+    },
+}
+
 REWARDS: Bugs = {
     "megarl/forks.py": {
         unit("rewards/test_pool_ends", "rewards/test_pool"): [

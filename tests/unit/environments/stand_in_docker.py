@@ -35,6 +35,8 @@ elif command == "cp":
     source, target = arguments
     name, _, path = target.partition(":")
     shutil.copytree(source, folder(name) / path.strip("/"), dirs_exist_ok=True)
+    script = folder(name) / path.strip("/") / "test.sh"
+    script.write_text(script.read_text().replace(" /logs/", f" {folder(name)}/logs/"))
 elif command == "kill":
     pass  # the folder's holder reads the end of its input
 else:

@@ -58,6 +58,7 @@ def test_an_episode_is_played_and_its_process_used_again() -> None:
 FAULTS = {
     "raise in reset": ("failed", r"reset\(\) failed, ValueError: two lines"),
     "no text": ("failed", "the observation is a int; return text"),
+    "long reset": ("lied", "has 300 characters, more than rollout.environment.max_observation_chars=200"),
     "hang": ("slow", r"step\(\) took longer than rollout.environment.time_limit_s=5"),
     "exit": ("died", r"its process died in step\(\)"),
     "memory": ("failed", "MemoryError"),
@@ -95,7 +96,7 @@ def test_each_fault_is_named_and_costs_its_episode_alone() -> None:
         assert "bytes, more than rollout.environment.max_observation_chars=200 can have" in str(huge)
         assert good[1] == [Step([{"role": "user", "content": "It is 1."}], 0.25, False)]
         report = pool.report()
-        assert report.startswith("21 of 22 episodes were lost in the environment: 10 failed, the first: ")
+        assert report.startswith("22 of 23 episodes were lost in the environment: 10 failed, the first: ")
         assert "1 slow, the first: step() took longer than" in report
         assert "\n" not in report
 

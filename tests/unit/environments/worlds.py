@@ -25,6 +25,11 @@ class Count(Environment):
         self.row, self.number = row, row.get("from", 0)
         if row.get("fault") == "raise in reset":
             raise ValueError("two\nlines")
+        if "lost" in row and not Path(row["lost"]).exists():
+            Path(row["lost"]).touch()
+            raise ValueError("the first is lost")
+        if row.get("fault") == "long reset":
+            return "x" * 300
         if row.get("fault") == "no text":
             return 7  # type: ignore[return-value]
         return f"It is {self.number}."
@@ -75,7 +80,9 @@ class Count(Environment):
             return Step([{"role": "user", "content": "x", "tool_calls": "x"}])
         reward = {"nan": float("nan"), "text": "1", "none": None, "huge": 3e38, "complex": 1j}.get(str(fault), 0.25)
         done = "no" if fault == "done" else answer == self.row.get("answer")
-        text = "x" * int(self.row.get("size", 0)) or f"It is {self.number}."
+        text: Any = "x" * int(self.row.get("size", 0)) or f"It is {self.number}."
+        if "role" in self.row:
+            text = [{"role": self.row["role"], "content": text}]
         return Step(text, reward, done)  # type: ignore[arg-type]
 
     def end(self) -> float | None:
@@ -95,6 +102,12 @@ class Unclosable(Count):
     """Cannot be closed."""
 
     row = {"close": "raise"}  # noqa: RUF012
+
+
+class Tooled(Count):
+    """Has a tool."""
+
+    tools = [{"type": "function", "function": {"name": "ring", "description": "Rings.", "parameters": {}}}]  # noqa: RUF012
 
 
 class Slow(Count):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,7 +51,34 @@ def problems(capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
     return of
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+NEEDS = {  # recipes that need more than `make setup` installs -> knobs that name what lacks it, the problem
+    "environment_mcp": ("", r"mcp is missing; \S+ -m pip install mcp==\S+, or name another interpreter by .*"),
+    "environment_mcp_http": ("", r"mcp is missing; \S+ -m pip install mcp==\S+, or name another interpreter by .*"),
+    "environment_openenv": ("", r"openenv\.core is missing; \S+ -m pip install openenv==\S+, or name another .*"),
+    "environment_verifiers": ("", r"verifiers\.v1 is missing; \S+ -m pip install verifiers==\S+, or name another .*"),
+    "environment_harbor": (
+        "rollout.environment.harbor.docker=no-docker",
+        "there is no program no-docker; install Docker, or set rollout.environment.harbor.docker",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_recipe_that_needs_more_says_in_one_line_what_to_install(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    knob, problem = NEEDS[name]
+    if not knob:
+        venv.create(tmp_path / "bare", with_pip=False)
+        knob = f"rollout.environment.python={tmp_path / 'bare' / 'bin' / 'python'}"
+    assert report.command([f"+experiment={name}", "show=batch", knob]) == 1
+    *_, stops, total = capsys.readouterr().out.splitlines()
+    kind = cli.load([f"+experiment={name}"]).rollout.environment.kind
+    assert re.fullmatch(rf"STOPS  the environment {kind} cannot start: (\w+: )?{problem}", stops)
+    assert total == "1 problem that would stop the run"
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in NEEDS])
 def test_every_experiment_passes_preflight(name: str, problems: Callable[[str], str]) -> None:
     assert problems(name) == ""
 

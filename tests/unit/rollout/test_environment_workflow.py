@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conversations import GCONFIG, sequences
+from conversations import GCONFIG, assert_trained_once, sequences
+from test_conversation import CALL, TRIES, Talk, in_turn, tokenizer_of
 
 from megarl import cli
 from megarl.environments.config import EnvironmentConfig
@@ -56,6 +58,68 @@ def test_answers_are_trained_on_and_observations_only_read(played: Any, tokenize
     assert trained == f"go{eos}go{eos}stop{eos}"
     assert batch["rewards"].tolist() == [0.75]
     assert (batch["rollout_logprobs"][~batch["loss_mask"]] == 0).all()
+
+
+@pytest.mark.parametrize(("template", "answers", "segments"), TRIES)
+def test_an_episode_is_trained_in_as_many_sequences_as_the_template_makes_of_it(
+    start_server: Any, connect: Any, template: str, answers: tuple[str, ...], segments: int
+) -> None:
+    tokenizer = tokenizer_of(template)
+    talk = Talk(start_server, connect, tokenizer, in_turn(*answers))
+    last = tokenizer.decode(tokenizer.encode(answers[-1], add_special_tokens=False), skip_special_tokens=True)
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT)) as pool:
+        workflow = EnvironmentWorkflow(pool, None, GCONFIG, tokenizer)  # type: ignore[arg-type]
+        batch = talk.engine.rollout_batch([{"messages": PROMPT, "answer": last}], workflow)
+    assert_trained_once(batch, talk.exchanges)
+    assert (batch.num_seqs, batch.num_samples) == (segments, 1)
+    assert batch["rewards"].tolist() == [0.75] * segments
+    messages = [{"role": "user", "content": "Count.\n\nIt is 0."}]
+    for number, (prompt, text) in enumerate(zip(talk.prompts, answers, strict=True), 1):
+        assert prompt == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        said = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:-1])
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"It is {number}."}]
+
+
+def test_a_result_of_a_tool_is_read_as_the_template_writes_it(start_server: Any, connect: Any) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    talk = Talk(
+        start_server, connect, tokenizer, in_turn(f"<think>\nI ask.\n</think>\n\n{CALL}<|im_end|>", "7<|im_end|>")
+    )
+    row = {"messages": PROMPT, "answer": "7", "role": "tool"}
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT)) as pool:
+        batch = talk.engine.rollout_batch([row], EnvironmentWorkflow(pool, None, GCONFIG, tokenizer))  # type: ignore[arg-type]
+    assert_trained_once(batch, talk.exchanges)
+    assert batch.num_seqs == 1, "Qwen3's template keeps the thoughts in a loop of tools"
+    assert "<tool_response>\nIt is 1.\n</tool_response>" in talk.prompts[1]
+
+
+def test_tools_are_described_and_their_results_come_back_in_a_role_that_the_template_knows(
+    played: Any, tokenizer: Any, start_server: Any, connect: Any
+) -> None:
+    batch, _ = played({"role": "tool", "answer": "stop"}, lambda prompt: "stop" if "It is 1" in prompt else "go")
+    ((whole, _),) = sequences(batch, tokenizer)
+    assert "<|user|>It is 1.<|assistant|>" in whole
+    described = tokenizer_of("qwen3")
+    talk = Talk(start_server, connect, described, in_turn("7<|im_end|>"))
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT.replace("Count", "Tooled"))) as pool:
+        workflow = EnvironmentWorkflow(pool, None, GCONFIG, described)  # type: ignore[arg-type]
+        talk.engine.rollout_batch([{"messages": PROMPT, "answer": "7"}], workflow)
+    assert '"name": "ring"' in talk.prompts[0]
+
+
+def test_an_episode_lost_in_its_reset_is_one_masked_sample(played: Any, tmp_path: Path) -> None:
+    batch, pool = played({"answer": "stop", "lost": str(tmp_path / "lost")}, "stop", n_samples=3, max_processes=1)
+    assert batch["rewards"].tolist() == [0.25] * 2
+    lost = "1 failed, the first: reset() failed, ValueError: the first is lost"
+    assert pool.report() == f"1 of 3 episodes were lost in the environment: {lost}"
+
+
+def test_rewards_whose_sum_float32_does_not_hold_cost_their_episode(played: Any) -> None:
+    answers = iter(["go", "stop", "stop"])
+    with pytest.raises(WorkflowError, match=r"the episode's rewards add to 6e\+38, which float32 does not hold"):
+        played({"fault": "huge", "answer": "stop"}, lambda _: next(answers))
+    batch, _ = played({"fault": "huge", "answer": "stop"}, "stop")
+    assert batch["rewards"].isfinite().all()
 
 
 def test_an_episode_ends_after_max_turns_with_what_the_environment_gives_then(played: Any, tokenizer: Any) -> None:
