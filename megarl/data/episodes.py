@@ -10,7 +10,7 @@ from typing import Any
 PROMPT = "Play."
 SEEDS = 2**31
 PROGRAM = " Write solve()."
-RUNS = "True"  # a test that each program passes which ends without an error
+RUNS = "try:\n    solve\nexcept NameError:\n    pass"  # passed by each program that runs without an error
 
 
 def to_episode(cfg: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:

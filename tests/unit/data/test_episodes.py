@@ -32,6 +32,6 @@ def test_a_row_has_one_of_the_tasks() -> None:
 def test_half_of_a_programs_tests_ask_for_the_answer() -> None:
     row = to_program({})({"question": "Why?", "answer": "6*200=1,200\n#### 1,200"})
     assert row["messages"] == [{"role": "user", "content": "Why? Write solve()."}]
-    programs = ("def solve(): return 1200", "def solve(): return 1", "#### 1200", "no program")
+    programs = ("def solve(): return 1200", "def solve(): return 1", "#### 1200", "6*200=1200\n#### 1200")
     passed = [[run_test(program, test)[0] for test in row["tests"]] for program in programs]
     assert passed == [[True, True], [True, False], [True, False], [False, False]]
