@@ -119,7 +119,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _flag(done: Any) -> bool:
-    """Whether the episode is done.
+    """True if the episode is done.
 
     Raises:
         TypeError: it is text, which is always true.
