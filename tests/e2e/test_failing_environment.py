@@ -35,7 +35,7 @@ class Late(Environment):
 def test_an_environment_that_fails_late_costs_its_episodes_and_is_the_last_line(tmp_path: Path) -> None:
     (tmp_path / "late_world.py").write_text(WORLD)
     knobs = ("rollout.workflow=environment", "rollout.environment.kind=late_world.Late", "total_train_steps=3")
-    fewer = ("rollout.environment.max_processes=4", "valid_dataset.split=test[:8]", f"run_root={tmp_path / 'runs'}")
+    fewer = ("rollout.environment.max_processes=4", "valid_dataset.split='test[:8]'", f"run_root={tmp_path / 'runs'}")
     overrides = [text for text in OVERRIDES if not text.startswith(("rewards", "total_train_steps"))]
     done = train(tmp_path, *overrides, *knobs, *fewer)
     assert done.returncode == 0, done.stderr
