@@ -152,9 +152,12 @@ def test_a_lost_episode_is_masked_and_the_others_are_kept(played: Any) -> None:
     assert pool.report().startswith("1 of 4 episodes were lost in the environment: 1 lied, the first: ")
 
 
-def test_a_prompt_whose_episodes_are_all_lost_names_the_first_cause(played: Any) -> None:
-    with pytest.raises(WorkflowError, match=r"the environment tests\.\S+Count: .*the reward is nan"):
-        played({"fault": "nan"}, "go", n_samples=2)
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("nan", "the reward is nan"), ("raise in reset", "ValueError: two lines")]
+)
+def test_a_prompt_whose_episodes_are_all_lost_names_the_first_cause(played: Any, fault: str, cause: str) -> None:
+    with pytest.raises(WorkflowError, match=rf"the environment tests\.\S+Count: .*{cause}"):
+        played({"fault": fault}, "go", n_samples=2)
 
 
 def test_a_reset_too_long_for_the_sequence_costs_its_episode(played: Any) -> None:
