@@ -154,7 +154,7 @@ def learning_rates(peak: float, warmup: int, steps: int) -> list[float]:
 
 
 def measure(folders: Sequence[Path], samples: int, root: Path) -> list[float]:
-    """Held-out accuracy of each checkpoint, all on one server."""
+    """Held-out accuracy of each checkpoint, all of one shape, on one server."""
     import requests
 
     from megarl import cli
@@ -167,7 +167,7 @@ def measure(folders: Sequence[Path], samples: int, root: Path) -> list[float]:
     from megarl.rollout.workflows.rlvr import RLVRWorkflow
     from megarl.trainer.inputs import read_inputs
 
-    config = cli.load(["+experiment=gsm8k_grpo", f"evaluator.n_samples={samples}"])
+    config = cli.load(["+experiment=gsm8k_grpo", f"actor.path={folders[0]}", f"evaluator.n_samples={samples}"])
     inputs = read_inputs(config, 0)
     functions = [reward_fn_of(name) for name in config.rewards.functions]
     servers = SGLangServers(config.server, Path(config.actor.path), root)

@@ -36,7 +36,7 @@ from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.server_config import check_numbers, check_server_config, gpu_count, uses_gpu
 from megarl.rollout.workflows.choose import check_workflow
 from megarl.served_checks import served_checks, servers_on_gpu
-from megarl.teacher_checks import check_teacher
+from megarl.teacher_checks import check_teacher, teacher_servers
 
 Check = Callable[[], object]
 
@@ -111,10 +111,12 @@ def gpu_count_checks(config: Config) -> Sequence[Check]:
     """Checks that this machine has a GPU for each rank and server that the command starts on it."""
     if config.launcher != "local" or not platform.has_gpu() or "RANK" in os.environ:
         return []
-    own_servers = config.method == "rl" and uses_gpu(config.server) and not addresses_in_environment()
-    server = config.server
+    server, on_gpu = config.server, uses_gpu(config.server)
+    own_servers = config.method == "rl" and on_gpu and not addresses_in_environment()
     counts = config.parallel.world_size(), server.n_servers if own_servers else 0, server.tp_size
-    return [partial(check_gpu_count, gpu_count(), *counts, server.colocate)]
+    teacher = teacher_servers(config) if on_gpu else None
+    teacher_gpus = teacher.n_servers * teacher.tp_size if teacher is not None else 0
+    return [partial(check_gpu_count, gpu_count(), *counts, server.colocate, teacher_gpus)]
 
 
 def _engine_checks(config: Config) -> Sequence[Check]:

@@ -12,12 +12,33 @@ from megarl.actor.config import EngineConfig
 from megarl.algorithms import OPDConfig, name_of
 from megarl.config import Config, TeacherConfig, longest_sequence
 from megarl.knobs import UserError, run_all
+from megarl.rollout.client.connections import addresses_in_environment
+from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.workflows.distil import hint_columns
 
 
 def teacher_engine(config: Config) -> EngineConfig:
     """Knobs of a frozen teacher: the actor's, with its own checkpoint, and nothing that only training needs."""
     return dataclasses.replace(config.actor, path=config.teacher.path, init="checkpoint", mtp="carry")
+
+
+def teacher_servers(config: Config) -> SGLangServerConfig | None:
+    """Knobs of the teacher's servers that the run starts, None if it starts none.
+
+    They are the rollout servers', with the teacher's number and size.
+    """
+    teacher = config.teacher
+    if not isinstance(config.algorithm, OPDConfig) or teacher.source != "server" or teacher.addresses:
+        return None
+    return dataclasses.replace(
+        config.server, n_servers=teacher.n_servers, tp_size=teacher.tp_size, port=0, colocate=False
+    )
+
+
+def gpus_before_teacher(config: Config) -> tuple[int, int]:
+    """Trainer ranks, and GPUs of the rollout servers that the run starts: the teacher's servers come after them."""
+    server, starts = config.server, config.method == "rl" and not addresses_in_environment()
+    return config.parallel.world_size(), server.n_servers * server.tp_size if starts else 0
 
 
 def check_teacher(config: Config) -> None:
@@ -84,6 +105,14 @@ def _check_source(config: Config, teacher: TeacherConfig, algorithm: OPDConfig) 
         raise UserError(
             "server.colocate=true gives all GPUs to the run's servers and trainer in turn; start the teacher elsewhere "
             "and give teacher.addresses, or set teacher.source=trainer"
+        )
+    per_node, (ranks, servers) = config.cluster.gpus_per_node, gpus_before_teacher(config)
+    needed = ranks + servers + teacher.n_servers * teacher.tp_size
+    if starts and 0 < per_node < needed:
+        raise UserError(
+            f"teacher.n_servers={teacher.n_servers} x teacher.tp_size={teacher.tp_size} beside {ranks} trainer ranks and "
+            f"{servers} server ranks need {needed} GPUs of one machine, and cluster.gpus_per_node={per_node}; lower "
+            "them, start the teacher elsewhere and give teacher.addresses, or set teacher.source=trainer"
         )
 
 

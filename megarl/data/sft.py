@@ -1,4 +1,4 @@
-"""Tokenizes data for supervised fine-tuning, with a loss mask: GSM8K's questions and answers, and chats."""
+"""Tokenizes data for supervised fine-tuning, with a loss mask: GSM8K's questions and answers, chats, and samples."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megarl.data.mixture import read_sources
 from megarl.data.prepare import (
     FIELDS,
     ROLES,
+    BadRow,
     Row,
     cached_map,
     convert_rows,
@@ -27,31 +28,44 @@ from megarl.data.templates import chat_ids, need_chat_template, prompt_ids, spli
 from megarl.knobs import UserError, shown
 
 FEATURES = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))})
+TYPES = ("gsm8k", "messages", "samples")
 
 
 def get_sft_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "error") -> Any:
     """Reads a data set, or several mixed ones, as rows of `input_ids` and `loss_mask`.
 
-    The type is `gsm8k`, or `messages`: chats of any number of turns, with loss on the assistant's messages only.
+    The type is `gsm8k`, `messages` or `samples`. `messages` are chats of any number of turns, with loss on the
+    assistant's messages only. `samples` are lines that an evaluation wrote, with loss on the completion.
 
     Raises:
         UserError: the data cannot be read or used, or rows do not fit.
     """
 
     def read(number: int, source: SourceConfig) -> Any:
-        if source.type not in ("gsm8k", "messages"):
-            raise UserError(f"type {source.type!r} of {shown(source.path)} is not one of method=sft: gsm8k, messages")
+        if source.type not in TYPES:
+            raise UserError(f"type {source.type!r} of {shown(source.path)} is not one of method=sft: {', '.join(TYPES)}")
         if config.stream:
-            convert = _gsm8k_row(tokenizer, config.instruction) if source.type == "gsm8k" else _chat_row(tokenizer)
+            convert = _converter(source.type, tokenizer, config.instruction)
             conversion = Conversion(convert, lambda row: len(row["input_ids"]), "sequences")
             return RowStream(source, config, conversion, on_bad_row)
         if source.type == "gsm8k":
             return get_gsm8k_sft_dataset(
                 source.path, source.split, tokenizer, config.max_length, source.name, config.instruction
             )
-        return _chats(source, tokenizer, config.max_length, on_bad_row)
+        convert = _converter(source.type, tokenizer, config.instruction)
+        rows = load_rows(source.path, source.split, source.name)
+        key = [tokenizer_identity(tokenizer)]
+        dataset = convert_rows(rows, convert, FEATURES, key, source, on_bad_row)
+        return keep_within(dataset, lengths_of(dataset), config.max_length, "sequences")
 
     return read_sources(config, read)
+
+
+def _converter(kind: str, tokenizer: Any, instruction: str) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """Makes the function that converts a row of a type."""
+    if kind == "gsm8k":
+        return _gsm8k_row(tokenizer, instruction)
+    return _chat_row(tokenizer) if kind == "messages" else _sample_row(tokenizer)
 
 
 def _gsm8k_row(tokenizer: Any, instruction: str) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
@@ -72,6 +86,20 @@ def _chat_row(tokenizer: Any) -> Callable[[int, dict[str, Any]], dict[str, Any]]
     def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
         ids, mask = chat_ids(tokenizer, Row(parsed(values)).messages("messages", FIELDS, ROLES))
         return {"input_ids": ids, "loss_mask": mask}
+
+    return convert
+
+
+def _sample_row(tokenizer: Any) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """Makes the function that converts a line of an evaluation. Its texts hold their special tokens."""
+
+    def convert(index: int, values: dict[str, Any]) -> dict[str, Any]:
+        row = Row(parsed(values))
+        for field in ("turns", "segments"):
+            if row.has(field):
+                raise BadRow(field, row.values[field], "expected a sample of one prompt and one completion")
+        prompt, completion = split_ids(tokenizer, row.text("prompt"), row.text("completion"))
+        return {"input_ids": prompt + completion, "loss_mask": [0] * len(prompt) + [1] * len(completion)}
 
     return convert
 
@@ -110,10 +138,3 @@ def question_and_answer(tokenizer: Any, question: str, answer: str) -> dict[str,
         answer_ids = split_ids(tokenizer, question, answer)[1]
     answer_ids.append(tokenizer.eos_token_id)
     return {"input_ids": prompt + answer_ids, "loss_mask": [0] * len(prompt) + [1] * len(answer_ids)}
-
-
-def _chats(source: SourceConfig, tokenizer: Any, max_length: int | None, on_bad_row: str) -> Dataset:
-    convert = _chat_row(tokenizer)
-    rows = load_rows(source.path, source.split, source.name)
-    dataset = convert_rows(rows, convert, FEATURES, ["chats", tokenizer_identity(tokenizer)], source, on_bad_row)
-    return keep_within(dataset, lengths_of(dataset), max_length, "sequences")

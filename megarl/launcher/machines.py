@@ -1,4 +1,4 @@
-"""The GPUs of a run's ranks and servers: trainers first, servers after them."""
+"""The GPUs of a run's ranks and servers: trainers first, then servers, then the teacher's servers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megarl.config import Config
 from megarl.knobs import UserError
+from megarl.teacher_checks import teacher_servers
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Machines:
     servers: int
     server_tp: int
     colocate: bool = False  # servers are on the trainers' GPUs
+    teachers: int = 0  # servers of the teacher that the run starts, all on one node with the others
+    teacher_tp: int = 1
 
     @property
     def trainer_nodes(self) -> int:
@@ -36,17 +39,23 @@ class Machines:
         return self.trainers if self.shared else self.trainer_nodes * self.gpus_per_node
 
     @property
-    def nodes(self) -> int:
+    def first_teacher_gpu(self) -> int:
         last = self.first_server_gpu + self.servers * self.server_tp if self.servers else self.trainers
-        return math.ceil(max(last, self.trainers) / self.gpus_per_node)
+        return max(last, self.trainers)
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil((self.first_teacher_gpu + self.teachers * self.teacher_tp) / self.gpus_per_node)
 
 
 def machines_of(config: Config) -> Machines:
     """Lays ranks and servers out over nodes; without GPUs, all on one node."""
     servers = config.server.n_servers if config.method == "rl" else 0
     trainers, tp = config.parallel.world_size(), config.server.tp_size
-    per_node = config.cluster.gpus_per_node or trainers + servers * tp
-    return Machines(per_node, trainers, servers, tp, config.server.colocate)
+    teacher = teacher_servers(config)
+    teachers, teacher_tp = (teacher.n_servers, teacher.tp_size) if teacher is not None else (0, 1)
+    per_node = config.cluster.gpus_per_node or trainers + servers * tp + teachers * teacher_tp
+    return Machines(per_node, trainers, servers, tp, config.server.colocate, teachers, teacher_tp)
 
 
 def check_servers_fit(machines: Machines) -> None:

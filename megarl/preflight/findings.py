@@ -21,7 +21,7 @@ from megarl.actor.memory import TrainerMemory
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
 from megarl.preflight.roofline import estimate_step, limits_rollout
-from megarl.preflight.shapes import teacher_of
+from megarl.preflight.shapes import served_teacher_of, teacher_of
 from megarl.preflight.sizing import (
     GIB,
     beside_actor,
@@ -32,7 +32,7 @@ from megarl.preflight.sizing import (
     server_memory_of,
     size,
 )
-from megarl.teacher_checks import check_teacher_model
+from megarl.teacher_checks import check_teacher_model, teacher_servers
 
 LOPSIDED = 3.0  # times as long as the other side
 ROOMY = 0.85  # part of a GPU that another recompute may fill, so that estimates may err
@@ -65,7 +65,7 @@ def findings(config: Config, model: PretrainedConfig, folder: Path) -> list[Find
     """Findings from the configuration and the model; `folder` holds the model's config.json."""
     problems = refusals([*config_checks(config), *model_checks(config, model), *length_checks(config, model)])
     problems += _of_dtypes(config, model)
-    if (teacher := teacher_of(config)) is not None:
+    if (teacher := teacher_of(config) or served_teacher_of(config)) is not None:
         problems += refusals([partial(check_teacher_model, config, model, teacher)])
     if config.method == "rl" and importlib.util.find_spec("sglang") is None:
         problems.append(Finding("SGLang is not installed here, so server arguments were not checked", stops=False))
@@ -130,7 +130,7 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
     if not config.cluster.gpus_per_node:
         per_stage = config.parallel.world_size() // config.parallel.pp_size
         needed = sum(stage.total + sum(beside_actor(config, stage).values()) for stage in stages) * per_stage
-        needed += servers * server
+        needed += servers * server + config.teacher.n_servers * config.teacher.tp_size * _served_teacher_bytes(config)
         available = psutil.virtual_memory().total
         if needed <= FULL * available:
             return []
@@ -150,7 +150,18 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
     if server > max_bytes:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
         problems.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
+    if (teacher := _served_teacher_bytes(config)) > max_bytes:
+        remedy = "raise teacher.tp_size, or lower server.max_total_tokens"
+        problems.append(Finding(f"a rank of a teacher server needs {size(teacher)}, over {limit}; {remedy}"))
     return problems
+
+
+def _served_teacher_bytes(config: Config) -> int:
+    """Bytes of a rank of a teacher server that the run starts; 0 if it starts none."""
+    model, server = served_teacher_of(config), teacher_servers(config)
+    if model is None or server is None:
+        return 0
+    return server_memory_of(replace(config, server=server), model).total
 
 
 def _of_unused_memory(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[Finding]:

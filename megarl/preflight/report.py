@@ -47,6 +47,7 @@ from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import PlanError, plan
 from megarl.reshard.plan.sglang_layout import server_holdings
 from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.teacher_checks import teacher_servers
 from megarl.trainer.batch_algebra import batch_of
 from megarl.versions import GPUs, gpus, versions
 
@@ -71,6 +72,8 @@ def overview(config: Config, model: PretrainedConfig) -> Table:
     )
     if config.method == "rl":
         table.add_row("servers", f"{config.server.n_servers} of tp {config.server.tp_size}")
+    if (servers := teacher_servers(config)) is not None:
+        table.add_row("teacher", f"{config.teacher.path}: {servers.n_servers} servers of tp {servers.tp_size}")
     kept = f"{size(disk.checkpoint)} x ({disk.keep} kept + 1 being written)"
     export = f" + {size(disk.export)} exported" if disk.export else ""
     table.add_row("disk", f"{kept}{export} = {size(disk.total)}, of {_free(config)} free at {config.run_root}")
@@ -113,6 +116,9 @@ def layout_table(config: Config) -> Table:
         server, tp = divmod(number, machines.server_tp)
         gpu = machines.first_server_gpu + number
         cells[gpu] = "\n".join([*([cells[gpu]] if gpu in cells else []), f"server {server}", f"tp{tp}"])
+    for number in range(machines.teachers * machines.teacher_tp):
+        server, tp = divmod(number, machines.teacher_tp)
+        cells[machines.first_teacher_gpu + number] = f"teacher {server}\ntp{tp}"
     where = "GPU" if config.cluster.gpus_per_node else "process"
     count = f"{machines.nodes} node{'s' * (machines.nodes > 1)} of {machines.gpus_per_node}"
     table = _table(f"Layout: {count}", "node", *(f"{where} {i}" for i in range(machines.gpus_per_node)))

@@ -31,6 +31,7 @@ from megarl.config import Config
 from megarl.families import decoder
 from megarl.preflight.sizing import cache_of, server_dtype
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
+from megarl.teacher_checks import teacher_servers
 from megarl.trainer.batch_algebra import batch_of
 
 ALL_REDUCE_S = 1e-5  # latency of a small all-reduce within a node, in a CUDA graph. Assumed, not measured
@@ -92,7 +93,8 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     batch, share, cost = batch_of(config), config.cluster.mean_length, SequenceCost.of(model)
     mean = share * batch.longest
     trained = _train(config, model)
-    gpus = config.parallel.world_size()
+    teacher = teacher_servers(config)
+    gpus = config.parallel.world_size() + (teacher.n_servers * teacher.tp_size if teacher is not None else 0)
     if config.method != "rl":
         return StepEstimate([], trained, [], False, batch.sequences * mean, 0.0, gpus, 0, 0.0)
     rollout, under_way, longest_s = _rollout(config, model, cost)

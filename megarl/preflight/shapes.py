@@ -12,6 +12,7 @@ from megarl.algorithms import OPDConfig
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError
+from megarl.teacher_checks import teacher_servers
 
 
 def known_models() -> list[str]:
@@ -41,6 +42,11 @@ def teacher_of(config: Config) -> PretrainedConfig | None:
     if not isinstance(config.algorithm, OPDConfig) or config.teacher.source != "trainer" or not config.teacher.path:
         return None
     return _shape(config.teacher.path)
+
+
+def served_teacher_of(config: Config) -> PretrainedConfig | None:
+    """Shape of the teacher in servers that the run starts; None if it starts none."""
+    return _shape(config.teacher.path) if teacher_servers(config) is not None and config.teacher.path else None
 
 
 @functools.lru_cache(8)

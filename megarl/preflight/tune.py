@@ -146,8 +146,8 @@ def estimate(config: Config, model: PretrainedConfig) -> StepEstimate:
 def gpus_of(config: Config) -> int:
     """GPUs that a configuration uses."""
     machines = machines_of(config)
-    servers = machines.servers * machines.server_tp
-    return max(machines.trainers, servers) if machines.colocate else machines.trainers + servers
+    servers, teacher = machines.servers * machines.server_tp, machines.teachers * machines.teacher_tp
+    return max(machines.trainers, servers) if machines.colocate else machines.trainers + servers + teacher
 
 
 # -- the search -------------------------------------------------------------------------------------------------------

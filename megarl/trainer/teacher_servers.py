@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -17,6 +16,7 @@ from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.servers.external import ExternalServer
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
+from megarl.teacher_checks import gpus_before_teacher, teacher_servers
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +37,11 @@ class TeacherServers:
         self._servers: SGLangServers | None = None
         self.api_key = os.environ.get(KEY_VARIABLE, "")
         self.addresses = [plain_address(address) for address in teacher.addresses]
-        if not self.addresses:
+        if (knobs := teacher_servers(config)) is not None:
             folder = logs / "teacher"
             folder.mkdir(parents=True, exist_ok=True)
-            server = dataclasses.replace(
-                config.server, n_servers=teacher.n_servers, tp_size=teacher.tp_size, port=0, colocate=False
-            )
-            self._servers = SGLangServers(
-                server,
-                local_folder(teacher.path),
-                folder,
-                first_gpu=config.parallel.world_size() + _server_gpus(config),
-            )
+            first_gpu = sum(gpus_before_teacher(config))
+            self._servers = SGLangServers(knobs, local_folder(teacher.path), folder, first_gpu=first_gpu)
             self.addresses, self.api_key = self._servers.addresses, self._servers.api_key
             self._open.callback(self._servers.stop)
             self._servers.start()
@@ -93,10 +86,3 @@ class TeacherServers:
     def close(self) -> None:
         """Ends the clients, the supervision and the servers of the run."""
         self._open.close()
-
-
-def _server_gpus(config: Config) -> int:
-    """GPUs of the rollout servers that the trainer does not share."""
-    if config.method != "rl" or config.server.colocate:
-        return 0
-    return config.server.n_servers * config.server.tp_size

@@ -34,6 +34,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["teacher.source=server", TOP_K, "actor.temperature=0.5", "gconfig.temperature=0.5"], "at temperature 1"),
     (["teacher.source=server", TOP_K, "server.colocate=true"], "start the teacher elsewhere"),
     (["teacher.source=server", TOP_K, "launcher=slurm"], "launcher=slurm starts no teacher"),
+    (
+        ["teacher.source=server", TOP_K, "cluster.gpus_per_node=8", "parallel.dp_size=4", "teacher.tp_size=4"],
+        "teacher.n_servers=1 x teacher.tp_size=4 beside 4 trainer ranks and 1 server ranks need 9 GPUs of one machine",
+    ),
     (["deterministic=true"], "deterministic=true holds for algorithm.divergence=sampled"),
     (["teacher.source=policy", TOP_K], "so teacher.path is not read"),
     (["teacher.source=policy", NO_PATH, TOP_K], "the student would be its own teacher"),

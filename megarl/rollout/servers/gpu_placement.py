@@ -34,20 +34,20 @@ def visible_gpus(tp_size: int, index: int, first: int, offered: Sequence[str]) -
     return ",".join([*own, *(gpu for gpu in offered if gpu not in own)])
 
 
-def check_gpu_count(gpus: int, ranks: int, servers: int, tp_size: int, colocate: bool) -> None:
-    """Refuses a machine with fewer GPUs than its ranks and servers need.
+def check_gpu_count(gpus: int, ranks: int, servers: int, tp_size: int, colocate: bool, teacher: int = 0) -> None:
+    """Refuses a machine with fewer GPUs than its ranks, its servers and the servers of its teacher need.
 
     Raises:
         UserError: naming both numbers and the knobs.
     """
-    apart, shared = ranks + servers * tp_size, max(ranks, servers * tp_size)
+    apart, shared = ranks + servers * tp_size + teacher, max(ranks, servers * tp_size)
     needed = shared if colocate else apart
     if needed <= gpus:
         return
-    remedy = "lower parallel.* or server.n_servers"
-    if not colocate and servers and shared <= gpus:
+    remedy = "lower parallel.*, server.n_servers or teacher.*" if teacher else "lower parallel.* or server.n_servers"
+    if not colocate and not teacher and servers and shared <= gpus:
         remedy += ", or share the GPUs in turn by server.colocate=true"
-    held = f"{servers} servers x server.tp_size={tp_size}"
+    held = f"{servers} servers x server.tp_size={tp_size}" + f" and {teacher} GPUs of the teacher" * bool(teacher)
     raise UserError(
         f"{ranks} trainer ranks {'beside' if not colocate else 'in turn with'} {held} need {needed} GPUs, and this "
         f"machine has {gpus}; {remedy}"

@@ -21,6 +21,21 @@ def test_without_gpus_all_processes_are_on_one_node() -> None:
     assert (machines.gpus_per_node, machines.nodes, machines.first_server_gpu) == (5, 1, 2)
 
 
+SERVED = ["+experiment=opd", "teacher.source=server", "algorithm.divergence=top_k", "teacher.n_servers=2"]
+
+
+def test_a_teacher_that_the_run_starts_has_gpus_after_the_servers() -> None:
+    gpus = ["teacher.tp_size=2", "parallel.dp_size=2", "cluster.gpus_per_node=8"]
+    machines = machines_of(cli.load([*SERVED, *gpus]))
+    assert (machines.teachers, machines.teacher_tp, machines.first_teacher_gpu, machines.nodes) == (2, 2, 3, 1)
+    assert machines_of(cli.load([*SERVED, "teacher.tp_size=2"])).gpus_per_node == 1 + 1 + 2 * 2  # no GPUs: processes
+    elsewhere = machines_of(cli.load([*SERVED, *gpus, "teacher.addresses=[10.0.0.1:1]"]))
+    assert (elsewhere.teachers, elsewhere.nodes) == (0, 1)
+    supervised = machines_of(cli.load([*SERVED, *gpus, "method=sft"]))
+    assert supervised.first_teacher_gpu == 2
+    assert Machines(8, 2, 1, 4, teachers=1, teacher_tp=4).nodes == 2
+
+
 @pytest.mark.parametrize(
     ("machines", "message"),
     [

@@ -385,6 +385,24 @@ def test_models_beside_the_actor_are_counted(run: Callable[..., tuple[int, str]]
     assert beside_actor(cli.composed([GRPO]), stage) == {}
 
 
+SERVED = ["+experiment=opd_8b", "teacher.source=server", "algorithm.divergence=top_k", "server.tp_size=1"]
+
+
+def test_a_teacher_that_the_run_starts_is_planned_with_its_gpus(run: Callable[..., tuple[int, str]]) -> None:
+    code, text = run(*SERVED, "teacher.tp_size=2", "show=layout")
+    assert code == 0
+    assert re.search(r"teacher +Qwen/Qwen3-32B: 1 servers of tp 2", text)
+    assert re.search(r"rank 3 . server 0 . teacher 0 . teacher 0 . +- ", text)
+    assert "1 node of 8" in text
+
+
+def test_a_teacher_too_large_for_its_gpus_stops_the_run(run: Callable[..., tuple[int, str]]) -> None:
+    code, text = run(*SERVED, "cluster.gpu_memory_gib=60", "actor.recompute=full")
+    assert code == 1
+    assert "a rank of a teacher server needs 61" in text
+    assert "raise teacher.tp_size" in text
+
+
 def test_a_layout_that_is_even_and_full_gets_no_remark(run: Callable[..., tuple[int, str]]) -> None:
     text = run(BIG, "show=batch")[1]
     assert "GPU unused" not in text

@@ -31,6 +31,7 @@ CLUSTER = (
     "dapo_32b",
     "sft_8b",
     "dpo_8b",
+    "opd_8b",
 )
 PAGE = (cli.CONFIGS.parent / "docs" / "recipes.md").read_text()
 

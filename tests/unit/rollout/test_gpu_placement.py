@@ -10,10 +10,12 @@ import torch
 from megarl import checks, cli
 from megarl.knobs import UserError
 from megarl.parallel import platform
+from megarl.rollout.client.connections import ADDRESSES_VARIABLE
 from megarl.rollout.servers import gpu_backends, server_config
 from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.rank0_rollouts import choose_servers
+from megarl.trainer.teacher_servers import TeacherServers
 
 
 def test_servers_on_gpus_take_backends_that_serve_their_dtype() -> None:
@@ -58,6 +60,40 @@ def test_servers_take_the_gpus_after_the_ranks_or_share_them(
         environment = server._environment("scratch")
         assert sorted(environment["CUDA_VISIBLE_DEVICES"].split(",")) == list("01234567")  # cuda_ipc reads the others
         assert server.args.get("enable_memory_saver", False) == config.server.colocate
+
+
+SERVED_TEACHER = ("+experiment=opd", "teacher.source=server", "algorithm.divergence=top_k", "teacher.n_servers=2")
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("knobs", "gpus"),
+    [((), ["3", "4"]), (("teacher.tp_size=2",), ["3,4", "5,6"]), (("method=sft",), ["2", "3"])],
+)
+def test_a_teacher_takes_the_gpus_after_ranks_and_servers(
+    knobs: tuple[str, ...], gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SGLangServers, "start", lambda servers: None)
+    config = cli.load([*SERVED_TEACHER, "server.device=cuda", "parallel.dp_size=2", *knobs])
+    servers = TeacherServers(config, tmp_path)._servers
+    assert servers is not None
+    assert own_gpus(servers) == gpus
+    if config.method == "rl":  # servers that somebody else started take no GPU of this machine
+        monkeypatch.setenv(ADDRESSES_VARIABLE, "10.0.0.1:1")
+        beside_ranks = TeacherServers(config, tmp_path)._servers
+        assert beside_ranks is not None
+        assert own_gpus(beside_ranks)[0].startswith("2")
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_machine_with_too_few_gpus_for_the_teacher_is_refused_before_anything_starts() -> None:
+    config = cli.load([*SERVED_TEACHER, "server.device=cuda", "parallel.dp_size=2", "teacher.tp_size=4"])
+    (check,) = checks.gpu_count_checks(config)
+    message = r"2 trainer ranks beside 1 servers x server.tp_size=1 and 8 GPUs of the teacher need 11 GPUs, .* has 8; "
+    with pytest.raises(UserError, match=message + r"lower parallel\.\*, server\.n_servers or teacher\.\*$"):
+        check()
+    (fits,) = checks.gpu_count_checks(cli.load([*SERVED_TEACHER, "parallel.dp_size=4", "server.n_servers=2"]))
+    fits()
 
 
 @pytest.mark.usefixtures("eight_gpus")
