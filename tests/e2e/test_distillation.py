@@ -54,6 +54,21 @@ def test_a_run_learns_from_its_teacher(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_teachers_answers_become_a_data_set(tmp_path: Path) -> None:
+    rows = ["valid_dataset.split='train[:8]'", "evaluator.n_samples=2", "experiment_name=teacher"]
+    answers = tmp_path / "teacher_evaluate" / "latest" / "evaluations" / "step-000000.jsonl"
+    data = [f"train_dataset.path={answers}", "train_dataset.name=''", "train_dataset.type=samples", "method=sft"]
+    for module, changes in (("evaluate", [f"actor.path={TEACHER}", *rows]), ("train", [*SHORT, *data])):
+        command = [sys.executable, "-m", f"megarl.{module}", "+experiment=opd", *changes, f"run_root={tmp_path}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(answers.read_text().splitlines()) == 16
+    steps = [row for row in read_metrics(tmp_path / "opd" / "latest" / "metrics.jsonl") if row["step"] > 0]
+    assert len(steps) == 2
+    assert all(0 < row["train/teacher_divergence"] < 30 for row in steps), steps
+
+
+@pytest.mark.long
 def test_a_servers_log_probs_are_the_models_and_its_loss_is_told(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)
     ids = [[5, 6, 7, 8, 9, 10], [40, 41, 42], [7] * 40]

@@ -328,8 +328,8 @@ DATA: Bugs = {
             ),
             (
                 "chats of another tokenizer are read from the cache",
-                '["chats", tokenizer_identity(tokenizer)]',
-                '["chats"]',
+                "key = [tokenizer_identity(tokenizer)]",
+                "key = []",
             ),
         ],
     },

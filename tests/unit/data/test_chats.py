@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,40 @@ def test_loss_covers_only_the_assistant_turns_and_their_ends(tokenizer: Any) -> 
     assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if not on]) == (
         "<|system|>Count.<|user|>2+3?<|assistant|><|user|>And 1?<|assistant|>"
     )
+
+
+def sample(tokenizer: Any, answer: str, **fields: Any) -> dict[str, Any]:
+    """A line as an evaluation writes it."""
+    prompt = tokenizer.apply_chat_template(CHAT[1:2], tokenize=False, add_generation_prompt=True)
+    return {"step": 0, "problem": 3, "prompt": prompt, "completion": answer, "reward": 0.0, "versions": [0], **fields}
+
+
+def test_samples_of_an_evaluation_are_trained_on_as_they_were_sampled(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, [sample(tokenizer, "5<|endoftext|>"), sample(tokenizer, "5 and then")])
+    config = DatasetConfig(path=path, name="", type="samples", shuffle=False)
+    whole, cut = get_sft_dataset(config, tokenizer)
+    prompt = tokenizer.apply_chat_template(CHAT[1:2], add_generation_prompt=True, return_dict=False)
+    assert whole["input_ids"] == [*prompt, *tokenizer.encode("5"), tokenizer.eos_token_id]
+    assert whole["loss_mask"] == [0] * len(prompt) + [1, 1]
+    assert trained(tokenizer, cut["input_ids"], cut["loss_mask"]) == "5 and then"
+    streamed = get_sft_dataset(dataclasses.replace(config, stream=True), tokenizer)
+    assert [next(streamed) for _ in range(2)] == [whole, cut]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"turns": [[False, "a"], [True, "b"], [False, "c"]]}, "row 0: turns is .*expected a sample of one prompt and"),
+        ({"segments": 2}, "row 0: segments is 2; expected a sample of one prompt and one completion"),
+        ({"completion": None}, "row 0: completion is missing or null; expected text"),
+    ],
+)
+def test_samples_that_are_no_prompt_and_completion_are_refused(
+    fields: dict[str, Any], message: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    path = write(tmp_path, [sample(tokenizer, "5", **fields)])
+    with pytest.raises(UserError, match=message):
+        get_sft_dataset(DatasetConfig(path=path, name="", type="samples"), tokenizer)
 
 
 def test_a_marked_template_and_the_prefix_method_give_the_same_mask(tokenizers: Any) -> None:

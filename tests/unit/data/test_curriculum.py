@@ -13,7 +13,7 @@ from megarl.data.mixture import Mixture, Origins
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.trainer.checkpoints import trainer_state
-from megarl.types import ORIGIN, Episode, PackedBatch, cu_seqlens_of
+from megarl.types import ORIGIN, TEACHER_SAMPLED, Episode, PackedBatch, cu_seqlens_of
 
 SIZE = 24
 
@@ -77,6 +77,20 @@ def test_rates_below_the_knobs_count_as_solved_and_hopeless() -> None:
         assert int(prompts.streak[number]) == streak
 
 
+def test_the_teachers_samples_measure_no_prompt() -> None:
+    prompts = curriculum()
+    mixed = episode({ORIGIN: {"source": "", "row": 3, "epoch": 0}}, [1.0, 0.0, 0.0, 0.0])
+    assert mixed.group is not None
+    mixed.group.set_sequences(TEACHER_SAMPLED, torch.tensor([True, False, False, False]))
+    prompts.observe([mixed])
+    assert (float(prompts.rate[3]), int(prompts.streak[3])) == (0.0, -1)
+    alone = episode({ORIGIN: {"source": "", "row": 4, "epoch": 0}}, [1.0])
+    assert alone.group is not None
+    alone.group.set_sequences(TEACHER_SAMPLED, torch.tensor([True]))
+    prompts.observe([alone])
+    assert int(prompts.epoch[4]) == -1  # never measured
+
+
 def test_a_run_with_every_prompt_solved_asks_all_of_them_again(caplog: pytest.LogCaptureFixture) -> None:
     prompts = curriculum(size=6, revisit_epochs=10**9)
     for _ in range(3):
@@ -111,9 +125,12 @@ def test_the_share_of_skipped_prompts_is_recorded() -> None:
     epochs(prompts, 1)
     stats_tracker.export()
     rows = next(prompts)
-    prompts.observe([])
-    stats = stats_tracker.export()
-    assert stats["data/skipped_share"] == pytest.approx(1 - len(rows) / 6)
+    resumed = curriculum(revisit_epochs=1)
+    resumed.load_state_dict(prompts.state_dict())
+    for taken in (prompts, resumed):
+        taken.observe([])
+        stats = stats_tracker.export()
+        assert stats["data/skipped_share"] == pytest.approx(1 - len(rows) / 6)
     assert stats["data/solved_share"] == pytest.approx(1 / 3)
     assert stats["data/hopeless_share"] == pytest.approx(1 / 3)
     assert stats["data/measured_share"] == 1
@@ -127,6 +144,10 @@ def test_repeated_rows_of_a_mixture_share_one_measurement() -> None:
     asked = epochs(prompts, 2)
     assert asked[1].count(0) == asked[1].count(3) == 0
     assert set(asked[1]) == {1, 2, 4, 5}
+    stats_tracker.export()
+    rows = next(prompts)
+    prompts.observe([episode(row, rewards_of(row)) for row in rows])
+    assert stats_tracker.export()["data/b/share"] == sum(row[ORIGIN]["source"] == "b" for row in rows) / len(rows)
 
 
 def test_checkpoints_without_a_curriculum_or_of_other_data_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:

@@ -59,7 +59,7 @@ def test_sequences_over_the_limit_are_dropped_and_listed(
         get_gsm8k_sft_dataset(str(tmp_path), "train", tokenizer, max_length=2)
 
 
-@pytest.mark.parametrize("kind", ["gsm8k", "messages"])
+@pytest.mark.parametrize("kind", ["gsm8k", "messages"])  # samples go the way of messages
 def test_a_cache_is_of_one_tokenizer(kind: str, tokenizer: Any, chatml_tokenizer: Any, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     Dataset.from_list([{"question": "1+1?", "answer": "#### 2", "messages": chat}]).to_json(tmp_path / "train.jsonl")

@@ -48,6 +48,25 @@ def test_the_evaluation_before_training_counts_as_a_whole(tmp_path: Path) -> Non
     assert curves_of(tmp_path, lines).timings() == [("evaluate", 4.0, 4.0, 4.0), ("update", 1.0, 1.0, 1.0)]
 
 
+def test_hours_begin_with_the_run(tmp_path: Path) -> None:
+    read = curves_of(tmp_path, [{"step": step, "time": 1.7e9 + 1800 * step} for step in (1, 2, 5)])
+    assert read.hours() == [[1.0, 2.0, 5.0], [0.0, 0.5, 2.0]]
+
+
+def test_parts_of_a_stage_are_no_stages_and_stages_no_curves(tmp_path: Path) -> None:
+    read = curves_of(tmp_path, [{"step": 1, "a": 1.0, "time_s/sync": 2.0, "time_s/sync/canary": 1.0}])
+    assert read.stage_names() == ["sync"]
+    assert list(read.series()) == ["a"]
+
+
+def test_stages_of_many_steps_are_means(tmp_path: Path) -> None:
+    count = 2 * curves.MAX_POINTS
+    read = curves_of(tmp_path, [{"step": s, "time_s/update": float(s % 2)} for s in range(1, count + 1)])
+    steps, seconds = read.stages()["update"]
+    assert steps == [float(s) for s in range(2, count + 1, 2)]
+    assert set(seconds) == {0.5}
+
+
 def test_values_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"step": 1, "a": "nan", "b": 1, "c": True, "d": 10**400, "e": None},

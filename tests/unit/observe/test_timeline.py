@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megarl.observe import timeline as module
 from megarl.observe.metrics import StatsTracker
 from megarl.observe.timeline import Timeline, in_rows, trace_events
@@ -74,9 +76,20 @@ def test_a_step_keeps_a_bounded_number_of_spans_and_counts_the_rest(tmp_path: Pa
     for n in range(module.MAX_SPANS + 5):
         timeline.add("x", n, n + 1)
     timeline.end_step(1)
-    (line,) = lines_of(tmp_path / "t.jsonl")
+    timeline.end_step(2)
+    line, following = lines_of(tmp_path / "t.jsonl")
     assert len(line["spans"]) == module.MAX_SPANS
     assert line["left_out"] == 5
+    assert "left_out" not in following
+
+
+def test_a_span_that_fails_is_recorded(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timeline.open(tmp_path / "t.jsonl")
+    with pytest.raises(ValueError, match="broken"), timeline.span("update"):
+        raise ValueError("broken")
+    timeline.close(1)
+    assert [span[0] for span in lines_of(tmp_path / "t.jsonl")[0]["spans"]] == ["update"]
 
 
 def test_loads_are_thinned_out_and_keep_their_last_value() -> None:
@@ -114,15 +127,24 @@ def test_overlapping_spans_get_rows_in_which_they_nest() -> None:
     assert rows == {"a": 0, "c": 0, "b": 1, "d": 0}
 
 
+def test_spans_that_touch_or_begin_together_share_a_row() -> None:
+    spans = [("inner", "", 0.0, 1.0), ("outer", "", 0.0, 2.0), ("next", "", 2.0, 3.0)]
+    assert [(name, row) for name, _, _, _, row in in_rows(spans)] == [("outer", 0), ("inner", 0), ("next", 0)]
+
+
 def test_the_trace_has_a_process_per_rank_and_microseconds() -> None:
-    line = {"step": 3, "spans": [["update", "", 10.0, 10.5], ["x", "", 10.2, 11.0]], "loads": {"a:1": [[10.0, 4]]}}
+    spans = [["update", "", 10.0, 10.5], ["x", "", 10.2, 11.0], ["y", "rollout", 10.0, 10.1]]
+    line = {"step": 3, "spans": spans, "loads": {"a:1": [[10.0, 4]]}}
     events = list(trace_events("rank 0", 7, [line]))
     assert events[0] == {"name": "process_name", "ph": "M", "pid": 7, "args": {"name": "rank 0"}}
     complete = [event for event in events if event["ph"] == "X"]
     assert complete[0] == {
         "name": "update", "ph": "X", "pid": 7, "tid": 0, "ts": 10_000_000, "dur": 500_000, "args": {"step": 3},
     }  # fmt: skip
-    assert complete[1]["tid"] == 1  # overlaps the update without nesting in it
+    titles = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {event["name"]: titles[event["tid"]] for event in complete} == {
+        "update": "main", "x": "main (2)", "y": "rollout",  # x overlaps the update without nesting in it
+    }  # fmt: skip
     (counter,) = [event for event in events if event["ph"] == "C"]
     assert counter["args"] == {"running": 4}
     assert counter["ts"] == 10_000_000

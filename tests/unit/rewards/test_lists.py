@@ -102,6 +102,46 @@ def test_a_failure_of_lists_costs_the_prompt_and_one_of_a_text_its_sample() -> N
     assert found[3] == 8.0
 
 
+def judged(function: Any, texts: list[str], **data: Any) -> list[float | None]:
+    return ListReward(function).score_group("the prompt", [1], texts, [[2]] * len(texts), data)
+
+
+def test_columns_are_lists_and_replace_no_completion() -> None:
+    def keep(
+        completions: list[Any], answers: list[str], answer: list[str], labels: list[int], label: list[int]
+    ) -> list[float]:
+        assert answers == answer == ["x", "x"]  # the plural of a column
+        assert (labels, label) == ([7, 7], [8, 8])  # a column of its own
+        assert completions == ["a", "b"]
+        return [1.0, 2.0]
+
+    assert judged(keep, ["a", "b"], completions="a column", answer="x", labels=7, label=8) == [1.0, 2.0]
+
+
+def test_an_async_function_of_lists_is_awaited() -> None:
+    async def lengths(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    assert judged(lengths, ["a", "bcd"]) == [1.0, 3.0]
+
+
+def test_text_in_place_of_values_is_refused() -> None:
+    with pytest.raises(TypeError, match="it returned 2 values for 2 completions; return a list of one for each"):
+        judged(lambda completions: "ab", ["a", "b"])
+
+
+def test_messages_are_read_like_dictionaries_however_short_the_text() -> None:
+    def read(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        assert [c[0].get("name", "nobody") for c in completions] == ["nobody"] * len(completions)
+        assert [c[0]["content"] for c in completions] == ["", "ab"]
+        assert [p[0]["content"] for p in prompts if messages] == ["hi"] * (2 if messages else 0)
+        assert completions[1][1] == "b"  # past the one message, a character
+        return [0.0, 0.0]
+
+    for messages in ([{"role": "user", "content": "hi"}], None):
+        assert judged(read, ["", "ab"], messages=messages) == [0.0, 0.0]
+
+
 def test_a_function_of_lists_needs_no_pool() -> None:
     reward = ListReward(longest)
     found = asyncio.run(call_reward(reward, "", [1], TEXTS, [[2]] * 4, {}))
