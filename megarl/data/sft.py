@@ -43,7 +43,8 @@ def get_sft_dataset(config: DatasetConfig, tokenizer: Any, on_bad_row: str = "er
 
     def read(number: int, source: SourceConfig) -> Any:
         if source.type not in TYPES:
-            raise UserError(f"type {source.type!r} of {shown(source.path)} is not one of method=sft: {', '.join(TYPES)}")
+            known = ", ".join(TYPES)
+            raise UserError(f"type {source.type!r} of {shown(source.path)} is not one of method=sft: {known}")
         if config.stream:
             convert = _converter(source.type, tokenizer, config.instruction)
             conversion = Conversion(convert, lambda row: len(row["input_ids"]), "sequences")

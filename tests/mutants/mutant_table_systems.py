@@ -255,6 +255,13 @@ REWARDS: Bugs = {
         unit("rewards/test_lists"): [
             ("a message is one of the text's characters", "        turn.message = self.messages[index]\n", ""),
             ("a function of lists sees one completion", "takes_lists = True", "takes_lists = False"),
+            ("an async function of lists is not awaited", "if inspect.isawaitable(values):", "if False:"),
+            ("a column of the plural's name is lost", "if name not in columns and name.ends", "if name.ends"),
+            (
+                "a column replaces the completions",
+                '**columns, "completions": answers}',
+                '"completions": answers, **columns}',
+            ),
         ],
     },
 }
@@ -390,6 +397,18 @@ OBSERVE: Bugs = {
     "megarl/observe/timeline.py": {
         unit("observe/test_timeline"): [
             ("overlapping spans share a row", "if not row or end <= row[-1]", "if True"),
+            ("touching spans share no row", "row[-1] <= start", "row[-1] < start"),
+            (
+                "spans left out add up over steps",
+                "left_out, self._left_out = self._left_out, 0",
+                "left_out = self._left_out",
+            ),
+        ],
+    },
+    "megarl/observe/board/curves.py": {
+        unit("observe/test_curves"): [
+            ("hours begin in 1970", "(time - known[0][1]) / 3600", "time / 3600"),
+            ("long stages are cut", "for part in (rows[i : i + group]", "for part in (rows[i : i + 1]"),
         ],
     },
 }

@@ -15,6 +15,16 @@ ALGORITHMS: Bugs = {
             ("log-ratios are not clipped", ".clamp(-config.max_log_ratio, config.max_log_ratio)", ".clamp(-1e9, 1e9)"),
             ("reward_coef is ignored", "advantages = config.reward_coef * broadcast", "advantages = broadcast"),
         ],
+        unit("algorithms/test_opd"): [
+            (
+                "rewards train the teacher's tokens",
+                "rewards = rewards.masked_fill(batch.of_samples(TEACHER_SAMPLED).bool(), 0.0)",
+                "pass",
+            ),
+            ("divergences have no weight", "self.config.teacher_coef * divergence, {**", "divergence, {**"),
+            ("one answer will do with rewards", "2 if config.reward_coef > 0 else 1", "1"),
+            ("the data is unlearned", "+ self.config.data_coef * nll", "- self.config.data_coef * nll"),
+        ],
     },
     "megarl/ops/divergence.py": {
         ("tests/kernels/test_divergence.py",): [
@@ -394,6 +404,7 @@ DATA: Bugs = {
             ),
             ("a streak outlives a change of kind", "max(streak, 0) + 1", "abs(streak) + 1"),
             ("refused groups are not measured", "else episode.rewards", "else ()"),
+            ("the teacher's samples are measured", "strict=True) if own]", "strict=True)]"),
             ("prompts that never return end no search", "self.streak.zero_()", "pass"),
         ],
     },
