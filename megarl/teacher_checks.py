@@ -111,8 +111,8 @@ def _check_source(config: Config, teacher: TeacherConfig, algorithm: OPDConfig) 
     if starts and 0 < per_node < needed:
         raise UserError(
             f"teacher.n_servers={teacher.n_servers} x teacher.tp_size={teacher.tp_size} beside {ranks} trainer ranks "
-            f"and {servers} server ranks need {needed} GPUs of one machine, and cluster.gpus_per_node={per_node}; lower "
-            "them, start the teacher elsewhere and give teacher.addresses, or set teacher.source=trainer"
+            f"and {servers} server ranks need {needed} GPUs of one machine, and cluster.gpus_per_node={per_node}; "
+            "lower them, start the teacher elsewhere and give teacher.addresses, or set teacher.source=trainer"
         )
 
 

@@ -391,7 +391,7 @@ SERVED = ["+experiment=opd_8b", "teacher.source=server", "algorithm.divergence=t
 def test_a_teacher_that_the_run_starts_is_planned_with_its_gpus(run: Callable[..., tuple[int, str]]) -> None:
     code, text = run(*SERVED, "teacher.tp_size=2")
     assert code == 0
-    assert re.search(r"teacher +Qwen/Qwen3-32B: 1 servers of tp 2", text)
+    assert re.search(r"teacher +. Qwen/Qwen3-32B: 1 server of tp 2 ", text)
     assert re.search(r"rank 3 . server 0 . teacher 0 . teacher 0 . +- ", text)
     assert "1 node of 8" in text
 
