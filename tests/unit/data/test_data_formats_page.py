@@ -68,7 +68,7 @@ def test_every_type_is_shown_with_a_row_and_its_output(title: str, table: dict[s
 
 def test_the_python_runs(tokenizer: Any) -> None:
     blocks = re.findall(r"```python\n(.*?)\n```", PAGE, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {"tokenizer": tokenizer}
     for block in blocks:
         exec(block, names)  # the code of the page

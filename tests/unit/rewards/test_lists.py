@@ -108,7 +108,7 @@ def judged(function: Any, texts: list[str], **data: Any) -> list[float | None]:
 
 def test_columns_are_lists_and_replace_no_completion() -> None:
     def keep(
-        completions: list[Any], answers: list[str], answer: list[str], labels: list[int], label: list[int]
+        completions: list[Any], answers: list[str], answer: list[str], labels: list[int], label: list[int], **_: Any
     ) -> list[float]:
         assert answers == answer == ["x", "x"]  # the plural of a column
         assert (labels, label) == ([7, 7], [8, 8])  # a column of its own
@@ -127,7 +127,7 @@ def test_an_async_function_of_lists_is_awaited() -> None:
 
 def test_text_in_place_of_values_is_refused() -> None:
     with pytest.raises(TypeError, match="it returned 2 values for 2 completions; return a list of one for each"):
-        judged(lambda completions: "ab", ["a", "b"])
+        judged(lambda completions, **_: "ab", ["a", "b"])
 
 
 def test_messages_are_read_like_dictionaries_however_short_the_text() -> None:
