@@ -12,11 +12,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,7 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.algorithms import ALGORITHMS, AlgorithmConfig, name_of
 from megarl.checks import config_checks
 from megarl.config import Config
-from megarl.foreign.reading import Converted
+from megarl.foreign.reading import Converted, Origin
+from megarl.foreign.yaml_file import load_config
 from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
 from megarl.parallel.config import MAX_RANKS
@@ -128,20 +129,18 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
     without any sample end with 1.
     """
     arguments = sys.argv[1:]
-    for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
-        warnings.filterwarnings("ignore", module=module)  # missing Apex and TE, deprecated names
+    _drop_noise()
     logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # advice to Megatron's own developers
     if any(a in ("-h", "--help") for a in arguments):
         print(_help())
         sys.exit(0)
-    converted: Converted | None = None
     try:
-        arguments, converted = from_other_trainer(from_config_file(arguments))
-        sys.exit(command(arguments))
+        arguments, files = from_files(arguments)
+        with _in_words_of(files):
+            sys.exit(command(arguments))
     except UserError as error:
-        message = converted.in_its_words(str(error)) if converted else str(error)
-        line = f"megarl: {message}".encode(errors="backslashreplace").decode()  # arguments that are not UTF-8
+        line = f"megarl: {error}".encode(errors="backslashreplace").decode()  # arguments that are not UTF-8
         print(line, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -153,6 +152,12 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
             raise
         print(f"megarl: {line}", file=sys.stderr)
         sys.exit(1)
+
+
+def _drop_noise() -> None:
+    """Drops warnings to developers of libraries: missing Apex and TE, deprecated names of collectives and autograd."""
+    for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
+        warnings.filterwarnings("ignore", module=module)
 
 
 def _full_disk(error: Exception) -> str:
@@ -178,9 +183,11 @@ def load_expr_config(
     Raises:
         UserError: see `load`; or the configured algorithm is of another class.
     """
-    overrides, _ = from_other_trainer(from_config_file(arguments))
-    config = load(overrides)
-    check_algorithm(config, algorithm)
+    _drop_noise()
+    overrides, files = from_files(arguments)
+    with _in_words_of(files):
+        config = load(overrides)
+        check_algorithm(config, algorithm)
     file = Path(arguments[arguments.index("--config") + 1]) if "--config" in arguments else None
     return config, file
 
@@ -198,7 +205,29 @@ def check_algorithm(config: Config, algorithm: type[AlgorithmConfig]) -> None:
         )
 
 
-def from_config_file(arguments: list[str]) -> list[str]:
+def from_files(arguments: list[str]) -> tuple[list[str], list[Converted]]:
+    """Replaces `--config FILE` and another trainer's configuration by overrides; see the two functions below.
+
+    Returns the arguments, and the files with the knobs that no later argument sets.
+    """
+    arguments, own = from_config_file(arguments)
+    arguments, foreign = from_other_trainer(arguments)
+    return arguments, [file for file in (own, foreign) if file is not None]
+
+
+@contextmanager
+def _in_words_of(files: Sequence[Converted]) -> Iterator[None]:
+    """Tells a mistake in the words of the file that it stands in, with its line."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        for file in files:
+            message = file.in_its_words(message)
+        raise UserError(message) from error
+
+
+def from_config_file(arguments: list[str]) -> tuple[list[str], Converted | None]:
     """Replaces `--config FILE` by overrides, placed before all other arguments, which therefore win.
 
     The file is YAML with the keys of configs/experiment/: knobs, groups by name, and a list `defaults` of groups to
@@ -208,27 +237,28 @@ def from_config_file(arguments: list[str]) -> list[str]:
         UserError: the file does not exist, or holds no mapping of keys.
     """
     if "--config" not in arguments:
-        return arguments
+        return arguments, None
     at = arguments.index("--config")
     if at + 1 == len(arguments):
         raise UserError("--config needs the path of a YAML file")
     path, rest = arguments[at + 1], arguments[:at] + arguments[at + 2 :]
-    try:
-        loaded = OmegaConf.load(Path(path).expanduser())
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
-    values = OmegaConf.to_container(loaded)
-    if not isinstance(values, dict):
-        raise UserError(f"--config {path} holds a list; it must map knobs to values (docs/configuration.md)")
-    overridden = {argument.lstrip("+").partition("=")[0] for argument in rest}
-    chosen = _chosen_groups(values, path)
+    values, lines = load_config(path)
+    overridden = _set_by(rest)
+    chosen = _chosen_groups(values, lines.at("defaults") or path)
     selected = [
         f"{'+' * (group == 'experiment')}{group}={name}" for group, name in chosen.items() if group not in overridden
     ]
-    return [*selected, *_flat(values), *rest]
+    overrides = [*selected, *_flat(values)]
+    origins = {knob: Origin(knob) for knob in _set_by(overrides) - overridden}
+    return [*overrides, *rest], Converted(overrides, "", path, origins, lines)
 
 
-def _chosen_groups(values: dict[Any, Any], path: str) -> dict[str, Any]:
+def _set_by(overrides: Sequence[str]) -> set[str]:
+    """Knobs and groups that overrides set."""
+    return {override.lstrip("+").partition("=")[0] for override in overrides}
+
+
+def _chosen_groups(values: dict[Any, Any], where: str) -> dict[str, Any]:
     """Removes groups from a file's keys: `algorithm: dapo`, and `override /algorithm: dapo` in its `defaults`."""
     known, chosen = groups(), {}
     for entry in values.pop("defaults", None) or []:
@@ -238,7 +268,7 @@ def _chosen_groups(values: dict[Any, Any], path: str) -> dict[str, Any]:
         group = str(key).removeprefix("override").strip().removeprefix("/")
         if more or name is None or group not in known:
             raise UserError(
-                f"--config {path}: defaults holds {entry!r}, which is no `override /GROUP: NAME` with a group of "
+                f"{where}: defaults holds {entry!r}, which is no `override /GROUP: NAME` with a group of "
                 f"{', '.join(sorted(known))}"
             )
         chosen[group] = name
@@ -285,7 +315,9 @@ def from_other_trainer(arguments: list[str]) -> tuple[list[str], Converted | Non
     converted = _read(option, given, rest, processes)
     if "RANK" not in os.environ:
         print(converted.table, flush=True)
-    return converted.overrides + rest, converted
+    later = _set_by(rest)
+    origins = {knob: origin for knob, origin in converted.origins.items() if knob not in later}
+    return converted.overrides + rest, dataclasses.replace(converted, origins=origins)
 
 
 def _read(option: str, given: list[str], rest: list[str], processes: int | None) -> Converted:

@@ -150,4 +150,21 @@ TEXTS = (
 )  # fmt: skip
 # `algorithm.aggregate` by `trl.loss_type`.
 LOSS_TYPES = {"grpo": "sequence", "bnpo": "token", "dapo": "token", None: "token"}
-TABLES = Tables(KNOBS, CHOICES, NEEDLESS, WHY_NOT, ("datasets", "sequence_len"))
+# Keys without a counterpart, which ask for nothing where they are false.
+OFF = frozenset((
+    "activation_offloading", "auto_resume_from_checkpoints", "bf16_full_eval", "curriculum_sampling",
+    "cut_cross_entropy", "debug", "do_bench_eval", "do_causal_lm_eval", "dpo_padding_free",
+    "dpo_use_logits_to_keep", "dpo_use_weighting", "fix_untrained_tokens", "flash_attn_cross_entropy",
+    "flash_attn_fuse_mlp", "flash_attn_fuse_qkv", "flash_attn_rms_norm", "flash_optimum", "flex_attention",
+    "fp16", "fp8", "fp8_enable_fsdp_float8_all_gather", "hub_always_push", "include_tkps",
+    "include_tokens_per_second", "is_falcon_derived_model", "is_mistral_derived_model", "layer_offloading",
+    "liger_cross_entropy", "liger_fused_linear_cross_entropy", "liger_glu_activation", "liger_layer_norm",
+    "liger_rms_norm", "liger_rope", "load_best_model_at_end", "low_cpu_mem_usage", "push_dataset_to_hub",
+    "resize_token_embeddings_to_32x", "s2_attention", "save_only_model", "skip_prepare_dataset", "streaming",
+    "tf32", "tokenizer_legacy", "tokenizer_use_mistral_common", "torch_compile", "train_on_inputs",
+    "trl.async_prefetch", "trl.mask_truncated_completions", "trl.streaming_partial_batch", "trl.sync_ref_model",
+    "trl.use_transformers_paged", "trl.vllm_lora_sync", "unsloth_cross_entropy_loss", "unsloth_rms_norm",
+    "unsloth_rope", "use_comet", "use_mlflow", "use_otel_metrics", "use_ray", "use_trackio",
+    "vllm.enable_reasoning",
+))  # fmt: skip
+TABLES = Tables(KNOBS, CHOICES, NEEDLESS, WHY_NOT, ("datasets", "sequence_len"), OFF)

@@ -24,7 +24,8 @@ from megarl.axolotl.source_types import SOURCE_TYPES
 from megarl.data.config import SourceConfig
 from megarl.data.preference import format_of
 from megarl.data.sources import load_rows
-from megarl.foreign.reading import Converted, Reading, load_yaml, number_of, plain
+from megarl.foreign.reading import Converted, Origin, Reading, plain, reading_of
+from megarl.foreign.yaml_file import load_yaml
 from megarl.knobs import UserError
 from megarl.parallel.platform import takes_gpu_options
 
@@ -41,11 +42,12 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> Conv
     Raises:
         UserError: the file cannot be read, or some keys are not supported (all of them, one line each).
     """
-    reading = Reading(_flat(load_yaml(path, "--from-axolotl")))
+    values, lines = load_yaml(path, "--from-axolotl")
+    reading = reading_of(_flat(values), lines)
     reading.overrides["experiment_name"] = Path(path).stem
     rl = reading.take("rl")
     if not isinstance(rl, str) or rl not in ALGORITHMS:
-        raise UserError(f"{path}: rl: {plain(rl)} is not one of {', '.join(ALGORITHMS)}")
+        raise UserError(f"{lines.at('rl') or path}: rl: {plain(rl)} is not one of {', '.join(ALGORITHMS)}")
     method, algorithm, keys = ALGORITHMS[rl]
     for key in TEXTS:
         if not isinstance(reading.unread.get(key, ""), str):
@@ -65,10 +67,10 @@ def read_axolotl(path: str, replicas: int | None = None, world: int = 1) -> Conv
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Flattens the sections `trl` and `vllm` to dotted keys and drops null values."""
+    """Flattens the sections `trl` and `vllm` to dotted keys."""
     inside = {f"{s}.{k}": v for s in ("trl", "vllm") if isinstance(values.get(s), dict) for k, v in values[s].items()}
     flat = {**{k: v for k, v in values.items() if not (k in ("trl", "vllm") and isinstance(v, dict))}, **inside}
-    return {str(k): number_of(v) for k, v in flat.items() if v is not None}
+    return {str(k): v for k, v in flat.items()}
 
 
 def _adapters(reading: Reading) -> None:
@@ -260,8 +262,8 @@ def _lengths_and_batch(reading: Reading, rl: str, replicas: int, train: list[Sou
     key = "max_prompt_len" if rl in ("grpo", "gdpo") else "sequence_len"
     for name in ("train_dataset", "valid_dataset"):
         reading.overrides[f"{name}.max_length"] = length
-        reading.origins[f"{name}.max_length"] = key
-    reading.origins["actor.max_tokens_per_mb"] = f"micro_batch_size x {key}"
+        reading.origins[f"{name}.max_length"] = Origin(key)
+    reading.origins["actor.max_tokens_per_mb"] = Origin(f"micro_batch_size x {key}", same=False)
     reading.note(key, length, f"train_dataset.max_length={length}")
     sequences_per_row = 2 if ALGORITHMS[rl][0] == "preference" and rl != "kto" else 1
     note = f"{rows} a step with dp {world}" + (f" / {samples} samples" if samples > 1 else "")

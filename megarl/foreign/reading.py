@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megarl.foreign.yaml_file import Lines
 from megarl.knobs import UserError, override
 
 MOST = 10**12  # of any number that counts something
@@ -25,6 +24,16 @@ class Tables:
     needless: Mapping[str, str]  # keys without effect, with the reason
     why_not: Mapping[str, str]  # reasons of refusals
     others: Sequence[str] = ()  # keys that the reader itself converts
+    off: Collection[str] = ()  # keys without a counterpart, which ask for nothing where they are false
+    defaults: Collection[str] = ()  # keys of `choices` without a counterpart, which ask for nothing at their default
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The key that set a knob."""
+
+    key: str
+    same: bool = True  # the knob has the key's own value
 
 
 @dataclass(frozen=True)
@@ -34,13 +43,37 @@ class Converted:
     overrides: list[str]  # for `cli.load`
     table: str  # every key's outcome, for people
     source: str  # the file or command
-    origins: dict[str, str]  # by knob, the key that set it
+    origins: dict[str, Origin]  # by knob
+    lines: Lines = Lines("")
 
     def in_its_words(self, message: str) -> str:
-        """Adds to an error message which keys of the source set the knobs that it names."""
-        named = {key: knob for knob, key in self.origins.items() if f"{knob}=" in message and knob != key}
-        notes = ", ".join(f"{knob} is {key}" for key, knob in named.items())
-        return f"{message} ({notes} in {self.source})" if notes else message
+        """Tells an error in the words of the source, with the line: knobs that it set become its keys.
+
+        Where a knob's value was computed, the knob stays and the key is added. A message that names the file's line
+        already is returned as it is.
+        """
+        if self.lines.path and f"{self.lines.path}:" in message:
+            return message
+        named: dict[str, Origin] = {}
+        told = _KNOB.sub(lambda found: self._word(found, named), message)
+        places = {origin.key: where for origin in named.values() if (where := self.lines.at(origin.key))}
+        first = next(iter(places.values()), "")
+        notes = [f"{knob} is {origin.key}" for knob, origin in named.items() if not origin.same]
+        notes += [f"{key} is at {where}" for key, where in places.items() if where != first]
+        notes += [f"in {self.source}"] if named and not first else []
+        return (f"{first}: " if first else "") + told + (f" ({', '.join(notes)})" if notes else "")
+
+    def _word(self, found: re.Match[str], named: dict[str, Origin]) -> str:
+        """The key for a knob in a message. A name without a dot is a knob only before `=`, or as a whole key."""
+        knob = found["knob"]
+        origin = self.origins.get(knob)
+        if origin is None or ("." not in knob and not found["set"] and not found["before"]):
+            return found[0]
+        named[knob] = origin
+        return found["before"] + (origin.key if origin.same else knob) + found["set"]
+
+
+_KNOB = re.compile(r"(?P<before>config key |full_key: |)(?<![\w./])(?P<knob>[A-Za-z_]\w*(?:\.\w+)*)(?P<set>=|)")
 
 
 @dataclass
@@ -48,13 +81,18 @@ class Reading:
     """Progress through one file: unread keys, overrides so far, table rows (key, value, text) and refusals."""
 
     unread: dict[str, Any]
+    lines: Lines = Lines("")
+    unset: Sequence[str] = ()  # keys that are null
+    taken: dict[str, Any] = field(default_factory=dict)  # values by key, of those that are read
     overrides: dict[str, Any] = field(default_factory=dict)
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    origins: dict[str, str] = field(default_factory=dict)  # by knob, the key that set it
+    origins: dict[str, Origin] = field(default_factory=dict)  # by knob
 
     def take(self, key: str, default: Any = None) -> Any:
         """Removes a key from the unread ones and returns its value."""
+        if key in self.unread:
+            self.taken[key] = self.unread[key]
         return self.unread.pop(key, default)
 
     def set(self, key: str, value: Any, knob: str, becomes: Any, note: str = "") -> None:
@@ -63,7 +101,7 @@ class Reading:
             if not isinstance(item, str | int | float):
                 return self.refuse(key, value, "must be text, a number, true or false, or a list of these")
         self.overrides[knob] = becomes
-        self.origins[knob] = key
+        self.origins[knob] = Origin(key, same=plain(becomes) == plain(value))
         self.note(key, value, f"{knob}={plain(becomes)}" + (f"  ({note})" if note else ""))
 
     def note(self, key: str, value: Any, text: str) -> None:
@@ -71,8 +109,9 @@ class Reading:
         self.rows.append((plain(key), plain(value) if value is not None else "(not set)", text))
 
     def refuse(self, key: str, value: Any, why: str) -> None:
-        """Records an error. Reading goes on, so that all errors are reported together."""
-        self.refused.append(f"{plain(key)}: {plain(value)}  {why}")
+        """Records an error with its line, or that of a key in `why`. Reading goes on, to report all errors together."""
+        where = next(filter(None, map(self.lines.at, [key, *re.findall(r"[\w.]+(?==)", why)])), "")
+        self.refused.append((f"{where}: " if where else "") + f"{plain(key)}: {plain(value)}  {why}")
 
     def number(self, key: str, default: float, least: float = 0) -> float:
         """Takes a number. Any other value is refused, and the default takes its place."""
@@ -118,12 +157,13 @@ class Reading:
         elif choices is not None and isinstance(value, str | int | float) and value in choices:
             choice = choices[value]
             if choice is None:
-                self.note(key, value, "no change: megarl does the same")
+                same = "its default asks for nothing" if key in tables.defaults else "megarl does the same"
+                self.note(key, value, f"no change: {same}")
             else:
                 self.set(key, value, *choice)
         elif key in tables.needless:
             self.note(key, value, f"no change: {tables.needless[key]}")
-        elif value is False and choices is None:
+        elif value is False and choices is None and (key in tables.off or key in tables.why_not):
             self.note(key, value, "no change: it is off")
         elif choices is not None:
             why = tables.why_not.get(key, "")
@@ -132,9 +172,19 @@ class Reading:
         elif key in tables.why_not:
             self.refuse(key, value, tables.why_not[key])
         else:
-            known = [*tables.knobs, *tables.choices, *tables.needless, *tables.others]
+            known = [*tables.knobs, *tables.choices, *tables.needless, *tables.others, *tables.off]
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
             self.refuse(key, value, "is not a supported key" + (f"; did you mean {near[0]}?" if near else ""))
+
+    def _note_the_rest(self) -> None:
+        """Adds a row for every key that has none: it is null, or was read together with others."""
+        told = {re.sub(r"\[.*", "", name) for key, _, _ in self.rows for name in re.split(r", | x ", key)}
+        for key, value in self.taken.items():
+            if plain(key) not in told:
+                self.note(key, value, "read together with other keys")
+        for key in self.unset:
+            if plain(key) not in told:
+                self.note(key, None, "no change: null")
 
     def finish(self, source: str, tables: Tables) -> Converted:
         """Reads the keys that are left as plain ones, and returns the whole.
@@ -148,34 +198,13 @@ class Reading:
         """
         for key in list(self.unread):
             self.plain_key(key, tables)
+        self._note_the_rest()
         if self.refused:
             raise UserError(
                 f"{source} has keys that megarl does not support:" + "".join(f"\n  {line}" for line in self.refused)
             )
         overrides = [_override(knob, value) for knob, value in self.overrides.items()]
-        return Converted(overrides, _table(source, self.rows), source, self.origins)
-
-
-def load_yaml(path: str, option: str) -> dict[str, Any]:
-    """Reads the mapping in a YAML file that `option` of the command line names.
-
-    Raises:
-        UserError: the file cannot be read, with the line of the mistake, or holds no mapping.
-    """
-    try:
-        values = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        what = error.problem or error.context or "no YAML"
-        raise UserError(f"{option} {path} cannot be read ({where}{what})") from error
-    # PyYAML lets errors of Python pass, such as ValueError for a month 99 and KeyError for `!!bool x`.
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{option} {path} cannot be read ({' '.join(str(error).split())})") from error
-    if not isinstance(values, dict):
-        name = {"--from-axolotl": "an axolotl", "--from-areal": "an AReaL"}.get(option, "a TRL")
-        raise UserError(f"{option} {path} holds no keys; {name} YAML is a mapping")
-    return values
+        return Converted(overrides, _table(source, self.rows), source, self.origins, self.lines)
 
 
 def number_of(value: Any) -> Any:
@@ -186,15 +215,18 @@ def number_of(value: Any) -> Any:
         return value
 
 
+def reading_of(values: Mapping[str, Any], lines: Lines) -> Reading:
+    """Starts with these keys: text that is a number becomes one, and keys that are null are set aside."""
+    given = {key: number_of(value) for key, value in values.items() if value is not None}
+    return Reading(given, lines, [key for key in values if key not in given])
+
+
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens mappings to dotted keys, converts numbers and drops null values."""
+    """Flattens mappings to dotted keys."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            result.update(flat(value, f"{name}."))
-        elif value is not None:
-            result[name] = number_of(value)
+        result.update(flat(value, f"{name}.") if isinstance(value, dict) else {name: value})
     return result
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.sources import load_rows
-from megarl.foreign.reading import Converted, Reading, load_yaml, number_of
+from megarl.foreign.reading import Converted, Reading, reading_of
 from megarl.foreign.trl_keys import AGGREGATES, COMMANDS, ROWS, SCHEDULES, TABLES
+from megarl.foreign.yaml_file import load_yaml
 from megarl.knobs import UserError, does_not_exist
 from megarl.parallel.platform import takes_gpu_options
 
@@ -30,8 +31,8 @@ def read_trl(command: str, path: str, replicas: int | None = None, world: int = 
     """
     if command not in COMMANDS:
         raise UserError(does_not_exist(f"--from-trl {command}", command, list(COMMANDS)))
-    values = load_yaml(path, "--from-trl")
-    reading = Reading({str(key): number_of(value) for key, value in values.items() if value is not None})
+    values, lines = load_yaml(path, "--from-trl")
+    reading = reading_of({str(key): value for key, value in values.items()}, lines)
     reading.overrides["experiment_name"] = Path(path).stem
     method, algorithm, rate, keys = COMMANDS[command]
     reading.set(f"trl {command}", None, "method", method)

@@ -85,7 +85,22 @@ OTHERS = (
     "warmup_steps", "warmup_ratio", "lr_scheduler_type", "save_steps", "eval_steps", "bf16", "dtype", "torch_dtype",
     "label_smoothing", "center_rewards_coefficient",
 )  # fmt: skip
-TABLES = Tables(KNOBS, CHOICES, NEEDLESS, WHY_NOT, OTHERS)
+# Keys without a counterpart, which ask for nothing where they are false.
+OFF = frozenset((
+    "activation_offloading", "assistant_only_loss", "auto_find_batch_size", "average_tokens_across_devices",
+    "batch_eval_metrics", "bf16_full_eval", "completion_only_loss", "dataloader_persistent_workers",
+    "dataset_streaming", "do_eval", "do_predict", "do_train", "eval_on_start", "force_use_ref_model",
+    "fp16_full_eval", "full_determinism", "generate_during_eval", "gradient_checkpointing_use_reentrant",
+    "hub_always_push", "hub_private_repo", "ignore_bias_buffers", "ignore_data_skip",
+    "include_inputs_for_metrics", "include_num_input_tokens_seen", "include_tokens_per_second", "jit_mode_eval",
+    "load_best_model_at_end", "load_in_4bit", "load_in_8bit", "log_unique_prompts",
+    "mask_truncated_completions", "no_cuda", "normalize_advantages", "overwrite_output_dir",
+    "prediction_loss_only", "push_to_hub", "reference_free", "restore_callback_states_from_checkpoint",
+    "save_on_each_node", "save_only_model", "token_level_kl", "torch_compile", "use_bnb_nested_quant",
+    "use_cpu", "use_dora", "use_logits_to_keep", "use_mps_device", "use_rslora", "use_transformers_paged",
+    "use_weighting", "wandb_log_unique_prompts",
+))  # fmt: skip
+TABLES = Tables(KNOBS, CHOICES, NEEDLESS, WHY_NOT, OTHERS, OFF)
 # By TRL's command: megarl's method and algorithm, the default learning rate, and knobs by key with TRL's default.
 COMMANDS: dict[str, tuple[str, str, float, dict[str, tuple[str, float]]]] = {
     "grpo": ("rl", "grpo", 1e-6, {"beta": ("algorithm.kl_coef", 0.0)}),

@@ -125,7 +125,31 @@ OTHERS = (
     "data.train_files", "data.val_files", "data.max_prompt_length", "trainer.logger", "trainer.nnodes",
     "trainer.n_gpus_per_node", "trainer.total_epochs", "trainer.save_freq", "trainer.test_freq",
 )  # fmt: skip
-TABLES = Tables(KNOBS, CHOICES, NEEDLESS, WHY_NOT, OTHERS)
+# Keys without a counterpart, which ask for nothing where they are false.
+OFF = frozenset((
+    f"{_ACTOR}.shuffle", f"{_ACTOR}.use_torch_compile",
+    f"{_ACTOR}.entropy_checkpointing",
+    f"{_ACTOR}.entropy_from_logits_with_chunking",
+    f"{_ACTOR}.fsdp_config.offload_policy",
+    f"{_ACTOR}.fsdp_config.optimizer_offload",
+    f"{_ACTOR}.fsdp_config.forward_prefetch", f"{_ACTOR}.megatron.param_offload",
+    f"{_ACTOR}.megatron.grad_offload", f"{_ACTOR}.megatron.optimizer_offload",
+    f"{_ACTOR}.megatron.use_dist_checkpointing", f"{_ACTOR}.megatron.use_mbridge",
+    f"{_ACTOR}.profiler.enable", f"{_ACTOR}.profiler.all_ranks",
+    "actor_rollout_ref.model.use_shm", "actor_rollout_ref.model.trust_remote_code",
+    "actor_rollout_ref.model.enable_activation_offload", "actor_rollout_ref.model.use_liger",
+    f"{_ROLLOUT}.ignore_eos", f"{_ROLLOUT}.disable_log_stats",
+    f"{_ROLLOUT}.skip_rollout", f"{_ROLLOUT}.calculate_log_probs",
+    f"{_ROLLOUT}.multi_turn.enable", f"{_ROLLOUT}.multi_stage_wake_up",
+    f"{_ROLLOUT}.layered_summon", f"{_ROLLOUT}.val_kwargs.do_sample",
+    f"{_ROLLOUT}.profiler.enable", f"{_REF}.use_torch_compile",
+    f"{_REF}.entropy_from_logits_with_chunking", "algorithm.use_pf_ppo",
+    "algorithm.filter_groups.enable", "data.return_raw_input_ids", "data.return_full_prompt",
+    "data.return_multi_modal_inputs", "data.validation_shuffle", "data.trust_remote_code", "critic.shuffle",
+    "reward_model.use_reward_loop", "reward_model.launch_reward_fn_async", "reward_model.enable_resource_pool",
+    "trainer.val_only", "trainer.del_local_ckpt_after_load", "trainer.use_legacy_worker_impl",
+))  # fmt: skip
+TABLES = Tables(KNOBS, CHOICES, NEEDLESS, WHY_NOT, OTHERS, OFF)
 # megarl's algorithm by verl's advantage estimator.
 ESTIMATORS = {
     "gae": "ppo", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp", "remax": "remax",

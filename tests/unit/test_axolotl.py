@@ -210,7 +210,8 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
             "datasets": [{**GSM8K[0], "shards": 4}, {"path": "a", "type": "chatml"}],
         }
     )  # fmt: skip
-    lines = [line.split(": ")[0].strip() for line in message.splitlines()[1:]]
+    lines = [line.removeprefix("  ").split(": ") for line in message.splitlines()[1:]]
+    lines = [parts[parts[0].startswith("run.yaml:")] for parts in lines]
     assert sorted(lines) == sorted(
         [
             "adapter, load_in_4bit, rl_adapter_ref_model", "deepspeed", "lr_schedular", "optimizer", "lr_scheduler",
@@ -252,15 +253,41 @@ def test_an_error_names_its_key(values: dict[str, Any], message: str) -> None:
     assert message in refusals({**BASE, **values})
 
 
+def test_refused_keys_stand_with_their_lines_and_false_is_off_for_known_ones_alone() -> None:
+    Path("run.yaml").write_text(
+        "rl: dpo\nbase_model: m\ntf32: false\ntf23: false\nwandb_entity:\ndatasets:\n"
+        "  - path: a\n    type: chatml.intl\n    shards: 4\nmicro_batch_size: many\n"
+    )
+    with pytest.raises(UserError) as error:
+        read_axolotl("run.yaml")
+    lines = str(error.value).splitlines()[1:]
+    for line in (
+        "  run.yaml:4: tf23: false  is not a supported key",
+        "  run.yaml:9: datasets[0].shards: 4  is not supported in a data set",
+        "  run.yaml:10: micro_batch_size: many  must be a number from 1",
+    ):
+        assert any(told.startswith(line) for told in lines), line
+    assert any(told.startswith("  run.yaml:8: datasets[0].type: chatml.intl  type 'chatml.intl'") for told in lines)
+    assert not any("tf32: false" in told or "wandb_entity" in told for told in lines)
+
+
 def test_a_file_that_cannot_be_read_is_named() -> None:
     Path("list.yaml").write_text("- 1")
     Path("broken.yaml").write_text("a: [1")
+    Path("date.yaml").write_text("rl: dpo\nlist:\n- [2001-01-01, 2001-99-99]\n")
+    Path("bool.yaml").write_text("rl: dpo\nkey: !!bool x\n")
+    Path("self.yaml").write_text("rl: dpo\nkey: &x {inner: [*x]}\n")
+    Path("twice.yaml").write_text("rl: dpo\nrl: kto\n")
     for name, message in (
         ("no.yaml", "No such file"),
         ("list.yaml", "is a mapping"),
-        ("broken.yaml", "cannot be read .line 1, column 6: "),
+        ("broken.yaml", "this is no YAML: "),
+        ("date.yaml", "3: this is no YAML: month must be in 1..12"),
+        ("bool.yaml", "2: this is no YAML: 'x'"),
+        ("self.yaml", "2: an alias refers to the value that it stands in"),
+        ("twice.yaml", "2: rl is given twice, first in line 1; leave one out"),
     ):
-        with pytest.raises(UserError, match=f"{name} .*{message}"):
+        with pytest.raises(UserError, match=f"{name}.*{message}"):
             read_axolotl(name)
 
 

@@ -45,19 +45,27 @@ def test_the_command_line_wins_over_the_file(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gsm8k_grpo", "grpo_70b", "dpo"])
 def test_a_recipe_given_as_a_file_is_the_recipe(name: str) -> None:
-    given = cli.from_config_file(["--config", str(RECIPES / f"{name}.yaml")])
+    given, _ = cli.from_config_file(["--config", str(RECIPES / f"{name}.yaml")])
     assert cli.composed(given) == cli.composed([f"+experiment={name}"])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("actor:\n  pth: x\n", "unknown config key actor.pth; did you mean actor.path?"),
+        ("seed: 1\nactor:\n  pth: x\n", ":3: unknown config key actor.pth; did you mean actor.path?"),
         ("- 1\n", "holds a list"),
-        ("actor: [", "cannot be read"),
-        ("defaults:\n  - override /dta: gsm8k\n", "defaults holds {'override /dta': 'gsm8k'}"),
-        ("defaults:\n  - _self_\n  - data\n", "defaults holds 'data'"),
-        ("data: gsm9k\n", "data=gsm9k does not exist; did you mean gsm8k?"),
+        ("seed: 1\nactor: [", ":2:9: this is no YAML: "),
+        ("seed: 1\nseed: 2\n", ":2: seed is given twice, first in line 1; leave one out"),
+        ("seed: 1\n\u0007\n", ":2: this is no YAML: character 0x7 is not allowed"),
+        ("seed: 1\nactor:\n  path: ${gone}\n", ":3: Interpolation key 'gone' not found"),
+        ("seed: 1\ndefaults:\n  - override /dta: gsm8k\n", ":2: defaults holds {'override /dta': 'gsm8k'}"),
+        ("defaults:\n  - _self_\n  - data\n", ":1: defaults holds 'data'"),
+        ("seed: 1\ndata: gsm9k\n", ":2: data=gsm9k does not exist; did you mean gsm8k?"),
+        ("# a run\ntotal_train_steps: 0\n", ":2: total_train_steps=0 must be at least 1"),
+        ("seed: 1\ntotal_train_steps: many\n", ":2: Error merging override total_train_steps='many'; Value"),
+        ("seed: 1\nactor:\n\n  optimizer: {lr: -1}\n", ":4: actor.optimizer.lr=-1.0 must be above 0"),
+        ("seed: 1\nactor: {tempature: 1}\nexperiment: gsm8k_grpo\n", ":2: unknown config key actor.tempature"),
+        ("actor:\n  temperature: 0.5\nexperiment: gsm8k_grpo\n", ":2: actor.temperature=0.5 must equal"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -66,6 +74,19 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, message: s
         cli.load_expr_config(["--config", str(tmp_path / "bad.yaml")])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+    assert str(error.value).count("bad.yaml") == 1
+
+
+def test_a_mistake_on_the_command_line_is_not_the_files(file: Path) -> None:
+    with pytest.raises(UserError) as error:
+        cli.load_expr_config(["--config", str(file), "total_train_steps=0"])
+    assert str(error.value).startswith("total_train_steps=0 must be at least 1")
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_bytes(b"seed: 1\n\xff: 2\n")
+    with pytest.raises(UserError, match=r"bad\.yaml:2: byte 0xff is not UTF-8"):
+        cli.load_expr_config(["--config", str(tmp_path / "bad.yaml")])
 
 
 def test_a_file_that_is_not_there_or_not_named_is_told() -> None:

@@ -128,7 +128,7 @@ def check_command(module: str, arguments: str) -> None:
         if module == "preflight":
             words, _ = split_options(words)
         if words := [word for word in words if word != "KNOB=VALUE"]:
-            cli.load(cli.from_config_file(words))
+            cli.load(cli.from_config_file(words)[0])
     elif module == "export":
         export.parse(words)
     elif module == "samples":
