@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from megarl import cli, train
 from megarl.rollout.servers import server_config
-from megarl.trainer.announce import REAL
 
 GRPO = "+experiment=gsm8k_grpo"
 TINY = Path(cli.ASSETS) / "tiny"
@@ -185,14 +184,6 @@ def test_a_folder_that_is_no_run_cannot_be_resumed(refused: Callable[..., str], 
     line = refused(GRPO, f"resume={tmp_path}")
     assert "is not a run" in line
     assert "config.yaml" in line
-
-
-def test_the_line_that_switches_to_the_real_thing_composes() -> None:
-    for method, experiment in (("rl", GRPO), ("sft", "+experiment=gsm8k_sft")):
-        config = cli.load([experiment, *REAL[method].split()])
-        assert config.actor.init == "checkpoint"
-        assert config.actor.optimizer.lr <= 1e-5
-        assert config.train_dataset.path == config.valid_dataset.path == "openai/gsm8k"
 
 
 def test_a_world_that_the_layout_does_not_make_is_refused(
