@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.actor.engine import MegatronEngine
+from megarl.knobs import UserError
 from megarl.types import PackedBatch
 
 
@@ -26,6 +27,21 @@ def trained_tokens(data: PackedBatch) -> Tensor:
     return mask.sum()
 
 
+def _check_keys(method: str, data: Any) -> None:
+    """Refuses a batch that does not say which tokens are trained, or a padded one that does not say what is padding."""
+    remedies = {
+        "attention_mask": "pad_sequences_to_tensors adds it, True on tokens and False on padding",
+        "loss_mask": "mark the tokens to train with 1, those of the prompt with 0",
+    }
+    if isinstance(data, PackedBatch):  # without padding
+        del remedies["attention_mask"]
+    if missing := [key for key in remedies if key not in data]:
+        raise UserError(
+            f"{method} needs {' and '.join(missing)}, the batch has {', '.join(sorted(data.keys())) or 'no key'}; "
+            + "; ".join(f"{key}: {remedies[key]}" for key in missing)
+        )
+
+
 class MegatronLMEngine(MegatronEngine):
     """The engine with the supervised methods of AReaL's `LMEngine`."""
 
@@ -33,11 +49,16 @@ class MegatronLMEngine(MegatronEngine):
         """Takes one step on `input_ids`, `attention_mask`, `loss_mask`, padded or packed.
 
         See `TrainEngine.train_batch`.
+
+        Raises:
+            UserError: the batch lacks one of them.
         """
+        _check_keys("train_lm", data)
         self.train()
         return self.train_batch(data, lm_loss, trained_tokens, loss_input="logprobs")
 
     def evaluate_lm(self, data: Any) -> dict[str, float]:
         """Computes the loss of `train_lm` without a step."""
+        _check_keys("evaluate_lm", data)
         self.eval()
         return self.eval_batch(data, lm_loss, trained_tokens, loss_input="logprobs")

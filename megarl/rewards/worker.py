@@ -82,7 +82,9 @@ def _number(value: Any) -> float | None:
     """Checks a value of a function. None stays: the function does not apply to the completion."""
     if value is None:
         return None
-    if isinstance(value, str) or not math.isfinite(number := float(value)):
+    if isinstance(value, str):
+        raise TypeError(f"it returned the text {value[:60]!r}; return a number, such as float() of it")
+    if not math.isfinite(number := float(value)):
         raise TypeError(f"it returned {value!r}, not a finite number")
     return number
 

@@ -88,7 +88,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, str) or not math.isfinite(float(value)):
+    if isinstance(value, str):
+        raise TypeError(f"it returned the text {value[:60]!r}; return a number, such as float() of it")
+    if not math.isfinite(float(value)):
         raise TypeError(f"the reward is {value!r}, which is no finite number")
     return value if isinstance(value, float) else float(value)
 

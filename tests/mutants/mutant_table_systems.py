@@ -45,7 +45,7 @@ ROLLOUT: Bugs = {
             ("a sync reward that fails is 0.0", "rewards.append(_failure(reward_fn, error))", "rewards.append(0.0)"),
             (
                 "a reward of NaN passes",
-                "if isinstance(value, str) or not math.isfinite(float(value)):",
+                "if not math.isfinite(float(value)):",
                 "if isinstance(value, str):",
             ),
         ],
@@ -237,8 +237,8 @@ REWARDS: Bugs = {
         unit("rewards/test_pool_ends", "rewards/test_pool"): [
             (
                 "a reward of text passes",
-                "isinstance(value, str) or not math.isfinite(number := float(value))",
-                "not math.isfinite(number := float(value))",
+                "if isinstance(value, str):",
+                "if False:",
             ),
         ],
     },

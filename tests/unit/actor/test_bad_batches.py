@@ -47,7 +47,8 @@ def with_mask(*marked: int) -> PackedBatch:
 
 
 def padded(**fields: Any) -> dict[str, torch.Tensor]:
-    valid = {"input_ids": torch.ones(2, 4, dtype=torch.long), "loss_mask": torch.ones(2, 4, dtype=torch.bool)}
+    ones = torch.ones(2, 4, dtype=torch.bool)
+    valid = {"input_ids": ones.long(), "attention_mask": ones, "loss_mask": ones}
     return {name: value for name, value in {**valid, **fields}.items() if value is not None}
 
 
@@ -63,11 +64,30 @@ def padded(**fields: Any) -> dict[str, torch.Tensor]:
         (lambda: with_bounds(0, 9, 8), "cu_seqlens is [0, 9, 8]...; it must rise from 0"),
         (lambda: with_mask(), "at least one token must be trained on"),
         (lambda: with_mask(0, 4), "at least one token must be trained on"),  # first tokens have no prediction
-        (lambda: padded(input_ids=None), "a batch needs 'input_ids' [batch, length], got the keys ['loss_mask']"),
+        (
+            lambda: padded(input_ids=None),
+            "a batch needs 'input_ids' [batch, length], got the keys ['attention_mask', 'loss_mask']",
+        ),
         (lambda: padded(input_ids=torch.ones(8, dtype=torch.long)), "input_ids has shape (8,)"),
         (lambda: padded(attention_mask=torch.ones(2, 5)), "attention_mask has shape (2, 5), input_ids has (2, 4)"),
         (lambda: padded(attention_mask=torch.zeros(2, 4)), "and no token; skip empty batches"),
         (lambda: padded(loss_mask=torch.ones(3, 4)), "loss_mask"),
+        (
+            lambda: padded(loss_mask=None),
+            "train_lm needs loss_mask, the batch has attention_mask, input_ids; loss_mask: ",
+        ),
+        (
+            lambda: padded(attention_mask=None),
+            "train_lm needs attention_mask, the batch has input_ids, loss_mask; attention_mask: pad_sequences_to",
+        ),
+        (
+            lambda: padded(attention_mask=None, loss_mask=None),
+            "train_lm needs attention_mask and loss_mask, the batch has input_ids; attention_mask: ",
+        ),
+        (
+            lambda: PackedBatch(batch(VOCAB, 2, 4).cu_seqlens, {"input_ids": batch(VOCAB, 2, 4)["input_ids"]}),
+            "train_lm needs loss_mask, the batch has input_ids; loss_mask: mark the tokens to train with 1",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_trained_on_is_refused(
@@ -77,6 +97,11 @@ def test_a_batch_that_cannot_be_trained_on_is_refused(
         engine.train_lm(make())
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_loss_without_its_mask_is_not_evaluated(engine: MegatronLMEngine) -> None:
+    with pytest.raises(UserError, match="evaluate_lm needs loss_mask, the batch has attention_mask, input_ids"):
+        engine.evaluate_lm(padded(loss_mask=None))
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), 0.0, -1.0])

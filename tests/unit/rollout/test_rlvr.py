@@ -97,6 +97,7 @@ def test_an_async_reward_that_fails_is_left_out_and_counted(engine, tokenizer, c
     assert batch["rewards"].tolist() == [0.5]
     assert engine.episodes[0].dropped == {"reward failed": 2}
     assert "the reward is nan, which is no finite number" in caplog.text
+    assert "it returned the text '1.0'; return a number, such as float() of it" in caplog.text
 
 
 @pytest.mark.parametrize(("what", "cause"), [("hang", "time"), ("exit", "died"), ("raise", "raised")])
