@@ -119,6 +119,11 @@ class ScriptConfig:
         return self.config.rollout.max_head_offpolicyness > 0
 
     @property
+    def dynamic_bs(self) -> bool:
+        """False: a rejected prompt is replaced by another, so that batches keep their size."""
+        return False
+
+    @property
     def total_train_epochs(self) -> int:
         """1: megarl counts a run in steps, `total_train_steps`."""
         return 1

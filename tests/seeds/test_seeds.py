@@ -15,7 +15,7 @@ from megarl import cli
 from megarl.areal import extract_answer, process_results
 from megarl.axolotl.read import read_axolotl
 from megarl.observe.run_folder import RunFolder
-from tests.e2e.test_main_job import Command
+from tests.e2e.test_main_job import NOISE, Command
 
 HERE = Path(__file__).parent
 SCRIPTS = ("areal_grpo.py", "areal_sft.py", "areal_remax.py", "rewards.py")
@@ -72,6 +72,7 @@ def run(root: Path, script: str, *arguments: str) -> tuple[str, list[list[float]
     code = command.wait()
     text = command.output.read_text()
     assert code == 0, text[-4000:]
+    assert not NOISE.search(text)
     folder = RunFolder(next(root.glob("*/latest")).resolve()).path
     rows = [line.split() for file in sorted(folder.glob("seed_rank_*.txt")) for line in file.read_text().splitlines()]
     return text, [[float(value == "True") if value in ("True", "False") else float(value) for value in r] for r in rows]
