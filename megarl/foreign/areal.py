@@ -31,6 +31,11 @@ def read_areal(path: str) -> Converted:
         UserError: the file cannot be read, or some keys are not supported (all of them, one line each).
     """
     values, lines = load_yaml(path, "--from-areal")
+    if "model" in values and "actor" not in values:
+        raise UserError(
+            f"{lines.at('model')}: model is the section of AReaL's SFT and reward files, and --from-areal reads those "
+            "of RL, with actor; write its knobs for --config, such as method: sft and actor: {path: ...}"
+        )
     reading = reading_of(flat(_resolved(values, lines)), lines)
     reading.overrides["experiment_name"] = Path(path).stem
     reading.set("actor", None, "method", "rl")

@@ -106,6 +106,12 @@ def test_every_key_of_areals_example_has_a_row() -> None:
         assert message in str(error.value)
 
 
+def test_areals_files_of_other_methods_are_refused_as_such() -> None:
+    Path("sft.yaml").write_text("seed: 1\nmodel:\n  path: some/model\n")
+    with pytest.raises(UserError, match=r"sft\.yaml:2: model is the section of AReaL's SFT and reward files"):
+        read_areal("sft.yaml")
+
+
 @pytest.mark.parametrize("trainer", ["trl", "verl", "areal"])
 def test_false_means_off_for_known_keys_alone(trainer: str) -> None:
     known = {"trl": "push_to_hub", "verl": "data.return_full_prompt", "areal": "enable_offload"}[trainer]
