@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.foreign.areal_keys import TABLES
-from megarl.foreign.reading import Converted, Reading, flat, reading_of
+from megarl.foreign.reading import Converted, Reading, flat, plain, reading_of
 from megarl.foreign.yaml_file import Lines, load_yaml
 from megarl.knobs import UserError
 
@@ -88,7 +88,7 @@ def _resolved(values: dict[str, Any], lines: Lines) -> dict[str, Any]:
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         key = str(getattr(error, "full_key", None) or "")
-        raise UserError(f"{lines.at(key) or lines.path}: {key}{': ' if key else ''}{first}") from error
+        raise UserError(f"{lines.at(key) or lines.path}: {plain(key)}{': ' if key else ''}{first}") from error
     return dict(resolved)
 
 

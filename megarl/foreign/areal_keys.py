@@ -1,6 +1,6 @@
 """Tables from the keys of an AReaL YAML to megarl's knobs, or to the reason why a key is ignored or refused.
 
-Keys and defaults: areal/api/cli_args.py and the examples of https://github.com/inclusionAI/AReaL.
+Keys and defaults: the module cli_args and the examples of https://github.com/inclusionAI/AReaL.
 """
 
 from __future__ import annotations

@@ -112,6 +112,13 @@ def test_areals_files_of_other_methods_are_refused_as_such() -> None:
         read_areal("sft.yaml")
 
 
+def test_a_key_of_control_characters_stays_in_one_line() -> None:
+    with pytest.raises(UserError) as error:
+        from_areal(**{"a\nb": ["${gone}"]})
+    assert "'a\\nb[0]': Interpolation key 'gone' not found" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("trainer", ["trl", "verl", "areal"])
 def test_false_means_off_for_known_keys_alone(trainer: str) -> None:
     known = {"trl": "push_to_hub", "verl": "data.return_full_prompt", "areal": "enable_offload"}[trainer]
