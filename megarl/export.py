@@ -5,13 +5,14 @@ Reads checkpoints of any layout, one tensor at a time, in one process and withou
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -25,9 +26,11 @@ from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
 from megarl.actor.weights import hf_files
 from megarl.actor.weights.block_fp8 import FP8
 from megarl.actor.weights.block_shards import is_buffer
+from megarl.actor.weights.peft_files import write as write_peft
 from megarl.actor.weights.repeated_tensors import with_repeated
 from megarl.actor.weights.shards import tensor_shapes
-from megarl.families import load_config, read_config
+from megarl.families import Adapters, load_config, read_config
+from megarl.families.adapters import LORA_A, LORA_B
 from megarl.knobs import UserError, knob
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged, Manifest
@@ -43,11 +46,12 @@ class ExportConfig:
     dtype: str = knob("", "float32 or bfloat16; empty: as the weights were trained")
     source: str = knob("", "HF checkpoint of the run's start, if it has moved; its MTP layers are copied from there")
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
+    merge: bool = knob(False, "adapters: add them to their base and write a whole model, not PEFT's files")
 
 
 USAGE = (
     "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR [dtype=bfloat16] [engine=critic] "
-    "[source=DIR]"
+    "[source=DIR] [merge=true]"
 )
 
 
@@ -119,6 +123,10 @@ def export(config: ExportConfig) -> Path:
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = load_config(small_files)
+    if "base" in stored.facts:
+        return _export_adapters(config, stored, hf_config, output)
+    if config.merge:
+        raise UserError(f"merge=true: checkpoint={config.checkpoint} has no adapters; leave it out")
     weights = _Conversion(stored, config.dtype)
     trained = with_repeated(weights.tensors(checkpoint.step), stored.facts.get("repeated", {}))
     tensors = itertools.chain(trained, _carried(stored, hf_config, config.source))
@@ -130,6 +138,56 @@ def export(config: ExportConfig) -> Path:
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
         )
     return output
+
+
+def _export_adapters(config: ExportConfig, stored: StoredState, model: PretrainedConfig, output: Path) -> Path:
+    """Writes a checkpoint's adapters in PEFT's format, or a whole model with the adapters merged into their base.
+
+    Raises:
+        UserError: the base has moved.
+    """
+    adapters = Adapters(**{name: stored.facts["model"][f"actor.lora.{name}"] for name in asdict(Adapters(1, ()))})
+    base, dtype = config.source or stored.facts["base"], DTYPES[config.dtype] if config.dtype else stored.dtype
+    tensors = {name: tensor.to(dtype) for name, tensor in stored.tensors()}
+    if not config.merge:
+        with _renamed(output) as temporary:
+            write_peft(temporary, tensors, adapters, 0.0, base)
+        return output
+    if not Path(base).is_dir():
+        raise UserError(f"{base}, the base of these adapters, is gone; give it as source=DIR")
+    checkpoint = hf_files.Checkpoint(base, model)
+
+    def merged() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in tensor_shapes(model).items():
+            if name in tensors:  # a value head
+                yield name, tensors[name]
+                continue
+            weight, stem = checkpoint.read(name, shape, tuple(slice(0, n) for n in shape)), name.removesuffix(".weight")
+            if not is_buffer(name):
+                weight = weight.to(stored.dtype)
+            if stem + LORA_A in tensors:
+                weight = adapters.merge(weight, tensors[stem + LORA_A], tensors[stem + LORA_B])
+            yield name, weight if is_buffer(name) else weight.to(dtype)
+
+    carried = checkpoint.whole(checkpoint.carried(model))
+    _write(output, itertools.chain(merged(), carried), model, stored.folder / HF, Path(base))
+    return output
+
+
+@contextlib.contextmanager
+def _renamed(output: Path) -> Iterator[Path]:
+    """Gives a temporary folder, and renames it to `output` at the end.
+
+    Raises:
+        UserError: `output` cannot be written.
+    """
+    temporary = output.with_name(output.name + manifest.WRITING)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
+        yield temporary
+        temporary.replace(output)
+    except OSError as error:
+        raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
 
 
 def _carried(stored: StoredState, config: PretrainedConfig, source: str) -> Iterator[tuple[str, Tensor]]:
@@ -160,13 +218,8 @@ def _write(
     Raises:
         UserError: `output` cannot be written.
     """
-    temporary = output.with_name(output.name + manifest.WRITING)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
+    with _renamed(output) as temporary:
         hf_files.write(temporary, tensors, config, source, like)
-        temporary.replace(output)
-    except OSError as error:
-        raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
 
 
 def _is_quantised(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from megarl.actor import checks as actor_checks
-from megarl.actor.config import EngineConfig
+from megarl.actor.config import EngineConfig, LoraConfig
 from megarl.algorithms import OPDConfig, name_of
 from megarl.config import Config, TeacherConfig, longest_sequence
 from megarl.knobs import UserError, run_all
@@ -19,7 +19,9 @@ from megarl.rollout.workflows.distil import hint_columns
 
 def teacher_engine(config: Config) -> EngineConfig:
     """Knobs of a frozen teacher: the actor's, with its own checkpoint, and nothing that only training needs."""
-    return dataclasses.replace(config.actor, path=config.teacher.path, init="checkpoint", mtp="carry")
+    return dataclasses.replace(
+        config.actor, path=config.teacher.path, init="checkpoint", mtp="carry", lora=LoraConfig()
+    )
 
 
 def teacher_servers(config: Config) -> SGLangServerConfig | None:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.actor.trait_checks import check_expert_biases, check_mtp, check_mtp_knobs, check_windows
+from megarl.actor.weights.peft_files import check_adapters
 from megarl.families import decoder
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Mlp
 from megarl.knobs import UserError, check_ranges
@@ -58,6 +59,7 @@ def model_checks(
         functools.partial(check_layout, model, parallel),
         functools.partial(check_expert_biases, model, parallel),
         functools.partial(check_mtp, config, model),
+        functools.partial(check_adapters, config, parallel, model, deterministic),
         functools.partial(check_windows, config, parallel, model, deterministic),
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
         functools.partial(fp8.check_layout, config, parallel, model),

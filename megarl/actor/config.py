@@ -68,6 +68,22 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the only weights that are trained, in PEFT's terms."""
+
+    rank: int = knob(0, "rank of the adapters; 0: none, and all weights are trained", least=0, most=4096)
+    alpha: float = knob(16.0, "adapters are multiplied by alpha / rank", above=0, most=1e6)
+    rslora: bool = knob(False, "multiply by alpha / sqrt(rank) instead (arXiv:2312.03732)")
+    dropout: float = knob(0.0, "share of an adapter's inputs that are dropped in training", least=0, below=1)
+    targets: list[str] = knob(
+        factory=lambda: ["all-linear"],
+        meaning="layers with adapters: ends of their names, such as q_proj; all-linear: each but head and routers",
+    )
+    path: str = knob("", "folder of a PEFT adapter to go on from; empty: A is drawn, B is zero", path=True)
+    init_seed: int = knob(1, "seed of new adapters", least=0, most=MAX_SEED)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One model: its checkpoint and how it is trained."""
 
@@ -140,6 +156,7 @@ class EngineConfig:
     mtp_loss_scaling_factor: float = knob(
         0.1, "mtp=train: factor on the loss of these layers, a mean over their depths", above=0, most=1000
     )
+    lora: LoraConfig = knob(factory=LoraConfig, meaning="low-rank adapters in place of trained weights")
     offload_while_sampling: str = knob(
         "all",
         "with server.colocate: all, optimizer (with gradients; parameters stay on the GPU), or none",
@@ -173,5 +190,8 @@ def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, determinist
 
 
 def groups_experts(config: EngineConfig, backend: str) -> bool:
-    """True if a rank's experts are one module under the layer backend of this name (see `backend_of`)."""
-    return config.experts == "grouped" or (config.experts == "auto" and backend == "te")
+    """True if a rank's experts are one module under the layer backend of this name (see `backend_of`).
+
+    With adapters they are modules of their own, which have an adapter each.
+    """
+    return config.experts == "grouped" or (config.experts == "auto" and backend == "te" and not config.lora.rank)

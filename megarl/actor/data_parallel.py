@@ -78,9 +78,9 @@ def _no_sync(ddps: Sequence[Any]) -> contextlib.ExitStack:
 
 
 def _ready_by_hand(ddp: DistributedDataParallel, module: GPTModel) -> None:
-    """Gives the LM head's weight `grad_ready`, unless the embedding's lookup on this rank runs its hook."""
+    """Gives the LM head's weight `grad_ready`, unless it is frozen or the embedding's lookup here runs its hook."""
     weight: Any = heads.weight_of(module)
-    if not (module.share_embeddings_and_output_weights and module.pre_process):
+    if weight.requires_grad and not (module.share_embeddings_and_output_weights and module.pre_process):
         weight.grad_ready = functools.partial(ddp.param_to_bucket_group[weight].register_grad_ready, weight)
 
 

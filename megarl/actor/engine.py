@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from megarl.actor.batch.microbatch import (
 from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
 from megarl.actor.checks import device_checks, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
+from megarl.actor.engine_weights import EngineWeights
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.model import build, heads
 from megarl.actor.model.backends import choose_backend
@@ -39,9 +41,8 @@ from megarl.actor.optimizer import build_optimizer, build_scheduler, mtp_grad_no
 from megarl.actor.reports import WeightedReport, reduced
 from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights import hf_weights
-from megarl.actor.weights.fused_experts import fuse
 from megarl.actor.weights.split_marks import check_split_marks
-from megarl.families import as_scalar, decoder, is_scalar, read_config, trains_mtp, without_mtp
+from megarl.families import as_scalar, is_scalar, read_config, trains_mtp
 from megarl.knobs import UserError, run_all
 from megarl.observe.timeline import timeline
 from megarl.ops.native import check_values_on_gpu
@@ -96,6 +97,7 @@ class MegatronEngine(TrainEngine):
         self._skipped = SkippedSteps(config.max_skipped_steps)
         # Set by `initialize`, which joins the process groups.
         self.groups: Groups
+        self._weights: EngineWeights
         self.modules: list[GPTModel] = []
         self.ddps: list[Any] = []
         self.optimizer: Any = None
@@ -116,22 +118,19 @@ class MegatronEngine(TrainEngine):
         self.modules = build.build_model(
             self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded_layers
         )
-        if self.config.init == "random":
-            hf_weights.initialize_randomly(self.modules, self.hf_config, self.groups, self.config.init_seed)
-        else:
-            hf_weights.load(self.modules, self.hf_config, self.groups, self.config.path, self.config.value_head_std)
+        self._weights = EngineWeights(self.config, self.hf_config, self.groups, self.modules, self.trainable)
         if not self.trainable:
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
         if trains_mtp(self.hf_config):
             self._mtp = MtpTraining(self.config, self.hf_config, self.groups, self.backend, self.modules)
-        check_split_marks(self.modules, self.hf_config, self.groups)
+        check_split_marks(self.modules, self._weights.table, self.groups)
         with megatron_patches.scope():
-            self.ddps = data_parallel.wrap(self.modules, self.groups)
+            self.ddps = self._weights.ddps = data_parallel.wrap(self.modules, self.groups)
             self.optimizer = build_optimizer(self.config, self.ddps, dtype)
         self.scheduler = build_scheduler(self.config.optimizer, self.optimizer, ft_spec)
         self._state = EngineState(
-            self.modules, self.hf_config, self.optimizer, self.scheduler, self.groups, self.config.path
+            self.modules, self._weights.table, self.optimizer, self.scheduler, self.groups, self.config.path
         )
 
     def _make_cut(self) -> Cut:
@@ -147,6 +146,7 @@ class MegatronEngine(TrainEngine):
         userbuffers.destroy()
         self._state = self.scheduler = self.optimizer = self._mtp = None
         self.ddps, self.modules = [], []
+        self.__dict__.pop("_weights", None)
         self.__dict__.pop("groups", None)  # a group's threads end with its last reference
         process_groups.destroy()
 
@@ -390,33 +390,31 @@ class MegatronEngine(TrainEngine):
     # -- weights and state -----------------------------------------------------------------------------------
 
     def shards(self) -> list[hf_weights.Shard]:
-        """Lists the boxes of HF tensors that this rank holds, as views of its live parameters. A collective.
-
-        Layers of multi-token prediction are left out, as SGLang's models leave them out.
-        """
-        data_parallel.complete_parameters(self.ddps)
-        return hf_weights.shards(self.stages, without_mtp(self.hf_config), self.groups)
+        """Lists the boxes of HF tensors that this rank holds, as servers take them. See `EngineWeights.shards`."""
+        return self._weights.shards()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the complete HF tensors of `shards` by name, on rank 0's host (`hf_weights.gather`). A collective."""
-        data_parallel.complete_parameters(self.ddps)
-        return fuse(hf_weights.gather(self.stages, without_mtp(self.hf_config), self.groups), decoder(self.hf_config))
+        return self._weights.named()
 
     def save(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
         if weight_format == "native":
             self.save_state(Path(path))
         else:
-            data_parallel.complete_parameters(self.ddps)
-            hf_weights.save(self.modules, self.hf_config, self.groups, Path(path), self.config.path)
+            self._weights.save(Path(path))
 
     def load(self, path: str | Path, weight_format: WeightFormat = "hf") -> None:
         if weight_format == "native":
             self.load_state(Path(path))
             return
-        hf_weights.load(self.modules, self.hf_config, self.groups, str(path), self.config.value_head_std)
+        self._weights.load(str(path))
         if self.trainable:
             with megatron_patches.scope():
                 self.optimizer.reload_model_params()  # the float32 main parameters
+
+    def base_alone(self) -> AbstractContextManager[None]:
+        """Context in which an engine with adapters runs without them. Other engines have none."""
+        return nullcontext() if self._weights.lora is None else self._weights.lora.switched_off()
 
     def connect(self, updates: WeightUpdates) -> None:
         self._weight_updates = updates

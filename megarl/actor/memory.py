@@ -15,9 +15,10 @@ from transformers import PretrainedConfig
 
 from megarl.actor import fp8
 from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of, groups_experts
+from megarl.actor.weights.adapter_shards import shape_of
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
-from megarl.families import decoder, padded_vocab_size, without_mtp
+from megarl.families import Adapters, decoder, padded_vocab_size, with_adapters, without_mtp
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
@@ -100,17 +101,41 @@ class RankParameters:
     dense: int
     experts: int
     matrices: int  # part of `dense` in linear layers
+    trained_dense: int  # all of them, or adapters
+    trained_experts: int
+
+    def spread(self, ep_size: int) -> RankParameters:
+        """The counts with the experts over `ep_size` ranks."""
+        return replace(self, experts=self.experts // ep_size, trained_experts=self.trained_experts // ep_size)
 
 
-def rank_parameters(model: PretrainedConfig, parallel: ParallelConfig, pp_rank: int) -> RankParameters:
-    """Counts the parameters of a rank with pipeline rank `pp_rank`. All experts have one size, so one is counted."""
+def rank_parameters(
+    model: PretrainedConfig, parallel: ParallelConfig, pp_rank: int, adapters: Adapters | None = None
+) -> RankParameters:
+    """Counts the parameters of a rank with pipeline rank `pp_rank`. All experts have one size, so one is counted.
+
+    With `adapters`, they alone are trained.
+    """
     experts = decoder(model).experts
     single = parallel if experts is None else replace(parallel, ep_size=experts.count)
-    specs = shard_specs(model, single, Place(0, 0, 0, pp_rank, 0, 0, 0))
-    expert = elements([spec for spec in specs if ".experts." in spec.param])
+    place = Place(0, 0, 0, pp_rank, 0, 0, 0)
+    specs = shard_specs(model, single, place)
+    expert = _expert_elements(specs)
     share = 0 if experts is None else experts.count // parallel.ep_size
     matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
-    return RankParameters(elements(specs) - expert, expert * share, matrices - expert)
+    trained = specs if adapters is None else shard_specs(with_adapters(model, adapters), single, place)
+    trained_expert = _expert_elements(trained)
+    return RankParameters(
+        elements(specs) - expert,
+        expert * share,
+        matrices - expert,
+        elements(trained) - trained_expert,
+        trained_expert * share,
+    )
+
+
+def _expert_elements(specs: list[ShardSpec]) -> int:
+    return elements([spec for spec in specs if ".experts." in spec.param])
 
 
 def trainer_memory(
@@ -126,8 +151,9 @@ def trainer_memory(
 
     `parameters` are the rank's, if they were counted before.
     """
-    parameters = parameters or rank_parameters(model, parallel, pp_rank)
-    dense, experts = parameters.dense, parameters.experts
+    parameters = parameters or rank_parameters(model, parallel, pp_rank, shape_of(engine.lora))
+    adapters = parameters.trained_dense + parameters.trained_experts if engine.lora.rank else 0
+    trained = parameters.trained_dense + parameters.trained_experts
     item = ITEM_BYTES[engine.dtype]
     per_stage = parallel.world_size() // parallel.pp_size
     replicas = per_stage // parallel.tp_size  # dp x cp: number of shards of the distributed optimizer
@@ -143,15 +169,18 @@ def trainer_memory(
         if shape.mtp and parallel.pp_size > 1 and not shape.tied:  # the last stage's copy (`mtp.py`)
             embedding = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size * model.hidden_size * item
     return TrainerMemory(
-        weights=(dense + experts) * item + _quantised_weights(parameters, engine) + embedding,
-        gradients=(dense + experts) * GRADIENT,
-        optimizer=state * (math.ceil(dense / replicas) + math.ceil(experts / expert_replicas)),
+        weights=(parameters.dense + parameters.experts + adapters) * item
+        + _quantised_weights(parameters, engine)
+        + embedding,
+        gradients=trained * GRADIENT,
+        optimizer=state
+        * (math.ceil(parameters.trained_dense / replicas) + math.ceil(parameters.trained_experts / expert_replicas)),
         activations=mtp_layers
         + _activations(
             model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank, engine.offload_activations
         ),
         head=head,
-        update=0 if on_gpu else (dense + experts) * item,  # gloo all-gathers the parameters into a copy
+        update=0 if on_gpu else trained * item,  # gloo all-gathers the parameters into a copy
         batch=BATCH_BYTES * load.all_tokens,
         runtime=GPU_RUNTIME if on_gpu else 0,
     )

@@ -1,4 +1,4 @@
-"""A frozen model next to the trained one: the reference of a KL penalty or of DPO."""
+"""The start policy: the reference of a KL penalty or of DPO."""
 
 from __future__ import annotations
 
@@ -39,3 +39,32 @@ class MegatronReference(MegatronEngine):
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
+
+
+class BasePolicy:
+    """The base of an engine with adapters, which are switched off for it. It takes no memory of its own."""
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        self._engine = engine
+
+    def compute_logp(self, data: Any) -> Tensor:
+        """Computes log-probs as `MegatronReference.compute_logp` does."""
+        with self._engine.base_alone():
+            return self._engine.eval().logprobs(data, trained_only=True)
+
+    def offload(self) -> None:
+        """Does nothing: the weights are the engine's."""
+
+    def destroy(self) -> None:
+        """Does nothing: the engine frees its weights."""
+
+
+def start_policy(
+    config: EngineConfig, parallel: ParallelConfig, engine: MegatronEngine
+) -> MegatronReference | BasePolicy:
+    """Builds the start policy of a run whose engine is `engine`. With adapters it is their base."""
+    if config.lora.rank:
+        return BasePolicy(engine)
+    reference = MegatronReference(config, parallel)
+    reference.initialize()
+    return reference

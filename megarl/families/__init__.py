@@ -1,5 +1,6 @@
 """Model families: the shape of each as blocks, and the checks of a checkpoint's config. Imports no Megatron."""
 
+from megarl.families.adapters import Adapters, adapters_of, with_adapters, without_adapters
 from megarl.families.hf_config import (
     as_scalar,
     carried_prefixes,
@@ -17,6 +18,8 @@ from megarl.families.rotary import rotary_inv_freq
 __all__ = [
     "CONTAINERS",
     "FAMILIES",
+    "Adapters",
+    "adapters_of",
     "as_scalar",
     "carried_prefixes",
     "decoder",
@@ -28,6 +31,8 @@ __all__ = [
     "rotary_inv_freq",
     "text_part",
     "trains_mtp",
+    "with_adapters",
     "with_mtp",
+    "without_adapters",
     "without_mtp",
 ]

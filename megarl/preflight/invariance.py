@@ -25,11 +25,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, Glm4MoeConfig, GptOssConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
-from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.distillation import TOP_IDS, TOP_LOGPROBS, Distillation, MegatronTeacher, top_k_of
 from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.weights import peft_files
+from megarl.actor.weights.shards import tensor_shapes
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.algorithms.opd import OPD, OPDConfig
+from megarl.families import Adapters, read_config, with_adapters
 from megarl.launcher.local import run_ranks
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -79,6 +82,7 @@ COMPLETIONS = 4  # per prompt, of three prompts
 LENGTHS = (19, 33, 11, 26, 48, 17, 21, 9, 40, 14, 28, 23)
 TEACHER_BETA, TEACHER_TOP = 0.5, 8
 PROMPT = 4  # tokens that are not trained
+LORA, ADAPTERS = LoraConfig(rank=4, alpha=8.0), "adapters"
 FIGURES = ("logprobs", "advantages", "loss", "grad_norm")
 
 
@@ -92,6 +96,7 @@ class Case:
     experts: str = "auto"  # actor.experts
     prompts: bool = False  # completions of a group begin with a common prompt
     shared: bool = False  # actor.shared_prefix
+    lora: bool = False  # trains adapters
     divergence: str = ""  # algorithm.divergence from the model `teacher`; "" trains by GRPO
 
     @property
@@ -99,6 +104,8 @@ class Case:
         """Name of the case of the single process, on the same model and batch."""
         if self.divergence:
             return f"{self.divergence} teacher tp1"
+        if self.lora:
+            return f"lora {self.model} tp1"
         return "prompts tp1" if self.prompts else "tp1" if self.model == "dense" else f"{self.model} tp1"
 
     @property
@@ -153,6 +160,14 @@ CASES = {
     "moe tp2 sp ep2 etp2, grouped": Case("moe", {**SP, "dp_size": 2, "ep_size": 2}, experts="grouped"),
     "moe ep2 etp2 overlap": Case("moe", {"dp_size": 4, "ep_size": 2, "etp_size": 2, "overlap": True}),
     "moe pp2 vpp2 ep2": Case("moe", {"pp_size": 2, "vpp_size": 2, "dp_size": 2, "ep_size": 2}),
+    "lora dense tp1": Case(lora=True),
+    "lora tp2 sp": Case(knobs=SP, lora=True),
+    "lora pp2": Case(knobs={"pp_size": 2}, lora=True),
+    "lora cp2": Case(knobs={"cp_size": 2}, lora=True),
+    "lora dp2 overlap": Case(knobs={"dp_size": 2, "overlap": True}, lora=True),
+    "lora moe tp1": Case("moe", lora=True),
+    "lora moe tp2 sp ep2": Case("moe", {**SP, "ep_size": 2, "etp_size": 1}, lora=True),
+    "lora moe pp2 etp2": Case("moe", {**SP, "pp_size": 2}, lora=True),
     "latent tp1": Case("latent"),
     "latent tp2 sp ep2": Case("latent", {**SP, "ep_size": 2, "etp_size": 1}),
     "latent tp2 sp": Case("latent", SP),
@@ -211,12 +226,24 @@ def build_actor(case: Case, folder: Path) -> MegatronPPOActor:
         max_tokens_per_mb=case.max_tokens_per_mb,
         experts=case.experts,
         shared_prefix=case.shared,
+        lora=LORA if case.lora else LoraConfig(),
         mtp="train" if case.model == "mtp" else "carry",
         optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.0),
     )
     actor = MegatronPPOActor(config, algorithm_of(case), case.parallel)
     actor.initialize()
+    if case.lora:
+        actor.load(folder / ADAPTERS)
     return actor
+
+
+def _write_adapters(folder: Path) -> None:
+    """Writes random adapters of the model in `folder`. New ones have B = 0, and A then has no gradient."""
+    adapters = Adapters(LORA.rank, tuple(LORA.targets), LORA.alpha)
+    shapes = tensor_shapes(with_adapters(read_config(str(folder)), adapters))
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    peft_files.write(folder / ADAPTERS, tensors, adapters, 0.0, str(folder))
 
 
 def algorithm_of(case: Case) -> GRPO | OPD:
@@ -328,6 +355,8 @@ def run_invariance(keep: Path | None = None) -> int:
         for name, config in MODELS.items():
             with contextlib.redirect_stdout(io.StringIO()):
                 config.save_pretrained(work / name)
+            if any(case.lora and case.model == name for case in CASES.values()):
+                _write_adapters(work / name)
         for world in sorted({case.ranks for case in CASES.values()}):
             with console.status(f"{sum(case.ranks == world for case in CASES.values())} layouts on {world} ranks"):
                 code = run_ranks("megarl.preflight.invariance", [str(work)], world, work)

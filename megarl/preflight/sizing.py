@@ -111,9 +111,10 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     """Bytes of the other models on a rank that holds `stage` of the actor.
 
     A reference's weights are resident while it computes log-probs; a critic's weights, gradients and optimizer always.
+    With adapters the reference is their base.
     """
     other_models = {}
-    if needs_reference(config):
+    if needs_reference(config) and not config.actor.lora.rank:
         other_models["reference"] = stage.weights
     if teacher := teacher_bytes(config, config.parallel, load_of(config)):
         other_models["teacher"] = teacher

@@ -170,7 +170,8 @@ def trainer_times(
     each = float(count * (parameters.dense + parameters.experts))
     each /= work.cluster.gpu_memory_gb_s * 1e9 * work.cluster.decode_utilisation
     forward = max(compute, launch, each * work.item)
-    backward = max(2 * compute, 2 * launch, each * (work.item + 2 * GRADIENT))
+    frozen = parameters.trained_dense < parameters.dense  # adapters: no gradients of the weights
+    backward = max((1 if frozen else 2) * compute, 2 * launch, each * (work.item + (0 if frozen else 2 * GRADIENT)))
     bubble = (pp - 1) / (per_update * vpp)
     return TrainerTimes(
         update=work.trained * (forward * (1 + work.again[recompute]) + backward) * (1 + bubble),

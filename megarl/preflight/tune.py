@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 from megarl.actor.checks import check_layout
 from megarl.actor.config import RECOMPUTE
 from megarl.actor.memory import RankParameters, StepLoad, rank_parameters, trainer_memory
+from megarl.actor.weights.adapter_shards import shape_of
 from megarl.checks import failures
 from megarl.config import Config, longest_sequence
 from megarl.families import decoder
@@ -211,7 +212,7 @@ class Search:
     @staticmethod
     def of(config: Config, model: PretrainedConfig) -> Search:
         limit = int(ROOMY * config.cluster.gpu_memory_gib * GIB)
-        others = needs_reference(config), needs_critic(config)
+        others = needs_reference(config) and not config.actor.lora.rank, needs_critic(config)
         return Search(config, TrainerWork.of(config, model), batch_of(config), *others, limit)
 
     def memory(
@@ -241,13 +242,14 @@ def _layouts(config: Config, model: PretrainedConfig, gpus: int) -> Iterator[Lay
         base = _stages(model, tp, pp, not whole) if tp <= config.cluster.gpus_per_node else None
         if base is None or (teacher is not None and failures([partial(check_layout, teacher, base)])):
             continue
-        counts = {rank: rank_parameters(model, base, rank) for rank in {0, min(1, pp - 1), pp - 1}}
+        adapters, ranks = shape_of(config.actor.lora), {0, min(1, pp - 1), pp - 1}
+        counts = {rank: rank_parameters(model, base, rank, adapters) for rank in ranks}
         for cp, dp in itertools.product(SIZES[:1] if whole else SIZES[:-1], replicas):
             if tp * pp * cp * dp > min(gpus, MAX_RANKS):
                 continue
             for ep in _expert_sizes(search.work, tp * cp * dp):
                 parallel = replace(base, cp_size=cp, dp_size=dp, ep_size=ep)
-                shared = {rank: replace(c, experts=c.experts // ep) for rank, c in counts.items()}
+                shared = {rank: count.spread(ep) for rank, count in counts.items()}
                 if (layout := _fitting(search, parallel, shared)) is not None:
                     yield layout
 

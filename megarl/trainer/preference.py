@@ -14,7 +14,7 @@ import torch
 from megarl.actor.api import FinetuneSpec, LossInput
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.reference import MegatronReference
+from megarl.actor.reference import start_policy
 from megarl.algorithms import PreferenceAlgorithm, RewardModelConfig, algorithm_of
 from megarl.algorithms.kto import mismatched_kl
 from megarl.config import Config
@@ -22,7 +22,7 @@ from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.trainer.checkpoints.saver import ACTOR
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.reference_logprobs import Logprobs, online, stored
+from megarl.trainer.reference_logprobs import Frozen, Logprobs, online, stored
 from megarl.trainer.run import Run, stage
 from megarl.types import PackedBatch
 
@@ -39,11 +39,16 @@ class Preferences:
     @staticmethod
     def build(config: Config, inputs: Inputs) -> Preferences:
         algorithm = algorithm_of(config.algorithm)
-        # The start policy comes first: once its log-probs are stored, its memory is free for the actor.
-        references = references_of(config, inputs) if algorithm.needs_reference else {}
         scores = isinstance(config.algorithm, RewardModelConfig)
         engine = (MegatronScalarEngine if scores else MegatronEngine)(config.actor, config.parallel)
-        engine.initialize(ft_spec=FinetuneSpec(1, config.total_train_steps, 1))
+        spec = FinetuneSpec(1, config.total_train_steps, 1)
+        references: dict[str, Logprobs] = {}
+        if config.actor.lora.rank:  # the start policy is the engine's own base
+            engine.initialize(ft_spec=spec)
+        if algorithm.needs_reference:
+            references = references_of(config, inputs, engine)
+        if not config.actor.lora.rank:  # once its log-probs are stored, the start policy's memory is free
+            engine.initialize(ft_spec=spec)
         return Preferences(engine, algorithm, "values" if scores else "logprobs", references)
 
     def prepare(self, batch: PackedBatch, data: str) -> PackedBatch:
@@ -75,14 +80,12 @@ class Preferences:
         return self.engine.eval().eval_batch(batch, algorithm.loss, algorithm.loss_weight, loss_input=self.loss_input)
 
 
-def references_of(config: Config, inputs: Inputs) -> dict[str, Logprobs]:
-    """The start policy's log-probs of both data sets."""
+def references_of(config: Config, inputs: Inputs, engine: MegatronEngine) -> dict[str, Logprobs]:
+    """The start policy's log-probs of both data sets. `engine` is initialized if it has adapters."""
 
     @functools.cache  # both data sets share the model
-    def build() -> MegatronReference:
-        reference = MegatronReference(config.actor, config.parallel)
-        reference.initialize()
-        return reference
+    def build() -> Frozen:
+        return start_policy(config.actor, config.parallel, engine)
 
     if config.reference.mode == "online":
         return dict.fromkeys(("train", "valid"), online(build()))

@@ -34,7 +34,7 @@ Logprobs = Callable[[PackedBatch], Tensor]  # token-aligned, 0 outside `loss_mas
 
 
 class Frozen(Protocol):
-    """The start policy, a `MegatronReference`."""
+    """The start policy."""
 
     def compute_logp(self, data: Any) -> Tensor:
         """float32 `[total_tokens]`: log-probs of the tokens that `loss_mask` marks, 0 elsewhere."""

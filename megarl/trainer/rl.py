@@ -13,7 +13,7 @@ from megarl.actor.api import FinetuneSpec
 from megarl.actor.critic import MegatronPPOCritic
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
-from megarl.actor.reference import MegatronReference
+from megarl.actor.reference import BasePolicy, MegatronReference, start_policy
 from megarl.algorithms import algorithm_of
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
@@ -33,7 +33,7 @@ class Models:
     """The policy, and the other models that an algorithm needs."""
 
     actor: MegatronPPOActor
-    reference: MegatronReference | None = None  # frozen at the start
+    reference: MegatronReference | BasePolicy | None = None  # the start policy
     critic: MegatronPPOCritic | None = None
     teacher: Teacher | None = None
 
@@ -43,8 +43,7 @@ class Models:
         models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel, deterministic=config.deterministic))
         models.actor.initialize(ft_spec=spec)
         if algorithm.needs_reference:
-            models.reference = MegatronReference(config.actor, config.parallel)
-            models.reference.initialize()
+            models.reference = start_policy(config.actor, config.parallel, models.actor)
             models.reference.offload()
         if algorithm.needs_critic:
             critic = dataclasses.replace(config.actor, optimizer=config.critic_optimizer)

@@ -45,6 +45,7 @@ from megarl.actor.weights import hf_files, hf_weights
 from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.hf_weights import Shard
 from megarl.actor.weights.shards import float32_tensors
+from megarl.families import adapters_of
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel.broadcast import gather_json
@@ -231,17 +232,21 @@ class EngineState:
     @functools.cached_property
     def _carried(self) -> list[str]:
         """Names of the source's tensors that training carries along. A checkpoint names them and holds no copy."""
-        return hf_files.carried_names(str(self.source), self.config) if self.groups.rank == 0 else []
+        if self.groups.rank != 0 or adapters_of(self.config) is not None:
+            return []
+        return hf_files.carried_names(str(self.source), self.config)
 
     @functools.cached_property
     def _repeated(self) -> dict[str, str]:
         """Names of the source's tensors that repeat another one of the model."""
-        return hf_files.repeated_names(str(self.source), self.config) if self.groups.rank == 0 else {}
+        if self.groups.rank != 0 or adapters_of(self.config) is not None:
+            return {}
+        return hf_files.repeated_names(str(self.source), self.config)
 
     @functools.cached_property
     def _in_float32(self) -> list[str]:
         """Names of tensors that an export of a bfloat16 model writes in float32, as the source has them."""
-        if self.groups.rank != 0 or self.dtype == torch.float32:
+        if self.groups.rank != 0 or self.dtype == torch.float32 or adapters_of(self.config) is not None:
             return []
         return sorted(hf_files.stored_in_float32(str(self.source), self.config, float32_tensors(self.config)))
 
@@ -272,6 +277,8 @@ class EngineState:
         }
         if self._in_float32:
             facts["float32"] = self._in_float32
+        if adapters_of(self.config) is not None:
+            facts["base"] = str(self.source.resolve())
         if self._repeated:
             facts["repeated"] = self._repeated
         if self._carried:
@@ -312,7 +319,8 @@ class EngineState:
         self._check(stored)
         with torch.no_grad():
             for param in hf_weights.parameters(self.modules):
-                param.zero_()  # padding of the vocabulary stays zero
+                if param.requires_grad:
+                    param.zero_()  # padding of the vocabulary stays zero
             for shard in hf_weights.shards(self.modules, self.config, self.groups):
                 if shard.view.numel():
                     weights = stored.read(stored.kinds[shard.name], shard.name, shard.start, shard.stop)

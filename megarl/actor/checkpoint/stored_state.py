@@ -13,6 +13,7 @@ is stored once per kind. Kinds are `weight`, the float32 `main` if weights are b
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.families import is_scalar, trains_mtp
+from megarl.families import adapters_of, is_scalar, trains_mtp
 from megarl.knobs import UserError
 
 FORMAT = 2
@@ -182,7 +183,9 @@ def shape_of(config: PretrainedConfig) -> dict[str, Any]:
     """Selects the facts of a HF config that a stored state must match."""
     values = config.to_dict()
     fields = {k: values[k] for k in SHAPE_FIELDS if values.get(k) is not None}
-    trained = {"actor.mtp": "train"} if trains_mtp(config) else {}
+    trained: dict[str, Any] = {"actor.mtp": "train"} if trains_mtp(config) else {}
+    if (adapters := adapters_of(config)) is not None:
+        trained |= {f"actor.lora.{name}": value for name, value in dataclasses.asdict(adapters).items()}
     return {"model_type": config.model_type, "scalar": is_scalar(config), **fields, **trained}
 
 

@@ -205,6 +205,8 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
     if name == "te":
         te = _transformer_engine(config.shared_prefix, config.recompute)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
+        if config.lora.rank:  # an adapter reads what the norm returns
+            backend = dataclasses.replace(backend, norm_linear=None)
     elif name == "cpu":
         backend = _cpu(decoder(model).attention, rotary_inv_freq(model))
     else:

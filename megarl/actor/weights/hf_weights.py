@@ -26,7 +26,7 @@ from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.repeated_tensors import EMBEDDING, HEAD, with_repeated
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import SCORE, float32_tensors, shard_specs, tensor_shapes, tensor_specs, world_table
-from megarl.families import decoder
+from megarl.families import adapters_of, decoder
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.parallel import platform
@@ -72,7 +72,8 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     Raises:
         RuntimeError: the table and the parameters do not match.
     """
-    named = [named_tensors(module) for module in modules]
+    of_adapters = adapters_of(config) is not None
+    named = [_of_table(named_tensors(module), of_adapters) for module in modules]
     result, bound = [], set()
     for spec in shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)):
         name, param = native(named[spec.stage], spec)
@@ -87,6 +88,13 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
             f"{unbound[0]} holds no HF tensor ({len(unbound)} such parameters); add it to actor/weights/shards.py"
         )
     return result
+
+
+def _of_table(named: dict[str, Tensor], of_adapters: bool) -> dict[str, Tensor]:
+    """Selects the tensors that a table has: adapters and a value head, or all others."""
+    if of_adapters:
+        return {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+    return {name: tensor for name, tensor in named.items() if ".lora." not in name}
 
 
 def named_tensors(module: GPTModel) -> dict[str, Tensor]:
@@ -199,35 +207,47 @@ def _constant(name: str, zero_centered: bool) -> float | None:
 
 def _drawn(shard: Shard, seed: int) -> Tensor:
     """Draws the shard's full HF tensor from normal(0, 1)."""
+    return torch.randn(shard.shape, generator=_generator(shard, seed))
+
+
+def _generator(shard: Shard, seed: int) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{shard.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randn(shard.shape, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
-def gather(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups) -> Iterator[tuple[str, Tensor]]:
+def drawn_uniform(shard: Shard, seed: int) -> Tensor:
+    """Draws the shard's full tensor from uniform(-1, 1)."""
+    return torch.rand(shard.shape, generator=_generator(shard, seed)) * 2 - 1
+
+
+def gather(
+    local_shards: Sequence[Shard], dtype: torch.dtype, config: PretrainedConfig, groups: Groups
+) -> Iterator[tuple[str, Tensor]]:
     """Yields every complete HF tensor with its name, in the order of `tensor_shapes`. A collective of the world.
 
-    Rank 0 gets the tensors, on the host; the other ranks get empty ones. Only one tensor is in memory at a time. If
-    several ranks hold the same box, the lowest rank sends it.
+    `local_shards` are this rank's, of a model with this dtype. Rank 0 gets the tensors, on the host; the others get
+    empty ones. Only one tensor is in memory at a time. If several ranks hold the same box, the lowest rank sends it.
     """
-    local_views = {(s.name, s.start): s.view for s in shards(modules, config, groups)}
-    model_dtype, senders = next(parameters(modules)).dtype, _senders(config, groups)
+    local_views, senders = {(s.name, s.start): s.view for s in local_shards}, _senders(config, groups)
     gather_json(groups.rank)  # NCCL connects all ranks here: a batch of sends connects the world, and waits for all
     for name, spec in tensor_specs(config).items():
-        dtype = torch.float32 if spec.float32 or is_buffer(name) else model_dtype
+        stored_dtype = torch.float32 if spec.float32 or is_buffer(name) else dtype
         if groups.rank != 0:
             boxes = senders[name].get(groups.rank)
             if boxes is not None:
                 message = torch.cat([local_views[name, start].detach().flatten() for start, _ in boxes])
                 _exchange([dist.P2POp(dist.isend, message, 0)])
-            yield name, torch.empty(0, dtype=dtype)
+            yield name, torch.empty(0, dtype=stored_dtype)
             continue
-        full = torch.empty(spec.shape, dtype=dtype)
+        full = torch.empty(spec.shape, dtype=stored_dtype)
         for start, stop in senders[name].get(0, []):
             _write(full, start, stop, local_views[name, start].detach())
-        for batch in _batches({rank: boxes for rank, boxes in senders[name].items() if rank != 0}, dtype.itemsize):
+        for batch in _batches(
+            {rank: boxes for rank, boxes in senders[name].items() if rank != 0}, stored_dtype.itemsize
+        ):
             messages = [
-                torch.empty(sum(map(_size, boxes)), dtype=dtype, device=platform.device()) for boxes in batch.values()
+                torch.empty(sum(map(_size, boxes)), dtype=stored_dtype, device=platform.device())
+                for boxes in batch.values()
             ]
             _exchange([dist.P2POp(dist.irecv, message, rank) for rank, message in zip(batch, messages, strict=True)])
             for boxes, message in zip(batch.values(), messages, strict=True):
@@ -286,17 +306,23 @@ def _senders(config: PretrainedConfig, groups: Groups) -> dict[str, dict[int, li
     return result
 
 
-def save(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, folder: Path, source: str) -> None:
+def save(
+    local_shards: Sequence[Shard],
+    dtype: torch.dtype,
+    config: PretrainedConfig,
+    groups: Groups,
+    folder: Path,
+    source: str,
+) -> None:
     """Writes a HF checkpoint (sharded safetensors, config, and the tokenizer files of `source`) to `folder`.
 
     Tensors of `source` that training carries along are copied. Parameters that are always float32 are written so if
     `source` has them in float32. A collective of the world. Rank 0 writes, holding at most one file's tensors.
     """
-    tensors = gather(modules, config, groups)
+    tensors = gather(local_shards, dtype, config, groups)
     if groups.rank == 0:
         carried = hf_files.carried_tensors(source, config, hf_files.carried_names(source, config))
         in_float32 = hf_files.stored_in_float32(source, config, float32_tensors(config))
-        dtype = next(parameters(modules)).dtype
         trained = (
             (name, tensor if name in in_float32 or is_buffer(name) else tensor.to(dtype)) for name, tensor in tensors
         )

@@ -26,24 +26,33 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
+from megarl.actor.weights.adapter_shards import SCORE, adapter_shards
 from megarl.actor.weights.block_shards import attention_shards, expert_shards, mlp_shards, router_shards
 from megarl.actor.weights.delta_net_shards import delta_net_shards
 from megarl.actor.weights.shard_spec import ShardSpec, Stage
-from megarl.families import decoder, is_scalar, padded_vocab_size
+from megarl.families import adapters_of, decoder, is_scalar, padded_vocab_size
 from megarl.families.blocks import Decoder, DeltaNet, Experts, Layer, MtpLayer
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place, places
 
 Ints = NDArray[np.int64]
 
-SCORE = "score.weight"  # the value head
-
 
 def shard_specs(config: PretrainedConfig, parallel: ParallelConfig, place: Place) -> list[ShardSpec]:
-    """Lists the shards of the rank at `place`: dense weights, then experts, each in layer order."""
+    """Lists the shards of the rank at `place`: dense weights, then experts, each in layer order.
+
+    For a config that stands for adapters (`families/adapters.py`), those of the adapters.
+    """
     model = decoder(config)
     dense = _dense_specs(config, model, parallel, place.pp, place.tp)
-    return [*dense, *_expert_specs(model, parallel, place.pp, place.ep, place.etp)]
+    experts = _expert_specs(model, parallel, place.pp, place.ep, place.etp)
+    return [*_adapted(config, dense), *_adapted(config, experts)]
+
+
+def _adapted(config: PretrainedConfig, specs: list[ShardSpec]) -> list[ShardSpec]:
+    """The shards of the adapters of these weights, if the config stands for adapters, else the weights' own."""
+    adapters = adapters_of(config)
+    return specs if adapters is None else list(adapter_shards(specs, adapters))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +82,8 @@ def world_table(config: PretrainedConfig, parallel: ParallelConfig) -> WorldTabl
         if model.experts is not None:
             experts.setdefault((place.pp, place.ep, place.etp), []).append(rank)
     sets = [
-        *((_dense_specs(config, model, parallel, *key), ranks) for key, ranks in dense.items()),
-        *((_expert_specs(model, parallel, *key), ranks) for key, ranks in experts.items()),
+        *((_adapted(config, _dense_specs(config, model, parallel, *key)), ranks) for key, ranks in dense.items()),
+        *((_adapted(config, _expert_specs(model, parallel, *key)), ranks) for key, ranks in experts.items()),
     ]
     names: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []

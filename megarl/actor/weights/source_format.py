@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.weights.joined_tensors import TensorPart, joined
-from megarl.families import CONTAINERS, FAMILIES, carried_prefixes, decoder, is_scalar, without_mtp
+from megarl.families import CONTAINERS, FAMILIES, carried_prefixes, decoder, is_scalar, without_adapters, without_mtp
 
 PLAIN, NESTED = "model.", "model.language_model."
 INDEX = "model.safetensors.index.json"
@@ -109,7 +109,7 @@ def write_config(folder: Path, config: PretrainedConfig, source: Path) -> None:
 
     Weights are written in 16 or 32 bits, so no config says how they were quantised.
     """
-    fields, config = config_fields(source), copy.copy(without_mtp(config))
+    fields, config = config_fields(source), copy.copy(without_adapters(without_mtp(config)))
     for quantised in (fields, vars(config)):
         quantised.pop("quantization_config", None)
     if not _is_nested(config, source):

@@ -1,0 +1,195 @@
+"""Low-rank adapters in Megatron's linear layers (LoRA, arXiv:2106.09685), on every cut of tensor parallelism.
+
+A module's adapter adds `scale * x A^T B^T` to its output. Vectors of `rank` elements are what ranks exchange:
+
+    column-parallel   A complete, B by rows      gathers `x A^T` under sequence parallelism
+    row-parallel      A by columns, B complete   sums `x A^T` over the ranks
+    replicated        both complete
+
+Experts exchange tokens around their layers, not in them. There the gradient of the complete matrix is summed instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor, nn
+
+from megarl.actor.weights.adapter_shards import AdaptedPart
+from megarl.parallel.groups import Groups
+
+
+class AdapterPart(nn.Module):
+    """Matrices of one HF linear layer on this rank: `a [rank, columns]` and `b [rows, rank]`."""
+
+    def __init__(self, rank: int, columns: int, rows: int, like: Tensor) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+        self.a = nn.Parameter(torch.zeros(rank, columns, **options))
+        self.b = nn.Parameter(torch.zeros(rows, rank, **options))
+
+
+class Adapter(nn.Module):
+    """Adapters of the parts of one linear module."""
+
+    def __init__(
+        self, weight: Tensor, parts: Sequence[AdaptedPart], rank: int, scale: float, dropout: float, groups: Groups
+    ) -> None:
+        """Builds zeros. `weight` is the module's own, whose marks say how ranks cut it."""
+        super().__init__()
+        self.scale, self.dropout, self.enabled = scale, dropout, True
+        for part in parts:
+            low, high = part.columns
+            self.add_module(part.part, AdapterPart(rank, high - low, part.height, weight))
+        self._names = [part.part for part in parts]
+        self._order = _order(parts, weight.shape[0])
+        self.cut = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
+        self.is_expert = ".experts." in parts[0].module
+        self.group = groups.etp if self.is_expert else groups.tp
+        self.sequence_parallel = groups.layout.sequence_parallel and not self.is_expert
+        self._mark(weight)
+
+    def _mark(self, weight: Tensor) -> None:
+        """Gives the matrices Megatron's marks: of cuts, of partial gradients, and of experts."""
+        for name in self._names:
+            part = self._part(name)
+            cut = {0: [part.b], 1: [part.a]}.get(self.cut, [])
+            if self.is_expert and self.group.size() == 1:
+                cut = [part.a, part.b]  # as weights of experts that are not cut: each rank counts its part of a norm
+            for matrix in cut:
+                set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=max(self.cut, 0), stride=1)
+            if self.sequence_parallel:  # gradients of a rank's own tokens: Megatron sums them over tp
+                whole = (part.a,) if self.cut == 0 else (part.b,) if self.cut == 1 else (part.a, part.b)
+                for matrix in whole:
+                    setattr(matrix, "sequence_parallel", True)  # noqa: B010 (torch does not declare it)
+            if hasattr(weight, "allreduce"):
+                for matrix in (part.a, part.b):
+                    setattr(matrix, "allreduce", weight.allreduce)  # noqa: B010
+
+    def _part(self, name: str) -> AdapterPart:
+        part: AdapterPart = self.get_submodule(name)  # type: ignore[assignment]
+        return part
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes what is added to the module's output, `[..., rows of this rank]`, from its input."""
+        if self.dropout and self.training:
+            x = F.dropout(x, self.dropout)
+        parts = {name: self._part(name) for name in self._names}
+        a = torch.cat([part.a for part in parts.values()])
+        if self.is_expert and self.cut == 0:
+            a = copy_to_tensor_model_parallel_region(a, group=self.group)
+        inner = dict(zip(parts, self._exchange(F.linear(x, a)).split(len(a) // len(parts), dim=-1), strict=True))
+        outputs = {name: F.linear(inner[name], self._b(part)) for name, part in parts.items()}
+        if len(self._order) == 1:
+            (output,) = outputs.values()
+        else:
+            (tokens,) = {output.shape[:-1] for output in outputs.values()}
+            output = torch.cat(
+                [
+                    outputs[name][..., row : row + count] if name else x.new_zeros(*tokens, count)
+                    for name, row, count in self._order
+                ],
+                dim=-1,
+            )
+        return output * self.scale
+
+    def _b(self, part: AdapterPart) -> Tensor:
+        if self.is_expert and self.cut == 1:
+            return copy_to_tensor_model_parallel_region(part.b, group=self.group)
+        return part.b
+
+    def _exchange(self, inner: Tensor) -> Tensor:
+        """Brings `x A^T` to the tokens and sums that `B` takes."""
+        if self.is_expert or self.cut < 0:
+            return inner
+        if self.cut == 0:
+            if self.sequence_parallel:
+                return gather_from_sequence_parallel_region(inner, group=self.group)
+            return copy_to_tensor_model_parallel_region(inner, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
+        return reduce_from_tensor_model_parallel_region(inner, group=self.group)
+
+
+def _order(parts: Sequence[AdaptedPart], height: int) -> list[tuple[str, int, int]]:
+    """Lists a module's `height` rows in their order: part, first row of its `b`, and their number.
+
+    The part is "" for rows of weights without an adapter.
+    """
+    places = sorted((box.at[0], part.part, row, box.stop[0] - box.start[0]) for part in parts for box, row in part.rows)
+    order, at = [], 0
+    for first, part, row, count in places:
+        if first > at:
+            order.append(("", 0, first - at))
+        order.append((part, row, count))
+        at = first + count
+    return [*order, ("", 0, height - at)] if at < height else order
+
+
+def attach(
+    modules: Sequence[nn.Module],
+    parts: Sequence[AdaptedPart],
+    rank: int,
+    scale: float,
+    dropout: float,
+    groups: Groups,
+) -> None:
+    """Freezes the model and adds an adapter to every module that has one of the `parts`. A value head stays trained."""
+    by_module: dict[tuple[int, str], list[AdaptedPart]] = {}
+    for part in parts:
+        by_module.setdefault((part.boxes[0].stage, part.module), []).append(part)
+    for stage in modules:
+        stage.requires_grad_(False)
+    for (number, name), adapted in by_module.items():
+        module = modules[number].get_submodule(name)
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        adapter = Adapter(weight, adapted, rank, scale, dropout, groups)
+        module.add_module("lora", adapter)
+        module.register_forward_hook(_add)
+    for stage in modules:
+        recomputes = stage.config.recompute_granularity == "full"  # type: ignore[union-attr]
+        if recomputes and (embedding := getattr(stage, "embedding", None)) is not None:
+            embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Has the first layer's input require a gradient: without one, a recomputed layer gives its adapters none."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _add(module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+    """Adds the adapter's output to a linear module's, which comes with its bias."""
+    adapter: Adapter = module.lora  # type: ignore[assignment]
+    if not adapter.enabled:
+        return None
+    return output[0] + adapter(inputs[0]), output[1]
+
+
+def adapters_in(modules: Sequence[nn.Module]) -> Iterator[Adapter]:
+    """Yields the adapters of these modules."""
+    return (child for module in modules for child in module.modules() if isinstance(child, Adapter))
+
+
+@contextlib.contextmanager
+def switched_off(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which the model runs without its adapters: as it was before training."""
+    adapters = list(adapters_in(modules))
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.enabled = True

@@ -1,0 +1,96 @@
+"""Shards of low-rank adapters, made from those of the weights that they adapt.
+
+A rank with rows `[a, b)` and columns `[c, d)` of a HF weight holds rows `[a, b)` of its `lora_B` and columns `[c, d)`
+of its `lora_A`. In the module of the weight, `model/adapters.py` has them as `lora.PART.a` and `lora.PART.b`, where
+PART is the last word of the HF module's name. Megarl's fused modules have several parts, such as q_proj and k_proj.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from megarl.actor.config import LoraConfig
+from megarl.actor.weights.shard_spec import ShardSpec
+from megarl.families.adapters import LORA_A, LORA_B, Adapters
+
+SCORE = "score.weight"  # a value head is trained beside the adapters
+
+
+@dataclass(frozen=True)
+class AdaptedPart:
+    """Part of a module that has an adapter: this rank's boxes of one HF weight, in the order of its rows."""
+
+    name: str  # of the HF module
+    boxes: tuple[ShardSpec, ...]
+
+    @property
+    def part(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def module(self) -> str:
+        """Name of the module in its stage, under Megatron's local layer spec."""
+        return self.boxes[0].param.removesuffix(".weight")
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """First and last column of the HF weight on this rank."""
+        return self.boxes[0].start[1], self.boxes[0].stop[1]
+
+    @property
+    def rows(self) -> list[tuple[ShardSpec, int]]:
+        """Each box, with its first row in `b`."""
+        result, row = [], 0
+        for box in self.boxes:
+            result.append((box, row))
+            row += box.stop[0] - box.start[0]
+        return result
+
+    @property
+    def height(self) -> int:
+        """Rows of the HF weight on this rank."""
+        return sum(box.stop[0] - box.start[0] for box in self.boxes)
+
+
+def shape_of(config: LoraConfig) -> Adapters | None:
+    """The adapters of the knobs, as tables of shards take them; None without any."""
+    return Adapters(config.rank, tuple(config.targets), config.alpha, config.rslora) if config.rank else None
+
+
+def adapted_parts(specs: Iterable[ShardSpec], adapters: Adapters) -> list[AdaptedPart]:
+    """Groups a rank's shards of weights into the parts that have adapters, in the order of the table."""
+    boxes: dict[tuple[int, str], list[ShardSpec]] = {}
+    for spec in specs:
+        if adapters.adapt(spec.name, spec.shape):
+            boxes.setdefault((spec.stage, spec.name), []).append(spec)
+    return [
+        AdaptedPart(name.removesuffix(".weight"), tuple(sorted(parts, key=lambda box: box.start)))
+        for (_, name), parts in boxes.items()
+    ]
+
+
+def adapter_shards(specs: list[ShardSpec], adapters: Adapters) -> Iterator[ShardSpec]:
+    """Yields the shards of a rank's adapters, and of a value head, from its shards of the model's weights."""
+    rank = adapters.rank
+    for part in adapted_parts(specs, adapters):
+        first = part.boxes[0]
+        (height, width), (low, high) = first.shape, part.columns
+        prefix = f"{part.module}.lora.{part.part}"
+        yield ShardSpec(part.name + LORA_A, (rank, width), (0, low), (rank, high), first.stage, f"{prefix}.a", (0, 0))
+        for begin, end, row in _joined(part):
+            yield ShardSpec(
+                part.name + LORA_B, (height, rank), (begin, 0), (end, rank), first.stage, f"{prefix}.b", (row, 0)
+            )
+    yield from (spec for spec in specs if spec.name == SCORE)
+
+
+def _joined(part: AdaptedPart) -> list[tuple[int, int, int]]:
+    """First and last HF row of each run of adjacent boxes, and its first row in `b`."""
+    runs: list[tuple[int, int, int]] = []
+    for box, row in part.rows:
+        if runs and runs[-1][1] == box.start[0]:
+            runs[-1] = (runs[-1][0], box.stop[0], runs[-1][2])
+        else:
+            runs.append((box.start[0], box.stop[0], row))
+    return runs

@@ -1,0 +1,77 @@
+"""Worker of every rank: trains adapters for each layout and model, and writes log-probs, adapters and merged weights.
+
+Arguments: the work folder, layouts as JSON {"name": {parallel knobs}}, and their models as JSON {"name": [model]}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
+from megarl.actor.engine import MegatronEngine
+from megarl.parallel import groups
+from megarl.parallel.config import ParallelConfig
+from megarl.types import PackedBatch
+from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn
+
+RANK, ALPHA, STEPS = 4, 6.0, 3
+
+
+def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
+    """Computes and writes what the test compares, for one checkpoint and one layout."""
+    stored = load_file(folder / "batch.safetensors")
+    batch = PackedBatch(stored.pop("cu_seqlens"), stored)
+    recompute = "full" if (folder / "recompute").exists() else "none"
+    config = EngineConfig(
+        path=str(folder / "model"),
+        max_tokens_per_mb=60,
+        recompute=recompute,
+        optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
+        lora=LoraConfig(rank=RANK, alpha=ALPHA, path=str(folder / "adapter")),
+    )
+    engine = MegatronEngine(config, parallel)
+    engine.initialize()
+    result = {"logprobs": engine.eval().logprobs(batch)}
+    engine.save(out / "loaded")
+    engine.train()
+    stats = []
+    for step in range(STEPS):
+        stats.append(engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs"))
+        if step == 0:
+            engine.save_state(out / "state")
+    result["trained"] = engine.eval().logprobs(batch)
+    result.update({f"merged.{name}": tensor.clone() for name, tensor in engine.named_weights()})
+    with engine.base_alone():
+        result["base"] = engine.logprobs(batch)
+    engine.save(out / "trained")
+    for name, source in (("resumed", out), ("from_tp1", out.parent / "tp1")):
+        engine.load_state(source / "state")
+        engine.train()
+        for _ in range(STEPS - 1):
+            engine.train_batch(batch, loss_fn, loss_weight_fn, loss_input="logprobs")
+        result[name] = engine.eval().logprobs(batch)
+    if engine.groups.rank == 0:
+        save_file(result, out / "out.safetensors")
+        (out / "stats.json").write_text(json.dumps(stats))
+
+
+def main(work: Path, layouts: dict[str, dict[str, Any]], models: dict[str, list[str]]) -> None:
+    """Creates each layout in the same processes, and runs its models."""
+    torch.set_num_threads(1)
+    for name, knobs in layouts.items():
+        for model in models[name]:
+            out = work / model / name
+            out.mkdir(exist_ok=True)
+            measure(work / model, ParallelConfig(**knobs), out)
+        groups.leave_layout()
+    groups.destroy()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
