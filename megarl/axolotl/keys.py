@@ -134,12 +134,21 @@ WHY_NOT = {
     "trl.scale_rewards": "advantages are left unscaled by rl: grpo with one clip range alone",
     "trl.num_iterations": "each sampled batch is trained on once",
 }
-# Keys of adapters, beside those that begin with lora_, peft and adapter.
+# Keys of adapters by knob of actor.lora; of the others, beside those that begin with lora_, peft and adapter, some.
+LORA = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "lora_target_modules",
+    "rslora": "peft_use_rslora",
+    "path": "lora_model_dir",
+}
 ADAPTER_KEYS = (
     "rl_adapter_ref_model", "qlora_sharded_model_loading", "load_in_8bit", "load_in_4bit", "relora", "relora_steps",
     "merge_lora", "loraplus_lr_ratio", "loraplus_lr_embedding", "gptq",
 )  # fmt: skip
-NO_ADAPTERS = "adapters (LoRA) are not there yet: all weights are trained; leave these keys out"
+NO_ADAPTERS = "there is no adapter: lora, and all weights are trained; add it, or leave these keys out"
+UNKNOWN_ADAPTERS = "has no counterpart in actor.lora; leave it out"
 # Keys of a data set that become `options` of its source.
 DATASET_OPTIONS = ("field_messages", "field_chosen", "field_rejected", "message_property_mappings", "roles")
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}  # keys of that mapping

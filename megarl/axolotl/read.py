@@ -14,16 +14,19 @@ from megarl.axolotl.keys import (
     ADAPTER_KEYS,
     ALGORITHMS,
     DATASET_OPTIONS,
+    LORA,
     LOSS_TYPES,
     MESSAGE_FIELDS,
     NO_ADAPTERS,
     TABLES,
     TEXTS,
+    UNKNOWN_ADAPTERS,
 )
 from megarl.axolotl.source_types import SOURCE_TYPES
 from megarl.data.config import SourceConfig
 from megarl.data.preference import format_of
 from megarl.data.sources import load_rows
+from megarl.foreign.adapters import QUANTISED, set_adapters
 from megarl.foreign.reading import Converted, Origin, Reading, plain, reading_of
 from megarl.foreign.yaml_file import load_yaml
 from megarl.knobs import UserError
@@ -74,11 +77,23 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapters(reading: Reading) -> None:
-    """Refuses the keys of adapters, all in one line."""
+    """Sets the knobs of `adapter: lora`. Refuses other keys of adapters, all in one line."""
+    kind = reading.unread.get("adapter")
+    if kind == "lora":
+        reading.note("adapter", reading.take("adapter"), "see lora_r")
+        if reading.unread.get("lora_target_linear") and not reading.unread.get("lora_target_modules"):
+            reading.set("lora_target_linear", reading.take("lora_target_linear"), "actor.lora.targets", ["all-linear"])
+            set_adapters(reading, {knob: key for knob, key in LORA.items() if knob != "targets"}, {"rank": 0})
+        else:
+            set_adapters(reading, LORA, {"rank": 0, "targets": []})
+        if (value := reading.take("rl_adapter_ref_model")) is not None:
+            reading.note("rl_adapter_ref_model", value, "no change: the reference is the base, without the adapters")
     named = [key for key in reading.unread if key in ADAPTER_KEYS or key.startswith(("lora_", "peft", "adapter"))]
     values = {key: reading.take(key) for key in named}
     if wanted := [key for key, value in values.items() if value not in (False, 0, 0.0, "", [])]:
-        reading.refuse(", ".join(wanted), values[wanted[0]], NO_ADAPTERS)
+        quantised = kind == "qlora" or any(key.startswith("load_in") for key in wanted)
+        why = QUANTISED if quantised else UNKNOWN_ADAPTERS if kind == "lora" else NO_ADAPTERS
+        reading.refuse(", ".join(wanted), values[wanted[0]], why)
     for key in set(named) - set(wanted):
         reading.note(key, values[key], "no change: it is off")
 

@@ -13,7 +13,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.foreign.areal_keys import TABLES
+from megarl.foreign.adapters import set_adapters
+from megarl.foreign.areal_keys import LORA, TABLES
 from megarl.foreign.reading import Converted, Reading, flat, plain, reading_of
 from megarl.foreign.yaml_file import Lines, load_yaml
 from megarl.knobs import UserError
@@ -57,6 +58,11 @@ def read_areal(path: str) -> Converted:
         if (lag := reading.take("rollout.max_head_offpolicyness")) is not None:
             reading.note("rollout.max_head_offpolicyness", lag, "no change: async_training is false")
         reading.set("async_training", False, "rollout.max_head_offpolicyness", 0)
+    if reading.unread.get("actor.use_lora") is True:
+        reading.note("actor.use_lora", reading.take("actor.use_lora"), "see actor.lora_rank")
+        if not reading.unread.get("actor.target_modules"):  # AReaL takes none for all
+            reading.unread["actor.target_modules"] = "all-linear"
+        set_adapters(reading, LORA, {"rank": 32, "alpha": 16})
     mode = reading.text("allocation_mode")
     if mode:
         _allocation(reading, mode)

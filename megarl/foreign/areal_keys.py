@@ -166,7 +166,6 @@ WHY_NOT = {
     "actor.reward_norm.mean_level": "GRPO normalises over the group",
     "actor.reward_norm.std_level": "GRPO normalises over the group; without a deviation it is algorithm=dr_grpo",
     "actor.kl_estimator": "give algorithm.kl_estimator after the file",
-    "actor.use_lora": "adapters (LoRA) are not there yet: all weights are trained",
     "recover.mode": "go on with resume=RUN_FOLDER",
     "stats_logger.tensorboard.path": "give logger.tensorboard=true; its files stand in the run's folder",
     "actor.group_adv_norm": "GRPO normalises over the group; use algorithm=reinforce for none",
@@ -175,6 +174,7 @@ WHY_NOT = {
     "actor.recompute_logprob": "the trainer's log-probs are always computed",
     "total_train_epochs": "megarl counts steps; give total_train_steps=N after the file too",
 }
+LORA = {"rank": "actor.lora_rank", "alpha": "actor.lora_alpha", "targets": "actor.target_modules"}
 OTHERS = (
     "allocation_mode", "async_training", "total_train_epochs", "cluster.n_nodes", "actor.use_decoupled_loss",
     "actor.kl_ctl", "actor.behav_imp_weight_cap", "actor.optimizer.warmup_steps_proportion", "stats_logger.wandb.mode",

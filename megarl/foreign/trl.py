@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.sources import load_rows
+from megarl.foreign.adapters import leave_adapters, set_adapters
 from megarl.foreign.reading import Converted, Reading, reading_of
-from megarl.foreign.trl_keys import AGGREGATES, COMMANDS, ROWS, SCHEDULES, TABLES
+from megarl.foreign.trl_keys import AGGREGATES, COMMANDS, LORA, LORA_DEFAULTS, ROWS, SCHEDULES, TABLES
 from megarl.foreign.yaml_file import load_yaml
 from megarl.knobs import UserError, does_not_exist
 from megarl.parallel.platform import takes_gpu_options
@@ -38,6 +39,10 @@ def read_trl(command: str, path: str, replicas: int | None = None, world: int = 
     reading.set(f"trl {command}", None, "method", method)
     if algorithm:
         _algorithm(reading, command, algorithm, keys)
+    if reading.flag("use_peft"):
+        set_adapters(reading, LORA, LORA_DEFAULTS)
+    else:
+        leave_adapters(reading, LORA, "use_peft")
     size = _data(reading, ROWS[method])
     _numbers(reading, rate)
     _batch(reading, method, command, replicas or world, size)

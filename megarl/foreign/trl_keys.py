@@ -67,7 +67,6 @@ _REASONS = {
 }  # fmt: skip
 NEEDLESS = {key: reason for reason, keys in _REASONS.items() for key in keys}
 WHY_NOT = {
-    "use_peft": "adapters (LoRA) are not there yet: all weights are trained",
     "deepspeed": "Megatron shards the model; use parallel.* knobs",
     "fsdp": "Megatron shards the model; use parallel.* knobs",
     "trust_remote_code": "a model's own code is never run",
@@ -77,7 +76,16 @@ WHY_NOT = {
     "fp16": "parameters are float32 or bfloat16",
     "reward_model_name_or_path": "rewards are functions; call the model from one",
 }
+LORA = {
+    "rank": "lora_r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "lora_target_modules",
+    "rslora": "use_rslora",
+}
+LORA_DEFAULTS = {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}  # TRL's, and PEFT's targets
 OTHERS = (
+    "use_peft", *LORA.values(),
     "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "learning_rate", "beta", "epsilon",
     "epsilon_high", "loss_type", "scale_rewards", "reward_weights", "num_generations", "max_completion_length",
     "max_length", "temperature", "per_device_train_batch_size",

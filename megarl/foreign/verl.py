@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from megarl.data.sources import load_rows
+from megarl.foreign.adapters import leave_adapters, set_adapters
 from megarl.foreign.reading import Converted, Reading, number_of, plain
-from megarl.foreign.verl_keys import AGGREGATES, CLIPPED, ESTIMATORS, KL_ESTIMATORS, TABLES
+from megarl.foreign.verl_keys import AGGREGATES, CLIPPED, ESTIMATORS, KL_ESTIMATORS, LORA, LORA_DEFAULTS, TABLES
 from megarl.knobs import UserError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -29,6 +30,10 @@ def read_verl(arguments: Sequence[str]) -> Converted:
     reading = Reading(_keys(arguments))
     reading.set("verl.trainer.main_ppo", None, "method", "rl")
     _algorithm(reading)
+    if reading.unread.get(LORA["rank"]):
+        set_adapters(reading, LORA, LORA_DEFAULTS)
+    else:
+        leave_adapters(reading, LORA, LORA["rank"])
     sources = _data(reading)
     _machines(reading)
     _schedule(reading, sources)

@@ -112,11 +112,17 @@ WHY_NOT = {
     "data.truncation": "prompts are never cut; longer ones are skipped",
     "data.filter_overlong_prompts": "longer prompts are always skipped",
     "trainer.resume_mode": "go on with resume=RUN_FOLDER after --",
-    "actor_rollout_ref.model.lora_rank": "adapters (LoRA) are not there yet: all weights are trained",
     f"{_ACTOR}.ppo_epochs": "each sampled batch is trained on once",
 }
 # Keys that `verl.py` converts itself.
+LORA = {
+    "rank": "actor_rollout_ref.model.lora_rank",
+    "alpha": "actor_rollout_ref.model.lora_alpha",
+    "targets": "actor_rollout_ref.model.target_modules",
+}
+LORA_DEFAULTS = {"alpha": 16, "targets": "all-linear"}  # verl's
 OTHERS = (
+    *LORA.values(),
     "algorithm.adv_estimator", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.gamma",
     "algorithm.kl_penalty", f"{_ACTOR}.kl_loss_type", "data.max_response_length",
     "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo", f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef",

@@ -200,7 +200,7 @@ def test_a_chat_template_is_taken_over(given: dict[str, Any], template: str | No
 def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
     message = refusals(
         {
-            **BASE, "rl": "grpo", "adapter": "lora", "load_in_4bit": True, "load_in_8bit": False, "deepspeed": "z3",
+            **BASE, "rl": "grpo", "adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False, "deepspeed": "z3",
             "lr_schedular": "cosine", "optimizer": "adamw_8bit", "lr_scheduler": "one_cycle",
             "chat_template": "gemma", "micro_batch_size": 0, "rl_adapter_ref_model": True,
             "gradient_checkpointing": "offload",
@@ -222,7 +222,7 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
     )  # fmt: skip
     assert "lr_schedular: cosine  is not a supported key; did you mean lr_scheduler?" in message
     assert "adamw_torch" in message
-    assert "adapters (LoRA) are not there yet: all weights are trained; leave these keys out" in message
+    assert "adapters stand on a base of 16 or 32 bits; leave it out" in message
     assert "5" in message
 
 
@@ -246,7 +246,16 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
         ({"datasets": PAIRS}, "rl: null is not one of"),
         ({"rl": "grpo", "datasets": GSM8K}, "trl.reward_funcs: null  names no function; give MODULE.FUNCTION"),
         ({"rl": "gdpo", "datasets": GSM8K, "trl": {"reward_funcs": []}}, "trl.reward_funcs: []  names no function"),
-        ({"rl": "dpo", "datasets": PAIRS, "rl_adapter_ref_model": True, "lora_r": 8}, "adapters (LoRA) are not there"),
+        ({"rl": "dpo", "datasets": PAIRS, "lora_r": 8}, "lora_r: 8  there is no adapter: lora, and all weights"),
+        ({"rl": "dpo", "datasets": PAIRS, "adapter": "lora"}, "lora_r: null  must be a whole number of at least 1"),
+        (
+            {"rl": "dpo", "datasets": PAIRS, "adapter": "lora", "lora_r": 8},
+            "lora_target_modules: null  names no layer; give names such as q_proj",
+        ),
+        (
+            {"rl": "dpo", "datasets": PAIRS, "adapter": "lora", "lora_r": 8, "peft_use_dora": True},
+            "peft_use_dora: true  has no counterpart in actor.lora",
+        ),
     ],
 )
 def test_an_error_names_its_key(values: dict[str, Any], message: str) -> None:
@@ -318,3 +327,26 @@ def test_the_command_prints_the_table_and_later_arguments_win(
 )
 def test_scaled_advantages_that_cannot_be_had_are_refused(rl: str, changed: dict[str, Any], message: str) -> None:
     assert message in refusals({**BASE, "rl": rl, "datasets": GSM8K, "trl": {**REWARD, **changed}})
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ({"lora_target_linear": True}, "['all-linear']"),
+        ({"lora_target_modules": ["q_proj", "up_proj"]}, "['q_proj','up_proj']"),
+    ],
+)
+def test_adapters_are_read(targets: dict[str, Any], expected: str) -> None:
+    """Seed 004 begins with them."""
+    keys = {
+        "adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "peft_use_rslora": True,
+        "lora_model_dir": "before", "rl_adapter_ref_model": True, "load_in_8bit": False, **targets,
+    }  # fmt: skip
+    Path("run.yaml").write_text(yaml.safe_dump({**BASE, "rl": "dpo", "datasets": PAIRS, **keys}))
+    converted = read_axolotl("run.yaml")
+    knobs = dict(item.split("=", 1) for item in converted.overrides if item.startswith("actor.lora."))
+    assert knobs == {
+        "actor.lora.rank": "16", "actor.lora.alpha": "32", "actor.lora.dropout": "0.05", "actor.lora.rslora": "true",
+        "actor.lora.path": "'before'", "actor.lora.targets": expected,
+    }  # fmt: skip
+    assert "the reference is the base, without the adapters" in converted.table

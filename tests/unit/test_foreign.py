@@ -196,7 +196,8 @@ def test_allocation_modes_become_layouts(mode: str, expected: dict[str, Any]) ->
     ("read", "message"),
     [
         (lambda: trl("grpo", reward_funcs=None), "reward_funcs: null  names no function; give MODULE.FUNCTION"),
-        (lambda: trl("grpo", use_peft=True), "use_peft: true  adapters (LoRA) are not there yet"),
+        (lambda: trl("grpo", use_peft=True, lora_r=0), "lora_r: 0  must be a whole number of at least 1"),
+        (lambda: trl("grpo", use_peft=True, use_dora=True), "use_dora: true  is not a supported key"),
         (
             lambda: trl("grpo", num_generation=4),
             "num_generation: 4  is not a supported key; did you mean num_generations",
@@ -322,3 +323,33 @@ def test_random_settings_are_converted_or_refused_key_by_key(effort: Any, traine
         assert all(line.startswith("  ") and ": " in line for line in refused)
 
     holds()
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (
+            lambda: trl("grpo", use_peft=True),
+            {"rank": "16", "alpha": "32", "dropout": "0.05", "targets": "['q_proj','v_proj']"},
+        ),
+        (
+            lambda: trl("grpo", use_peft=True, lora_r=8, lora_target_modules="all-linear", use_rslora=True),
+            {"rank": "8", "alpha": "32", "dropout": "0.05", "targets": "['all-linear']", "rslora": "true"},
+        ),
+        (lambda: trl("grpo", lora_r=8), {}),
+        (
+            lambda: read_verl([*VERL, "actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_alpha=64"]),
+            {"rank": "32", "alpha": "64", "targets": "['all-linear']"},
+        ),
+        (lambda: read_verl([*VERL, "actor_rollout_ref.model.lora_rank=0"]), {}),
+        (
+            lambda: from_areal(actor={**AREAL["actor"], "use_lora": True, "lora_rank": 8, "target_modules": []}),
+            {"rank": "8", "alpha": "16", "targets": "['all-linear']"},
+        ),
+        (lambda: from_areal(actor={**AREAL["actor"], "use_lora": False}), {}),
+    ],
+)
+def test_adapters_become_knobs(read: Any, expected: dict[str, str]) -> None:
+    overrides = read().overrides
+    found = dict(item.removeprefix("actor.lora.").split("=", 1) for item in overrides if item.startswith("actor.lora."))
+    assert found == expected
