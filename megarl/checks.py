@@ -64,6 +64,7 @@ def config_checks(config: Config) -> Sequence[Check]:
         _check_steps,
         _check_deterministic,
         check_teacher,
+        _check_adapters,
         *by_method.get(config.method, ()),
         _check_tokens,
     )
@@ -287,6 +288,14 @@ def _check_tp_comm_overlap(config: Config) -> None:
         raise UserError(
             f"parallel.tp_comm_overlap=true stays on one machine, and parallel.tp_size={tp} exceeds cluster."
             f"gpus_per_node={per_node}; set it to false or lower tp_size"
+        )
+
+
+def _check_adapters(config: Config) -> None:
+    if config.actor.lora.rank and config.actor.init == "random":
+        raise UserError(
+            f"actor.lora.rank={config.actor.lora.rank} with actor.init=random would train adapters of a base that no "
+            "file holds; set init=checkpoint"
         )
 
 

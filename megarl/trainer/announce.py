@@ -6,10 +6,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from transformers import PretrainedConfig
+
 from megarl import __version__
 from megarl.actor.memory import count_parameters
+from megarl.actor.weights.adapter_shards import shape_of
 from megarl.config import Config
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, SourceConfig
+from megarl.families import with_adapters
 from megarl.observe.progress import print_wrapped
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel import platform
@@ -67,7 +71,9 @@ def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
     lines = {
         "run": f"megarl {__version__}, {config.experiment_name}: {config.method}, {_length(config)}",
         "model": f"{config.actor.path}: {inputs.model.model_type}, {count_parameters(inputs.model) / 1e6:.3g}M "
-        f"parameters, {config.actor.dtype}, from {weights}" + (" (the bundled tiny one)" if tiny else ""),
+        f"parameters, {config.actor.dtype}, from {weights}"
+        + (" (the bundled tiny one)" if tiny else "")
+        + _adapters(config, inputs.model),
         "data": f"{_data(config, inputs)}" + (" (the bundled task)" if bundled else ""),
         "layout": _layout(config),
         "batch": _batch(config),
@@ -77,6 +83,14 @@ def announce(config: Config, inputs: Inputs, folder: RunFolder) -> None:
         print_wrapped(f"{name:<9} {text}")
     if command := real_command(config, sys.argv[1:]):
         print(f"{'for real':<9} {command}", flush=True)  # in one line, so that it can be copied
+
+
+def _adapters(config: Config, model: PretrainedConfig) -> str:
+    """Tells of adapters and their parameters, if they are trained."""
+    if (adapters := shape_of(config.actor.lora)) is None:
+        return ""
+    count = count_parameters(with_adapters(model, adapters))
+    return f"; trained by adapters of rank {adapters.rank}, {count / 1e6:.3g}M parameters"
 
 
 def _length(config: Config) -> str:
