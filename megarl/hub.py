@@ -22,6 +22,11 @@ def local_folder(path: str) -> Path:
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+            raise UserError(
+                f"actor.path={path} holds adapters and no model; merge them: python -m megarl.export checkpoint=RUN "
+                "output=DIR merge=true"
+            )
         if not (folder / "config.json").is_file():
             raise UserError(f"actor.path={path} holds no config.json; give the folder of a HF checkpoint")
         return folder

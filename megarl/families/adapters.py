@@ -57,7 +57,7 @@ MORE_PROJECTIONS = frozenset(
 
 
 def with_adapters(config: PretrainedConfig, adapters: Adapters) -> PretrainedConfig:
-    """Copies the config for the adapters alone: shards and tensors of the copy are theirs, and those of a new head."""
+    """Copies the config for the adapters alone. The copy's tensors are the adapters and a value head."""
     marked = copy.deepcopy(config)
     setattr(marked, MARK, adapters)
     return marked

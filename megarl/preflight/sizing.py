@@ -19,11 +19,10 @@ from megarl.actor.memory import (
     ServerMemory,
     StepLoad,
     TrainerMemory,
-    count_parameters,
-    rank_parameters,
     server_memory,
     trainer_memory,
 )
+from megarl.actor.parameter_counts import count_parameters, rank_parameters
 from megarl.algorithms import OPDConfig, RLConfig, algorithm_of
 from megarl.config import Config
 from megarl.families import read_config

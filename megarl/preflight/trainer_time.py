@@ -25,7 +25,8 @@ from transformers import PretrainedConfig
 
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.config import backend_of
-from megarl.actor.memory import GRADIENT, ITEM_BYTES, RankParameters, rank_parameters
+from megarl.actor.memory import GRADIENT, ITEM_BYTES
+from megarl.actor.parameter_counts import RankParameters, rank_parameters
 from megarl.algorithms import OPDConfig
 from megarl.config import ClusterConfig, Config
 from megarl.families import decoder

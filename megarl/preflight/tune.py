@@ -24,7 +24,8 @@ from transformers import PretrainedConfig
 
 from megarl.actor.checks import check_layout
 from megarl.actor.config import RECOMPUTE
-from megarl.actor.memory import RankParameters, StepLoad, rank_parameters, trainer_memory
+from megarl.actor.memory import StepLoad, trainer_memory
+from megarl.actor.parameter_counts import RankParameters, rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.checks import failures
 from megarl.config import Config, longest_sequence

@@ -1,4 +1,4 @@
-"""Shards of low-rank adapters, made from those of the weights that they adapt.
+"""Shards of low-rank adapters, made from the shards of the weights that they adapt.
 
 A rank with rows `[a, b)` and columns `[c, d)` of a HF weight holds rows `[a, b)` of its `lora_B` and columns `[c, d)`
 of its `lora_A`. In the module of the weight, `model/adapters.py` has them as `lora.PART.a` and `lora.PART.b`, where

@@ -41,7 +41,7 @@ Ints = NDArray[np.int64]
 def shard_specs(config: PretrainedConfig, parallel: ParallelConfig, place: Place) -> list[ShardSpec]:
     """Lists the shards of the rank at `place`: dense weights, then experts, each in layer order.
 
-    For a config that stands for adapters (`families/adapters.py`), those of the adapters.
+    A config that stands for adapters (`families/adapters.py`) gives the adapters' shards.
     """
     model = decoder(config)
     dense = _dense_specs(config, model, parallel, place.pp, place.tp)

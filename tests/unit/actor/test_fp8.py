@@ -17,7 +17,8 @@ from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.checks import check_device, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.memory import StepLoad, elements, trainer_memory
+from megarl.actor.memory import StepLoad, trainer_memory
+from megarl.actor.parameter_counts import elements
 from megarl.actor.weights.shards import shard_specs
 from megarl.config import Config
 from megarl.knobs import run_all

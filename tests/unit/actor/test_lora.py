@@ -21,7 +21,7 @@ from megarl.actor.checks import model_checks
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.memory import rank_parameters
+from megarl.actor.parameter_counts import rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.actor.weights.peft_files import CONFIG, WEIGHTS
 from megarl.families import read_config
@@ -200,6 +200,14 @@ def test_an_adapter_of_other_knobs_is_refused(
     (tmp_path / CONFIG).write_text(json.dumps({**document, **change}))
     with pytest.raises(UserError, match=message):
         engine.load(tmp_path)
+
+
+def test_adapters_in_place_of_a_model_are_told_how_to_be_merged(
+    tmp_path: Path, engine_of: Callable[..., MegatronEngine]
+) -> None:
+    engine_of().save(tmp_path)
+    with pytest.raises(UserError, match="holds adapters and no model; merge them: python -m megarl.export"):
+        read_config(str(tmp_path))
 
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path, engine_of: Callable[..., MegatronEngine]) -> None:

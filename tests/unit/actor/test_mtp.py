@@ -27,8 +27,9 @@ from megarl.actor.checkpoint.stored_state import check_facts
 from megarl.actor.checks import knob_checks, model_checks
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.memory import StepLoad, count_parameters, rank_parameters, server_memory, trainer_memory
+from megarl.actor.memory import StepLoad, server_memory, trainer_memory
 from megarl.actor.model.packed_attention import pack_in_blocks
+from megarl.actor.parameter_counts import count_parameters, rank_parameters
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.algorithms import GRPO, GRPOConfig
