@@ -206,7 +206,7 @@ def test_adapters_in_place_of_a_model_are_told_how_to_be_merged(
     tmp_path: Path, engine_of: Callable[..., MegatronEngine]
 ) -> None:
     engine_of().save(tmp_path)
-    with pytest.raises(UserError, match="holds adapters and no model; merge them: python -m megarl.export"):
+    with pytest.raises(UserError, match=r"holds adapters and no model; merge them: python -m megarl\.export"):
         read_config(str(tmp_path))
 
 
