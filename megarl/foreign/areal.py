@@ -17,7 +17,7 @@ from megarl.foreign.adapters import set_adapters
 from megarl.foreign.areal_keys import LORA, TABLES
 from megarl.foreign.reading import Converted, Reading, flat, plain, reading_of
 from megarl.foreign.yaml_file import Lines, load_yaml
-from megarl.knobs import UserError
+from megarl.knobs import MAX_COUNT, UserError
 
 _PART = re.compile(
     r"(?P<backend>sglang|vllm|fsdp|megatron|archon)?(?:[\[(](?P<name>\w+)[\])])?[:.]?(?P<sizes>(?:[dptce]\d+)+)"
@@ -73,7 +73,7 @@ def read_areal(path: str) -> Converted:
         reading.note("total_train_epochs", epochs, "the script's own loop; total_train_steps is the schedule's length")
     share = reading.number("actor.optimizer.warmup_steps_proportion", 0.0)
     steps = reading.unread.get("total_train_steps", 100)
-    if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= share < 1:
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps <= MAX_COUNT and 0 <= share < 1:
         key = "actor.optimizer.warmup_steps_proportion"
         reading.set(key, share, "actor.optimizer.warmup_steps", int(share * steps))
     if (wandb := reading.text("stats_logger.wandb.mode", "disabled")) != "disabled":

@@ -74,8 +74,8 @@ def overview(config: Config, model: PretrainedConfig) -> Table:
     if config.method == "rl":
         table.add_row("servers", f"{config.server.n_servers} of tp {config.server.tp_size}")
     if (servers := teacher_servers(config)) is not None:
-        count = f"{servers.n_servers} server{'s' * (servers.n_servers > 1)} of tp {servers.tp_size}"
-        table.add_row("teacher", f"{config.teacher.path}: {count}")
+        servers_text = f"{servers.n_servers} server{'s' * (servers.n_servers > 1)} of tp {servers.tp_size}"
+        table.add_row("teacher", f"{config.teacher.path}: {servers_text}")
     kept = f"{size(disk.checkpoint)} x ({disk.keep} kept + 1 being written)"
     export = f" + {size(disk.export)} exported" if disk.export else ""
     table.add_row("disk", f"{kept}{export} = {size(disk.total)}, of {_free(config)} free at {config.run_root}")
