@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import socket
@@ -14,7 +15,7 @@ from megarl.forks import ForkError, ForkServer
 
 
 def test_after_a_fork_without_an_answer_all_later_ones_are_refused() -> None:
-    served = pickle.dumps(Host("tests.unit.environments.worlds.Count", {}))
+    served = pickle.dumps(Host("tests.unit.environments.worlds.Count", {}, os.devnull))
     ours, theirs = socket.socketpair()
     with ForkServer("megarl.environments.host", served, 4096) as server, ours, theirs:
         assert psutil.Process(server.fork(theirs)).ppid() == server._process.pid
