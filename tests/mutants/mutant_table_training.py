@@ -405,6 +405,8 @@ DATA: Bugs = {
             ("a streak outlives a change of kind", "max(streak, 0) + 1", "abs(streak) + 1"),
             ("refused groups are not measured", "else episode.rewards", "else ()"),
             ("the teacher's samples are measured", "strict=True) if own]", "strict=True)]"),
+            ("metrics of sources are lost", "        self.batches.observe(episodes)\n", ""),
+            ("a resume forgets skipped prompts", 'self._read, self._skipped = saved["read"], saved["skipped"]', "pass"),
             ("prompts that never return end no search", "self.streak.zero_()", "pass"),
         ],
     },
