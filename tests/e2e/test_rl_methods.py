@@ -141,6 +141,21 @@ def test_a_reference_in_the_loss_reports_its_kl(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("lent")
+def test_adapters_are_merged_for_the_server_and_their_base_is_the_reference(tmp_path: Path) -> None:
+    """Each push proves the server's weights by digests; layers without adapters keep theirs."""
+    found, moved = steps_of(
+        "grpo", 3, tmp_path, "train_dataset.batch_size=8", "algorithm.kl_coef=0.1", "algorithm.n_minibatches=1",
+        "actor.lora.rank=4", "actor.lora.targets=[q_proj,v_proj,down_proj]", "actor.optimizer.lr=1e-3",
+    )  # fmt: skip
+    assert all(figures["logprob_diff_max"] < 1e-3 for figures in found)
+    assert sum(figures["gain"] for figures in found) > 0
+    assert found[0]["ref_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert found[2]["ref_kl"] > 1e-7
+    adapted = ("q_proj.weight", "v_proj.weight", "down_proj.weight")
+    assert {name for name, change in moved.items() if change} == {name for name in moved if name.endswith(adapted)}
+
+
+@pytest.mark.usefixtures("lent")
 def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_or_saved(tmp_path: Path) -> None:
     config = cli.load(
         [

@@ -141,6 +141,16 @@ ALGORITHMS: Bugs = {
 }
 
 ACTOR: Bugs = {
+    "megarl/actor/model/adapters.py": {
+        unit("actor/test_lora"): [
+            ("an adapter is added without its scale", "return output * self.scale", "return output"),
+            ("the base keeps its adapters", "        adapter.enabled = False", "        adapter.enabled = True"),
+        ],
+        ("tests/distributed/test_lora_layouts.py",): [
+            ("recomputed layers give adapters no gradient", "        output.requires_grad_()", "        pass"),
+            ("a rank's own tokens alone have gradients", '"sequence_parallel", True)', '"sequence_parallel", False)'),
+        ],
+    },
     "megarl/actor/model/heads.py": {
         unit("actor/test_temperature"): [
             (
