@@ -125,7 +125,7 @@ def test_a_second_start_reads_the_log_probs_of_the_first(trained: Trained, monke
     def never(*_: object) -> None:
         raise AssertionError("the start policy is built again")
 
-    monkeypatch.setattr(preference, "MegatronReference", never)
+    monkeypatch.setattr(preference, "start_policy", never)
     again = (FEW, "total_train_steps=4", "train_dataset.batch_size=8")
     assert summary(trained("dpo", *again))["steps"] == 4
 
