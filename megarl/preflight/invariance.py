@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import DeepseekV3Config, Glm4MoeConfig, GptOssConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.distillation import TOP_IDS, TOP_LOGPROBS, Distillation, MegatronTeacher, top_k_of
@@ -237,6 +246,16 @@ def build_actor(case: Case, folder: Path) -> MegatronPPOActor:
     return actor
 
 
+def write_models(work: Path, models: Mapping[str, PretrainedConfig]) -> None:
+    """Writes the models' configs below `work`, and adapters of those that a case trains by them."""
+    adapted = {case.model for case in CASES.values() if case.lora}
+    for name, config in models.items():
+        with contextlib.redirect_stdout(io.StringIO()):
+            config.save_pretrained(work / name)
+        if name in adapted:
+            _write_adapters(work / name)
+
+
 def _write_adapters(folder: Path) -> None:
     """Writes random adapters of the model in `folder`. New ones have B = 0, and A then has no gradient."""
     adapters = Adapters(LORA.rank, tuple(LORA.targets), LORA.alpha)
@@ -352,11 +371,7 @@ def run_invariance(keep: Path | None = None) -> int:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for ranks without Apex and Transformer Engine
     with tempfile.TemporaryDirectory(prefix="megarl-invariance-") as folder:
         work = Path(folder)
-        for name, config in MODELS.items():
-            with contextlib.redirect_stdout(io.StringIO()):
-                config.save_pretrained(work / name)
-            if any(case.lora and case.model == name for case in CASES.values()):
-                _write_adapters(work / name)
+        write_models(work, MODELS)
         for world in sorted({case.ranks for case in CASES.values()}):
             with console.status(f"{sum(case.ranks == world for case in CASES.values())} layouts on {world} ranks"):
                 code = run_ranks("megarl.preflight.invariance", [str(work)], world, work)

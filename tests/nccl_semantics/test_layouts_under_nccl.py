@@ -5,9 +5,7 @@ See `nccl_over_gloo` for what the emulation covers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +27,7 @@ WORLDS = sorted({case.ranks for case in CASES.values()})
 def start(work: Path, ranks: int, names: list[str], limit_s: float, shapes: str) -> int:
     """Runs the cases in one world and returns its exit code. Rank 0's output goes to the terminal."""
     work.mkdir(exist_ok=True)
-    for name, config in MODELS.items():
-        with contextlib.redirect_stdout(io.StringIO()):
-            config.save_pretrained(work / name)
+    invariance.write_models(work, MODELS)
     return run_ranks("tests.nccl_semantics.layout_worker", [str(work), str(limit_s), shapes, *names], ranks, work)
 
 
