@@ -174,10 +174,10 @@ class EnvironmentPool:
         if process is None:
             self._room.release()
             return
-        process.writer.transport.abort()
         ended = process.loop.run_in_executor(self._ending, self._ends.all_of, [process.pid])
 
         def free(_: asyncio.Future[None]) -> None:
+            process.writer.transport.abort()  # not before: a process that ends by itself leaves what it started
             self._live.discard(process)
             self._room.release()
 

@@ -15,6 +15,7 @@ from megarl.environments.base import Step
 from megarl.environments.config import EnvironmentConfig, GymnasiumConfig, McpConfig
 from megarl.environments.pool import EnvironmentFault, EnvironmentPool
 from megarl.knobs import UserError
+from tests.own_children import own_children
 
 WORLDS = "tests.unit.environments.worlds"
 COUNT = f"{WORLDS}.Count"
@@ -26,8 +27,7 @@ def run(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def processes() -> int:
-    children = psutil.Process().children(recursive=True)
-    return sum("megarl.environments.host" in " ".join(child.cmdline()) for child in children)
+    return len(own_children("megarl.environments.host", recursive=True))
 
 
 async def play(pool: EnvironmentPool, row: dict[str, Any], *answers: str) -> tuple[Any, list[Step], float | None]:

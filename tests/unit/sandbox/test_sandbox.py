@@ -11,10 +11,10 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megarl.sandbox import Features, SandboxError, SandboxResult, close, isolation, run_python, system_calls
+from tests.own_children import own_children
 
 EACH_KERNEL = pytest.mark.parametrize(
     "features", [Features(), Features(landlock=1, namespaces=False)], ids=["this kernel", "Linux 5.13"]
@@ -153,18 +153,12 @@ def test_processor_time_is_not_wall_time() -> None:
     assert [(done.status, done.stdout) for done in results] == [("ok", "whole\n")] * len(threads)
 
 
-def own_servers() -> list[psutil.Process]:
-    """This process's sandbox servers. Another test may have left a child that has ended and has no command line."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "megarl.sandbox" in " ".join(child.cmdline())]
-
-
 @pytest.mark.parametrize(
     "code", ["import time; time.sleep(1000)", "import os; os.close(1); os.close(2); time = 0; os.read(os.pipe()[0], 1)"]
 )
 def test_a_run_out_of_wall_time_is_no_failure_and_leaves_no_process(code: str) -> None:
     assert run_python(code, time_limit_s=30.0, wall_limit_s=1.0).status == "wall"
-    assert (servers := own_servers())
+    assert (servers := own_children("megarl.sandbox"))
     assert not [child for server in servers for child in server.children()]
 
 
@@ -191,7 +185,7 @@ def test_many_threads_use_many_sandboxes() -> None:
         thread.join()
     assert results == ["1\n"] * 8
     close()
-    assert not own_servers()
+    assert not own_children("megarl.sandbox")
 
 
 def test_a_forked_process_starts_servers_of_its_own() -> None:
@@ -207,7 +201,7 @@ def test_a_forked_process_starts_servers_of_its_own() -> None:
 
 def test_a_dead_server_is_replaced() -> None:
     assert run_python("print(1)").ok
-    for process in own_servers():
+    for process in own_children("megarl.sandbox"):
         process.kill()
         process.wait(60)
     assert run_python("print(1)").ok
