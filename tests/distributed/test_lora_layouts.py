@@ -45,15 +45,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "vocab_size": 352},
     "deepseek_v3": {"family": "deepseek_v3", "tied": False, "vocab_size": 352},
 }
-OF_EXPERTS = ("ep2", "tp2sp_ep2", "etp2")
-DENSE = ("qwen3", "qwen2_recomputed")
+RUNS_OF: dict[str, tuple[str, ...]] = {  # the layouts of each model, tp1 first: the others load its state
+    "qwen3": ("tp1", "tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2sp_pp2"),
+    "qwen2_recomputed": ("tp1", "tp2sp", "pp2"),
+    "qwen3_moe": ("tp1", "pp2", "cp2", "ep2", "tp2sp_ep2", "etp2"),
+    "deepseek_v3": ("tp1", "pp2", "tp2sp_ep2", "etp2"),
+}
 RUNS = {
-    layout: [
-        model
-        for model in MODELS
-        if (model not in DENSE or layout not in OF_EXPERTS)
-        and (model in DENSE or layout not in ("tp2", "tp2sp", "tp2sp_pp2"))
-    ]
+    layout: [model for model, runs in RUNS_OF.items() if layout in runs]
     for layouts in LAYOUTS.values()
     for layout in layouts
 }
