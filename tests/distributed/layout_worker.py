@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,13 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
         (out / "stats.json").write_text(json.dumps(stats))
 
 
-def main(work: Path, layouts: dict[str, dict[str, Any]], models: dict[str, list[str]]) -> None:
-    """Creates each layout in the same processes, and runs its models."""
+def run_layouts(
+    measure: Callable[[Path, ParallelConfig, Path], None],
+    work: Path,
+    layouts: dict[str, dict[str, Any]],
+    models: dict[str, list[str]],
+) -> None:
+    """Creates each layout in the same processes, and measures its models."""
     torch.set_num_threads(1)
     for name, knobs in layouts.items():
         for model in models[name]:
@@ -106,4 +112,4 @@ def main(work: Path, layouts: dict[str, dict[str, Any]], models: dict[str, list[
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+    run_layouts(measure, Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -8,17 +8,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
-from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn
+from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn, run_layouts
 
 RANK, ALPHA, STEPS = 4, 6.0, 3
 
@@ -61,17 +58,5 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
         (out / "stats.json").write_text(json.dumps(stats))
 
 
-def main(work: Path, layouts: dict[str, dict[str, Any]], models: dict[str, list[str]]) -> None:
-    """Creates each layout in the same processes, and runs its models."""
-    torch.set_num_threads(1)
-    for name, knobs in layouts.items():
-        for model in models[name]:
-            out = work / model / name
-            out.mkdir(exist_ok=True)
-            measure(work / model, ParallelConfig(**knobs), out)
-        groups.leave_layout()
-    groups.destroy()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+    run_layouts(measure, Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
