@@ -14,7 +14,7 @@ from megarl.actor.api import LossFn, LossInput, LossWeightFn
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.parallel.config import ParallelConfig
-from megarl.types import TEACHER_SAMPLED, PackedBatch, trained_tokens_of_samples
+from megarl.types import PackedBatch, trained_tokens_of_samples
 
 
 class PolicyAlgorithm(Protocol):
@@ -135,22 +135,3 @@ def update_in_minibatches(
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-def rollout_mismatch(batch: PackedBatch, version: int) -> dict[str, float]:
-    """Measures the difference between rollout and trainer log-probs on trained tokens, in nats.
-
-    `logprob_diff_mean` and `logprob_diff_max` are over |difference| of the tokens sampled from `version`, the trainer's
-    own weights. They are omitted if there are no such tokens. `rollout_kl` is over all trained tokens. It is the mean
-    of exp(d) - 1 - d with d = trainer - rollout (Schulman's k3 estimate of KL).
-    """
-    mask = batch["loss_mask"].bool()
-    if TEACHER_SAMPLED in batch:  # the policy sampled none of those sequences' tokens
-        mask = mask & ~torch.repeat_interleave(batch[TEACHER_SAMPLED].bool(), batch.lengths)
-    difference = (batch["prox_logp"] - batch["rollout_logprobs"]).double()
-    metrics = {"rollout_kl": float((torch.expm1(difference) - difference)[mask].mean()) if mask.any() else 0.0}
-    on_policy = mask & (batch["versions"] == version) if "versions" in batch else mask
-    if on_policy.any():
-        gap = difference[on_policy].abs()
-        metrics |= {"logprob_diff_mean": float(gap.mean()), "logprob_diff_max": float(gap.max())}
-    return metrics

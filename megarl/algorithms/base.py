@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megarl.algorithms.correction import LEVELS
 from megarl.algorithms.kl_penalty import KL_ESTIMATORS
 from megarl.knobs import MAX_COUNT, MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.ops.loss import CORRECTIONS
@@ -72,9 +73,31 @@ class RLConfig(AlgorithmConfig):
     correction_high: float = knob(
         2.0, "truncate: the largest weight; mask: tokens with a larger weight are left out", above=0, most=UNBOUNDED
     )
+    correction_level: str = knob(
+        "token",
+        "whose probability the weight is of: token, sequence (product of its tokens) or geometric (their mean)",
+        choices=LEVELS,
+    )
+    correction_veto: float = knob(
+        0.0, "sequences with a token of a smaller trainer/rollout probability are left out; 0 is off", least=0, below=1
+    )
+    reject_low: float = knob(
+        0.0, "sequences with a smaller geometric mean of trainer/rollout probability are left out", least=0, below=1
+    )
+    reject_high: float = knob(
+        0.0, "sequences with a larger geometric mean are left out; 0 is off", least=0, most=UNBOUNDED
+    )
 
     def check(self) -> None:
         super().check()
+        if self.correction_level != "token" and self.correction == "none":
+            raise UserError(
+                f"algorithm.correction_level={self.correction_level} needs algorithm.correction=truncate or mask"
+            )
+        if 0 < self.reject_high <= 1:
+            raise UserError(
+                f"algorithm.reject_high={self.reject_high} must be above 1, the ratio of equal policies; such as 1.01"
+            )
         if self.correction_high <= self.correction_low:
             raise UserError(
                 f"algorithm.correction_high={self.correction_high} must be above algorithm.correction_low="

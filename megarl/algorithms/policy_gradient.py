@@ -19,6 +19,7 @@ from megarl.algorithms.base import (
     sum_per_sample,
     token_weights,
 )
+from megarl.algorithms.correction import SequenceCorrection
 from megarl.algorithms.kl_penalty import kl_to_reference
 from megarl.ops.advantage import group_advantage
 from megarl.ops.loss import PolicyLossSettings, policy_loss, policy_loss_metrics
@@ -62,17 +63,26 @@ class PolicyGradient(Algorithm):
             correction_low=config.correction_low,
             correction_high=config.correction_high,
         )
+        self.sequence_correction = SequenceCorrection(
+            config.correction_level, config.correction_veto, config.reject_low, config.reject_high
+        )
 
     def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        mask, settings = data["loss_mask"].bool(), self.settings
+        mask, settings, correction = data["loss_mask"].bool(), self.settings, self.sequence_correction
+        prox_logp, advantages, rollout_logprobs = data["prox_logp"], data["advantages"], None
+        if settings.correction != "none":
+            rollout_logprobs = correction.rollout_logprobs(prox_logp, data)
+        if correction.rejects:
+            kept = correction.kept(prox_logp, data)
+            advantages = advantages * kept
         result = policy_loss(
             logprobs,
-            data["prox_logp"],
-            data["advantages"],
+            prox_logp,
+            advantages,
             mask,
             settings=settings,
             ref_logprobs=data["ref_logp"] if settings.kl_estimator != "none" else None,
-            rollout_logprobs=data["rollout_logprobs"] if settings.correction != "none" else None,
+            rollout_logprobs=rollout_logprobs,
             entropy=entropy,
             cu_seqlens=data.cu_seqlens if settings.ratio == "sequence" else None,
         )
@@ -86,6 +96,8 @@ class PolicyGradient(Algorithm):
             metrics["ref_kl"] = means["ref_kl"]
         if settings.correction != "none":
             metrics.update({name: means[name] for name in ("correction_weight", "corrected")})
+        if correction.rejects:
+            metrics["rejected"] = (mask & ~kept).sum() / mask.sum().clamp(min=1)
         return (result.loss * weights).sum(), {name: value.float() for name, value in metrics.items()}
 
     def loss_weight(self, data: PackedBatch) -> Tensor:

@@ -12,8 +12,9 @@ from typing import Any
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.critic import MegatronPPOCritic
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
+from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.reference import BasePolicy, MegatronReference, start_policy
+from megarl.actor.rollout_mismatch import rollout_mismatch
 from megarl.algorithms import algorithm_of
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker

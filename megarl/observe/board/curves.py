@@ -30,7 +30,16 @@ CHARTS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
         "nats, |difference| of log-probs",
         {"train/logprob_diff_max": "largest", "train/logprob_diff_mean": "mean"},
     ),
-    ("KL of rollout and trainer", "nats a token", {"train/rollout_kl": "KL"}),
+    (
+        "Distance of rollout and trainer",
+        "nats a token",
+        {"train/rollout_kl": "KL (k3)", "train/rollout_kl_k1": "KL (k1)", "train/rollout_chi2": "chi-square"},
+    ),
+    (
+        "Effective samples of the correction",
+        PERCENT,
+        {"train/rollout_ess": "tokens", "train/rollout_ess_sequences": "sequences"},
+    ),
     ("Staleness", "versions", {metrics.STALENESS: "mean", "rollout/staleness_max": "largest"}),
     ("Completion length", "tokens", {"rollout/completion_len": "mean", "rollout/completion_len_max": "longest"}),
     ("Truncated completions", PERCENT, {"rollout/truncated": "truncated"}),

@@ -163,11 +163,20 @@ def expected_loss(name: str, logprobs: Tensor, entropy: Tensor, batch: PackedBat
             if name == "ppo" and config.dual_clip:
                 gain = torch.where(adv[i] < 0, torch.maximum(gain, config.dual_clip * adv[i]), gain)
             loss = -gain
+        weights = (prox[i] - rollout[i]).exp()
+        product = math.prod(weights.tolist())
+        mean_weight = product ** (1 / len(weights))
+        weight = {"token": weights, "sequence": torch.full_like(weights, product)}.get(
+            config.correction_level, torch.full_like(weights, mean_weight)
+        )
         if config.correction == "truncate":
-            loss = loss * (prox[i] - rollout[i]).exp().clamp(max=config.correction_high)
+            loss = loss * weight.clamp(max=config.correction_high)
         if config.correction == "mask":
-            weight = (prox[i] - rollout[i]).exp()
             loss = loss * weight * ((weight >= config.correction_low) & (weight <= config.correction_high))
+        if min(weights.tolist()) < config.correction_veto or mean_weight < config.reject_low:
+            loss = loss * 0
+        if config.reject_high and mean_weight > config.reject_high:
+            loss = loss * 0
         if config.kl_coef and config.kl_in == "loss":
             loss = loss + config.kl_coef * estimated_kl(ref[i] - pi[i], config.kl_estimator)
         losses.append(loss - config.entropy_coef * ent[i])
@@ -203,6 +212,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"correction": "truncate", "correction_high": 1.2}),
     ("opd", {"teacher_coef": 0.5, "reward_coef": 2.0, "max_log_ratio": 0.3}),
     ("gspo", {"correction": "mask", "correction_low": 0.7, "correction_high": 1.4}),
+    ("grpo", {"correction": "truncate", "correction_level": "sequence", "correction_high": 1.5}),
+    ("grpo", {"correction": "mask", "correction_level": "sequence", "kl_coef": 0.3}),
+    ("grpo", {"correction": "truncate", "correction_level": "geometric", "correction_high": 1.1}),
+    ("gspo", {"correction": "mask", "correction_level": "geometric", "correction_low": 0.8, "correction_high": 1.2}),
+    ("grpo", {"correction_veto": 0.5, "kl_coef": 0.3}),
+    ("ppo", {"reject_low": 0.85, "reject_high": 1.3}),
+    ("cispo", {"correction": "truncate", "correction_veto": 0.4, "reject_high": 1.2, "aggregate": "sequence"}),
 ]
 
 
@@ -235,6 +251,7 @@ def test_advantages_loss_and_gradient_match_the_paper(name: str, knobs: dict[str
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     assert ours.grad[~batch["loss_mask"]].abs().max() == 0
     assert all(math.isfinite(float(value)) for value in metrics.values())
+    assert all(0 < float(metrics[name]) < 1 for name in ("corrected", "rejected") if name in metrics)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +382,10 @@ def test_ppo_gives_the_critic_returns_and_clips_its_values() -> None:
         ("reinforce_pp", {"gamma": 0.0}, "gamma=0.0"),
         ("gdpo", {"kl_coef": 0.1, "kl_in": "reward"}, "use kl_in=loss"),
         ("decoupled_ppo", {"correction": "none"}, "use truncate or mask, or algorithm=grpo"),
+        ("grpo", {"correction_level": "sequence"}, "needs algorithm.correction=truncate or mask"),
+        ("grpo", {"reject_high": 0.9}, "reject_high=0.9 must be above 1"),
+        ("grpo", {"reject_low": 1.0}, "reject_low=1.0 must be at least 0 and below 1"),
+        ("grpo", {"correction_veto": -0.1}, "correction_veto=-0.1 must be at least 0"),
     ],
 )
 def test_knobs_that_cannot_work_are_refused(name: str, knobs: dict[str, Any], message: str) -> None:
