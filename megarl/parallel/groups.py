@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def leave_layout() -> None:
     """Closes the layout's groups but stays in the world, so that another layout can be created.
 
     Every rank must call it. Megatron drops its groups without closing them, and each open group keeps threads and
-    sockets.
+    sockets. A group ends with its last reference, which engines of earlier layouts hold in cycles: they are collected.
     """
     if not parallel_state.model_parallel_is_initialized():
         return
@@ -173,6 +174,7 @@ def leave_layout() -> None:
     dist.barrier()  # no rank closes a group that another still uses
     for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+    gc.collect()
 
 
 def destroy() -> None:
