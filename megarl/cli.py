@@ -158,6 +158,8 @@ def _drop_noise() -> None:
     """Drops warnings to developers of libraries: missing Apex and TE, deprecated names of collectives and autograd."""
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
         warnings.filterwarnings("ignore", module=module)
+    # A torch built for CUDA warns of a toolkit without a GPU when Megatron imports it.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _full_disk(error: Exception) -> str:

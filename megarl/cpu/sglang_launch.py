@@ -117,6 +117,8 @@ def install() -> None:
         sys.modules[name] = None  # type: ignore[assignment]  # makes its import raise ModuleNotFoundError
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    # PyPI's torch is built for CUDA and brings NCCL, which SGLang's ranks would then start without a GPU.
+    importlib.import_module("torch").version.cuda = None
 
 
 def fork_workers() -> None:

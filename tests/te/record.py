@@ -43,6 +43,7 @@ def pretend_gpu() -> None:
     )
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.backends.cudnn.version = lambda: python_modules.CUDNN
     new_group = dist.new_group  # Megatron asks for groups of gloo too
     dist.new_group = lambda *args, **options: new_group(*args, **{**options, "backend": "fake"})
     sys.modules["megarl._C"] = MagicMock(has_cuda=True)

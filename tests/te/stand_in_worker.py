@@ -3,8 +3,8 @@
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
 `model`, `layout`, `recompute`, `dtype`, `experts` (their knobs under `te`), `marks`: if the norm is also computed under
 other marks of experts, and `shared`: then `te` reads common beginnings once, and `torch` reads them in each sequence.
-`without` names a fusion that is off, `offload` is a number of layers. Ranks are forked from this process, which has
-imported Megatron once.
+`without` names a fusion that is off, `offload` is a number of layers, `lora` trains the adapters of the model's folder.
+Ranks are forked from this process, which has imported Megatron once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.actor import checks
 from megarl.actor import engine as engine_module
 from megarl.actor.batch import shared_prefix
 from megarl.actor.checkpoint.stored_state import StoredState
-from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import fused_layers
 from megarl.actor.model.backends import LayerBackend
@@ -58,6 +58,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         offload_activations=case["offload"] if backend == "te" else 0,
         shared_prefix=case["shared"] and backend == "te",
         mtp="train" if case["model"] == "mtp" else "carry",
+        lora=LoraConfig(rank=4, alpha=6.0, path=str(model.parent / "adapter")) if case["lora"] else LoraConfig(),
         optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
         **options,
     )

@@ -19,7 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from megarl.actor.config import RECOMPUTE, EngineConfig
 from megarl.actor.memory import LayerBytes
-from megarl.families import read_config
+from megarl.actor.weights.peft_files import write
+from megarl.actor.weights.shards import tensor_shapes
+from megarl.families import Adapters, read_config, with_adapters
+from megarl.families.adapters import ALL_LINEAR
 from megarl.parallel.config import ParallelConfig
 from megarl.types import cu_seqlens_of
 from tests.distributed.test_layouts import LLAMA3_ROPE, make_batch, reference_logprobs, reference_steps
@@ -47,6 +50,7 @@ SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` wit
 # In place of recompute, too: knobs of experts, a layer offloaded, bfloat16, or a fusion that is off.
 EXPERTS = {"sequential": {"experts": "sequential"}, "flex": {"moe_dispatcher": "flex"}}
 OFFLOADED, SIXTEEN = "offloaded", "bfloat16"
+ADAPTED = {"adapters": "none", "adapters_selective": "selective"}  # with the adapters of a model's folder
 WITHOUT = ("norm", "swiglu", "rope", "accumulation")
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
     1: [
@@ -72,6 +76,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         *(("qwen3", {}, fusion) for fusion in WITHOUT),
         ("qwen3_moe", {}, "accumulation"),
         *((model, {}, SIXTEEN) for model in ("llama_biased", "qwen3_moe")),
+        *(("qwen3", {}, recompute) for recompute in ADAPTED),
+        ("latent", {}, "adapters"),
     ],
     2: [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -90,6 +96,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("latent", {"cp_size": 2, "ep_size": 2}, "none"),
         ("mtp", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mtp", {"pp_size": 2}, "selective"),
+        ("qwen3", SP, "adapters"),
+        ("qwen3_moe", {**SP, "ep_size": 2, "etp_size": 1}, "adapters"),
         ("llama_biased", {"tp_size": 2}, SHARED),
         ("qwen3", SP, SHARED),
         ("qwen2_tied", {"pp_size": 2}, SHARED),
@@ -134,6 +142,14 @@ def make_shared_batch(vocab_size: int) -> dict[str, torch.Tensor]:
     }
 
 
+def write_adapter(source: Path, folder: Path) -> None:
+    """Writes an adapter of all linear layers of a model, with rank 4 and alpha 6."""
+    adapters, generator = Adapters(4, (ALL_LINEAR,), 6.0), torch.Generator().manual_seed(7)
+    shapes = tensor_shapes(with_adapters(read_config(str(source)), adapters))
+    tensors = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    write(folder, tensors, adapters, 0.0, str(source))
+
+
 @pytest.fixture(scope="module")
 def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs all cases once, and returns the folder with their results."""
@@ -144,6 +160,8 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         (folder / name / "model").symlink_to(add_layers(source, folder / "layers") if name == "mtp" else source)
         save_file(make_batch(fields.get("vocab_size", 343)), folder / name / "batch.safetensors")
         save_file(make_shared_batch(fields.get("vocab_size", 343)), folder / name / "shared.safetensors")
+        if any(model == name and option in ADAPTED for parts in CASES.values() for model, _, option in parts):
+            write_adapter(source, folder / name / "adapter")
     cases: dict[str, list[dict[str, Any]]] = {}
     for ranks, parts in CASES.items():
         for name, (model, layout, recompute) in zip(NAMES[ranks], parts, strict=True):
@@ -152,12 +170,13 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
                 "name": name,
                 "model": model,
                 "layout": layout,
-                "recompute": recompute if recompute in RECOMPUTE else "none",
+                "recompute": recompute if recompute in RECOMPUTE else ADAPTED.get(recompute, "none"),
                 "dtype": "bfloat16" if recompute == SIXTEEN else "float32",
                 "experts": EXPERTS.get(recompute, {}),
                 "marks": name == MARKS,
                 "without": recompute if recompute in WITHOUT else "",
                 "offload": 1 if recompute == OFFLOADED else 0,
+                "lora": recompute in ADAPTED,
                 SHARED: recompute == SHARED,
             }
             cases.setdefault(str(ranks), []).append(case)
@@ -210,13 +229,12 @@ def test_adam_counts_from_the_start_again_after_a_state_without_steps(name: str,
 @pytest.mark.parametrize("name", ALL)
 def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> None:
     layers, option = set(facts_of(work, name)["layers"]), name.split("-")[1]
-    norm_linear = {"selective": "NormColumnLinear", "norm": "TEColumnParallelLinear"}.get(
-        option, "TELayerNormColumnParallelLinear"
-    )
+    plain = dict.fromkeys(("norm", *ADAPTED), "TEColumnParallelLinear")  # an adapter reads what the norm returns
+    norm_linear = {"selective": "NormColumnLinear", **plain}.get(option, "TELayerNormColumnParallelLinear")
     expected = {norm_linear, "TERowParallelLinear", "TEDotProductAttention", "RotaryTable"}
-    if option == "selective" and not name.startswith(("mixtral", "gemma3")):
+    if option in ("selective", "adapters_selective") and not name.startswith(("mixtral", "gemma3")):
         expected |= {"RecomputingMLP"}
-    if option == "sequential":
+    if option == "sequential" or (option in ADAPTED and name.startswith(("qwen3_moe", "latent"))):
         expected |= {"SequentialMLP", "ColumnParallelLinear", "RowParallelLinear"}
     elif name.startswith(("mixtral", "qwen3_moe", "gpt_oss", "latent")):
         expected |= {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}

@@ -118,7 +118,7 @@ class _LinearBase(TransformerEngineBaseModule):
 
     def _product(self, x: Tensor, weight: Tensor, first: bool | None) -> Tensor:
         x, values = rounded(x, weight)
-        if not self.fuse_wgrad_accumulation:
+        if not (self.fuse_wgrad_accumulation and weight.requires_grad):  # a frozen weight has no main_grad
             return F.linear(x, values)
         return _AddingToMainGrad.apply(x, weight, values.detach(), first)
 
