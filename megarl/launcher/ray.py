@@ -43,6 +43,7 @@ OWN_CLUSTER = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all of it listens on 127.0.0.1 (ray/_private/services.py, 815)
     "RAY_AUTH_MODE": "token",  # only this user gets answers
     "RAY_memory_monitor_refresh_ms": "0",  # the monitor kills ranks when memory is short
+    "RAY_worker_niceness": "0",  # 15 by default: ranks would yield to every other process of the machine
 }
 
 
