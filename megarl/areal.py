@@ -43,6 +43,7 @@ from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.client import sglang_client
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
+from megarl.served_checks import sampling_adapter
 from megarl.types import GenerationHyperparameters, ModelRequest, PackedBatch, WeightUpdateMeta
 
 __all__ = [
@@ -143,6 +144,7 @@ def load_expr_config(
         cli.check_algorithm(config, algorithm)
     folder = os.environ.get("MEGARL_RUN_FOLDER", "")
     SESSION.config = config.reshard
+    SESSION.adapter = sampling_adapter(config)
     return ScriptConfig(config, Path(folder).name), file
 
 
@@ -154,6 +156,7 @@ class SharedSession:
 
     def __init__(self) -> None:
         self.config = ReshardConfig()
+        self.adapter = ""  # name of the servers' adapter that samples
         self.addresses: list[str] = []
         self.api_key = ""
         self.base = 0  # version of the servers for a script's version 0
@@ -208,6 +211,7 @@ class ConnectedRollout(sglang_client.RemoteSGLangEngine):
     """The rollout client, which knows the process's weight session."""
 
     def initialize(self, addresses: Any = None, ft_spec: Any = None, *, api_key: str | None = None) -> None:
+        self.adapter = SESSION.adapter
         super().initialize(addresses, ft_spec, api_key=api_key)
         SESSION.addresses = list(self.addresses)
         SESSION.api_key = api_key or os.environ.get(sglang_client.KEY_VARIABLE, "")

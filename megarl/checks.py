@@ -292,6 +292,8 @@ def _check_tp_comm_overlap(config: Config) -> None:
 
 
 def _check_adapters(config: Config) -> None:
+    if config.actor.lora.sync == "adapters" and not config.actor.lora.rank:
+        raise UserError("actor.lora.sync=adapters without adapters (actor.lora.rank=0) has nothing to send; set a rank")
     if config.actor.lora.rank and config.actor.init == "random":
         raise UserError(
             f"actor.lora.rank={config.actor.lora.rank} with actor.init=random would train adapters of a base that no "

@@ -24,6 +24,7 @@ from megarl.observe.run_folder import new_run
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.client.connections import ADDRESSES_VARIABLE, KEY_VARIABLE
 from megarl.rollout.servers.sglang_server import ServerError, SGLangServers
+from megarl.served_checks import adapters_on_servers
 
 POLL_S = 0.5
 VARIABLES = "servers.env"
@@ -39,8 +40,9 @@ def serve(config: Config) -> int:
     folder = new_run(config.run_root, f"{config.experiment_name}_serve")
     key = os.environ.get(KEY_VARIABLE, "")
     arguments = server_arguments(config)
+    adapters = adapters_on_servers(config)
     with SGLangServers(
-        config.server, model, folder.logs, WEIGHT_LOADER, arguments, api_key=key, first_gpu=0
+        config.server, model, folder.logs, WEIGHT_LOADER, arguments, api_key=key, first_gpu=0, adapters=adapters
     ) as servers:
         servers.start()
         try:

@@ -7,16 +7,30 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
+from megarl.actor.weights.adapter_shards import shape_of
 from megarl.config import Config, longest_sequence
-from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation
+from megarl.families import CONTAINERS, FAMILIES, Adapters, decoder, quantisation
+from megarl.families.adapters import SERVED
 from megarl.knobs import UserError
 from megarl.parallel import platform
+from megarl.reshard.plan.sglang_adapters import adapter_holdings
+from megarl.rollout.servers.served_adapters import check_options
 
 
 def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[[], object]]:
     """Checks that servers can run the model in their layout; none without rollouts."""
-    rules = (_check_layout, _check_windows, _check_sinks, _check_class, _check_weights)
+    rules = (_check_layout, _check_windows, _check_sinks, _check_class, _check_weights, _check_adapters)
     return [partial(rule, config, model) for rule in rules] if config.method == "rl" else []
+
+
+def adapters_on_servers(config: Config) -> Adapters | None:
+    """Shape of the adapters that syncs bring to servers alone; None where they bring all weights."""
+    return shape_of(config.actor.lora) if config.actor.lora.sync == "adapters" else None
+
+
+def sampling_adapter(config: Config) -> str:
+    """Name of the servers' adapter that samples; "" where the merged model does."""
+    return SERVED if adapters_on_servers(config) is not None else ""
 
 
 def servers_on_gpu(config: Config) -> bool:
@@ -82,3 +96,21 @@ def _check_layout(config: Config, model: PretrainedConfig) -> None:
         raise UserError(
             f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
         )
+
+
+def _check_adapters(config: Config, model: PretrainedConfig) -> None:
+    """Refuses syncs of adapters alone that servers cannot take."""
+    if (adapters := adapters_on_servers(config)) is None:
+        return
+    adapter_holdings(model, adapters, tp_size=1)  # refuses the family
+    check_options(config.sglang)
+    for option, is_set, reason, remedy in (
+        ("reshard.path=full", config.reshard.path == "full", "whole tensors are of the base", "exact"),
+        ("reshard.transport=disk", config.reshard.transport == "disk", "files hold tensors of the base", "auto"),
+        ("server.colocate=true", config.server.colocate, "servers lose the base with their memory", "false"),
+    ):
+        if is_set:
+            raise UserError(
+                f"{option} does not go with actor.lora.sync=adapters: {reason}; set it to {remedy}, or "
+                "actor.lora.sync=merged"
+            )

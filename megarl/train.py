@@ -30,6 +30,7 @@ from megarl.processes import die_with_parent
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.client.connections import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
 from megarl.rollout.servers.external import JobServers
+from megarl.served_checks import adapters_on_servers
 from megarl.trainer.announce import announce
 from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.saved_config import make_folder
@@ -96,7 +97,8 @@ def run_script(script: Path, config: Config) -> int:
     job = rendezvous.job_folder()
     if job is not None and config.method == "rl" and not addresses_in_environment():
         key, server = os.environ.get(KEY_VARIABLE, ""), config.server
-        servers = JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s)
+        adapters = adapters_on_servers(config)
+        servers = JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s, adapters)
         servers.wait_ready()
         os.environ[ADDRESSES_VARIABLE] = ",".join(servers.addresses)
     sys.argv = [str(script), *_without_script(sys.argv[1:])]

@@ -19,6 +19,7 @@ EXPERTS = ("auto", "grouped", "sequential")
 DISPATCHERS = ("alltoall", "flex")
 MTP = ("carry", "train")
 FP8 = ("off", "blockwise", "mxfp8")
+LORA_SYNCS = ("merged", "adapters")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,9 @@ class LoraConfig:
     )
     path: str = knob("", "folder of a PEFT adapter to go on from; empty: A is drawn, B is zero", path=True)
     init_seed: int = knob(1, "seed of new adapters", least=0, most=MAX_SEED)
+    sync: str = knob(
+        "merged", "a sync sends all weights with the adapters merged, or the adapters alone", choices=LORA_SYNCS
+    )
 
 
 @dataclass(frozen=True)

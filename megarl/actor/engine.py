@@ -290,7 +290,8 @@ class MegatronEngine(TrainEngine):
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        stats = self._losses(microbatches, loss_fn, loss_input, forward_only=False)
+        with self._weights.masks_of_step():
+            stats = self._losses(microbatches, loss_fn, loss_input, forward_only=False)
         return {**stats, **self._step(stats["loss"])}
 
     def _step(self, loss: float) -> dict[str, float]:
@@ -304,6 +305,7 @@ class MegatronEngine(TrainEngine):
             finite = on_all_ranks(math.isfinite(loss) and math.isfinite(norm) and gradients_are_finite(self.ddps))
             if finite:
                 step_by_norm(self.optimizer, *norms.values())
+                self._weights.steps += 1
         self._skipped.record(not finite, loss, norm)
         return {**norms, "lr": self.optimizer.param_groups[0]["lr"], "skipped_steps": float(not finite)}
 
@@ -435,7 +437,7 @@ class MegatronEngine(TrainEngine):
 
     def load_state(self, folder: Path) -> None:
         assert self._state is not None, "initialize first, with trainable=True"
-        self._state.load(folder)
+        self._weights.steps = self._state.load(folder)
 
 
 def _as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.actor.model import build
 from megarl.actor.weights import hf_weights
 from megarl.actor.weights.fused_experts import fuse
 from megarl.families import decoder, without_mtp
+from megarl.knobs import UserError
 from megarl.parallel.groups import Groups
 
 
@@ -35,6 +37,7 @@ class EngineWeights:
         self.config, self.model, self.groups, self.modules = config, model, groups, modules
         self.dtype = build.DTYPES[config.dtype]
         self.ddps: list[Any] = []  # set once data parallelism wraps the modules
+        self.steps = 0  # optimizer steps taken
         if config.init == "random":
             hf_weights.initialize_randomly(modules, model, groups, config.init_seed)
         else:
@@ -42,6 +45,10 @@ class EngineWeights:
         self.lora: LoraTraining | None = None
         if trainable and config.lora.rank:
             self.lora = LoraTraining(config.lora, model, groups, modules, config.path)
+
+    def masks_of_step(self) -> AbstractContextManager[None]:
+        """Context of a training step, whose number gives adapters their dropout masks."""
+        return nullcontext() if self.lora is None else self.lora.masks_of_step(self.steps)
 
     @property
     def table(self) -> PretrainedConfig:
@@ -52,15 +59,23 @@ class EngineWeights:
         """Lists the boxes of HF tensors that this rank holds, as views of its live parameters. A collective.
 
         Layers of multi-token prediction are left out, as SGLang's models leave them out. Weights with adapters are
-        copies, with the adapters merged.
+        copies, with the adapters merged; with actor.lora.sync=adapters the base's own, followed by the adapters.
         """
         data_parallel.complete_parameters(self.ddps)
         stages = self.modules[: self.groups.vpp_size]
         shards = hf_weights.shards(stages, without_mtp(self.model), self.groups)
-        return shards if self.lora is None else self.lora.merged(shards)
+        if self.lora is None:
+            return shards
+        return [*shards, *self.lora.shards()] if self.lora.config.sync == "adapters" else self.lora.merged(shards)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the complete HF tensors of `shards` by name, on rank 0's host. A collective."""
+        """Yields the complete HF tensors of `shards` by name, on rank 0's host. A collective.
+
+        Raises:
+            UserError: adapters are synced alone, which whole tensors of the base do not carry.
+        """
+        if self.lora is not None and self.lora.config.sync == "adapters":
+            raise UserError("actor.lora.sync=adapters sends no whole tensors; set it to merged, or reshard.path=exact")
         config = without_mtp(self.model)
         return fuse(hf_weights.gather(self.shards(), self.dtype, config, self.groups), decoder(config))
 

@@ -97,6 +97,12 @@ class LoraTraining:
         """Context in which the model is the base."""
         return adapters.switched_off(self.modules)
 
+    def masks_of_step(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Context of a training step, whose number gives dropout its masks."""
+        if not self.config.dropout:
+            return contextlib.nullcontext()
+        return adapters.masks_of_step(self.config.init_seed, step, self.groups)
+
     # -- PEFT's files ----------------------------------------------------------------------------------------
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:

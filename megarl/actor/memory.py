@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from transformers import PretrainedConfig
 
 from megarl.actor import fp8
+from megarl.actor.adapter_memory import AdapterBytes, adapter_bytes
 from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of, groups_experts
 from megarl.actor.parameter_counts import RankParameters, rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
@@ -109,6 +110,8 @@ def trainer_memory(
     if pp_rank == parallel.pp_size - 1:
         shape = decoder(model)
         head = _head(model, parallel, engine, layer, tokens, item, on_gpu) * (1 + len(shape.mtp))
+        if engine.lora.rank:  # a frozen head's weight has no gradient: this memory is free in the layers' backward
+            head = max(0, head - math.floor(tokens * layer.working))
         mtp_layers = len(shape.mtp) * _mtp_activations(model, parallel, engine, layer, tokens)
         if shape.mtp and parallel.pp_size > 1 and not shape.tied:  # the last stage's copy (`mtp.py`)
             embedding = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size * model.hidden_size * item
@@ -184,6 +187,9 @@ class LayerBytes:
         shape = decoder(model)
         rank = _Rank.of(parallel, engine, on_gpu)
         each = {layer: rank.layer_bytes(layer, shape.hidden) for layer in set(shape.layers)}
+        if engine.lora.rank:
+            added = adapter_bytes(model, engine.lora, rank.item)
+            each = {layer: rank.with_adapters(layer, each[layer], added) for layer in each}
         largest = max(each.values(), key=lambda layer: layer.inside)
         kept = sum(each[layer].kept for layer in shape.layers) / len(shape.layers)
         return replace(largest, kept=kept if len(each) > 1 else largest.kept)
@@ -221,6 +227,11 @@ class _Rank:
         return self.backend == "cpu"
 
     @property
+    def frozen(self) -> bool:
+        """True if norms have no gradient: plain torch then keeps no normalised values, float32, for it."""
+        return self.engine.lora.rank > 0
+
+    @property
     def te(self) -> bool:
         return self.backend == "te"
 
@@ -230,7 +241,7 @@ class _Rank:
         spread = parallel.tp_size if parallel.sequence_parallel else 1  # cuts the tokens of parts that tp does not cut
         hidden = hidden_size * item / spread
         lean_norms = self.on_gpu or self.keeps_inputs
-        norm = 2 * hidden if lean_norms else (2 * 4 * hidden_size / spread + hidden)
+        norm = 2 * hidden if lean_norms else ((2 - self.frozen) * 4 * hidden_size / spread + hidden)
         block = layer.attention
         attention = self._delta_net(block) if isinstance(block, DeltaNet) else self._attention(block)
         around = (4 if layer.sandwich else 2) * norm + attention.around
@@ -257,6 +268,13 @@ class _Rank:
         kept = {"none": inside, "selective": selective, "full": hidden}[engine.recompute]
         return LayerBytes(norm, kept, inside, working + 3 * hidden * spread, matrix)
 
+    def with_adapters(self, layer: Layer, plain: LayerBytes, added: AdapterBytes) -> LayerBytes:
+        """Adds what a layer's adapters keep. No weight of the layer has a gradient."""
+        repeats_mlp = isinstance(layer.mlp, Experts) or not self.te
+        selective = added.attention + (0.0 if repeats_mlp else added.mlp)
+        kept = {"none": added.total, "selective": selective, "full": 0.0}[self.engine.recompute]
+        return replace(plain, kept=plain.kept + kept, inside=plain.inside + added.total, matrix=0)
+
     def _fuses(self, block: Mlp | Experts) -> bool:
         """True if one operation computes the activation: SwiGLU, and with clamps in Transformer Engine's layers."""
         if isinstance(block, Mlp):
@@ -267,7 +285,7 @@ class _Rank:
         """Computes the bytes of latent attention, whose values are padded to the size of keys."""
         item, parallel = self.item, self.parallel
         spread = parallel.tp_size if parallel.sequence_parallel else 1
-        per_element = 2 * item if self.on_gpu or self.keeps_inputs else 2 * 4 + item  # of a norm
+        per_element = 2 * item if self.on_gpu or self.keeps_inputs else (2 - self.frozen) * 4 + item  # of a norm
         latents = (block.query_rank + block.kv_rank) * per_element / spread
         q = block.q_size / parallel.tp_size
         core = (2 * q + 2 * q * parallel.cp_size) * item + 4 * q / block.head_dim
@@ -288,7 +306,7 @@ class _Rank:
         core = (q + blocks + 2 * kv * parallel.cp_size) * item + 4 * q / dim
         if block.sinks and not self.te:  # columns for sinks, in queries, keys, values and the output
             core += (2 * q + 2 * kv * parallel.cp_size) * SINK_COLUMNS / dim * item
-        queries = _qk_norm(q, kv, item, self.on_gpu) if block.qk_norm else 0.0
+        queries = _qk_norm(q, kv, item, self.on_gpu, self.frozen) if block.qk_norm else 0.0
         # Without norm and rotation, keys are a view of the QKV projection's output, as values are.
         keys = kv if queries or not keeps_inputs else 0
         inputs = (q + keys + q + 2 * kv) * item  # of the attention core: queries, keys, QKV output
@@ -313,10 +331,10 @@ class _Rank:
         return _AttentionBytes(values * self.item + norm, projected + core, projected + core)
 
 
-def _qk_norm(q: float, kv: float, item: int, on_gpu: bool) -> float:
+def _qk_norm(q: float, kv: float, item: int, on_gpu: bool, frozen: bool) -> float:
     if on_gpu:
         return (2 * q + 3 * kv) * item
-    return (q + kv) * 4 if item == 4 else (2 * q + 2 * kv) * 4
+    return (q + kv) * 4 if item == 4 or frozen else (2 * q + 2 * kv) * 4
 
 
 def _mlp(width: float, hidden: int, item: int, fused: bool) -> tuple[float, int, float]:

@@ -20,7 +20,10 @@ def arguments(tp_size: int, deterministic: bool, given: Collection[str]) -> dict
         "grammar_backend": "none",
         "sleep_on_idle": True,  # otherwise an idle server burns a core
     }
-    if tp_size == 1 and not deterministic and not any("speculative" in name or "lora" in name for name in given):
+    with_adapters = any("lora" in name for name in given)
+    if with_adapters:
+        chosen["lora_backend"] = "torch_native"  # the others are for GPUs
+    if tp_size == 1 and not deterministic and not with_adapters and not any("speculative" in name for name in given):
         chosen["speculative_algorithm"] = SEVERAL_STEPS
         chosen["speculative_num_draft_tokens"] = 4  # SGLang reserves slots for twice as many: 8 steps
         chosen["disable_overlap_schedule"] = True

@@ -16,6 +16,8 @@ from transformers import PretrainedConfig
 MARK = "trained_adapters"  # attribute of a config; no config.json has it
 ALL_LINEAR = "all-linear"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+SERVED = "trained"  # name of the adapter on servers that get adapters alone
+MANAGER = "lora_manager"  # attribute of a served model: SGLang's manager of its adapters
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Adapters:
         if self.targets == (ALL_LINEAR,):
             return is_linear(module)
         return any(module.endswith(f".{target}") for target in self.targets)
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of an adapter's matrix, False for a weight of the base."""
+    return name.endswith((LORA_A, LORA_B))
 
 
 def is_linear(module: str) -> bool:

@@ -33,6 +33,7 @@ from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_
 from megarl.rollout.servers.server_config import gpu_count, uses_gpu
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
+from megarl.served_checks import adapters_on_servers
 
 LOCAL_TASK = "SLURM_LOCALID"
 POLL_S = 0.5
@@ -58,8 +59,9 @@ def serve(config: Config) -> int:
         os.environ[VISIBLE] = visible_gpus(config.server.tp_size, local, first, offered)
     knobs = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
     model = local_folder(config.actor.path)
+    arguments, adapters = server_arguments(config), adapters_on_servers(config)
     with SGLangServers(
-        knobs, model, logs, WEIGHT_LOADER, server_arguments(config), api_key=key, first=index
+        knobs, model, logs, WEIGHT_LOADER, arguments, api_key=key, first=index, adapters=adapters
     ) as servers:
         servers.start()
         (server,) = servers.servers

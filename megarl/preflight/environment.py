@@ -49,7 +49,7 @@ def environment_findings(config: Config, model: PretrainedConfig, folder: Path, 
     if config.resume:
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
-        problems += refusals([lambda: check_resumable(open_run(config.resume or "").path, trained, config.actor.dtype)])
+        problems += refusals([lambda: check_resumable(open_run(config.resume or "").path, trained, config.actor)])
     return [*problems, *_of_allocation(config, model), *_of_gpus(config, gpus), *_of_dispatcher(config, gpus)]
 
 

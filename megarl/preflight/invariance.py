@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -308,26 +308,25 @@ def measure(actor: MegatronPPOActor, data: PackedBatch) -> dict[str, Tensor]:
     return {"logprobs": logprobs, "advantages": data["advantages"], **figures}
 
 
-def worker(work: Path) -> None:
-    """Runs the cases of this rank's world, with new process groups for each."""
+def worker(work: Path, names: Sequence[str]) -> None:
+    """Runs cases of this rank's world, with new process groups for each."""
     torch.set_num_threads(1)
-    world = ParallelConfig().world_size()
-    for name, case in CASES.items():
-        if case.ranks == world:
-            actor = build_actor(case, work / case.model)
-            figures = measure(actor, batch_of(actor, case, work))
-            if torch.distributed.get_rank() == 0:
-                save_file(figures, work / f"{name}.safetensors")
-            groups.leave_layout()
+    for name in names:
+        case = CASES[name]
+        actor = build_actor(case, work / case.model)
+        figures = measure(actor, batch_of(actor, case, work))
+        if torch.distributed.get_rank() == 0:
+            save_file(figures, work / f"{name}.safetensors")
+        groups.leave_layout()
     groups.destroy()
 
 
-def differences(work: Path) -> dict[str, dict[str, float]]:
+def differences(work: Path, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """By case and figure: largest difference from the single process, relative to the largest magnitude."""
-    figures = {name: load_file(work / f"{name}.safetensors") for name in CASES}
+    figures = {name: load_file(work / f"{name}.safetensors") for name in names}
     result = {}
-    for name, case in CASES.items():
-        expected = figures[case.reference]
+    for name in names:
+        expected = figures[CASES[name].reference]
         result[name] = {
             figure: float((figures[name][figure] - expected[figure]).abs().max() / expected[figure].abs().max())
             for figure in FIGURES
@@ -341,11 +340,11 @@ def table(results: dict[str, dict[str, float]]) -> Table:
     rows.add_column("layout", no_wrap=True)
     for name in ("ranks", *FIGURES, ""):
         rows.add_column(name.replace("_", " "), justify="right")
-    for name, case in CASES.items():
+    for name in results:
         is_reference = name in REFERENCES
         cells = ["-" if is_reference else f"{results[name][figure]:.1e}" for figure in FIGURES]
         verdict = "reference" if is_reference else "ok" if holds(results[name]) else "[bold red]differs[/]"
-        rows.add_row(name, str(case.ranks), *cells, verdict, end_section=_ends_world(name))
+        rows.add_row(name, str(CASES[name].ranks), *cells, verdict, end_section=_ends_world(name))
     return rows
 
 
@@ -362,8 +361,8 @@ def _ends_world(name: str) -> bool:
     return (CASES[name].model, CASES[name].ranks) != (CASES[following].model, CASES[following].ranks)
 
 
-def run_invariance(keep: Path | None = None) -> int:
-    """Runs all cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed.
+def run_invariance(keep: Path | None = None, names: Sequence[str] = tuple(CASES)) -> int:
+    """Runs cases and prints the table. Returns 1 if a figure differs by more than `TOLERANCE` or a world failed.
 
     Writes each case's figures to the folder `keep`. They are equal bit for bit from run to run on one machine.
     """
@@ -372,20 +371,21 @@ def run_invariance(keep: Path | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-invariance-") as folder:
         work = Path(folder)
         write_models(work, MODELS)
-        for world in sorted({case.ranks for case in CASES.values()}):
-            with console.status(f"{sum(case.ranks == world for case in CASES.values())} layouts on {world} ranks"):
-                code = run_ranks("megarl.preflight.invariance", [str(work)], world, work)
+        for world in sorted({CASES[name].ranks for name in names}):
+            cases = [name for name in names if CASES[name].ranks == world]
+            with console.status(f"{len(cases)} layouts on {world} ranks"):
+                code = run_ranks("megarl.preflight.invariance", [str(work), *cases], world, work)
             if code:
                 print(f"megarl: the world of {world} ranks ended with code {code}", file=sys.stderr)
                 return 1
-        results = differences(work)
+        results = differences(work, names)
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
-            for name in CASES:
+            for name in names:
                 shutil.copyfile(work / f"{name}.safetensors", keep / f"{name}.safetensors")
     console.print(table(results))
     return 0 if all(map(holds, results.values())) else 1
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
+    worker(Path(sys.argv[1]), sys.argv[2:])

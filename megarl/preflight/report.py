@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console, RenderableType
@@ -29,7 +30,7 @@ from megarl.actor.parameter_counts import count_parameters
 from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights.shards import world_table
 from megarl.config import Config, longest_sequence
-from megarl.families import read_config, without_mtp
+from megarl.families import Adapters, read_config, with_adapters, without_mtp
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import plan_of, rendered
@@ -46,8 +47,10 @@ from megarl.preflight.tune import tune
 from megarl.reshard.plan.holdings import Topology
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import PlanError, plan
+from megarl.reshard.plan.sglang_adapters import adapter_holdings
 from megarl.reshard.plan.sglang_layout import server_holdings
 from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.served_checks import adapters_on_servers
 from megarl.teacher_checks import teacher_servers
 from megarl.trainer.batch_algebra import batch_of
 from megarl.versions import GPUs, gpus, versions
@@ -228,8 +231,8 @@ def versions_table(gpus: GPUs) -> Table:
     return table
 
 
-def planned_sync(config: Config, model: PretrainedConfig) -> TransferPlan:
-    """Plans the weight sync.
+def planned_sync(config: Config, model: PretrainedConfig, adapters: Adapters | None = None) -> TransferPlan:
+    """Plans the sync of all weights, or of `adapters` alone.
 
     Raises:
         UserError: the method has no servers, or trainer and servers do not fit together.
@@ -243,20 +246,20 @@ def planned_sync(config: Config, model: PretrainedConfig) -> TransferPlan:
         node=np.arange(first, first + server.n_servers * server.tp_size) // per_node,
         server=np.arange(server.n_servers).repeat(server.tp_size),
     )
+    shape: dict[str, Any] = {
+        "tp_size": server.tp_size,
+        "n_servers": server.n_servers,
+        "dtype": sizing.server_dtype(config, model),
+        "cpu": not config.cluster.gpus_per_node,
+    }
+    trained = without_mtp(model)
+    if adapters is None:
+        held = server_holdings(model, ep_size=int(config.sglang.get("ep_size", 1)), **shape)
+    else:
+        trained, held = with_adapters(trained, adapters), adapter_holdings(model, adapters, **shape)
     try:
-        return plan(
-            source_holdings(world_table(without_mtp(model), config.parallel), config.actor.dtype),
-            server_holdings(
-                model,
-                tp_size=server.tp_size,
-                ep_size=int(config.sglang.get("ep_size", 1)),
-                n_servers=server.n_servers,
-                dtype=sizing.server_dtype(config, model),
-                cpu=not config.cluster.gpus_per_node,
-            ),
-            topology,
-            config.reshard.bucket_bytes,
-        )
+        sources = source_holdings(world_table(trained, config.parallel), config.actor.dtype)
+        return plan(sources, held, topology, config.reshard.bucket_bytes)
     except PlanError as error:
         raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error
 
@@ -315,11 +318,13 @@ def tables(
         yield layout_table(config)
     if show in (None, "memory"):
         yield from memory_tables(config, model)
-    bandwidth, sync = config.cluster.network_gb_s * 1e9, None
+    bandwidth, sync, whole = config.cluster.network_gb_s * 1e9, None, None
     if show == "reshard" or (show in (None, "time") and config.method == "rl"):
         sync = planned_sync(config, model)
+        if (adapters := adapters_on_servers(config)) is not None:
+            whole, sync = sync, planned_sync(config, model, adapters)
     if show in (None, "reshard") and sync is not None:
-        yield sync_report.render(sync, bandwidth, planned_transports(config))
+        yield sync_report.render(sync, bandwidth, planned_transports(config), whole)
     if show in (None, "time"):
         sync_s = sync_report.summarise(sync).seconds(bandwidth) if sync is not None else 0.0
         yield time_table(config, estimate_step(config, model, sync_s) if config.cluster.gpus_per_node else None)

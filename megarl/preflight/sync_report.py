@@ -85,10 +85,24 @@ def _full_bytes(plan: TransferPlan) -> int:
     return int((sum_by(blocks.tensor, blocks.volume, len(itemsize)) * itemsize).sum())
 
 
-def render(plan: TransferPlan, bandwidth: float, transports: str) -> RenderableType:
-    """Tables of a plan; `bandwidth` in bytes/s of each rank, each way; `transports` in words."""
+def render(plan: TransferPlan, bandwidth: float, transports: str, whole: TransferPlan | None = None) -> RenderableType:
+    """Tables of a plan; `bandwidth` in bytes/s of each rank, each way; `transports` in words.
+
+    `whole` is the plan of all weights, for a sync of adapters alone.
+    """
     summary = summarise(plan)
-    return Group(_overview(plan, summary, bandwidth, transports), *_sides(summary), _comparison(summary, bandwidth))
+    overview = _overview(plan, summary, bandwidth, transports)
+    if whole is not None:
+        overview.title = "Sync of adapters, planned"
+        all_weights = summarise(whole)
+        moved = int(all_weights.received.nbytes.sum())
+        ratio = moved / max(int(summary.received.nbytes.sum()), 1)
+        overview.add_row(
+            "the base",
+            f"{size(moved)}, {ratio:.0f} x as much, in {duration(all_weights.seconds(bandwidth))}: once for each start "
+            "of a server; at each sync with actor.lora.sync=merged",
+        )
+    return Group(overview, *_sides(summary), _comparison(summary, bandwidth))
 
 
 def _table(title: str, *columns: str) -> Table:

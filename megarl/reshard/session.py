@@ -22,6 +22,7 @@ from torch import Tensor
 from megarl.parallel.broadcast import broadcast_json
 from megarl.parallel.rendezvous import own_address
 from megarl.reshard.config import ReshardConfig
+from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
@@ -264,10 +265,11 @@ class WeightSession:
         with coordinator.timed("connect", config.connect_deadline_s):
             deadline = Deadline(config.connect_deadline_s)
             coordinator.for_each(lambda link: link.read_layout(transport_name, deadline))
-            world = ""
+            world, adapters_only = "", False
             if transport_name not in ("full", "disk"):
                 # A silent server has used up the phase's time, hence a new deadline: the rest is in the store already.
-                world = self._publish_world(coordinator, transport_name, Deadline(config.connect_deadline_s))
+                deadline = Deadline(config.connect_deadline_s)
+                world, adapters_only = self._publish_world(coordinator, transport_name, all(unchanged), deadline)
         self._attempts_since_anchor += 1
         delta = (
             config.delta
@@ -284,6 +286,7 @@ class WeightSession:
             senders=self.world_size,
             bucket_bytes=config.bucket_bytes,
             world=world,
+            adapters_only=adapters_only,
             delta=delta,
             keep=config.delta,
             modulus=sample.modulus,
@@ -291,16 +294,28 @@ class WeightSession:
             servers=tuple(link.server_group for link in coordinator.active),
         )
 
-    def _publish_world(self, coordinator: Coordinator, transport_name: str, deadline: Deadline) -> str:
+    def _publish_world(
+        self, coordinator: Coordinator, transport_name: str, unchanged: bool, deadline: Deadline
+    ) -> tuple[str, bool]:
         """Writes the holdings and places of all ranks into the store, and settles the transports.
 
-        Returns the world's name there. Raises Retry if a server must join anew, by another transport.
+        Returns the world's name there, and True if the sync sends adapters alone: all servers are `unchanged` since
+        the last one, which has brought them the base. Raises Retry if a server must join anew, by another transport.
         """
         world: dict[str, Any] = {
             "sources": [read(self._store, f"source/{rank}", deadline) for rank in range(self.world_size)],
             "servers": [link.layout for link in coordinator.active],
             "bucket_bytes": self.config.bucket_bytes,
         }
+        adapted = any(rank["adapters"] for rank in world["sources"])
+        for link in coordinator.active:
+            if adapted and not any(rank["adapters"] for rank in link.layout):
+                raise PlanError(
+                    f"the server at {link.address} holds no adapters, and actor.lora.sync=adapters sends them alone: "
+                    "start it by megarl.serve with the run's knobs, or set actor.lora.sync=merged",
+                    "",
+                )
+        world["adapters_only"] = adapted and unchanged
         choice = choose_transports(transport_name, world)
         self._transports = str(choice)
         if not all(link.use(name) for link, name in zip(coordinator.active, choice.names, strict=True)):
@@ -308,7 +323,7 @@ class WeightSession:
         groups = [str(link.server_group) for link in coordinator.active]
         name = hashlib.sha256(json.dumps([world, groups]).encode()).hexdigest()
         write_bulk(self._store, f"world/{name}", world)
-        return name
+        return name, world["adapters_only"]
 
     def _send_full_tensors(
         self, named: Iterator[tuple[str, Tensor]], transport_name: str, folder: Path | None

@@ -62,7 +62,7 @@ def read_inputs(config: Config, rank: int) -> Inputs:
     if config.resume:
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
-        check_resumable(open_run(config.resume).path, trained, config.actor.dtype)
+        check_resumable(open_run(config.resume).path, trained, config.actor)
     run_all(model_checks(config, model))
     tokenizer = load_tokenizer(config.actor.path)
     set_chat_template(tokenizer, config.data.chat_template)

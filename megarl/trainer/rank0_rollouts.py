@@ -31,6 +31,7 @@ from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
 from megarl.rollout.workflows.choose import DEFAULT, build_workflow
 from megarl.rollout.workflows.distil import HintedWorkflow, TeacherAnswers
+from megarl.served_checks import adapters_on_servers, sampling_adapter
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.teacher_servers import TeacherServers
 
@@ -47,6 +48,7 @@ class Rank0Rollouts:
         self.inputs = inputs
         self.engine = RemoteSGLangEngine(config.rollout)
         self.engine.vocab_size = inputs.vocab_size
+        self.engine.adapter = sampling_adapter(config)
         self.engine.max_sequence_tokens = max_sequence_tokens(config, inputs.model)
         self._supervisor: Supervisor | None = None
         with contextlib.ExitStack() as opened:
@@ -143,16 +145,25 @@ def choose_servers(config: Config, logs: Path) -> SGLangServers | ExternalServer
             "deterministic=true needs servers that this run starts on this machine: set it to false, or leave out "
             "servers that run elsewhere"
         )
+    adapters = adapters_on_servers(config)
     if addresses:
-        return ExternalServers(addresses, key, WEIGHT_LOADER)
+        return ExternalServers(addresses, key, WEIGHT_LOADER, adapters)
     server = config.server
     if job is not None:
-        return JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s)
+        return JobServers(job, server.n_servers, key, WEIGHT_LOADER, server.ready_timeout_s, adapters)
     model = local_folder(config.actor.path)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.world_size()))  # torchrun: of this machine
     first_gpu = 0 if server.colocate else ranks
-    arguments = server_arguments(config)
-    return SGLangServers(server, model, logs, WEIGHT_LOADER, arguments, config.deterministic, first_gpu=first_gpu)
+    return SGLangServers(
+        server,
+        model,
+        logs,
+        WEIGHT_LOADER,
+        server_arguments(config),
+        config.deterministic,
+        first_gpu=first_gpu,
+        adapters=adapters,
+    )
 
 
 def max_sequence_tokens(config: Config, model: PretrainedConfig) -> int:

@@ -115,9 +115,9 @@ class RolloutDriver:
             session.set_death_probe(self.rank0.supervisor.died)
         # Servers that outlived a trainer may serve a version above its checkpoint's. Versions continue above theirs.
         served = session.served_version()
-        self._version_offset = max(0, served + 1 - version) if served or version else 0
+        self.outdated = bool(served or version or self.config.actor.lora.path)
+        self._version_offset = max(0, served + 1 - version) if self.outdated else 0
         self.version = version + self._version_offset
-        self.outdated = bool(served or version)
         self._unchecked = self.version
         if not self.outdated:
             session.version = self.version  # a server restarted before the first push is brought this version

@@ -309,8 +309,8 @@ class EngineState:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def load(self, folder: Path) -> None:
-        """Fills parameters, optimizer and schedule from a state that any layout wrote.
+    def load(self, folder: Path) -> int:
+        """Fills parameters, optimizer and schedule from a state that any layout wrote. Returns Adam's steps.
 
         Raises:
             UserError: the state has another model, or is incomplete.
@@ -325,7 +325,7 @@ class EngineState:
                 if shard.view.numel():
                     weights = stored.read(stored.kinds[shard.name], shard.name, shard.start, shard.stop)
                     shard.view.copy_(weights.view(shard.view.shape))
-            steps = stored.facts["adam_steps"]
+            steps: int = stored.facts["adam_steps"]
             moments = MOMENTS if steps else ()
             runs: dict[int, list[OwnedRun]] = {}  # by parameter
             for run in self._runs():
@@ -340,6 +340,7 @@ class EngineState:
                 part.optimizer._sync_hdo_state_to_sub_optimizers()
         self.scheduler.num_steps = 0
         self.scheduler.step(stored.facts["scheduler_steps"])  # only the count: this run may be longer
+        return steps
 
     def _check(self, stored: StoredState) -> None:
         local_shapes = {s.name: tuple(s.shape) for s in hf_weights.shards(self.modules, self.config, self.groups)}

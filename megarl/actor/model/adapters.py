@@ -7,11 +7,15 @@ A module's adapter adds `scale * x A^T B^T` to its output. Vectors of `rank` ele
     replicated        both complete
 
 Experts exchange tokens around their layers, not in them. There the gradient of the complete matrix is summed instead.
+
+Dropout masks: ranks that have the same input drop the same elements of it, and ranks that have parts of it drop their
+own. All masks of a step follow from its seed, so a resumed run draws them again (`masks_of_step`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,6 +62,8 @@ class Adapter(nn.Module):
         self.is_expert = ".experts." in parts[0].module
         self.group = groups.etp if self.is_expert else groups.tp
         self.sequence_parallel = groups.layout.sequence_parallel and not self.is_expert
+        own_input = self.cut == 1 or self.sequence_parallel or (self.is_expert and self.group.size() == 1)
+        self._mask_number = groups.tp_rank if own_input else 0
         self._mark(weight)
 
     def _mark(self, weight: Tensor) -> None:
@@ -84,15 +90,16 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Computes what is added to the module's output, `[..., rows of this rank]`, from its input."""
         if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
+            x = self._dropped(x)
         parts = {name: self._part(name) for name in self._names}
-        a = torch.cat([part.a for part in parts.values()])
+        a = torch.cat([part.a for part in parts.values()]) if len(parts) > 1 else parts[self._names[0]].a
         if self.is_expert and self.cut == 0:
             a = copy_to_tensor_model_parallel_region(a, group=self.group)
         inner = dict(zip(parts, self._exchange(F.linear(x, a)).split(len(a) // len(parts), dim=-1), strict=True))
         outputs = {name: F.linear(inner[name], self._b(part)) for name, part in parts.items()}
-        if len(self._order) == 1:
-            (output,) = outputs.values()
+        first = self._order[0][0]
+        if len(self._order) == 1 and first:
+            output = outputs[first]
         else:
             (tokens,) = {output.shape[:-1] for output in outputs.values()}
             output = torch.cat(
@@ -103,6 +110,13 @@ class Adapter(nn.Module):
                 dim=-1,
             )
         return output * self.scale
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Drops elements by a mask whose seed is drawn on the host: recomputed layers draw the same one again."""
+        seed = int(torch.randint(2**62, ())) + self._mask_number
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.dropout, generator=generator)
+        return x * kept / (1 - self.dropout)
 
     def _b(self, part: AdapterPart) -> Tensor:
         if self.is_expert and self.cut == 1:
@@ -127,7 +141,8 @@ def _order(parts: Sequence[AdaptedPart], height: int) -> list[tuple[str, int, in
 
     The part is "" for rows of weights without an adapter.
     """
-    places = sorted((box.at[0], part.part, row, box.stop[0] - box.start[0]) for part in parts for box, row in part.rows)
+    boxes = [(part, box, row) for part in parts if part.height for box, row in part.rows]
+    places = sorted((box.at[0], part.part, row, box.stop[0] - box.start[0]) for part, box, row in boxes)
     order, at = [], 0
     for first, part, row, count in places:
         if first > at:
@@ -193,3 +208,15 @@ def switched_off(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.enabled = True
+
+
+@contextlib.contextmanager
+def masks_of_step(seed: int, step: int, groups: Groups) -> Iterator[None]:
+    """Context in which dropout masks follow from `seed` and the step's number. They differ between dp, cp and pp ranks.
+
+    Torch's generator on the host is as before at its end.
+    """
+    text = f"{seed}:{step}:{groups.dp_rank}:{groups.cp_rank}:{groups.pp_rank}"
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))
+        yield

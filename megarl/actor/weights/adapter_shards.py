@@ -8,7 +8,7 @@ PART is the last word of the HF module's name. Megarl's fused modules have sever
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.actor.config import LoraConfig
 from megarl.actor.weights.shard_spec import ShardSpec
@@ -59,15 +59,40 @@ def shape_of(config: LoraConfig) -> Adapters | None:
 
 
 def adapted_parts(specs: Iterable[ShardSpec], adapters: Adapters) -> list[AdaptedPart]:
-    """Groups a rank's shards of weights into the parts that have adapters, in the order of the table."""
+    """Groups a rank's shards of weights into the parts that have adapters, in the order of the table.
+
+    With more tensor parallel ranks than key heads, a rank may have no rows of q_proj, k_proj or v_proj. Its part then
+    has an empty box: every rank of the group exchanges `x A^T` of all three.
+    """
     boxes: dict[tuple[int, str], list[ShardSpec]] = {}
     for spec in specs:
-        if adapters.adapt(spec.name, spec.shape):
-            boxes.setdefault((spec.stage, spec.name), []).append(spec)
+        for name in _names_of_module(spec):
+            if adapters.adapt(name, spec.shape):
+                boxes.setdefault((spec.stage, name), []).append(
+                    spec if name == spec.name else _without_rows(spec, name)
+                )
     return [
-        AdaptedPart(name.removesuffix(".weight"), tuple(sorted(parts, key=lambda box: box.start)))
+        AdaptedPart(name.removesuffix(".weight"), tuple(sorted(_rows_only(parts), key=lambda box: box.start)))
         for (_, name), parts in boxes.items()
     ]
+
+
+def _names_of_module(spec: ShardSpec) -> list[str]:
+    """Lists the HF weights of a shard's parameter, in one order on all ranks: its own, or attention's three."""
+    if not spec.param.endswith(".linear_qkv.weight"):
+        return [spec.name]
+    prefix = spec.name.removesuffix("_proj.weight")[:-1]
+    return [f"{prefix}{letter}_proj.weight" for letter in "qkv"]
+
+
+def _without_rows(spec: ShardSpec, name: str) -> ShardSpec:
+    """Empty box of the HF weight `name`, whose parameter is that of `spec`."""
+    return replace(spec, name=name, start=(0, 0), stop=(0, spec.stop[1]), at=(0, 0))
+
+
+def _rows_only(boxes: list[ShardSpec]) -> list[ShardSpec]:
+    """The boxes that have rows, or one without."""
+    return [box for box in boxes if box.stop[0] > box.start[0]] or boxes[:1]
 
 
 def adapter_shards(specs: list[ShardSpec], adapters: Adapters) -> Iterator[ShardSpec]:
@@ -89,6 +114,8 @@ def _joined(part: AdaptedPart) -> list[tuple[int, int, int]]:
     """First and last HF row of each run of adjacent boxes, and its first row in `b`."""
     runs: list[tuple[int, int, int]] = []
     for box, row in part.rows:
+        if box.start[0] == box.stop[0]:
+            continue
         if runs and runs[-1][1] == box.start[0]:
             runs[-1] = (runs[-1][0], box.stop[0], runs[-1][2])
         else:

@@ -82,7 +82,8 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
             raise RuntimeError(f"{name} has shape {tuple(param.shape)}, too small for {spec}")
         bound.add((spec.stage, name))
         result.append(Shard(spec.name, spec.shape, spec.start, spec.stop, view))
-    unbound = [name for stage, params in enumerate(named) for name in params if (stage, name) not in bound]
+    filled = [(stage, name) for stage, params in enumerate(named) for name in params if params[name].numel()]
+    unbound = [name for stage, name in filled if (stage, name) not in bound]
     if unbound:
         raise RuntimeError(
             f"{unbound[0]} holds no HF tensor ({len(unbound)} such parameters); add it to actor/weights/shards.py"

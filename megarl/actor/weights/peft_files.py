@@ -131,7 +131,7 @@ def check_adapters(
     check_targets(lora, model)
     if lora.path:
         check_peft(Path(lora.path).expanduser(), lora)
-    adapters, shape = Adapters(lora.rank, tuple(lora.targets)), decoder(model)
+    shape = decoder(model)
     for option, is_set, reason, remedy in (
         ("deterministic=true", deterministic, "their products depend on the batch", "false"),
         ("actor.mtp=train", config.mtp == "train", "the layers of multi-token prediction have none", "carry"),
@@ -142,12 +142,6 @@ def check_adapters(
         if is_set:
             raise UserError(f"{option} does not go with adapters (actor.lora.rank): {reason}; set it to {remedy}")
     tp, etp = parallel.tp_size, parallel.expert_tp_size
-    heads = min((block.kv_heads for block in shape.attentions if hasattr(block, "kv_heads")), default=tp)
-    if tp > heads and any(adapters.adapt(f"model.layers.0.self_attn.{name}_proj.weight", (1, 1)) for name in "qkv"):
-        raise UserError(
-            f"parallel.tp_size={tp} exceeds the model's {heads} key heads, whose adapters then have no owner on some "
-            f"ranks; set it to at most {heads}, or take q_proj, k_proj and v_proj out of actor.lora.targets"
-        )
     if shape.experts is not None and etp not in (1, tp):
         raise UserError(
             f"parallel.etp_size={etp} with adapters must be 1 or parallel.tp_size={tp}: Megatron's gradient norm would "

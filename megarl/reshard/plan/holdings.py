@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.families.adapters import is_adapter
+
 Ints = NDArray[np.int64]
 
 
@@ -56,6 +58,16 @@ class Fragment:
             raise ValueError(
                 f"the view of {self.tensor} has shape {tuple(self.view.shape)}, and {self.box} {self.box.shape}"
             )
+
+
+def is_sent(name: str, adapters_only: bool) -> bool:
+    """True if a sync brings the tensor up to date: any, or the adapters' alone."""
+    return is_adapter(name) or not adapters_only
+
+
+def sent(fragments: Sequence[Fragment], adapters_only: bool) -> list[Fragment]:
+    """Lists the fragments that a sync brings up to date, in their order."""
+    return [fragment for fragment in fragments if is_sent(fragment.box.name, adapters_only)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,7 @@ class AttemptSpec:
     senders: int  # trainer ranks
     bucket_bytes: int
     world: str  # name of the world that is planned for; "" on the full path, which has no plan
+    adapters_only: bool  # True: the base stays as it is on the servers
     delta: bool  # True: buckets may travel as deltas
     keep: bool  # True: senders keep a copy of all sent buckets
     modulus: int  # of the sample that is read back

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.ops.digest import digest
 from megarl.parallel import platform
-from megarl.reshard.plan.holdings import Fragment
+from megarl.reshard.plan.holdings import Fragment, sent
 from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, read_spec
 from megarl.reshard.sync.server_order import ServerOrder
@@ -105,7 +105,8 @@ class ServerRank:
         if self._receiver is None or self._world != spec.world:
             plan = make_plan(self.store, read_bulk(self.store, f"world/{spec.world}", deadline), deadline)
             routes = {rank: Route(f"trainer rank {rank}", self.group, rank) for rank in range(spec.senders)}
-            self._receiver = ShardReceiver(plan, number, self.fragments, routes, self.staging)
+            fragments = sent(self.fragments, spec.adapters_only)
+            self._receiver = ShardReceiver(plan, number, fragments, routes, self.staging)
             self._world, self._plan_hash = spec.world, plan.hash
         write(self.store, key(attempt_number, "hash", "server", number), {"hash": self._plan_hash})
         if not read(self.store, key(attempt_number, "go"), deadline):

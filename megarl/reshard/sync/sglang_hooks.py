@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync import server_rank
+from megarl.reshard.sync.live_adapters import live_adapters
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments
 from megarl.reshard.sync.server_order import ORDER, ServerOrder
 
@@ -89,7 +90,7 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
     def fragments() -> Sequence[Fragment]:
         check_plain(model)
         geometry = Geometry.of(model.config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size)
-        return list(live_fragments(model.named_parameters(), geometry))
+        return [*live_fragments(model.named_parameters(), geometry), *live_adapters(model, geometry)]
 
     server_rank.carry_out(order, fragments, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
     if (rearrange := getattr(model, "post_load_weights", None)) is not None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed import Store
 
-from megarl.reshard.plan.holdings import Box, Fragment
+from megarl.reshard.plan.holdings import Box, Fragment, sent
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync.attempt import AttemptSpec, key
 from megarl.reshard.sync.world import describe_fragments, make_plan, publish_fragments
@@ -104,7 +104,12 @@ class TrainerRank:
             self.sender, self._world = None, spec.world
         if self.sender is None:
             self.sender = ShardSender(
-                self.plan, self.rank, self._fragments, self._routes(spec), self.staging, keep=spec.keep
+                self.plan,
+                self.rank,
+                sent(self._fragments, spec.adapters_only),
+                self._routes(spec),
+                self.staging,
+                keep=spec.keep,
             )
         return self.plan.hash
 
@@ -124,8 +129,8 @@ class TrainerRank:
         counts: Counts = self.sender.counts() if spec.delta else {}
         if spec.delta:
             write_bulk(self.store, key(attempt_number, "counts", self.rank), list(counts.items()))
-        sent = self.sender.send(deadline, BucketSample(spec.modulus, spec.remainder), counts)
-        return {"bytes": sent.nbytes, "dense_bytes": sent.dense_nbytes, "digests": list(sent.digests.items())}
+        report = self.sender.send(deadline, BucketSample(spec.modulus, spec.remainder), counts)
+        return {"bytes": report.nbytes, "dense_bytes": report.dense_nbytes, "digests": list(report.digests.items())}
 
     def leave(self) -> None:
         """Ends the connections with every server and drops the sender's copies. Peers that wait get an error."""

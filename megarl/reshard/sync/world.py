@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch.distributed import Store
 
+from megarl.families.adapters import is_adapter
 from megarl.parallel import platform
-from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology
+from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology, is_sent
 from megarl.reshard.plan.planner import plan
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.transfer.store import Deadline, read_bulk, write_bulk
@@ -30,14 +31,19 @@ def describe_fragments(fragments: Sequence[Fragment]) -> list[tuple[str, tuple[i
 
 
 def publish_fragments(store: Store, fragments: Sequence[Fragment]) -> dict[str, Any]:
-    """Writes a rank's boxes into the store. Returns their key, and the rank's node, GPU and visible GPUs."""
+    """Writes a rank's boxes into the store.
+
+    Returns their key, whether some are of adapters, and the rank's node, GPU and visible GPUs.
+    """
     described = describe_fragments(fragments)
     key = "holdings/" + hashlib.sha256(json.dumps(described).encode()).hexdigest()
     if not store.check([key]):
         write_bulk(store, key, described)
     visible = platform.gpu_uuids()
     gpu = visible[torch.cuda.current_device()] if visible else ""
-    return {"holdings": key, "node": socket.gethostname(), "gpu": gpu, "visible_gpus": visible}
+    adapters = any(is_adapter(f.box.name) for f in fragments)
+    place = {"node": socket.gethostname(), "gpu": gpu, "visible_gpus": visible}
+    return {"holdings": key, "adapters": adapters, **place}
 
 
 def local_address(host: str, port: int) -> str:
@@ -55,16 +61,20 @@ def described_boxes(described: Sequence[Any]) -> list[tuple[Box, str]]:
 def make_plan(store: Store, world: dict[str, Any], deadline: Deadline) -> TransferPlan:
     """Plans for a world: `sources` lists the trainer ranks, `servers` each server's ranks, as published.
 
+    With `adapters_only` the plan leaves out the base.
+
     Raises:
         PlanError: the two sides do not fit together.
     """
     published: dict[str, list[tuple[Box, str]]] = {}
+    adapters_only = bool(world["adapters_only"])
 
     def holdings(ranks: Sequence[dict[str, str]]) -> Holdings:
         for rank in ranks:
             if rank["holdings"] not in published:
                 published[rank["holdings"]] = described_boxes(read_bulk(store, rank["holdings"], deadline))
-        return Holdings.of([published[rank["holdings"]] for rank in ranks])
+        described = [published[rank["holdings"]] for rank in ranks]
+        return Holdings.of([[row for row in rows if is_sent(row[0].name, adapters_only)] for rows in described])
 
     sources, destinations = world["sources"], [rank for server in world["servers"] for rank in server]
     nodes = {node: i for i, node in enumerate(sorted({rank["node"] for rank in sources + destinations}))}

@@ -22,10 +22,13 @@ KEEPALIVE_S = 2.0  # below the 5 s of SGLang's uvicorn: the client must close an
 
 
 class Connections:
-    """Connections to servers that share a key. Make and use them on one asyncio loop."""
+    """Connections to servers that share a key. Make and use them on one asyncio loop.
 
-    def __init__(self, config: RolloutConfig, api_key: str | None) -> None:
-        self.config = config
+    Completions are asked of the servers' adapter of the name `adapter`, or of the base model if that is empty.
+    """
+
+    def __init__(self, config: RolloutConfig, api_key: str | None, adapter: str = "") -> None:
+        self.config, self.adapter = config, adapter
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(
@@ -66,7 +69,10 @@ class Connections:
         Raises RequestRefused on a 4xx answer, GenerationError on one that is malformed or late.
         """
         headers = {"Content-Type": "application/json"}
-        body = orjson.dumps({"input_ids": inputs, "sampling_params": params, "return_logprob": True})
+        fields: dict[str, Any] = {"input_ids": inputs, "sampling_params": params, "return_logprob": True}
+        if self.adapter:
+            fields["lora_path"] = self.adapter
+        body = orjson.dumps(fields)
         try:
             async with self._session.post(f"http://{address}/generate", data=body, headers=headers) as response:
                 status, answer = response.status, await response.read()

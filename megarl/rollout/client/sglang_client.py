@@ -65,6 +65,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def __init__(self, config: RolloutConfig):
         self.config = config
         self.router = Router(config.max_per_server)
+        self.adapter = ""  # name of the servers' adapter that samples; empty: the model without one
         self.episodes: list[Episode] = []  # the last batch's, in the order of its prompts
         self._version = 0
         self._updates: WeightUpdates | None = None
@@ -292,7 +293,7 @@ class RemoteSGLangEngine(InferenceEngine):
         return [draft.response(req) for draft in drafts]
 
     async def _open(self, addresses: Sequence[str], api_key: str | None) -> None:
-        self._connections = Connections(self.config, api_key)
+        self._connections = Connections(self.config, api_key, self.adapter)
         await asyncio.gather(*(self._connections.check(address) for address in addresses))
         self.router.set(addresses)
 

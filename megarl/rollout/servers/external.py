@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.families.adapters import Adapters
 from megarl.knobs import UserError
 from megarl.parallel.rendezvous import awaited, server_name
+from megarl.rollout.servers import served_adapters
 from megarl.rollout.servers.sglang_server import ServerError, answers_at
 
 TIMEOUT_S = 30.0
@@ -50,9 +52,12 @@ class ExternalServer:
 
 
 class ExternalServers:
-    """The servers of a run that launches none."""
+    """The servers of a run that launches none. With `adapters`, syncs bring them adapters of this shape alone."""
 
-    def __init__(self, addresses: Sequence[str], api_key: str, custom_weight_loader: str) -> None:
+    def __init__(
+        self, addresses: Sequence[str], api_key: str, custom_weight_loader: str, adapters: Adapters | None = None
+    ) -> None:
+        self.adapters = adapters
         self.addresses = list(addresses)
         self.api_key = api_key
         self.custom_weight_loader = custom_weight_loader
@@ -62,9 +67,11 @@ class ExternalServers:
         """No-op: they run already."""
 
     def wait_ready(self) -> None:
-        """Raises UserError if a server does not answer, or was started without the weight loader."""
+        """Raises UserError if a server does not answer, or was started without the weight loader or the adapters."""
         for address in self.addresses:
-            loaders = self._ask(address).get("custom_weight_loader") or []
+            facts = self._ask(address)
+            served_adapters.check_held(facts, self.adapters, address)
+            loaders = facts.get("custom_weight_loader") or []
             if self.custom_weight_loader not in loaders:
                 raise UserError(
                     f"the SGLang server at {address} cannot be brought weights: start it with --custom-weight-loader "
@@ -142,8 +149,16 @@ class JobServer(ExternalServer):
 class JobServers(ExternalServers):
     """The servers that a launcher started in this job, found in the job's folder."""
 
-    def __init__(self, folder: Path, count: int, api_key: str, custom_weight_loader: str, ready_timeout_s: float):
-        super().__init__([], api_key, custom_weight_loader)
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        api_key: str,
+        custom_weight_loader: str,
+        ready_timeout_s: float,
+        adapters: Adapters | None = None,
+    ):
+        super().__init__([], api_key, custom_weight_loader, adapters)
         self._folder, self._count, self._ready_timeout_s = folder, count, ready_timeout_s
 
     def wait_ready(self) -> None:

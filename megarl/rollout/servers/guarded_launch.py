@@ -94,9 +94,28 @@ def check_request(request: Any, input_ids: list[int] | None, vocab_size: int, mu
             raise ValueError(f"stop_regex={pattern!r} is no regular expression: {error}") from error
 
 
+def resident(make_pool: Any) -> Any:
+    """Wraps the set-up of SGLang's pool of adapters, so that it is filled at once and not by the first request.
+
+    Weight syncs find the pool's manager at the model.
+    """
+    from megarl import families
+
+    @functools.wraps(make_pool)
+    def make_filled_pool(manager: Any) -> None:
+        make_pool(manager)
+        manager.fetch_new_loras({None, *manager.lora_refs})
+        setattr(manager.base_model, families.adapters.MANAGER, manager)
+
+    return make_filled_pool
+
+
 def run_scheduler(*arguments: Any) -> None:
     """Runs a scheduler process, whose failed control requests are answered."""
+    from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+
+    LoRAManager.init_memory_pool = resident(LoRAManager.init_memory_pool)
 
     make_dispatcher = Scheduler.init_request_dispatcher
 

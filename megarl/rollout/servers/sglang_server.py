@@ -23,12 +23,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megarl.processes import die_with_parent
-from megarl.rollout.servers import guarded_launch
+from megarl.rollout.servers import guarded_launch, served_adapters
 from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
 from megarl.rollout.servers.server_config import (
     ServerPlatform,
@@ -39,9 +39,13 @@ from megarl.rollout.servers.server_config import (
     server_arg_options,
 )
 
+if TYPE_CHECKING:
+    from megarl.families.adapters import Adapters
+
 log = logging.getLogger(__name__)
 
 STOP_DEADLINE_S = 10.0
+ON_COMMAND_LINE = ("lora_paths",)  # SGLang does not take it from a file
 LOG_TAIL_LINES = 25
 SHARED_MEMORY = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")
 
@@ -93,13 +97,17 @@ class SGLangServer:
         options = server_arg_options()
         beside = self.args_path.with_suffix(".new")  # replaced whole: readers may come during a restart
         with open(beside, "w", opener=private) as file:
-            json.dump({options[name]: value for name, value in self.args.items()}, file, indent=1)  # JSON is YAML
+            in_file = {options[name]: value for name, value in self.args.items() if name not in ON_COMMAND_LINE}
+            json.dump(in_file, file, indent=1)  # JSON is YAML
         beside.replace(self.args_path)
         self.scratch = tempfile.mkdtemp(prefix="megarl-sglang-")  # SGLang leaves its sockets behind
         launcher = [sys.executable, "-m", __name__]
+        others = [
+            word for name in ON_COMMAND_LINE if name in self.args for word in (f"--{options[name]}", *self.args[name])
+        ]
         with open(self.log_path, "ab", opener=private) as log_file:
             self.process = subprocess.Popen(
-                [*launcher, str(os.getpid()), self.platform.prepare_module, "--config", str(self.args_path)],
+                [*launcher, str(os.getpid()), self.platform.prepare_module, "--config", str(self.args_path), *others],
                 env=self._environment(self.scratch),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
@@ -241,6 +249,7 @@ class SGLangServers:
         api_key: key of all servers; a random one by default.
         first: number of the first server.
         first_gpu: first of the servers' GPUs, among those that this process sees; None gives each server all of them.
+        adapters: shape of the adapters that syncs bring alone; None where they bring all weights.
 
     Raises:
         UserError: any mistake that can be known before a server starts.
@@ -257,9 +266,14 @@ class SGLangServers:
         api_key: str = "",
         first: int = 0,
         first_gpu: int | None = None,
+        adapters: Adapters | None = None,
     ):
-        check_server_config(config, model_path, sglang or {})
-        platform = choose_platform(config, sglang or {}, deterministic)
+        sglang = dict(sglang or {})
+        check_server_config(config, model_path, sglang)
+        if adapters is not None:
+            served_adapters.check_options(sglang)
+            sglang |= served_adapters.arguments(adapters, Path(log_dir))
+        platform = choose_platform(config, sglang, deterministic)
         self.config = config
         self.api_key = api_key or secrets.token_hex(24)  # hex: SGLang reads a leading "-" as an option
         if config.port:
@@ -280,7 +294,7 @@ class SGLangServers:
             args["max_total_tokens"] = config.max_total_tokens
         if custom_weight_loader:
             args["custom_weight_loader"] = [custom_weight_loader]
-        args |= dict(platform.arguments) | dict(sglang or {})
+        args |= dict(platform.arguments) | sglang
         offered = offered_gpus(platform.gpus)
         self.servers = []
         for i, port in enumerate(ports, first):

@@ -23,7 +23,10 @@ from transformers import PretrainedConfig
 
 from megarl.actor.api import TrainEngine
 from megarl.actor.checkpoint.stored_state import FACTS, check_facts
+from megarl.actor.config import EngineConfig
+from megarl.actor.weights.adapter_shards import shape_of
 from megarl.config import SaverConfig
+from megarl.families import with_adapters
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.parallel.broadcast import broadcast_json, gather_json
@@ -232,8 +235,10 @@ def _generators(checkpoint: Path, rank: int) -> Path:
     return checkpoint / "generators" / f"rank_{rank:05d}.json"
 
 
-def check_resumable(run: Path, model: PretrainedConfig, dtype: str) -> None:
+def check_resumable(run: Path, model: PretrainedConfig, actor: EngineConfig) -> None:
     """Refuses to resume a run whose newest checkpoint does not fit the model, before anything is started.
+
+    Of a run with adapters, a checkpoint has these alone.
 
     Compares file sizes, and the content of the facts that are read here. `Saver.restore` verifies all content, shared
     out over the ranks.
@@ -241,6 +246,8 @@ def check_resumable(run: Path, model: PretrainedConfig, dtype: str) -> None:
     Raises:
         UserError: no checkpoint is whole, or its format is newer, or its model or dtype another.
     """
+    adapters = shape_of(actor.lora)
+    trained = model if adapters is None else with_adapters(model, adapters)
     why = "there is none"
     for folder in manifest.step_folders(run / "checkpoints"):
         try:
@@ -251,6 +258,6 @@ def check_resumable(run: Path, model: PretrainedConfig, dtype: str) -> None:
         except Damaged as error:
             why = f"{folder.name}: {error}" if why == "there is none" else why
             continue
-        check_facts(folder / ACTOR, model, dtype)
+        check_facts(folder / ACTOR, trained, actor.dtype)
         return
     raise UserError(f"resume={run} holds no whole checkpoint ({why}), so there is nothing to resume; start a new run")
