@@ -61,12 +61,16 @@ def gather_gradients(engine: MegatronEngine) -> dict[str, Tensor]:
                 shard = bucket.grad_data.chunk(replicas.size())[replicas.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=replicas)
     engine.shards()  # with overlap, parameters are gathered when they are read
-    weights = [param.detach().clone() for param in hf_weights.parameters(engine.modules)]
+    trained = [param for param in hf_weights.parameters(engine.modules) if param.requires_grad]
+    weights, lora = [param.detach().clone() for param in trained], engine._weights.lora
     with torch.no_grad():
-        for param in hf_weights.parameters(engine.modules):
+        for param in trained:
             param.copy_(param.main_grad)
-        by_name = {name: tensor.clone() for name, tensor in engine.named_weights()}
-        for param, value in zip(hf_weights.parameters(engine.modules), weights, strict=True):
+        named = engine.named_weights()
+        if lora is not None:
+            named = hf_weights.gather(lora.shards(), torch.float32, lora.table, engine.groups)
+        by_name = {name: tensor.clone() for name, tensor in named}
+        for param, value in zip(trained, weights, strict=True):
             param.copy_(value)
     return by_name
 

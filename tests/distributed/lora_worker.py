@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from hashlib import sha256
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
@@ -17,7 +20,23 @@ from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn, run_layouts
 
-RANK, ALPHA, STEPS = 4, 6.0, 3
+RANK, ALPHA, STEPS, DROPOUT = 4, 6.0, 3, 0.3
+
+
+def digest(tensor: Tensor) -> str:
+    return sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def of_this_rank(engine: MegatronEngine) -> dict[str, dict[str, str]]:
+    """Digests of the rank's boxes of adapters, and of what layer 0's drop of ones in the first step."""
+    lora = engine._weights.lora
+    assert lora is not None
+    masks = {}
+    for kind in ("linear_qkv", "linear_proj"):
+        adapter = engine.modules[0].get_submodule(f"decoder.layers.0.self_attention.{kind}.lora")
+        with lora.masks_of_step(0):
+            masks[kind] = digest(adapter._dropped(torch.ones(50, 64)))
+    return {"boxes": {f"{box.name} {box.start}": digest(box.view) for box in lora.shards()}, "masks": masks}
 
 
 def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
@@ -30,7 +49,12 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
         max_tokens_per_mb=60,
         recompute=recompute,
         optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
-        lora=LoraConfig(rank=RANK, alpha=ALPHA, path=str(folder / "adapter")),
+        lora=LoraConfig(
+            rank=RANK,
+            alpha=ALPHA,
+            path=str(folder / "adapter"),
+            dropout=DROPOUT if (folder / "dropout").exists() else 0.0,
+        ),
     )
     engine = MegatronEngine(config, parallel)
     engine.initialize()
@@ -47,6 +71,8 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
     with engine.base_alone():
         result["base"] = engine.logprobs(batch)
     engine.save(out / "trained")
+    if (folder / "dropout").exists():
+        (out / f"rank_{engine.groups.rank}.json").write_text(json.dumps(of_this_rank(engine)))
     for name, source in (("resumed", out), ("from_tp1", out.parent / "tp1")):
         engine.load_state(source / "state")
         engine.train()

@@ -109,6 +109,7 @@ def test_too_many_skipped_steps_in_a_row_stop_every_rank(layout: str, poisoned: 
         assert f"actor.max_skipped_steps={MAX_SKIPPED}" in message
 
 
+@pytest.mark.long
 def test_without_a_launcher_a_rank_tells_that_another_hangs(model: Path, tmp_path: Path) -> None:
     """As under torchrun or srun. Rank 1 sleeps, and rank 0 watches it and exits with one line."""
     ranks = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,21 @@ from safetensors.torch import load_file, save_file
 
 from megarl.preflight import invariance
 
+ALL = tuple(invariance.CASES)
+FEW = ("tp1", "tp2 sp", "cp2", "dp2 overlap")
 
+
+# Every row runs in test_layouts_under_nccl.py too, with NCCL's rules in force.
+@pytest.mark.parametrize("names", [FEW, pytest.param(ALL, marks=pytest.mark.long)], ids=["a few", "all"])
 def test_every_layout_gives_the_numbers_of_the_single_process(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    names: Sequence[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code = invariance.run_invariance(keep=tmp_path / "kept")
-    table = capsys.readouterr().out
-    assert code == 0, table
-    for name in invariance.CASES:
+    code = invariance.run_invariance(tmp_path / "kept", names)
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    for name in names:
         verdict = "reference" if name in invariance.REFERENCES else "ok"
-        assert re.search(rf"│ {re.escape(name)} +│.*{verdict} │", table), table
+        assert re.search(rf"│ {re.escape(name)} +│.*{verdict} │", printed), printed
         assert set(load_file(tmp_path / "kept" / f"{name}.safetensors")) == set(invariance.FIGURES)
 
 

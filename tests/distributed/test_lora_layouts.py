@@ -44,12 +44,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_recomputed": {"family": "qwen2", "tied": False, "vocab_size": 343},
     "qwen3_moe": {"family": "qwen3_moe", "tied": False, "vocab_size": 352},
     "deepseek_v3": {"family": "deepseek_v3", "tied": False, "vocab_size": 352},
+    "qwen2_dropout": {"family": "qwen2", "tied": False, "vocab_size": 343},
+    "one_key_head": {"family": "qwen3", "tied": False, "vocab_size": 343, "num_key_value_heads": 1},
 }
 RUNS_OF: dict[str, tuple[str, ...]] = {  # the layouts of each model, tp1 first: the others load its state
     "qwen3": ("tp1", "tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2sp_pp2"),
     "qwen2_recomputed": ("tp1", "tp2sp", "pp2"),
     "qwen3_moe": ("tp1", "pp2", "cp2", "ep2", "tp2sp_ep2", "etp2"),
     "deepseek_v3": ("tp1", "pp2", "tp2sp_ep2", "etp2"),
+    "qwen2_dropout": ("tp1", "tp2", "tp2sp", "dp2"),
+    "one_key_head": ("tp1", "tp2", "tp2sp"),
 }
 RUNS = {
     layout: [model for model, runs in RUNS_OF.items() if layout in runs]
@@ -57,6 +61,7 @@ RUNS = {
     for layout in layouts
 }
 CASES = [(size, layout, name) for size, layouts in LAYOUTS.items() for layout in layouts for name in RUNS[layout]]
+MASKS_AGREE = {"tp2": (True, False), "tp2sp": (False, False), "dp2": (False, False)}  # of linear_qkv, linear_proj
 
 
 def fused(name: str, tensors: dict[str, Tensor]) -> tuple[str, tuple[Any, ...]]:
@@ -147,8 +152,10 @@ def outputs(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathF
         (work / name / "model").symlink_to(case["folder"])
         save_file(case["batch"], work / name / "batch.safetensors")
         write(work / name / "adapter", case["adapters"], ADAPTERS, 0.0, str(case["folder"]))
-        if name == "qwen2_recomputed":
+        if name in ("qwen2_recomputed", "qwen2_dropout"):
             (work / name / "recompute").touch()
+        if name == "qwen2_dropout":
+            (work / name / "dropout").touch()
     for size, layouts in LAYOUTS.items():
         logs = work / f"logs_{size}"
         logs.mkdir()
@@ -158,7 +165,7 @@ def outputs(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathF
     return work
 
 
-@pytest.mark.parametrize(("size", "layout", "name"), CASES)
+@pytest.mark.parametrize(("size", "layout", "name"), [case for case in CASES if case[2] != "qwen2_dropout"])
 def test_adapters_equal_the_reference(
     size: int, layout: str, name: str, cases: dict[str, dict[str, Any]], outputs: Path
 ) -> None:
@@ -183,3 +190,27 @@ def test_adapters_equal_the_reference(
         target, box = fused(key, case["merged"])
         if target in case["merged"]:  # not the bias of an expert's choice, a buffer
             torch.testing.assert_close(tensor, case["merged"][target][box], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", RUNS_OF["qwen2_dropout"])
+def test_dropout_is_drawn_again_and_never_when_evaluated(
+    layout: str, cases: dict[str, dict[str, Any]], outputs: Path
+) -> None:
+    case, out = cases["qwen2_dropout"], outputs / "qwen2_dropout" / layout
+    computed, stats = load_file(out / "out.safetensors"), json.loads((out / "stats.json").read_text())
+    assert torch.equal(computed["resumed"], computed["trained"])
+    for key in ("logprobs", "base"):
+        torch.testing.assert_close(computed[key], case[key], atol=1e-5, rtol=0)
+    assert abs(stats[0]["loss"] - case["steps"][0][0]) > 1e-4
+
+
+@pytest.mark.parametrize("layout", MASKS_AGREE)
+def test_ranks_with_the_same_input_drop_the_same_and_others_their_own(layout: str, outputs: Path) -> None:
+    first, second = (
+        json.loads((outputs / "qwen2_dropout" / layout / f"rank_{rank}.json").read_text()) for rank in (0, 1)
+    )
+    agree = tuple(first["masks"][kind] == second["masks"][kind] for kind in ("linear_qkv", "linear_proj"))
+    assert agree == MASKS_AGREE[layout]
+    common = first["boxes"].keys() & second["boxes"].keys()
+    assert len(common) >= 8
+    assert all(first["boxes"][box] == second["boxes"][box] for box in common)

@@ -63,6 +63,7 @@ def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name
     assert losses(run) == losses_of_the_local_launcher(tmp_path / "local")
 
 
+@pytest.mark.long
 def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
     command = Command(

@@ -25,6 +25,7 @@ from tests.e2e.test_main_job import Command
 
 # By experiment: steps, and by how much the held-out margin must rise.
 RECIPES = {"dpo": (60, 0.02), "ipo": (40, 0.001), "kto": (60, 0.1), "orpo": (40, 0.001), "simpo": (40, 0.02)}
+RARER = ("ipo", "orpo", "simpo")  # test_methods_layouts.py has the numbers of all
 FEW = "train_dataset.split='train[:64]'"
 Trained = Callable[..., RunFolder]
 
@@ -53,7 +54,7 @@ def summary(run: RunFolder) -> dict[str, Any]:
     return json.loads(run.summary.read_text())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["dpo", "kto", *(pytest.param(n, marks=pytest.mark.long) for n in RARER)])
 def test_the_held_out_margin_rises(name: str, trained: Trained) -> None:
     steps, rise = RECIPES[name]
     run = trained(name, f"total_train_steps={steps}")
@@ -87,23 +88,23 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
     return load_file(run.path / "hf" / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", [pytest.param("dpo", marks=pytest.mark.long), "kto"])
 def test_log_probs_of_the_reference_stored_or_as_they_come_train_alike_and_a_resume_to_the_same_bits(
-    trained: Trained,
+    name: str, trained: Trained
 ) -> None:
     small = ("train_dataset.batch_size=8", FEW, "actor.optimizer.lr_decay_style=constant")
-    for name in ("dpo", "kto"):
-        straight = trained(name, *small, "total_train_steps=6")
-        online = trained(name, *small, "total_train_steps=6", "reference.mode=online")
-        half = trained(name, *small, "total_train_steps=3")
-        resumed = trained(name, *small, "total_train_steps=6", f"resume={half.path}")
-        for tensor, value in weights(straight).items():
-            torch.testing.assert_close(weights(online)[tensor], value, rtol=0, atol=1e-4)
-            assert torch.equal(weights(resumed)[tensor], value), (name, tensor)
+    straight = trained(name, *small, "total_train_steps=6")
+    online = trained(name, *small, "total_train_steps=6", "reference.mode=online")
+    half = trained(name, *small, "total_train_steps=3")
+    resumed = trained(name, *small, "total_train_steps=6", f"resume={half.path}")
+    for tensor, value in weights(straight).items():
+        torch.testing.assert_close(weights(online)[tensor], value, rtol=0, atol=1e-4)
+        assert torch.equal(weights(resumed)[tensor], value), tensor
     assert AutoModelForCausalLM.from_pretrained(straight.path / "hf") is not None
 
 
 @pytest.mark.usefixtures("warm_commands")
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", [pytest.param("dpo", marks=pytest.mark.long), "kto"])
 def test_four_ranks_train_to_the_figures_of_one(name: str, trained: Trained, tmp_path: Path) -> None:
     """Tensor and data parallel, by the command; reference log-probs and KTO's estimate of the KL among it."""
     small = (FEW, "valid_dataset.split='test[:32]'", "train_dataset.batch_size=8", "total_train_steps=4")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ ARGUMENTS = [
     "+experiment=gsm8k_sft", "train_dataset.batch_size=4", f"total_train_steps={STEPS}", "saver.every_steps=3",
     "evaluator.every_steps=0", "actor.optimizer.lr_decay_style=linear", "actor.optimizer.warmup_steps=5",
 ]  # fmt: skip
+ADAPTERS = ["actor.lora.rank=4", "actor.lora.dropout=0.2", "actor.init=checkpoint", "total_train_steps=12"]
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
@@ -44,10 +45,12 @@ class Runs:
             text=True,
         )
 
-    def start(self, name: str, die: tuple[str, int] | None = None, **resume: Path) -> int:
-        """Starts a run below `name` and returns its pid."""
+    def start(self, name: str, die: tuple[str, int] | None = None, options: Sequence[str] = (), **resume: Path) -> int:
+        """Starts a run below `name`, with options in place of or beside `ARGUMENTS`, and returns its pid."""
         (self.root / name).mkdir(exist_ok=True)
-        arguments = [*ARGUMENTS, f"run_root={self.root / name}", *(f"resume={path}" for path in resume.values())]
+        replaced = {option.partition("=")[0] for option in options}
+        kept = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in replaced]
+        arguments = [*kept, *options, f"run_root={self.root / name}", *(f"resume={path}" for path in resume.values())]
         order = {"arguments": arguments, "output": str(self.output(name)), "die": die}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -99,9 +102,9 @@ def kill_later(pid: int, number: int, output: Path, steps: int, delay_s: float) 
     os.kill(pid, number)
 
 
-def assert_same_end(one: RunFolder, other: RunFolder) -> None:
+def assert_same_end(one: RunFolder, other: RunFolder, steps: int = STEPS, exported: str = "model.safetensors") -> None:
     """Weights, Adam's moments, data position and every step's loss are the same bits."""
-    last = [run.checkpoints / f"step_{STEPS:06d}" for run in (one, other)]
+    last = [run.checkpoints / f"step_{steps:06d}" for run in (one, other)]
     states = [StoredState(path / "actor") for path in last]
     assert states[0].facts == states[1].facts
     for name, shape in states[0].shapes.items():
@@ -110,8 +113,8 @@ def assert_same_end(one: RunFolder, other: RunFolder) -> None:
             assert torch.equal(a, b), f"{kind} of {name}"
     parts = [json.loads((path / "trainer.json").read_text())["parts"] for path in last]
     assert parts[0] == parts[1]
-    exported = [load_file(run.path / "hf" / "model.safetensors") for run in (one, other)]
-    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+    written = [load_file(run.path / "hf" / exported) for run in (one, other)]
+    assert all(torch.equal(written[0][name], written[1][name]) for name in written[0])
     losses = [[(row["step"], row["train/loss"]) for row in read_metrics(run.metrics)] for run in (one, other)]
     assert losses[0] == losses[1]
 
@@ -145,6 +148,20 @@ def test_a_run_killed_at_ten_moments_ends_with_the_bits_of_an_undisturbed_one(
     assert runs.wait() == 0, runs.output("killed").read_text()[-3000:]
     assert_same_end(undisturbed, runs.folder("killed"))
     assert not [p.name for p in runs.folder("killed").checkpoints.iterdir() if p.suffix], "left by a killed run"
+
+
+def test_adapters_with_dropout_that_are_killed_and_resumed_end_with_the_same_bits(
+    runs: Runs, undisturbed: RunFolder
+) -> None:
+    options = [*ADAPTERS, f"actor.path={undisturbed.path / 'hf'}"]
+    runs.start("adapters", options=options)
+    assert runs.wait() == 0, runs.output("adapters").read_text()[-3000:]
+    runs.start("adapters_killed", die=("files are to be hashed", 3), options=options)
+    assert runs.wait() == -signal.SIGKILL
+    runs.start("adapters_killed", options=options, resume=runs.folder("adapters_killed").path)
+    assert runs.wait() == 0, runs.output("adapters_killed").read_text()[-3000:]
+    ends = runs.folder("adapters"), runs.folder("adapters_killed")
+    assert_same_end(*ends, steps=12, exported="adapter_model.safetensors")
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(

@@ -107,6 +107,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + DEADLINE_S)
 def test_a_server_killed_every_5_seconds_costs_no_prompt_and_repeats_none(
     begin: Callable[..., Command], tmp_path: Path

@@ -38,6 +38,9 @@ def apply(kind: str, target: Path, body: str) -> None:
         target.write_text(body)
 
 
+pytestmark = pytest.mark.long  # two builds of the kernels
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copies the kernels and adds the guide's files."""

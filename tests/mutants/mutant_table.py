@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mutant_table_adapters as adapters
 import mutant_table_csrc as csrc
 import mutant_table_systems as systems
 import mutant_table_training as training
@@ -20,6 +21,7 @@ MUTANTS: list[Mutant] = [
             systems.RESHARD,
             systems.OBSERVE,
         ),
+        adapters.ADAPTERS,
         csrc.HEADERS,
     )
     for mutant in flat(bugs)

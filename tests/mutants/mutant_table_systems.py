@@ -340,6 +340,28 @@ LAUNCHER: Bugs = {
 }
 
 RESHARD: Bugs = {
+    "megarl/reshard/plan/sglang_adapters.py": {
+        unit("reshard/test_sglang_adapters"): [
+            ("A of each part lies first in its stack", "(number * rank, column)", "(0, column)"),
+            ("B of each part lies first in its stack", "ParameterPart((row, 0)", "ParameterPart((0, 0)"),
+        ],
+    },
+    "megarl/reshard/sync/live_adapters.py": {
+        unit("reshard/test_sglang_adapters"): [
+            ("rows without an adapter keep what they had", "        buffer.zero_()", "        pass"),
+            ("an adapter that may be evicted is taken", "if not found or not found[0][1].pinned:", "if not found:"),
+        ],
+    },
+    "megarl/reshard/session.py": {
+        unit("reshard/test_places"): [
+            ("a server without the base gets adapters alone", "= adapted and unchanged", "= adapted"),
+        ],
+    },
+    "megarl/rollout/servers/served_adapters.py": {
+        unit("reshard/test_sglang_adapters"): [
+            ("a server scales by alpha / rank alone", "adapters.scale * adapters.rank", "adapters.alpha"),
+        ],
+    },
     "megarl/reshard/transfer/delta.py": {
         unit("reshard/test_delta"): [
             (

@@ -65,6 +65,17 @@ ALGORITHMS: Bugs = {
             ("prox_logp is thought needless with several minibatches", "config.n_minibatches > 1 or", "False or"),
         ],
     },
+    "megarl/algorithms/correction.py": {
+        unit("algorithms/test_rl"): [
+            ("the geometric level is the product", 'if self.level == "sequence" else', "if True else"),
+            (
+                "untrained tokens veto",
+                "segment_sum(vanishing.to(prox_logp.dtype), mask,",
+                "segment_sum(vanishing.to(prox_logp.dtype), torch.ones_like(mask),",
+            ),
+            ("reject_high is ignored", "if self.reject_high > 0:\n", "if False:\n"),
+        ],
+    },
     "megarl/algorithms/base.py": {
         unit("algorithms/test_rl"): [
             (
@@ -141,16 +152,6 @@ ALGORITHMS: Bugs = {
 }
 
 ACTOR: Bugs = {
-    "megarl/actor/model/adapters.py": {
-        unit("actor/test_lora"): [
-            ("an adapter is added without its scale", "return output * self.scale", "return output"),
-            ("the base keeps its adapters", "        adapter.enabled = False", "        adapter.enabled = True"),
-        ],
-        ("tests/distributed/test_lora_layouts.py",): [
-            ("recomputed layers give adapters no gradient", "        output.requires_grad_()", "        pass"),
-            ("a rank's own tokens alone have gradients", '"sequence_parallel", True)', '"sequence_parallel", False)'),
-        ],
-    },
     "megarl/actor/model/heads.py": {
         unit("actor/test_temperature"): [
             (
@@ -221,6 +222,7 @@ ACTOR: Bugs = {
         unit("actor/test_moe_routing"): [
             ("pre-softmax is inverted", "not experts.normalized", "experts.normalized"),
             ("one expert fewer", '"moe_router_topk": experts.topk', '"moe_router_topk": experts.topk - 1'),
+            ("routed experts are not scaled", "experts.scale if experts.scale != 1.0 else None", "None"),
         ],
         unit("actor/test_grouped_experts"): [
             ("the router has the model's dtype", '"moe_router_dtype": "fp32"', '"moe_router_dtype": None'),

@@ -12,7 +12,9 @@ import logging
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from megarl.cpu import sglang_launch
 
@@ -26,14 +28,21 @@ from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp  # noqa: E402
 from sglang.srt.distributed import bootstrap  # noqa: E402
+from sglang.srt.lora import layers  # noqa: E402
+from sglang.srt.lora.lora_manager import LoRAManager  # noqa: E402
+from sglang.srt.lora.lora_registry import LoRARef  # noqa: E402
 from sglang.srt.model_loader import get_model  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from megarl.actor.weights.hf_files import Checkpoint  # noqa: E402
 from megarl.actor.weights.shards import tensor_shapes  # noqa: E402
-from megarl.families import load_config  # noqa: E402
+from megarl.cpu.sglang_models import adapters as _  # noqa: E402, F401
+from megarl.families import load_config, with_adapters  # noqa: E402
+from megarl.families.adapters import LORA_A, MANAGER, SERVED, Adapters  # noqa: E402
+from megarl.reshard.plan.sglang_adapters import HELD, adapter_buffers  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
+from megarl.reshard.sync.live_adapters import live_adapters  # noqa: E402
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments  # noqa: E402
 
 # Operations of SGLang's CPU kernels that models/qwen3_5.py:284 looks up when it is imported. No forward pass runs here.
@@ -91,17 +100,122 @@ def compare(checkpoint: str) -> dict[str, Any]:
             parameter.detach().zero_()
     for fragment in fragments:
         fragment.view.copy_(fragment.box.of(checkpoint_tensors[fragment.box.name]))
+    refilled = [n for n, p in model.named_parameters() if n in held and not torch.equal(p, loaded[n])]
+    adapters: list[str] = []
+    if hf.model_type in HELD:
+        adapters = compare_adapters(model, hf, arguments(checkpoint))
+        wrapped = [f.box for f in live_fragments(model.named_parameters(), rules)]
+        assert wrapped == [f.box for f in fragments], "SGLang's wrappers of layers keep the names of weights"
+        adapters += [text for size in (2, 4) if TP_SIZE == 1 for text in sliced(hf, size)]
     return {
         "checkpoint": Path(checkpoint).name,
         "model": type(model).__name__,
         "geometry": "equal" if rules == live else f"{rules} by rule, {live} live",
         "fragments": len(fragments),
         "wrong": wrong,
-        "refilled": [n for n, p in model.named_parameters() if n in held and not torch.equal(p, loaded[n])],
+        "refilled": refilled,
+        "adapters": adapters,
         "names": sorted({f.box.name for f in fragments}),
         "elements": sum(p.numel() for p in loaded.values()),
         "held": sum(f.view.numel() for f in fragments),
     }
+
+
+LORA = Adapters(4, ("all-linear",), 6.0)
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def random_adapters(hf: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = tensor_shapes(with_adapters(hf, LORA))
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def compare_adapters(model: Any, hf: Any, args: ServerArgs) -> list[str]:
+    """Differences between SGLang's own loading of a random adapter into its pool, and the views by the rules.
+
+    Wraps the model's layers. With padded heads SGLang loads none, and the rules' shapes alone are compared.
+    """
+    manager = LoRAManager(
+        base_model=model,
+        base_hf_config=model.config,
+        max_loras_per_batch=2,
+        load_config=LoadConfig(),
+        dtype=torch.float32,
+        server_args=args,
+        lora_backend="torch_native",
+        max_lora_rank=LORA.rank,
+        target_modules=set(LINEAR),
+    )
+    ref = LoRARef(lora_name=SERVED, lora_path="", pinned=True)
+    tensors = random_adapters(hf)
+    document = {"peft_type": "LORA", "r": LORA.rank, "lora_alpha": LORA.alpha, "target_modules": list(LINEAR)}
+    padded = model.config.num_attention_heads != hf.num_attention_heads or (
+        model.config.intermediate_size != hf.intermediate_size
+    )
+    named = {} if padded else {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    result = manager.load_lora_adapter_from_tensors(ref, named, document)
+    assert result.success, result.error_message
+    manager.fetch_new_loras({None, ref.lora_id})
+    setattr(model, MANAGER, manager)
+    pool = manager.memory_pool
+    slot = pool.uid_to_buffer_id[ref.lora_id]
+    buffers = {
+        f"{module} {kind} of layer {number}": buffer[slot]
+        for kind, buffers in (("A", pool.A_buffer), ("B", pool.B_buffer))
+        for module, layers_ in buffers.items()
+        for number, buffer in enumerate(layers_)
+    }
+    loaded = {name: buffer.clone() for name, buffer in buffers.items()}
+    for fragment in live_adapters(model, Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE)):
+        fragment.view.copy_(fragment.box.of(tensors[fragment.box.name]))
+    return [name for name, buffer in buffers.items() if not padded and not torch.equal(buffer, loaded[name])]
+
+
+def sliced(hf: Any, tp_size: int) -> list[str]:
+    """Differences between the rules and SGLang's own slices of a random adapter, for every rank of a group of
+    `tp_size`, without its processes."""
+    tensors, wrong = random_adapters(hf), []
+    for rank in range(tp_size):
+        geometry = Geometry.of(hf, rank, tp_size)
+        for rule in adapter_buffers(geometry, LORA):
+            held = torch.zeros(rule.shape)
+            for part in rule.parts:
+                rows, columns = (slice(a, a + n) for a, n in zip(part.at, part.box.shape, strict=True))
+                held[rows, columns] = part.box.of(tensors[part.box.name])
+            with mock.patch.object(layers, "get_group_rank_size", lambda group, rank=rank: (rank, tp_size)):
+                sglangs = sglang_slice(geometry, rule.name, tensors)
+            if not torch.equal(held, sglangs):
+                wrong.append(f"{rule.name} on rank {rank} of {tp_size}")
+    return wrong
+
+
+def sglang_slice(geometry: Geometry, name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What SGLang would load of a module's A or B, by the slicing of its layer class."""
+    module, kind = name.split(".lora_")
+    prefix, leaf = module.rsplit(".", 1)
+    parts = {"qkv_proj": LINEAR[:3], "gate_up_proj": LINEAR[4:6]}.get(leaf, (leaf,))
+    whole = torch.cat([tensors[f"{prefix}.{part}.lora_{kind}"] for part in parts])
+    heads, tp = geometry.model.layers[0].attention, geometry.rank.tp_size
+    rows = [tensors[f"{prefix}.{part}.lora_B.weight"].shape[0] for part in parts]
+    columns = whole.shape[1]
+    base = SimpleNamespace(
+        tp_group=None,
+        kv_tp_group=None,
+        input_size_per_partition=columns // tp,
+        output_sizes=rows,
+        output_partition_sizes=[size // tp for size in rows],
+        q_proj_shard_size=heads.heads * heads.head_dim // tp,
+        kv_proj_shard_size=max(1, heads.kv_heads // tp) * heads.head_dim,
+        num_kv_head_replicas=max(1, tp // heads.kv_heads),
+        total_num_heads=heads.heads,
+        total_num_kv_heads=heads.kv_heads,
+        head_size=heads.head_dim,
+    )
+    kinds = {"qkv_proj": layers.QKVParallelLinearWithLoRA, "gate_up_proj": layers.MergedColumnParallelLinearWithLoRA}
+    layer = kinds.get(leaf, layers.RowParallelLinearWithLoRA)
+    cut = layer.slice_lora_a_weights if name.endswith(LORA_A) else layer.slice_lora_b_weights
+    return cut(SimpleNamespace(base_layer=base), whole)
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ def check(reports: list[list[dict[str, Any]]], expected: int) -> None:
             assert report["geometry"] == "equal", report
             assert report["wrong"] == [], report
             assert report["refilled"] == [], report
+            assert report["adapters"] == [], report
             assert report["fragments"] >= len(report["names"]) > 10
 
 

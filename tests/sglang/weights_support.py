@@ -70,9 +70,10 @@ class Served:
         """`count` servers of `servers` take part, from the first on."""
         self.servers = servers
         self.addresses = servers.addresses[:count]
-        self.config = ReshardConfig(**({"control_deadline_s": 10, "transfer_deadline_s": 20} | knobs))
+        self.config = ReshardConfig(**({"control_deadline_s": 120, "transfer_deadline_s": 120} | knobs))
         self.session = WeightSession(self.config, self.addresses, servers.api_key)
         self.version = self.session.served_version()
+        self.adapter: str | None = None  # the servers' adapter that answers
 
     def push(self, weights: SingleRankWeights) -> SyncReport:
         self.version += 1
@@ -90,6 +91,7 @@ class Served:
     def generate(self, new_tokens: int, prompt: list[int] = PROMPT, server: int = 0) -> dict[str, Any]:
         sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body["lora_path"] = self.adapter
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.servers.api_key}"}
         request = urllib.request.Request(
             f"http://{self.servers.addresses[server]}/generate", json.dumps(body).encode(), headers
@@ -101,6 +103,7 @@ class Served:
         """Generates like `generate`; calls `told(version)` at each part, with the version it was sent under."""
         sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body["lora_path"] = self.adapter
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.servers.api_key}"}
         request = urllib.request.Request(
             f"http://{self.servers.addresses[0]}/generate", json.dumps(body | {"stream": True}).encode(), headers

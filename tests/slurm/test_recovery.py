@@ -82,6 +82,7 @@ def test_a_disturbed_job_computes_what_an_undisturbed_run_does(slurm: Cluster) -
     assert losses(folder) == expected
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_a_job_of_the_launcher_that_is_cancelled_stops_in_order_and_leaves_nothing_behind(slurm: Cluster) -> None:
     launcher = [sys.executable, "-m", "megarl.launcher.slurm", "+experiment=sft_8b", *OVERRIDES]

@@ -15,6 +15,7 @@ from megarl.families import read_config
 from megarl.knobs import UserError, run_all
 
 RL, SFT, DPO = "+experiment=gsm8k_grpo", "+experiment=gsm8k_sft", "+experiment=dpo"
+ADAPTERS = (RL, "actor.lora.rank=4", "actor.lora.sync=adapters")
 TINY = cli.ASSETS / "tiny"
 
 
@@ -102,6 +103,7 @@ def test_every_recipe_passes(path: Path) -> None:
             "reshard.transport=shm stays on one machine, and 64 trainer ranks with 32 server ranks exceed "
             "cluster.gpus_per_node=8; use nccl or gloo",
         ),
+        ([RL, "actor.lora.sync=adapters"], "actor.lora.sync=adapters without adapters (actor.lora.rank=0)"),
         ([DPO, "method=rl"], "method=rl: algorithm=dpo learns from preferences"),
         ([DPO, "algorithm=grpo"], "method=preference: algorithm=grpo learns from rollouts"),
         ([RL, "actor.init=random"], "actor.init=random is for method=sft"),
@@ -148,6 +150,20 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            [*ADAPTERS, "reshard.path=full"],
+            "reshard.path=full does not go with actor.lora.sync=adapters: whole tensors are of the base; set it to "
+            "exact, or actor.lora.sync=merged",
+        ),
+        (
+            [*ADAPTERS, "reshard.transport=disk", "reshard.folder=/tmp"],
+            "reshard.transport=disk does not go with actor.lora",
+        ),
+        ([*ADAPTERS, "server.colocate=true"], "servers lose the base with their memory; set it to false, or"),
+        (
+            [*ADAPTERS, "+sglang.max_loras_per_batch=1"],
+            "sglang.max_loras_per_batch=1 cannot be set with actor.lora.sync=adapters, which has the server hold one",
+        ),
         ([SFT, "parallel.tp_size=3"], "parallel.tp_size=3 does not divide the model's num_attention_heads=4"),
         ([RL, "deterministic=true", "actor.dtype=bfloat16"], "actor.dtype=bfloat16 must be float32 with deterministic"),
         (
@@ -164,6 +180,10 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
 def test_knobs_that_contradict_the_model_are_refused(overrides: list[str], message: str) -> None:
     failed = of_model(config_of(*overrides))
     assert any(message in text for text in failed), failed
+
+
+def test_adapters_alone_are_accepted_for_the_bundled_model() -> None:
+    assert of_model(config_of(*ADAPTERS, "actor.lora.targets=[v_proj]", "server.tp_size=2")) == []
 
 
 def test_all_failures_are_listed_each_once() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -71,6 +71,11 @@ def growth(config: EngineConfig, parallel: ParallelConfig, sequences: int, lengt
     return peak.growth, sum(p.numel() for module in engine.modules for p in module.parameters())
 
 
+def engine_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """A case's knobs of the engine, with those of adapters in their class."""
+    return {name: LoraConfig(**value) if name == "lora" else value for name, value in fields.items()}
+
+
 def measure(big: str, tiny: str, parallel: ParallelConfig, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Measures `growth` of every case."""
     groups.initialize(parallel)
@@ -82,7 +87,7 @@ def measure(big: str, tiny: str, parallel: ParallelConfig, cases: dict[str, dict
             init="random",
             max_tokens_per_mb=PER_MICROBATCH * LENGTH,
             optimizer=OptimizerConfig(lr=1e-4),
-            **fields,
+            **engine_fields(fields),
         )
         measured[name] = growth(config, parallel, SEQUENCES, LENGTH)
     groups.leave_layout()

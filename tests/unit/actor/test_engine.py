@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.policy import MegatronPPOActor, rollout_mismatch
+from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.rollout_mismatch import rollout_mismatch
 from megarl.actor.supervised import MegatronLMEngine, trained_tokens
 from megarl.actor.weights import hf_files, hf_weights
 from megarl.algorithms import GRPO, GRPOConfig
@@ -409,3 +411,34 @@ def test_mismatch_is_of_the_tokens_that_the_trainers_own_version_sampled() -> No
     assert metrics["logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
     assert metrics["rollout_kl"] > 1.0
     assert "logprob_diff_max" not in rollout_mismatch(batch, 4)
+
+
+def test_the_distance_of_rollout_and_trainer_is_that_of_plain_sums_over_weights() -> None:
+    batch = rollout()
+    generator = torch.Generator().manual_seed(3)
+    batch["prox_logp"] = batch["rollout_logprobs"] + 0.5 * torch.randn(batch.total_tokens, generator=generator)
+    gaps = [
+        gap[mask.bool()].double().tolist()
+        for gap, mask in zip(
+            (batch["prox_logp"] - batch["rollout_logprobs"]).split(batch.lengths.tolist()),
+            batch["loss_mask"].split(batch.lengths.tolist()),
+            strict=True,
+        )
+    ]
+    logs = [gap for row in gaps for gap in row]
+    weights = [math.exp(log) for log in logs]
+    products = [math.exp(sum(row)) for row in gaps if row]
+
+    def effective(values: list[float]) -> float:
+        return sum(values) ** 2 / sum(value**2 for value in values) / len(values)
+
+    metrics = rollout_mismatch(batch, 3)
+    expected = {
+        "rollout_kl_k1": -sum(logs) / len(logs),
+        "rollout_kl": sum(w - 1 - log for w, log in zip(weights, logs, strict=True)) / len(logs),
+        "rollout_chi2": sum(w * w - 1 for w in weights) / len(logs),
+        "rollout_ess": effective(weights),
+        "rollout_ess_sequences": effective(products),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert 0.2 < metrics["rollout_ess_sequences"] < metrics["rollout_ess"] < 0.95

@@ -21,6 +21,7 @@ from megarl.actor.checks import model_checks
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.model.adapters import adapters_in
 from megarl.actor.parameter_counts import rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.actor.weights.peft_files import CONFIG, WEIGHTS
@@ -152,6 +153,23 @@ def test_a_critic_trains_its_head_beside_the_adapters(engine_of: Callable[..., M
     assert json.loads((tmp_path / "critic" / CONFIG).read_text())["modules_to_save"] == ["score"]
 
 
+def test_dropout_masks_follow_from_the_number_of_the_step(engine_of: Callable[..., MegatronEngine]) -> None:
+    engine = engine_of(lora=dataclasses.replace(LORA, dropout=0.5))
+    lora, adapter = engine._weights.lora, next(adapters_in(engine.modules))
+    assert lora is not None
+    state = torch.get_rng_state()
+
+    def dropped(step: int) -> Tensor:
+        with lora.masks_of_step(step):
+            return adapter._dropped(torch.ones(100, 40))
+
+    assert torch.equal(dropped(0), dropped(0))
+    assert not torch.equal(dropped(0), dropped(1))
+    assert set(dropped(0).unique().tolist()) == {0.0, 2.0}
+    assert 0.9 < dropped(0).mean() < 1.1
+    assert torch.equal(state, torch.get_rng_state())
+
+
 def test_only_adapters_have_gradients_and_moments(base: Path) -> None:
     model, single = read_config(str(base)), ParallelConfig()
     plain, adapted = rank_parameters(model, single, 0), rank_parameters(model, single, 0, shape_of(LORA))
@@ -168,7 +186,6 @@ def test_only_adapters_have_gradients_and_moments(base: Path) -> None:
         ({"targets": ["q_prj"]}, {}, False, r"actor.lora.targets=q_prj does not exist; did you mean q_proj\?"),
         ({"targets": ["q_norm"]}, {}, False, "actor.lora.targets=q_norm does not exist"),
         ({"targets": []}, {}, False, r"actor.lora.targets=\[\] leaves nothing to train"),
-        ({}, {"tp_size": 4}, False, "parallel.tp_size=4 exceeds the model's 2 key heads"),
         ({}, {}, True, "deterministic=true does not go with adapters"),
         ({"path": "/nowhere"}, {}, False, "actor.lora.path=/nowhere has no readable adapter_config.json"),
     ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from megarl.actor.config import EngineConfig
+from megarl.actor.config import EngineConfig, LoraConfig
 from megarl.actor.memory import LayerBytes, TrainerMemory
 from megarl.actor.supervised import MegatronLMEngine, trained_tokens
 from megarl.config import Config
@@ -23,18 +23,19 @@ from megarl.parallel.config import ParallelConfig
 from megarl.preflight.sizing import memory_of
 from megarl.types import PackedBatch
 from tests.conftest import random_model
-from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch
+from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch, engine_fields
 
 BIG = {
     "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 10,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 TOLERANCE = 0.15
+ADAPTERS = {"lora": {"rank": 16, "dropout": 0.1}}
 Measured = dict[str, tuple[int, int]]
 # By layout: its sizes, and the engine's knobs of each case.
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
-    "tp1": ({}, {"none": {}, "full": {"recompute": "full"}}),
-    "tp2": ({"tp_size": 2}, {"none": {}, "bfloat16": {"dtype": "bfloat16"}}),
+    "tp1": ({}, {"none": {}, "full": {"recompute": "full"}, "adapters": ADAPTERS}),
+    "tp2": ({"tp_size": 2}, {"none": {}, "bfloat16": {"dtype": "bfloat16"}, "adapters": ADAPTERS}),
     "pp2": ({"pp_size": 2}, {"none": {}}),
     "dp2": ({"dp_size": 2}, {"none": {}}),
 }
@@ -76,7 +77,7 @@ def estimate(layout: str, case: str, rank: int) -> TrainerMemory:
     sizes, cases = LAYOUTS[layout]
     config = Config(
         method="sft",
-        actor=EngineConfig(max_tokens_per_mb=PER_MICROBATCH * LENGTH, **cases[case]),
+        actor=EngineConfig(max_tokens_per_mb=PER_MICROBATCH * LENGTH, **engine_fields(cases[case])),
         parallel=ParallelConfig(**sizes),
         train_dataset=DatasetConfig(batch_size=SEQUENCES, max_length=LENGTH),
     )
@@ -106,7 +107,7 @@ SHAPE = {
 }
 
 
-def kept_in_forward(config: EngineConfig) -> int:
+def kept_in_forward(config: EngineConfig, tokens: int = TOKENS) -> int:
     """Bytes of the distinct tensors that autograd holds when the loss is computed, without weights."""
     engine = MegatronLMEngine(config)
     engine.initialize()
@@ -124,7 +125,7 @@ def kept_in_forward(config: EngineConfig) -> int:
 
     in_backward: list[bool] = []
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.train_batch(batch(343, 1, TOKENS), loss_fn, trained_tokens, loss_input="logprobs")
+        engine.train_batch(batch(343, 1, tokens), loss_fn, trained_tokens, loss_input="logprobs")
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
@@ -173,6 +174,30 @@ def test_windows_sinks_and_sandwich_norms_are_counted(
     per_layer = (kept[1] - kept[0]) / 2 / TOKENS
     assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
         per_layer, rel=0.11
+    )
+
+
+@pytest.mark.cpu_options("the estimate for GPUs is that of Transformer Engine's layers")
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("dtype", "recompute", "dropout"),
+    [("float32", "none", 0.1), ("float32", "selective", 0.0), ("bfloat16", "none", 0.0), ("bfloat16", "full", 0.1)],
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_what_adapters_keep_for_backward_is_what_autograd_holds(
+    family: str, dtype: str, recompute: str, dropout: float, checkpoints: Callable[..., Path]
+) -> None:
+    """With many tokens: a copy of the matrices A of a fused module is not counted."""
+    kept, tokens = [], 10 * TOKENS
+    for layers in (1, 3):
+        alike = {"first_k_dense_replace": 0} if family == "deepseek_v3" else {}
+        folder = checkpoints(family, tied=True, **SHAPE, **alike, num_hidden_layers=layers)
+        lora = LoraConfig(rank=8, dropout=dropout)
+        config = EngineConfig(path=str(folder), dtype=dtype, recompute=recompute, lora=lora, max_tokens_per_mb=tokens)
+        kept.append(kept_in_forward(config, tokens))
+    per_layer = (kept[1] - kept[0]) / 2 / tokens
+    assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
+        per_layer, rel=0.03
     )
 
 

@@ -22,6 +22,7 @@ from megarl.parallel.config import ParallelConfig
 
 ON_CPU = pytest.mark.cpu_options("servers on CPUs")
 ON_GPU = ["server.device=cuda", "server.dtype=bfloat16"]
+ADAPTERS = ["actor.lora.rank=4", "actor.lora.sync=adapters"]
 WINDOW = {"mistral": {"sliding_window": 9}, "gemma3_text": {"sliding_window": 9}, "gpt_oss": {}, "qwen3": {}}
 
 
@@ -82,6 +83,8 @@ def test_what_a_backend_or_layout_would_leave_out_is_refused(
         ),
         ("qwen3_5_text", {"architectures": None}, ON_GPU, None),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ON_GPU, "weights quantised by 'mxfp4', and"),
+        ("llama", {}, ADAPTERS, None),
+        ("qwen3_moe", {}, ADAPTERS, "SGLang's pool of adapters is known for qwen2, qwen3, llama, mistral, not for"),
     ],
 )
 def test_rollouts_of_another_model_than_the_trainers_are_refused(

@@ -26,11 +26,12 @@ from megarl.reshard.transfer.transports import transport_named
 
 
 def place(gpu: str = "", node: str = "a", visible: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"holdings": "", "node": node, "gpu": gpu, "visible_gpus": list(visible or ((gpu,) if gpu else ()))}
+    seen = list(visible or ((gpu,) if gpu else ()))
+    return {"holdings": "", "adapters": False, "node": node, "gpu": gpu, "visible_gpus": seen}
 
 
 def world(sources: list[dict[str, Any]], *servers: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"sources": sources, "servers": list(servers), "bucket_bytes": 16}
+    return {"sources": sources, "servers": list(servers), "bucket_bytes": 16, "adapters_only": False}
 
 
 def between(*pairs: tuple[int, int]) -> Messages:
@@ -176,22 +177,22 @@ def test_servers_join_anew_if_another_server_changes_their_transport() -> None:
     first, second = coordinator.links
     first.layout, first.transport_name = [NODE_A[1]], "auto"  # as `read_layout` leaves them
     coordinator.active = [first]
-    before = session._publish_world(coordinator, "auto", Deadline(60.0))
+    before = session._publish_world(coordinator, "auto", False, Deadline(60.0))
     assert (first.transport_name, session._transports.split()[0]) == ("cuda_ipc", "cuda_ipc")
     assert first.joined("auto")
     assert not first.joined("gloo")
-    assert session._publish_world(coordinator, "auto", Deadline(60.0)) == before
+    assert session._publish_world(coordinator, "auto", False, Deadline(60.0)) == before
     second.layout, second.transport_name = [CPU], "auto"
     coordinator.active = [first, second]
     with pytest.raises(Retry):
-        session._publish_world(coordinator, "auto", Deadline(60.0))
+        session._publish_world(coordinator, "auto", False, Deadline(60.0))
     epochs = [link.epoch for link in coordinator.links]
     assert coordinator.give_up(Retry()) == {"retry": True}
     assert [link.epoch for link in coordinator.links] == [epoch + 1 for epoch in epochs]
     for link, layout in ((first, NODE_A[1]), (second, CPU)):
         assert not link.joined("auto")
         link.layout, link.transport_name = [layout], "auto"
-    session._publish_world(coordinator, "auto", Deadline(60.0))
+    session._publish_world(coordinator, "auto", False, Deadline(60.0))
     assert [link.server_group.transport_name for link in coordinator.links] == ["gloo", "gloo"]
 
 
@@ -216,9 +217,26 @@ def test_a_session_refuses_the_transport_before_it_publishes_the_world() -> None
     link = coordinator.active[0]
     link.layout, link.transport_name = [place("GPU-0")], "gloo"
     write(session._store, "source/0", place("GPU-0"))
-    assert session._publish_world(coordinator, "gloo", Deadline(60.0))
+    assert session._publish_world(coordinator, "gloo", False, Deadline(60.0))
     with pytest.raises(PlanError, match="trainer rank 0 and rank 0 of server 0 share GPU-0"):
-        session._publish_world(coordinator, "nccl", Deadline(60.0))
+        session._publish_world(coordinator, "nccl", False, Deadline(60.0))
+
+
+def test_adapters_go_alone_to_servers_that_hold_some_and_have_the_base() -> None:
+    session = WeightSession(ReshardConfig(), ["127.0.0.1:1"], "key")
+    coordinator = session._coordinator
+    assert coordinator is not None
+    coordinator.active = list(coordinator.links)
+    link = coordinator.active[0]
+    write(session._store, "source/0", {**CPU, "adapters": True})
+    link.layout, link.transport_name = [{**CPU, "adapters": True}], "gloo"
+    assert [session._publish_world(coordinator, "gloo", clean, Deadline(60.0))[1] for clean in (False, True)] == [
+        False,
+        True,
+    ]
+    link.layout = [CPU]
+    with pytest.raises(PlanError, match=r"server at 127\.0\.0\.1:1 holds no adapters, .*start it by megarl\.serve"):
+        session._publish_world(coordinator, "gloo", False, Deadline(60.0))
 
 
 def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
@@ -226,7 +244,7 @@ def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
     store = HashStore()
     write_bulk(store, "world/w", world([place("GPU-0")], [place("GPU-1")]))
     trainer_rank = SimpleNamespace(rank=0, prepare=lambda *_: "hash", plan=SimpleNamespace(messages=between((0, 0))))
-    spec = AttemptSpec("exact", 1, 16, "w", False, False, 0, 0, (ServerGroup(0, 0, 1, "cuda_ipc"),))
+    spec = AttemptSpec("exact", 1, 16, "w", False, False, False, 0, 0, (ServerGroup(0, 0, 1, "cuda_ipc"),))
     attempt = shard_path.ShardAttempt(store, 1, spec, trainer_rank, 60.0, 60.0)  # type: ignore[arg-type]
     coordinator = Coordinator(ReshardConfig(transport="cuda_ipc"), [], "key")
     with pytest.raises(PlanError, match="trainer rank 0 sends from GPU-0, and rank 0 of server 0 sees GPU-1"):

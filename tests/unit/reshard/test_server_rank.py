@@ -52,7 +52,7 @@ def receive() -> Callable[[str], None]:
         rank.group = SimpleNamespace()  # joined in an earlier attempt
         path = transport if transport in ("full", "disk") else "exact"
         server = replace(rank.server_group, transport_name=transport)
-        spec = AttemptSpec(path, 1, 16, "", False, False, 0, 0, (server,))
+        spec = AttemptSpec(path, 1, 16, "", False, False, False, 0, 0, (server,))
         write_spec(store, 1, spec)
         rank.receive_weights(1, Deadline(60.0), lambda tensors: None)
 

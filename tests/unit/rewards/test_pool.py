@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.knobs import UserError
@@ -18,6 +17,7 @@ from megarl.rewards import REWARDS, reward_fn_of
 from megarl.rewards.lists import ListReward
 from megarl.rewards.pool import RewardConfig, RewardPool
 from megarl.types import RewardError
+from tests.own_children import own_children
 from tests.unit.rewards.functions import double, halve, knows_math_verify
 from tests.unit.rewards.hostile import HOSTILE
 
@@ -29,9 +29,7 @@ def run(call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def children() -> set[int]:
-    return {
-        p.pid for p in psutil.Process().children(recursive=True) if "megarl.rewards.worker" in " ".join(p.cmdline())
-    }
+    return {child.pid for child in own_children("megarl.rewards.worker", recursive=True)}
 
 
 def test_a_thousand_rewards_of_which_many_fail_leave_the_others_exact() -> None:

@@ -121,7 +121,7 @@ def resumed(whole: Path, engine: MegatronLMEngine, tmp_path: Path) -> Callable[[
             checkpoints = Path(shutil.copytree(whole, Path(run, "checkpoints")))
             change(checkpoints / f"step_{NEWEST:06d}")
             fill(engine, -1.0)
-            check_resumable(Path(run), engine.hf_config, "float32")
+            check_resumable(Path(run), engine.hf_config, engine.config)
             state = Saver(SaverConfig(), checkpoints, print).restore({ACTOR: engine})
         assert len(state["position"]) == state["step"]
         assert all((shard.view == state["step"]).all() for shard in engine.shards())
