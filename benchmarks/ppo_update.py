@@ -1,6 +1,6 @@
 """`ppo_update` and `compute_logp` against the same work with transformers, plain torch and padding, on one batch.
 
-    OMP_NUM_THREADS=2 python benchmarks/ppo_update.py [--hidden 256] [--layers 4] [--vocab 32000] [--prompts 4]
+    OMP_NUM_THREADS=2 python benchmarks/ppo_update.py [--hidden 256] [--layers 4] [--vocab 32000] [--lora 8]
 
 The batch: GRPO groups with long-tailed completions (log-normal lengths, cut at --max-new). The other side is written
 as TRL's GRPO trainer does it: prompts padded on the left and completions on the right, `logits_to_keep` so that the
@@ -8,6 +8,8 @@ LM head sees completions only, sdpa attention, logsumexp and gather, AdamW fused
 sorted by length, each microbatch padded to its own longest and as large as megarl's, padding included. Both sides take
 one optimizer step with the same loss. Tokens a second count real tokens. Also printed: how much of the padded tensors
 is padding, and how unevenly ranks are loaded in the order of the batch and as megarl shares sequences out.
+
+`--lora RANK` trains adapters of all linear layers, alpha twice the rank: `actor.lora` here, PEFT on the other side.
 
 Where there is a GPU both sides run on it. With `--dtype bfloat16` the other side has its weights and Adam in bfloat16
 alone, its fastest form. megarl keeps float32 ones beside them.
@@ -22,6 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from timing import machine, parse, record, side_by_side, with_warm_allocator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -29,7 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from megarl.actor.batch.balance import SequenceCost, imbalance
 from megarl.actor.batch.microbatch import partition
 from megarl.actor.batch.shared_prefix import share
-from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.parallel import platform
@@ -63,8 +67,12 @@ class Padded:
     def __init__(self, folder: Path, batch: PackedBatch, prompts: Tensor, args: argparse.Namespace, by_length: bool):
         dtype = getattr(torch, args.dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype)
+        if args.lora:
+            adapters = PeftConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         self.model = model.to(platform.device())
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-6, weight_decay=0.0, fused=True)
         order = range(batch.num_seqs)
         if by_length:
             order = sorted(order, key=lambda i: -int(batch.lengths[i]))
@@ -168,6 +176,7 @@ def actor_of(folder: Path, args: argparse.Namespace, shared_prefix: bool) -> Meg
         max_tokens_per_mb=args.tokens,
         optimizer=OptimizerConfig(lr=1e-6, clip_grad=1.0),
         shared_prefix=shared_prefix,
+        lora=LoraConfig(rank=args.lora, alpha=2.0 * args.lora),
     )
     actor = MegatronPPOActor(config, GRPO(GRPOConfig(eps_clip=EPS_CLIP)))
     actor.initialize()
@@ -199,6 +208,7 @@ def main() -> None:
     for name, default in (("prompt", 96), ("completion", 96), ("max-new", 1024), ("tokens", 4096), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine that others use")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parse(parser)
     folder = Path(tempfile.mkdtemp())
