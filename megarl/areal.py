@@ -229,8 +229,10 @@ RemoteSGLangEngine = ConnectedRollout
 class _Connected(MegatronEngine):
     """An engine of AReaL's shape: made of one config, with the process's weight session."""
 
-    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        super().initialize(addr, ft_spec)
+    def initialize(
+        self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, base: MegatronEngine | None = None
+    ) -> None:
+        super().initialize(addr, ft_spec, base)
         self.connect(SESSION)
         if self.trainable:
             SESSION.begin(self)

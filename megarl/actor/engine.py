@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
@@ -34,7 +33,7 @@ from megarl.actor.checks import device_checks, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine_weights import EngineWeights
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
-from megarl.actor.model import build, heads
+from megarl.actor.model import build, heads, shared_base
 from megarl.actor.model.backends import choose_backend
 from megarl.actor.mtp import MtpTraining
 from megarl.actor.optimizer import build_optimizer, build_scheduler, mtp_grad_norm, step_by_norm
@@ -105,20 +104,37 @@ class MegatronEngine(TrainEngine):
         self._cut = Cut()
         self._state: EngineState | None = None
         self._mtp: MtpTraining | None = None
+        self._on_base = False  # True: another engine's frozen model is this one's too
 
     # -- lifecycle -------------------------------------------------------------------------------------------
 
-    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+    def initialize(
+        self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, base: MegatronEngine | None = None
+    ) -> None:
+        """Joins the process groups, builds the model and loads its weights, or takes the frozen ones of `base`.
+
+        With `base`, another engine with adapters, both hold the frozen model once (see `model/shared_base.py`). Give
+        memory up and take it back for both together (`offload.py`), and destroy `base` last: it leaves the groups.
+
+        Raises:
+            UserError: with `base`, whose checkpoint, dtype or layout is another.
+        """
         self.groups = process_groups.initialize(self.parallel)
+        if base is not None:
+            shared_base.check_same(self, base)
+        self._on_base = base is not None
         if self.backend.one_thread:
             torch.set_num_threads(1)
         self._cut = self._make_cut()
         dtype = build.DTYPES[self.config.dtype]
         offloaded_layers = self.config.offload_activations if self.trainable else 0
+        stages = () if base is None else base.stages
         self.modules = build.build_model(
-            self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded_layers
+            self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded_layers, stages
         )
-        self._weights = EngineWeights(self.config, self.hf_config, self.groups, self.modules, self.trainable)
+        self._weights = EngineWeights(
+            self.config, self.hf_config, self.groups, self.modules, self.trainable, on_base=self._on_base
+        )
         if not self.trainable:
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
@@ -143,12 +159,13 @@ class MegatronEngine(TrainEngine):
         return cut
 
     def destroy(self) -> None:
-        userbuffers.destroy()
         self._state = self.scheduler = self.optimizer = self._mtp = None
         self.ddps, self.modules = [], []
         self.__dict__.pop("_weights", None)
         self.__dict__.pop("groups", None)  # a group's threads end with its last reference
-        process_groups.destroy()
+        if not self._on_base:
+            userbuffers.destroy()
+            process_groups.destroy()
 
     @property
     def device(self) -> torch.device:
@@ -209,7 +226,7 @@ class MegatronEngine(TrainEngine):
 
     def run_forward(self, microbatches: list[Microbatch], process: Callable[[Tensor, Microbatch], Tensor]) -> list[Any]:
         """Results of `process` on the last stage's outputs, forward only; [] on the other stages."""
-        return self._run(microbatches, _as_loss(process), forward_only=True)
+        return self._run(microbatches, schedule.as_loss(process), forward_only=True)
 
     # Loss inputs from the last stage's output: complete sequences, `[tokens, ...]`, on every layout.
 
@@ -375,19 +392,8 @@ class MegatronEngine(TrainEngine):
             if mb.indices:
                 index = batch.token_index(mb.indices) if per_token else torch.tensor(mb.indices)
                 full[to_device(index, self.device)] = output
-        rows_on_host = self._rows_on_all_ranks(full)
+        rows_on_host = rank_batches.rows_on_all_ranks(full, self.groups)
         return (batch.split(rows_on_host) if per_token else list(rows_on_host.split(1)))[local]
-
-    def _rows_on_all_ranks(self, rows: Tensor) -> Tensor:
-        """Copies rows of the global batch to the host of every rank. A collective.
-
-        The last stage computed them. Each row is set on one dp rank and zero on the others.
-        """
-        if self.groups.dp_size > 1 and self.groups.is_last_stage:
-            dist.all_reduce(rows, group=self.groups.dp)
-        if self.groups.pp_size > 1:
-            dist.broadcast(rows, dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
-        return rows.cpu()
 
     # -- weights and state -----------------------------------------------------------------------------------
 
@@ -438,13 +444,3 @@ class MegatronEngine(TrainEngine):
     def load_state(self, folder: Path) -> None:
         assert self._state is not None, "initialize first, with trainable=True"
         self._weights.steps = self._state.load(folder)
-
-
-def _as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[..., Any]:
-    """Wraps `process` as a loss function of Megatron's schedules, with its result as the report."""
-
-    def wrapped(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        no_loss = torch.zeros([], device=output.device)  # with experts, Megatron copies a scale from its device
-        return no_loss, torch.zeros([], dtype=torch.int), process(output, mb)
-
-    return wrapped

@@ -17,6 +17,7 @@ from megarl.actor.lora import LoraTraining
 from megarl.actor.model import build
 from megarl.actor.weights import hf_weights
 from megarl.actor.weights.fused_experts import fuse
+from megarl.actor.weights.shards import SCORE
 from megarl.families import decoder, without_mtp
 from megarl.knobs import UserError
 from megarl.parallel.groups import Groups
@@ -32,16 +33,22 @@ class EngineWeights:
         groups: Groups,
         modules: Sequence[GPTModel],
         trainable: bool,
+        *,
+        on_base: bool = False,
     ) -> None:
-        """Fills the modules from the checkpoint or a seed. A model that is trained by adapters gets them."""
+        """Fills the modules from the checkpoint or a seed. A model that is trained by adapters gets them.
+
+        With `on_base`, only a value head is filled: the other parameters are another engine's.
+        """
         self.config, self.model, self.groups, self.modules = config, model, groups, modules
         self.dtype = build.DTYPES[config.dtype]
         self.ddps: list[Any] = []  # set once data parallelism wraps the modules
         self.steps = 0  # optimizer steps taken
+        only = (SCORE,) if on_base else None
         if config.init == "random":
-            hf_weights.initialize_randomly(modules, model, groups, config.init_seed)
+            hf_weights.initialize_randomly(modules, model, groups, config.init_seed, only)
         else:
-            hf_weights.load(modules, model, groups, config.path, config.value_head_std)
+            hf_weights.load(modules, model, groups, config.path, config.value_head_std, only)
         self.lora: LoraTraining | None = None
         if trainable and config.lora.rank:
             self.lora = LoraTraining(config.lora, model, groups, modules, config.path)

@@ -77,10 +77,11 @@ class ServerMemory:
 
     weights: int
     kv_cache: int
+    adapters: int = 0  # slots of SGLang's pool
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache
+        return self.weights + self.kv_cache + self.adapters
 
 
 def trainer_memory(

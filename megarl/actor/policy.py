@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.actor.api import LossFn, LossInput, LossWeightFn
+from megarl.actor.batch import rank_batches
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.parallel.config import ParallelConfig
@@ -99,7 +100,7 @@ class MegatronPPOActor(MegatronEngine):
         stats = update_in_minibatches(
             self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, self.loss_input
         )
-        batch.set_tokens("prox_logp", self._rows_on_all_ranks(current_logprobs))
+        batch.set_tokens("prox_logp", rank_batches.rows_on_all_ranks(current_logprobs, self.groups))
         return stats
 
 

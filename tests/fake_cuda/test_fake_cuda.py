@@ -32,7 +32,7 @@ STEP = {
     "megatron/core/utils.py local_multi_tensor_l2_norm: copy from the host": "not with Transformer Engine",
 }
 TE_STEP = [place for place, why in STEP.items() if why != "not with Transformer Engine"]
-LOGPROBS = {"megarl/actor/engine.py _rows_on_all_ranks: copy to the host": "log-probs go to the host"}
+LOGPROBS = {"megarl/actor/batch/rank_batches.py rows_on_all_ranks: copy to the host": "log-probs go to the host"}
 RANKS = {
     "megarl/actor/health.py on_all_ranks: value": "all ranks leave a step out, or none",
     "megarl/parallel/broadcast.py gather_json: copy to the host": "metrics of all ranks: their sizes, then their text",

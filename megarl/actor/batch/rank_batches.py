@@ -10,6 +10,9 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
+
 from megarl.knobs import UserError
 from megarl.parallel.broadcast import broadcast_batch, gather_json
 from megarl.parallel.groups import Groups
@@ -47,6 +50,18 @@ def join(data: Any, groups: Groups) -> tuple[PackedBatch, slice]:
     parts = [broadcast_batch(batch if groups.rank == source else None, source) for source in sources]
     first = sum(part.num_seqs for part in parts[: groups.dp_rank])
     return PackedBatch.concat(parts), slice(first, first + parts[groups.dp_rank].num_seqs)
+
+
+def rows_on_all_ranks(rows: Tensor, groups: Groups) -> Tensor:
+    """Copies rows of the global batch to the host of every rank. A collective.
+
+    The last stage computed them. Each row is set on one dp rank and zero on the others.
+    """
+    if groups.dp_size > 1 and groups.is_last_stage:
+        dist.all_reduce(rows, group=groups.dp)
+    if groups.pp_size > 1:
+        dist.broadcast(rows, dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
+    return rows.cpu()
 
 
 def _checksum(batch: PackedBatch) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -45,3 +46,13 @@ def run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[[Tensor, Microbatch], Any]:
+    """Wraps `process` as a loss function of Megatron's schedules, with its result as the report."""
+
+    def wrapped(output: Tensor, mb: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+        no_loss = torch.zeros([], device=output.device)  # with experts, Megatron copies a scale from its device
+        return no_loss, torch.zeros([], dtype=torch.int), process(output, mb)
+
+    return wrapped

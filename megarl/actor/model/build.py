@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megarl.actor.model import heads
+from megarl.actor.model import heads, shared_base
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
 from megarl.actor.model.moe import clear_expert_marks, moe_fields
@@ -117,17 +119,21 @@ def build_model(
     backend: LayerBackend,
     recompute: str = "none",
     offloaded_layers: int = 0,
+    base: Sequence[GPTModel] = (),
 ) -> list[GPTModel]:
     """Builds this rank's virtual stages of the model, and its layers of multi-token prediction if they are trained.
 
     `hf_weights.py` fills their parameters.
 
-    Activations of the first `offloaded_layers` wait on the host for backward.
+    Activations of the first `offloaded_layers` wait on the host for backward. With `base`, the stages of another
+    engine's frozen model, no parameter but a value head is allocated: the stages take the parameters of `base`.
     """
     megatron = transformer_config(config, groups, dtype, backend, recompute, offloaded_layers)
+    if base:  # tied stages exchange no embedding while they are built
+        setattr(megatron, "init_model_with_meta_device", True)  # noqa: B010 (only Megatron reads it)
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
-        with megatron_patches.scope():
+        with megatron_patches.scope(), shared_base.without_memory() if base else contextlib.nullcontext():
             module = HeadlessGPT(
                 config=megatron,
                 transformer_layer_spec=_layer_specs(decoder(config), layers, backend),
@@ -143,6 +149,8 @@ def build_model(
             )
         if module.post_process and is_scalar(config):
             module.output_layer = ValueHead(megatron)
+        if base:
+            shared_base.take(module, base[stage])
         if module.pre_process:
             heads.scale_embeddings(module.embedding, decoder(config).embedding_scale)
         clear_expert_marks(module)

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,9 +121,14 @@ def parameters(modules: Sequence[GPTModel]) -> Iterator[torch.nn.Parameter]:
 
 
 def load(
-    modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, path: str, new_head_std: float = 0.0
+    modules: Sequence[GPTModel],
+    config: PretrainedConfig,
+    groups: Groups,
+    path: str,
+    new_head_std: float = 0.0,
+    only: Collection[str] | None = None,
 ) -> None:
-    """Fills the native parameters from the checkpoint at `path`.
+    """Fills the native parameters from the checkpoint at `path`: of the tensors `only`, or of all.
 
     Padding of the vocabulary is set to zero. A value head that the checkpoint lacks is drawn from
     normal(0, `new_head_std`).
@@ -158,13 +163,21 @@ def load(
                 f"{original}; set actor.mtp=carry"
             )
     with torch.no_grad():
-        for param in parameters(modules):
-            param.zero_()
-        for shard in shards(modules, config, groups):
+        for shard in _zeroed(modules, config, groups, only):
             if shard.name in present:
                 shard.view.copy_(checkpoint.read(shard.name, shard.shape, shard.index))
             else:
                 shard.view.copy_(_drawn(shard, seed=0) * new_head_std)
+
+
+def _zeroed(
+    modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, only: Collection[str] | None
+) -> list[Shard]:
+    """Sets the native parameters to zero, and lists their shards: of the tensors `only`, or of all."""
+    chosen = [shard for shard in shards(modules, config, groups) if only is None or shard.name in only]
+    for tensor in parameters(modules) if only is None else (shard.view for shard in chosen):
+        tensor.zero_()
+    return chosen
 
 
 def _equal(checkpoint: hf_files.Checkpoint, name: str, other: str, shape: tuple[int, ...]) -> bool:
@@ -176,17 +189,23 @@ def _equal(checkpoint: hf_files.Checkpoint, name: str, other: str, shape: tuple[
     return True
 
 
-def initialize_randomly(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups, seed: int) -> None:
+def initialize_randomly(
+    modules: Sequence[GPTModel],
+    config: PretrainedConfig,
+    groups: Groups,
+    seed: int,
+    only: Collection[str] | None = None,
+) -> None:
     """Fills the native parameters from `seed`: normal(0, initializer_range) matrices, gains one, biases zero.
+
+    With `only`, no parameter of another tensor changes.
 
     Each HF tensor has its own generator, seeded by its name. So every layout starts from the same model.
     """
     name, full = "", torch.empty(0)  # drawn once per tensor: its boxes are adjacent in the list
     zero_centered = decoder(config).zero_centered_norms
     with torch.no_grad():
-        for param in parameters(modules):
-            param.zero_()
-        for shard in shards(modules, config, groups):
+        for shard in _zeroed(modules, config, groups, only):
             if is_buffer(shard.name):
                 shard.view.zero_()
             elif (value := _constant(shard.name, zero_centered)) is not None:

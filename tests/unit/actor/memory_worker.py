@@ -61,19 +61,28 @@ def batch(vocab_size: int, sequences: int, length: int) -> PackedBatch:
     return PackedBatch(cu_seqlens_of(torch.full((sequences,), length)), {"input_ids": ids, "loss_mask": mask})
 
 
-def growth(config: EngineConfig, parallel: ParallelConfig, sequences: int, length: int) -> tuple[int, int]:
-    """Peak growth in bytes of this process while it loads and trains, and its number of parameters."""
+def growth(
+    config: EngineConfig, parallel: ParallelConfig, sequences: int, length: int, engines: int = 1
+) -> tuple[int, int]:
+    """Peak growth in bytes of this process while it loads and trains, and the number of an engine's parameters.
+
+    Further `engines` are on the first one's base.
+    """
     with Peak() as peak:
-        engine = MegatronLMEngine(config, parallel)
-        engine.initialize()
-        for _ in range(STEPS):
+        trained: list[MegatronLMEngine] = []
+        for _ in range(engines):
+            engine = MegatronLMEngine(config, parallel)
+            engine.initialize(base=trained[0] if trained else None)
+            trained.append(engine)
+        for engine in STEPS * trained:
             engine.train_lm(batch(engine.hf_config.vocab_size, sequences, length))
     return peak.growth, sum(p.numel() for module in engine.modules for p in module.parameters())
 
 
 def engine_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """A case's knobs of the engine, with those of adapters in their class."""
-    return {name: LoraConfig(**value) if name == "lora" else value for name, value in fields.items()}
+    """A case's knobs of the engine, with those of adapters in their class. `engines` is no knob."""
+    knobs = {name: value for name, value in fields.items() if name != "engines"}
+    return {name: LoraConfig(**value) if name == "lora" else value for name, value in knobs.items()}
 
 
 def measure(big: str, tiny: str, parallel: ParallelConfig, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -89,7 +98,7 @@ def measure(big: str, tiny: str, parallel: ParallelConfig, cases: dict[str, dict
             optimizer=OptimizerConfig(lr=1e-4),
             **engine_fields(fields),
         )
-        measured[name] = growth(config, parallel, SEQUENCES, LENGTH)
+        measured[name] = growth(config, parallel, SEQUENCES, LENGTH, fields.get("engines", 1))
     groups.leave_layout()
     return measured
 

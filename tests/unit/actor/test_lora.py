@@ -21,6 +21,7 @@ from megarl.actor.checks import model_checks
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.model import shared_base
 from megarl.actor.model.adapters import adapters_in
 from megarl.actor.parameter_counts import rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
@@ -168,6 +169,49 @@ def test_dropout_masks_follow_from_the_number_of_the_step(engine_of: Callable[..
     assert set(dropped(0).unique().tolist()) == {0.0, 2.0}
     assert 0.9 < dropped(0).mean() < 1.1
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"path": "other"}, MegatronEngine, "actor.path=.* differs from the shared base's .*; give both engines the"),
+        ({"dtype": "bfloat16"}, MegatronEngine, "actor.dtype=bfloat16 differs from the shared base's float32"),
+        ({"lora": LoraConfig()}, MegatronEngine, "actor.lora.rank=0 of an engine leaves no frozen base to share"),
+        ({}, MegatronScalarEngine, "a model with a value head has no LM head to share; start the policy first"),
+    ],
+)
+def test_an_engine_on_another_base_is_refused(
+    fields: dict[str, Any],
+    kind: type[MegatronEngine],
+    message: str,
+    base: Path,
+    checkpoints: Callable[..., Path],
+    engine_of: Callable[..., MegatronEngine],
+) -> None:
+    first = engine_of(kind)
+    if "path" in fields:
+        fields = {"path": str(checkpoints(family="qwen3", tied=False, vocab_size=341))}
+    knobs = {"path": str(base), "lora": LORA, **fields}
+    with pytest.raises(UserError, match=message):
+        MegatronEngine(EngineConfig(**knobs)).initialize(base=first)
+
+
+def test_an_engine_on_a_base_allocates_no_second_one(
+    engine_of: Callable[..., MegatronEngine], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, on_meta, take = engine_of(), [], shared_base.take
+
+    def watched(module: Any, given: Any) -> None:
+        on_meta.extend(parameter.is_meta for parameter in module.parameters())
+        take(module, given)
+
+    monkeypatch.setattr(shared_base, "take", watched)
+    second = MegatronEngine(EngineConfig(path=str(base), lora=LORA))
+    second.initialize(base=first)
+    assert len(on_meta) > 10
+    assert all(on_meta)
+    second.destroy()
+    close(first.eval().logprobs(batch_of()), logprobs_of(AutoModelForCausalLM.from_pretrained(base), batch_of()))
 
 
 def test_only_adapters_have_gradients_and_moments(base: Path) -> None:
