@@ -294,6 +294,12 @@ def _check_tp_comm_overlap(config: Config) -> None:
 def _check_adapters(config: Config) -> None:
     if config.actor.lora.sync == "adapters" and not config.actor.lora.rank:
         raise UserError("actor.lora.sync=adapters without adapters (actor.lora.rank=0) has nothing to send; set a rank")
+    if config.adapters and (config.method != "rl" or config.actor.lora.sync != "adapters"):
+        raise UserError(
+            f"adapters={list(config.adapters)} needs method=rl and actor.lora.sync=adapters, and the run has method="
+            f"{config.method} and sync={config.actor.lora.sync}: servers keep its adapters apart; set them, or leave "
+            "adapters out"
+        )
     if config.actor.lora.rank and config.actor.init == "random":
         raise UserError(
             f"actor.lora.rank={config.actor.lora.rank} with actor.init=random would train adapters of a base that no "

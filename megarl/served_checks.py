@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,12 +10,15 @@ from transformers import PretrainedConfig
 
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.config import Config, longest_sequence
-from megarl.families import CONTAINERS, FAMILIES, Adapters, decoder, quantisation
+from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation
 from megarl.families.adapters import SERVED
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
-from megarl.rollout.servers.served_adapters import check_options
+from megarl.rollout.servers.served_adapters import ServedAdapters, check_options
+
+MOST_ADAPTERS = 64
+PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a name that can be a folder's
 
 
 def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[[], object]]:
@@ -23,9 +27,15 @@ def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[
     return [partial(rule, config, model) for rule in rules] if config.method == "rl" else []
 
 
-def adapters_on_servers(config: Config) -> Adapters | None:
-    """Shape of the adapters that syncs bring to servers alone; None where they bring all weights."""
-    return shape_of(config.actor.lora) if config.actor.lora.sync == "adapters" else None
+def adapters_on_servers(config: Config) -> ServedAdapters | None:
+    """The adapters that syncs bring to servers alone; None where they bring all weights."""
+    shape = shape_of(config.actor.lora) if config.actor.lora.sync == "adapters" else None
+    return None if shape is None else ServedAdapters(shape, adapter_names(config))
+
+
+def adapter_names(config: Config) -> tuple[str, ...]:
+    """Names of the adapters that servers hold: the keys of `adapters`, else the one of an ordinary run."""
+    return tuple(config.adapters) or (SERVED,)
 
 
 def sampling_adapter(config: Config) -> str:
@@ -102,7 +112,8 @@ def _check_adapters(config: Config, model: PretrainedConfig) -> None:
     """Refuses syncs of adapters alone that servers cannot take."""
     if (adapters := adapters_on_servers(config)) is None:
         return
-    adapter_holdings(model, adapters, tp_size=1)  # refuses the family
+    _check_names(tuple(config.adapters))
+    adapter_holdings(model, adapters.shape, tp_size=1)  # refuses the family
     check_options(config.sglang)
     for option, is_set, reason, remedy in (
         ("reshard.path=full", config.reshard.path == "full", "whole tensors are of the base", "exact"),
@@ -113,4 +124,23 @@ def _check_adapters(config: Config, model: PretrainedConfig) -> None:
             raise UserError(
                 f"{option} does not go with actor.lora.sync=adapters: {reason}; set it to {remedy}, or "
                 "actor.lora.sync=merged"
+            )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuses names that servers and folders cannot have, and more adapters than servers have slots for."""
+    if len(names) > MOST_ADAPTERS:
+        raise UserError(
+            f"adapters names {len(names)}, and at most {MOST_ADAPTERS} are trained at once: each has a slot in the "
+            "memory of every server; name fewer, or train the others in a second run"
+        )
+    for name in names:
+        if not PLAIN.fullmatch(name):
+            raise UserError(
+                f"adapters has the name {name!r}, which also names a folder; take 1 to 64 letters, digits, - and _"
+            )
+        if name == SERVED:
+            raise UserError(
+                f"adapters has the name {name!r}, the servers' own for the adapter of a run that trains one; take "
+                "another"
             )

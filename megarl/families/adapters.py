@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) of a model's linear layers, and the mark of a config that stands for them.
 
 A linear layer with the weight `W [out, in]` computes `x W^T + scale * x A^T B^T`, with `A [rank, in]`, `B [out, rank]`.
-PEFT names them after the layer: `NAME.lora_A.weight` and `NAME.lora_B.weight`.
+PEFT names them after the layer: `NAME.lora_A.weight` and `NAME.lora_B.weight`. On the way to servers an
+adapter of several has its own name before them: `ADAPTER/NAME.lora_A.weight`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 MARK = "trained_adapters"  # attribute of a config; no config.json has it
 ALL_LINEAR = "all-linear"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-SERVED = "trained"  # name of the adapter on servers that get adapters alone
+SERVED = "trained"  # name of the adapter on servers, of a run that trains one
 MANAGER = "lora_manager"  # attribute of a served model: SGLang's manager of its adapters
 
 
@@ -51,6 +52,17 @@ class Adapters:
 def is_adapter(name: str) -> bool:
     """True for the name of an adapter's matrix, False for a weight of the base."""
     return name.endswith((LORA_A, LORA_B))
+
+
+def wire_name(adapter: str, name: str) -> str:
+    """Name of a matrix of `adapter` in a sync: PEFT's alone for SERVED, else behind the adapter's and a slash."""
+    return name if adapter == SERVED else f"{adapter}/{name}"
+
+
+def adapter_named(name: str) -> str:
+    """The adapter whose matrix has this name in a sync. Inverse of `wire_name`."""
+    adapter, slash, _ = name.rpartition("/")
+    return adapter if slash else SERVED
 
 
 def is_linear(module: str) -> bool:

@@ -22,7 +22,6 @@ from torch import Tensor
 from megarl.parallel.broadcast import broadcast_json
 from megarl.parallel.rendezvous import own_address
 from megarl.reshard.config import ReshardConfig
-from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
@@ -31,7 +30,7 @@ from megarl.reshard.sync.places import choose_transports
 from megarl.reshard.sync.server_link import ServerLink
 from megarl.reshard.sync.shard_path import ShardAttempt
 from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
-from megarl.reshard.sync.world import local_address
+from megarl.reshard.sync.world import adapters_held, check_adapters, local_address
 from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.store import Deadline, join_store, open_store, read, write, write_bulk
 from megarl.types import WeightUpdateMeta
@@ -307,15 +306,10 @@ class WeightSession:
             "servers": [link.layout for link in coordinator.active],
             "bucket_bytes": self.config.bucket_bytes,
         }
-        adapted = any(rank["adapters"] for rank in world["sources"])
+        adapters = adapters_held(world["sources"])
         for link in coordinator.active:
-            if adapted and not any(rank["adapters"] for rank in link.layout):
-                raise PlanError(
-                    f"the server at {link.address} holds no adapters, and actor.lora.sync=adapters sends them alone: "
-                    "start it by megarl.serve with the run's knobs, or set actor.lora.sync=merged",
-                    "",
-                )
-        world["adapters_only"] = adapted and unchanged
+            check_adapters(link.address, adapters_held(link.layout), adapters)
+        world["adapters_only"] = bool(adapters) and unchanged
         choice = choose_transports(transport_name, world)
         self._transports = str(choice)
         if not all(link.use(name) for link, name in zip(coordinator.active, choice.names, strict=True)):

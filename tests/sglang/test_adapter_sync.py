@@ -20,6 +20,7 @@ from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.rollout.servers.external import ExternalServers
+from megarl.rollout.servers.served_adapters import ServedAdapters
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.servers.sglang_server import SGLangServers
 from tests.sglang.tiny_models import make_model
@@ -72,7 +73,8 @@ def servers(
     for family, tp_size, adapters in (("qwen3", 1, WIDE), ("qwen2", 2, NARROW)):
         config = SGLangServerConfig(device="cpu", max_total_tokens=16384, tp_size=tp_size)
         logs = tmp_path_factory.mktemp("logs")
-        started[family] = SGLangServers(config, tiny_checkpoint(family), logs, WEIGHT_LOADER, adapters=adapters)
+        held = ServedAdapters(adapters, (SERVED,))
+        started[family] = SGLangServers(config, tiny_checkpoint(family), logs, WEIGHT_LOADER, adapters=held)
     try:
         for each in started.values():
             each.start()
@@ -203,12 +205,13 @@ def test_a_server_is_asked_for_the_adapters_that_it_holds(qwen3: Served) -> None
 def test_a_run_is_refused_servers_that_hold_another_adapter(qwen3: Served) -> None:
     """As they are found by a run that did not start them."""
     for adapters, message in (
-        (WIDE, None),
-        (None, r"holds one of rank 4 on down_proj, .*, and actor\.lora with sync=merged has no adapter for it"),
+        (ServedAdapters(WIDE, (SERVED,)), None),
+        (None, "holds adapters that are not the run's: trained; start it by"),
         (
-            NARROW,
-            r"has one of rank 3 on down_proj, q_proj, v_proj for it; start it by megarl\.serve with the run's knobs",
+            ServedAdapters(NARROW, (SERVED,)),
+            r"the run's are of rank 3 on down_proj, q_proj, v_proj; start it by megarl\.serve with the run's knobs",
         ),
+        (ServedAdapters(WIDE, (SERVED, "math")), "lacks the run's adapters math; start it by"),
     ):
         found = ExternalServers(qwen3.addresses, qwen3.servers.api_key, WEIGHT_LOADER, adapters)
         with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():

@@ -104,6 +104,11 @@ def test_every_recipe_passes(path: Path) -> None:
             "cluster.gpus_per_node=8; use nccl or gloo",
         ),
         ([RL, "actor.lora.sync=adapters"], "actor.lora.sync=adapters without adapters (actor.lora.rank=0)"),
+        (
+            [RL, "actor.lora.rank=4", "+adapters.math=[]"],
+            "adapters=['math'] needs method=rl and actor.lora.sync=adapters, and the run has method=rl and sync=merged",
+        ),
+        ([SFT, "actor.lora.rank=4", "actor.lora.sync=adapters", "+adapters.math=[]"], "and the run has method=sft and"),
         ([DPO, "method=rl"], "method=rl: algorithm=dpo learns from preferences"),
         ([DPO, "algorithm=grpo"], "method=preference: algorithm=grpo learns from rollouts"),
         ([RL, "actor.init=random"], "actor.init=random is for method=sft"),
@@ -162,7 +167,16 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
         ([*ADAPTERS, "server.colocate=true"], "servers lose the base with their memory; set it to false, or"),
         (
             [*ADAPTERS, "+sglang.max_loras_per_batch=1"],
-            "sglang.max_loras_per_batch=1 cannot be set with actor.lora.sync=adapters, which has the server hold one",
+            "sglang.max_loras_per_batch=1 cannot be set with actor.lora.sync=adapters, which has the servers hold",
+        ),
+        (
+            [*ADAPTERS, "+adapters={a/b:[]}"],
+            "adapters has the name 'a/b', which also names a folder; take 1 to 64 letters, digits, - and _",
+        ),
+        ([*ADAPTERS, "+adapters.trained=[]"], "adapters has the name 'trained', the servers' own for the adapter of"),
+        (
+            [*ADAPTERS, *(f"+adapters.a{number}=[]" for number in range(65))],
+            "adapters names 65, and at most 64 are trained at once: each has a slot in the memory of every server",
         ),
         ([SFT, "parallel.tp_size=3"], "parallel.tp_size=3 does not divide the model's num_attention_heads=4"),
         ([RL, "deterministic=true", "actor.dtype=bfloat16"], "actor.dtype=bfloat16 must be float32 with deterministic"),
@@ -184,6 +198,8 @@ def test_knobs_that_contradict_the_model_are_refused(overrides: list[str], messa
 
 def test_adapters_alone_are_accepted_for_the_bundled_model() -> None:
     assert of_model(config_of(*ADAPTERS, "actor.lora.targets=[v_proj]", "server.tp_size=2")) == []
+    names = [f"+adapters.{name}=[]" for name in ("math", "code-2", "_", *(f"a{i}" for i in range(61)))]
+    assert of_model(config_of(*ADAPTERS, *names)) == []
 
 
 def test_all_failures_are_listed_each_once() -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.families.adapters import is_adapter
+from megarl.families.adapters import is_adapter, wire_name
 
 Ints = NDArray[np.int64]
 
@@ -132,6 +132,20 @@ class Holdings:
         """Pads every box to `dims` dimensions with `[0, 1)`."""
         missing = ((0, 0), (0, dims - self.start.shape[1]))
         return replace(self, start=np.pad(self.start, missing), stop=np.pad(self.stop, missing, constant_values=1))
+
+    def of_adapters(self, adapters: Sequence[str]) -> Holdings:
+        """Repeats the rows, of one adapter, for each of `adapters`, under its names in a sync."""
+        count, rows = len(adapters), len(self.tensor)
+        start, stop = (np.tile(corner, (count, 1)) for corner in (self.start, self.stop))
+        return replace(
+            self,
+            names=tuple(wire_name(adapter, name) for adapter in adapters for name in self.names),
+            tensor=np.tile(self.tensor, count) + np.arange(count).repeat(rows) * len(self.names),
+            start=start,
+            stop=stop,
+            dtype=np.tile(self.dtype, count),
+            holder=np.tile(self.holder, count),
+        )
 
     @property
     def itemsize(self) -> Ints:

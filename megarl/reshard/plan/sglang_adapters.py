@@ -10,10 +10,11 @@ So these rules are derived from the weights' (`sglang_layout.py`). A part withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megarl.families.adapters import LORA_A, LORA_B, Adapters
+from megarl.families.adapters import LORA_A, LORA_B, SERVED, Adapters
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings
 from megarl.reshard.plan.sglang_blocks import ParameterPart, ServerParameter
@@ -62,10 +63,23 @@ def _buffers(
     yield ServerParameter(module + LORA_B, (rows, rank), tuple(b))
 
 
+def slot_elements(config: Any, adapters: Adapters, tp_size: int) -> int:
+    """Counts the elements of one adapter's buffers on a server rank, from a HF config alone."""
+    buffers = adapter_buffers(Geometry.of(config, 0, tp_size), adapters)
+    return sum(math.prod(buffer.shape) for buffer in buffers)
+
+
 def adapter_holdings(
-    config: Any, adapters: Adapters, *, tp_size: int, n_servers: int = 1, dtype: str = "bfloat16", cpu: bool = False
+    config: Any,
+    adapters: Adapters,
+    names: Sequence[str] = (SERVED,),
+    *,
+    tp_size: int,
+    n_servers: int = 1,
+    dtype: str = "bfloat16",
+    cpu: bool = False,
 ) -> Holdings:
-    """Holdings of adapters on the ranks of `n_servers` equal servers, from a HF config alone.
+    """Holdings of the adapters `names` on the ranks of `n_servers` equal servers, from a HF config alone.
 
     Raises:
         UserError: see `Geometry.of` and `adapter_buffers`.
@@ -76,4 +90,4 @@ def adapter_holdings(
         [(part.box, dtype) for buffer in adapter_buffers(geometry, adapters) for part in buffer.parts]
         for geometry in geometries
     ]
-    return Holdings.of(ranks * n_servers)
+    return Holdings.of(ranks * n_servers).of_adapters(names)

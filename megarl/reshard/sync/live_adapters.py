@@ -1,13 +1,14 @@
-"""Binds the rules of SGLang's adapters to a live server rank: views of the slot of the trained adapter."""
+"""Binds the rules of SGLang's adapters to a live server rank: views of the slots of the trained adapters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from megarl.families.adapters import LORA_A, LORA_B, MANAGER, SERVED, Adapters
+from megarl.families.adapters import LORA_A, LORA_B, MANAGER, Adapters, wire_name
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_adapters import adapter_buffers
 from megarl.reshard.plan.sglang_layout import Geometry
@@ -15,56 +16,54 @@ from megarl.reshard.sync.live_parameters import LayoutError, view_of
 
 
 def live_adapters(model: nn.Module, geometry: Geometry) -> Iterator[Fragment]:
-    """Yields the fragments of the trained adapter on one SGLang rank; none on a server without adapters.
+    """Yields the fragments of all adapters on one SGLang rank, in the server's order; none on a server without any.
 
-    The slot is filled with zeros first: rows without an adapter, and padding, stay zero.
+    The slots are filled with zeros first: rows without an adapter, and padding, stay zero.
 
     Raises:
-        LayoutError: the server does not hold the adapter in a slot that stays its own, or differs from the rules.
+        LayoutError: the server does not hold an adapter in a slot that stays its own, or differs from the rules.
     """
     manager = getattr(model, MANAGER, None)
     if manager is None:
         return
-    uid, adapters = _served(manager)
-    slot = manager.memory_pool.uid_to_buffer_id[uid]
+    for uid, ref in manager.lora_refs.items():
+        if not ref.pinned:
+            raise LayoutError(
+                f"the server keeps its adapter {ref.lora_name} in no slot of its own; start it by megarl.serve with "
+                "the run's knobs",
+                ref.lora_name,
+            )
+        config = manager.configs[uid]
+        shape = Adapters(config.r, tuple(config.target_modules))
+        yield from _slot(manager.memory_pool, manager.memory_pool.uid_to_buffer_id[uid], geometry, shape, ref.lora_name)
+
+
+def _slot(pool: Any, slot: int, geometry: Geometry, adapters: Adapters, adapter: str) -> Iterator[Fragment]:
+    """Clears a slot of the pool, and yields the fragments of the adapter in it.
+
+    Raises:
+        LayoutError: a buffer differs from the rules.
+    """
     buffers = {
         (number, module, kind): buffer[slot]
-        for kind, pool in ((LORA_A, manager.memory_pool.A_buffer), (LORA_B, manager.memory_pool.B_buffer))
-        for module, layers in pool.items()
+        for kind, held in ((LORA_A, pool.A_buffer), (LORA_B, pool.B_buffer))
+        for module, layers in held.items()
         for number, buffer in enumerate(layers)
     }
     for buffer in buffers.values():
         buffer.zero_()
     rank = f"rank {geometry.rank.tp_rank} of {geometry.rank.tp_size}"
     for rule in adapter_buffers(geometry, adapters):
-        buffer = buffers.get(_place_of(rule.name))
+        buffer, name = buffers.get(_place_of(rule.name)), wire_name(adapter, rule.name)
         if buffer is None or tuple(buffer.shape) != rule.shape:
             shape = "no such adapter" if buffer is None else list(buffer.shape)
             raise LayoutError(
-                f"SGLang holds {rule.name} as {shape} on {rank}, and the rules for {geometry.family} say "
-                f"{list(rule.shape)}",
-                rule.name,
+                f"SGLang holds {name} as {shape} on {rank}, and the rules for {geometry.family} say {list(rule.shape)}",
+                name,
             )
         for part in rule.parts:
-            yield Fragment(geometry.rank.tp_rank, rule.name, part.box, view_of(part, buffer))
-
-
-def _served(manager: Any) -> tuple[str, Adapters]:
-    """Id and shape of the trained adapter.
-
-    Raises:
-        LayoutError: the server has none of its name, or one that it may evict.
-    """
-    found = [(uid, ref) for uid, ref in manager.lora_refs.items() if ref.lora_name == SERVED]
-    if not found or not found[0][1].pinned:
-        raise LayoutError(
-            f"the server keeps no adapter named {SERVED} in a slot of its own; start it by megarl.serve with the "
-            "run's knobs",
-            SERVED,
-        )
-    uid = found[0][0]
-    config = manager.configs[uid]
-    return uid, Adapters(config.r, tuple(config.target_modules))
+            box = replace(part.box, name=wire_name(adapter, part.box.name))
+            yield Fragment(geometry.rank.tp_rank, name, box, view_of(part, buffer))
 
 
 def _place_of(name: str) -> tuple[int, str, str]:

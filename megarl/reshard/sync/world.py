@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.distributed import Store
 
-from megarl.families.adapters import is_adapter
+from megarl.families.adapters import adapter_named, is_adapter
 from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology, is_sent
-from megarl.reshard.plan.planner import plan
+from megarl.reshard.plan.planner import PlanError, plan
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.transfer.store import Deadline, read_bulk, write_bulk
 
@@ -33,7 +33,7 @@ def describe_fragments(fragments: Sequence[Fragment]) -> list[tuple[str, tuple[i
 def publish_fragments(store: Store, fragments: Sequence[Fragment]) -> dict[str, Any]:
     """Writes a rank's boxes into the store.
 
-    Returns their key, whether some are of adapters, and the rank's node, GPU and visible GPUs.
+    Returns their key, the names of adapters among them, and the rank's node, GPU and visible GPUs.
     """
     described = describe_fragments(fragments)
     key = "holdings/" + hashlib.sha256(json.dumps(described).encode()).hexdigest()
@@ -41,9 +41,28 @@ def publish_fragments(store: Store, fragments: Sequence[Fragment]) -> dict[str, 
         write_bulk(store, key, described)
     visible = platform.gpu_uuids()
     gpu = visible[torch.cuda.current_device()] if visible else ""
-    adapters = any(is_adapter(f.box.name) for f in fragments)
+    adapters = sorted({adapter_named(f.box.name) for f in fragments if is_adapter(f.box.name)})
     place = {"node": socket.gethostname(), "gpu": gpu, "visible_gpus": visible}
     return {"holdings": key, "adapters": adapters, **place}
+
+
+def adapters_held(published: Sequence[dict[str, Any]]) -> set[str]:
+    """Names of the adapters that one side holds, from the returns of `publish_fragments`."""
+    return {name for rank in published for name in rank["adapters"]}
+
+
+def check_adapters(address: str, held: set[str], sent: set[str]) -> None:
+    """Raises PlanError unless the server at `address` holds the adapters that the trainer sends, and no others."""
+    for names, fault in (
+        (sent - held, "lacks adapters that the trainer sends"),
+        (held - sent, "holds adapters that the trainer does not send"),
+    ):
+        if names:
+            raise PlanError(
+                f"the server at {address} {fault}: {', '.join(sorted(names))}; start it by megarl.serve with the run's "
+                "knobs",
+                "",
+            )
 
 
 def local_address(host: str, port: int) -> str:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.families.adapters import Adapters
 from megarl.knobs import UserError
 from megarl.parallel.rendezvous import awaited, server_name
-from megarl.rollout.servers import served_adapters
+from megarl.rollout.servers.served_adapters import ServedAdapters, check_held
 from megarl.rollout.servers.sglang_server import ServerError, answers_at
 
 TIMEOUT_S = 30.0
@@ -52,10 +51,10 @@ class ExternalServer:
 
 
 class ExternalServers:
-    """The servers of a run that launches none. With `adapters`, syncs bring them adapters of this shape alone."""
+    """The servers of a run that launches none. With `adapters`, syncs bring them these alone."""
 
     def __init__(
-        self, addresses: Sequence[str], api_key: str, custom_weight_loader: str, adapters: Adapters | None = None
+        self, addresses: Sequence[str], api_key: str, custom_weight_loader: str, adapters: ServedAdapters | None = None
     ) -> None:
         self.adapters = adapters
         self.addresses = list(addresses)
@@ -70,7 +69,7 @@ class ExternalServers:
         """Raises UserError if a server does not answer, or was started without the weight loader or the adapters."""
         for address in self.addresses:
             facts = self._ask(address)
-            served_adapters.check_held(facts, self.adapters, address)
+            check_held(facts, self.adapters, address)
             loaders = facts.get("custom_weight_loader") or []
             if self.custom_weight_loader not in loaders:
                 raise UserError(
@@ -156,7 +155,7 @@ class JobServers(ExternalServers):
         api_key: str,
         custom_weight_loader: str,
         ready_timeout_s: float,
-        adapters: Adapters | None = None,
+        adapters: ServedAdapters | None = None,
     ):
         super().__init__([], api_key, custom_weight_loader, adapters)
         self._folder, self._count, self._ready_timeout_s = folder, count, ready_timeout_s

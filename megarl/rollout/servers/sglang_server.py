@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -38,9 +38,6 @@ from megarl.rollout.servers.server_config import (
     free_ports,
     server_arg_options,
 )
-
-if TYPE_CHECKING:
-    from megarl.families.adapters import Adapters
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +246,7 @@ class SGLangServers:
         api_key: key of all servers; a random one by default.
         first: number of the first server.
         first_gpu: first of the servers' GPUs, among those that this process sees; None gives each server all of them.
-        adapters: shape of the adapters that syncs bring alone; None where they bring all weights.
+        adapters: the adapters that syncs bring alone; None where they bring all weights.
 
     Raises:
         UserError: any mistake that can be known before a server starts.
@@ -266,13 +263,13 @@ class SGLangServers:
         api_key: str = "",
         first: int = 0,
         first_gpu: int | None = None,
-        adapters: Adapters | None = None,
+        adapters: served_adapters.ServedAdapters | None = None,
     ):
         sglang = dict(sglang or {})
         check_server_config(config, model_path, sglang)
         if adapters is not None:
             served_adapters.check_options(sglang)
-            sglang |= served_adapters.arguments(adapters, Path(log_dir))
+            sglang |= adapters.arguments(Path(log_dir))
         platform = choose_platform(config, sglang, deterministic)
         self.config = config
         self.api_key = api_key or secrets.token_hex(24)  # hex: SGLang reads a leading "-" as an option

@@ -27,7 +27,7 @@ from megarl.reshard.transfer.transports import transport_named
 
 def place(gpu: str = "", node: str = "a", visible: tuple[str, ...] = ()) -> dict[str, Any]:
     seen = list(visible or ((gpu,) if gpu else ()))
-    return {"holdings": "", "adapters": False, "node": node, "gpu": gpu, "visible_gpus": seen}
+    return {"holdings": "", "adapters": [], "node": node, "gpu": gpu, "visible_gpus": seen}
 
 
 def world(sources: list[dict[str, Any]], *servers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -222,21 +222,26 @@ def test_a_session_refuses_the_transport_before_it_publishes_the_world() -> None
         session._publish_world(coordinator, "nccl", False, Deadline(60.0))
 
 
-def test_adapters_go_alone_to_servers_that_hold_some_and_have_the_base() -> None:
+def test_adapters_go_alone_to_servers_that_hold_them_and_have_the_base() -> None:
     session = WeightSession(ReshardConfig(), ["127.0.0.1:1"], "key")
     coordinator = session._coordinator
     assert coordinator is not None
     coordinator.active = list(coordinator.links)
     link = coordinator.active[0]
-    write(session._store, "source/0", {**CPU, "adapters": True})
-    link.layout, link.transport_name = [{**CPU, "adapters": True}], "gloo"
+    write(session._store, "source/0", {**CPU, "adapters": ["law", "math"]})
+    link.layout, link.transport_name = [{**CPU, "adapters": ["law"]}, {**CPU, "adapters": ["math"]}], "gloo"
     assert [session._publish_world(coordinator, "gloo", clean, Deadline(60.0))[1] for clean in (False, True)] == [
         False,
         True,
     ]
-    link.layout = [CPU]
-    with pytest.raises(PlanError, match=r"server at 127\.0\.0\.1:1 holds no adapters, .*start it by megarl\.serve"):
-        session._publish_world(coordinator, "gloo", False, Deadline(60.0))
+    for held, message in (
+        ([], r"server at 127\.0\.0\.1:1 lacks adapters that the trainer sends: law, math; start it by megarl\.serve"),
+        (["math"], "lacks adapters that the trainer sends: law;"),
+        (["art", "law", "math"], "holds adapters that the trainer does not send: art;"),
+    ):
+        link.layout = [{**CPU, "adapters": held}]
+        with pytest.raises(PlanError, match=message):
+            session._publish_world(coordinator, "gloo", False, Deadline(60.0))
 
 
 def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
