@@ -170,6 +170,11 @@ class Config:
         factory=dict, meaning="SGLang's own server arguments, passed through: +sglang.NAME=VALUE"
     )
     reshard: ReshardConfig = knob(factory=ReshardConfig, meaning="weights from the trainer to the servers")
+    adapters: dict[str, list[str]] = knob(
+        factory=dict,
+        meaning="adapters trained at once on one frozen model, by name, each with its own knobs: "
+        "+adapters.NAME=[KNOB=VALUE,...]; needs actor.lora.sync=adapters",
+    )
     saver: SaverConfig = knob(factory=SaverConfig, meaning="checkpoints of the run")
     evaluator: EvaluatorConfig = knob(factory=EvaluatorConfig, meaning="held-out evaluation during the run")
     logger: LoggerConfig = knob(factory=LoggerConfig, meaning="where metrics go")

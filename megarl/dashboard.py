@@ -30,7 +30,7 @@ from megarl.observe.board.document import content_policy, document
 from megarl.observe.board.run_data import RunData, listed
 from megarl.observe.board.samples import SampleQuery
 from megarl.observe.page import trace_text
-from megarl.observe.run_folder import RunFolder
+from megarl.observe.run_folder import ADAPTERS, RunFolder
 
 USAGE = "usage: python -m megarl.dashboard [RUNS] [port=N], such as runs or runs/gsm8k_grpo/latest"
 HOST, PORT = "127.0.0.1", 6007
@@ -79,9 +79,13 @@ class RunCatalog:
 
 
 def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
-    """Yields run folders in `folder`, itself included. Follows no links and looks into no run."""
+    """Yields run folders in `folder`, itself included. Follows no links and looks into no run.
+
+    In place of a job of several adapters, its adapters' runs.
+    """
     if (folder / "metrics.jsonl").is_file() or ((folder / "config.yaml").is_file() and (folder / "logs").is_dir()):
-        yield folder
+        adapters = [adapter for path in sorted(folder.glob(f"{ADAPTERS}/*/")) for adapter in _runs_in(path, 0)]
+        yield from adapters or [folder]
     elif depth:
         with os.scandir(folder) as entries:
             below = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]

@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -31,9 +32,10 @@ from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.client.connections import ADDRESSES_VARIABLE, KEY_VARIABLE, addresses_in_environment
 from megarl.rollout.servers.external import JobServers
 from megarl.served_checks import adapters_on_servers
+from megarl.trainer.adapter_configs import load_adapters
 from megarl.trainer.announce import announce
 from megarl.trainer.inputs import Inputs, read_inputs
-from megarl.trainer.saved_config import make_folder
+from megarl.trainer.saved_config import make_adapter_folder, make_folder
 
 RUN_FOLDER, STARTED = "MEGARL_RUN_FOLDER", "MEGARL_STARTED"  # passed from the command to its ranks
 
@@ -41,14 +43,22 @@ RUN_FOLDER, STARTED = "MEGARL_RUN_FOLDER", "MEGARL_STARTED"  # passed from the c
 def command(arguments: list[str]) -> int:
     """Runs megarl's own loops, or the training script among the arguments. Returns the exit code."""
     scripts = [argument for argument in arguments if _is_script(argument)]
-    config = cli.load(_without_script(arguments))
+    knobs = _without_script(arguments)
+    config = cli.load(knobs)
     if scripts and not Path(scripts[0]).is_file():
         raise UserError(f"the training script {scripts[0]} is not a file here; give its path")
     if config.launcher == "slurm" and "RANK" not in os.environ:
         from megarl.launcher import slurm
 
         return slurm.launch(config, sys.argv[1:])
-    return script_main(Path(scripts[0]).resolve(), config) if scripts else main(config)
+    if scripts:
+        if config.adapters:
+            raise UserError(
+                f"adapters={list(config.adapters)} are trained by megarl's own loop, and {scripts[0]} brings another; "
+                "leave one of them out"
+            )
+        return script_main(Path(scripts[0]).resolve(), config)
+    return adapters_main(config, load_adapters(knobs, config)) if config.adapters else main(config)
 
 
 def _is_script(argument: str) -> bool:
@@ -57,11 +67,44 @@ def _is_script(argument: str) -> bool:
 
 def main(config: Config) -> int:
     """Checks all inputs, makes the run folder, and trains. Returns the exit code."""
+    started, rank = _begin(config)
+    inputs = read_inputs(config, rank)
+    if (code := _start_ranks(config, started)) is not None:
+        return code
+    folder = find_folder(config, rank)
+    if rank == 0:
+        announce(config, inputs, folder)
+    train(config, folder, inputs, started)
+    return 0
+
+
+def adapters_main(config: Config, configs: Mapping[str, Config]) -> int:
+    """Does as `main` for the job `config` that trains several adapters, each with a config of `configs`, by name."""
+    started, rank = _begin(config)
+    inputs = {name: read_inputs(own, rank) for name, own in configs.items()}
+    if (code := _start_ranks(config, started)) is not None:
+        return code
+    folder = find_folder(config, rank)
+    for name, own in configs.items():
+        if rank == 0:
+            announce(own, inputs[name], make_adapter_folder(folder, name, own))
+    from megarl.trainer import several_adapters
+
+    several_adapters.train(config, configs, folder, inputs, started)
+    return 0
+
+
+def _begin(config: Config) -> tuple[float, int]:
+    """Start of the command by `time.monotonic()`, and this process's rank."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs the clean-up of open contexts
     started = float(os.environ.get(STARTED) or time.monotonic() - (time.time() - psutil.Process().create_time()))
-    world, rank = config.parallel.world_size(), int(os.environ.get("RANK", "0"))
     run_all(gpu_count_checks(config))
-    inputs = read_inputs(config, rank)
+    return started, int(os.environ.get("RANK", "0"))
+
+
+def _start_ranks(config: Config, started: float) -> int | None:
+    """Has the launcher start the ranks, and returns their exit code; None if this process is a rank."""
+    world = config.parallel.world_size()
     if "RANK" not in os.environ and (world > 1 or config.launcher != "local"):
         folder = make_folder(config)
         os.environ[RUN_FOLDER] = str(folder.path)
@@ -69,11 +112,7 @@ def main(config: Config) -> int:
             os.environ[STARTED] = str(started)
             return run_ranks("megarl.train", sys.argv[1:], world, folder.logs, config.parallel.timeout_s)
         return ray.launch(job_of(config, folder, sys.argv[1:]))
-    folder = find_folder(config, rank)
-    if rank == 0:
-        announce(config, inputs, folder)
-    train(config, folder, inputs, started)
-    return 0
+    return None
 
 
 def script_main(script: Path, config: Config) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -31,6 +31,7 @@ TIME = "time_s/"  # seconds of a stage, summed over the step
 MAXIMUM = "_max"  # names that end so keep the largest value
 
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("megarl_stats_scopes", default=())
+_ledger: ContextVar[str] = ContextVar("megarl_stats_ledger", default="")
 
 
 class _Numbers:
@@ -64,17 +65,44 @@ class _Numbers:
         return self._sums | {key: total / count for key, (total, count) in self._means.items()}
 
 
+class _Ledger:
+    """Numbers of one run."""
+
+    def __init__(self) -> None:
+        self.step = _Numbers()  # since the last `step` or `export`
+        self.steps = _Numbers()  # between the last `export` and the last `step`
+
+
 class StatsTracker:
     """Numbers recorded since the last `export`. Safe to use from threads and asyncio tasks at once.
 
     A scope belongs to the thread or task that opened it; the numbers are shared. `step` reads them step by step, while
-    `export` covers all steps since its last call.
+    `export` covers all steps since its last call. Runs that share a process have a ledger each.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._step = _Numbers()  # since the last `step` or `export`
-        self._steps = _Numbers()  # between the last `export` and the last `step`
+        self._ledgers: dict[str, _Ledger] = {}
+
+    @contextmanager
+    def ledger(self, name: str) -> Iterator[None]:
+        """Records into the ledger `name` inside, and reads it. It belongs to the thread or task, as a scope does."""
+        token = _ledger.set(name)
+        try:
+            yield
+        finally:
+            _ledger.reset(token)
+
+    def hand_over(self, ledgers: Iterable[str]) -> None:
+        """Moves the numbers of the current step into the step of each of `ledgers`, which have them in common."""
+        with self._lock:
+            own = self._own()
+            numbers, own.step = own.step, _Numbers()
+            for name in ledgers:
+                self._ledgers.setdefault(name, _Ledger()).step.merge(numbers)
+
+    def _own(self) -> _Ledger:
+        return self._ledgers.setdefault(_ledger.get(), _Ledger())
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -104,14 +132,14 @@ class StatsTracker:
         for name, value in values.items():
             key, value = _key(name), float(value)
             with self._lock:
-                self._step.add_to_mean(key, value, 1)
+                self._own().step.add_to_mean(key, value, 1)
 
     def rate(self, **values: tuple[float, float]) -> None:
         """Records (amount, seconds) pairs; `export` returns the sum of amounts over the sum of seconds."""
         for name, (amount, seconds) in values.items():
             key = _key(name)
             with self._lock:
-                self._step.add_to_mean(key, float(amount), float(seconds))
+                self._own().step.add_to_mean(key, float(amount), float(seconds))
 
     def total(self, **values: float) -> None:
         """Records values whose sum `export` returns, such as token counts."""
@@ -121,20 +149,22 @@ class StatsTracker:
     def step(self) -> dict[str, float]:
         """Numbers recorded since the last `step` or `export`. They stay part of the next `export`."""
         with self._lock:
-            step, self._step = self._step, _Numbers()
-            self._steps.merge(step)
+            own = self._own()
+            step, own.step = own.step, _Numbers()
+            own.steps.merge(step)
         return step.values()
 
     def export(self) -> dict[str, float]:
         """Sums, means and maxima recorded since the last `export`, in the order they came. Starts afresh."""
         self.step()
         with self._lock:
-            steps, self._steps = self._steps, _Numbers()
+            own = self._own()
+            steps, own.steps = own.steps, _Numbers()
         return steps.values()
 
     def _add(self, key: str, value: float) -> None:
         with self._lock:
-            self._step.add_to_sum(key, value)
+            self._own().step.add_to_sum(key, value)
 
 
 def _key(name: str) -> str:

@@ -42,8 +42,18 @@ class Progress:
     accuracy before training. It may be called before the context is entered.
     """
 
-    def __init__(self, title: str, total_steps: int, done_steps: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total_steps: int,
+        done_steps: int = 0,
+        console: Console | None = None,
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        """Begins with nothing to show. A run that is not alone in its process has lines, which begin with its title."""
         self.console = console or Console()
+        self._prefix = "" if is_alone else f"{title}  "
         self._title = title
         self._total = total_steps
         self._step = done_steps
@@ -53,7 +63,7 @@ class Progress:
         self._accuracies: list[tuple[int, float]] = []
         self._synced: int | None = None
         self._start = self._last_update = time.monotonic()
-        live = self.console.file.isatty() and not self.console.is_dumb_terminal
+        live = is_alone and self.console.file.isatty() and not self.console.is_dumb_terminal
         self._live = Live(self, console=self.console, refresh_per_second=4) if live else None
 
     def __enter__(self) -> Progress:
@@ -88,7 +98,7 @@ class Progress:
 
     def line(self) -> str:
         """Formats the last step as one line, for logs."""
-        parts = [f"step {self._step}/{self._total}"]
+        parts = [f"{self._prefix}step {self._step}/{self._total}"]
         parts += [f"{name} {value}" for name, value in self._numbers()]
         if times := self._times.last():
             parts.append("time " + ", ".join(f"{name} {seconds:.2f}s" for name, seconds in times.items()))

@@ -13,6 +13,8 @@ from megarl.knobs import UserError, shown
 
 logger = logging.getLogger(__name__)
 
+ADAPTERS = "adapters"  # folder of the adapters' runs, in that of their job
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -81,6 +83,21 @@ class RunFolder:
         """One log file per server and rank. A cluster job has a subfolder per attempt (`new_attempt`)."""
         return self.path / "logs"
 
+    def adapter(self, name: str) -> RunFolder:
+        """Folder of one adapter's run, in a job that trains several."""
+        return RunFolder(self.path / ADAPTERS / name)
+
+    @property
+    def job(self) -> Path:
+        """Folder that a resume names: the run's own, or of the job that this adapter's run belongs to."""
+        job = RunFolder(self.path.parents[1])
+        return job.path if job.adapter(self.path.name) == self and job.config.is_file() else self.path
+
+    def make(self, again: bool = False) -> None:
+        """Makes the subfolders. With `again`, some may exist."""
+        for folder in (self.tensorboard, self.checkpoints, self.logs):
+            folder.mkdir(parents=again, exist_ok=again)
+
     def new_attempt(self) -> Path:
         """Makes the next `logs/attempt_N`, counted from 1, and points `logs/latest` at it."""
         numbers = [int(p.name.removeprefix("attempt_")) for p in self.logs.glob("attempt_*")]
@@ -113,8 +130,7 @@ def new_run(root: str | Path, experiment: str, name: str = "") -> RunFolder:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         run = RunFolder(parent / name if name else _new_folder(parent))
-        for folder in (run.tensorboard, run.checkpoints, run.logs):
-            folder.mkdir(parents=bool(name), exist_ok=bool(name))
+        run.make(again=bool(name))
     except OSError as error:
         raise UserError(f"run folder {parent} cannot be written ({error.strerror}); choose another root") from error
     _point_latest(parent / "latest", run.path.name)

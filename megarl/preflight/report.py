@@ -9,6 +9,7 @@ Needs no GPU, no process group and no network, and takes seconds. Exit code 1 if
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -30,7 +31,7 @@ from megarl.actor.parameter_counts import count_parameters
 from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights.shards import world_table
 from megarl.config import Config, longest_sequence
-from megarl.families import Adapters, read_config, with_adapters, without_mtp
+from megarl.families import read_config, with_adapters, without_mtp
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import plan_of, rendered
@@ -50,8 +51,10 @@ from megarl.reshard.plan.planner import PlanError, plan
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
 from megarl.reshard.plan.sglang_layout import server_holdings
 from megarl.reshard.plan.transfer_plan import TransferPlan
-from megarl.served_checks import adapters_on_servers
+from megarl.rollout.servers.served_adapters import ServedAdapters
+from megarl.served_checks import adapter_names, adapters_on_servers
 from megarl.teacher_checks import teacher_servers
+from megarl.trainer.adapter_configs import load_adapters
 from megarl.trainer.batch_algebra import batch_of
 from megarl.versions import GPUs, gpus, versions
 
@@ -158,6 +161,8 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
         need, cache = sizing.server_memory_of(config, model), sizing.cache_of(config, model)
         servers = _table(f"Memory of a server {what}", "", f"tp {config.server.tp_size}", show_header=False)
         servers.add_row("weights", size(need.weights))
+        if need.adapters:
+            servers.add_row("adapters", f"{size(need.adapters)}: {len(adapter_names(config)) + 1} slots")
         if cache.share:
             of = f"{cache.share:.2f} x {config.cluster.gpu_memory_gib:g} GiB - weights"
         else:
@@ -231,7 +236,7 @@ def versions_table(gpus: GPUs) -> Table:
     return table
 
 
-def planned_sync(config: Config, model: PretrainedConfig, adapters: Adapters | None = None) -> TransferPlan:
+def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapters | None = None) -> TransferPlan:
     """Plans the sync of all weights, or of `adapters` alone.
 
     Raises:
@@ -256,9 +261,12 @@ def planned_sync(config: Config, model: PretrainedConfig, adapters: Adapters | N
     if adapters is None:
         held = server_holdings(model, ep_size=int(config.sglang.get("ep_size", 1)), **shape)
     else:
-        trained, held = with_adapters(trained, adapters), adapter_holdings(model, adapters, **shape)
+        trained = with_adapters(trained, adapters.shape)
+        held = adapter_holdings(model, adapters.shape, adapters.names, **shape)
     try:
         sources = source_holdings(world_table(trained, config.parallel), config.actor.dtype)
+        if adapters is not None:
+            sources = sources.of_adapters(adapters.names)
         return plan(sources, held, topology, config.reshard.bucket_bytes)
     except PlanError as error:
         raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error
@@ -298,6 +306,8 @@ def main(config: Config, arguments: list[str], show: str | None) -> int:
                     raise
                 problems.append(Finding(str(error)))
             problems += environment_findings(config, model, folder, seen)
+        if not any(problem.stops for problem in problems):
+            problems += refusals([functools.partial(load_adapters, arguments, config)])
     problems = list(dict.fromkeys(problems))
     for finding in sorted(problems, key=lambda finding: finding.stops, reverse=True):
         print(f"{'STOPS' if finding.stops else 'note '}  {finding.text}")

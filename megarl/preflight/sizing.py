@@ -11,8 +11,10 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
+from megarl.actor.config import EngineConfig
 from megarl.actor.memory import (
     GPU_RUNTIME,
+    GRADIENT,
     ITEM_BYTES,
     MAIN,
     MOMENTS,
@@ -29,6 +31,8 @@ from megarl.families import read_config
 from megarl.families.hf_config import padded_vocab_size
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight.shapes import folder_of, teacher_of
+from megarl.reshard.plan.sglang_adapters import slot_elements
+from megarl.served_checks import adapters_on_servers
 from megarl.trainer.batch_algebra import batch_of
 
 GIB = 2**30
@@ -106,11 +110,16 @@ def _teacher_weights(path: str, parallel: ParallelConfig, config: Config) -> int
     return _most_parameters(path, parallel) * ITEM_BYTES[config.actor.dtype]
 
 
+def weights_beside(actor: EngineConfig, stage: TrainerMemory) -> int:
+    """Bytes of another trained model's weights beside the actor's: all, or its adapters on the actor's frozen base."""
+    return stage.gradients // GRADIENT * ITEM_BYTES[actor.dtype] if actor.lora.rank else stage.weights
+
+
 def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     """Bytes of the other models on a rank that holds `stage` of the actor.
 
     A reference's weights are resident while it computes log-probs; a critic's weights, gradients and optimizer always.
-    With adapters the reference is their base.
+    With adapters the reference is their base, which critic and further adapters share.
     """
     other_models = {}
     if needs_reference(config) and not config.actor.lora.rank:
@@ -118,7 +127,10 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     if teacher := teacher_bytes(config, config.parallel, load_of(config)):
         other_models["teacher"] = teacher
     if needs_critic(config):
-        other_models["critic"] = stage.weights + stage.gradients + stage.optimizer
+        other_models["critic"] = weights_beside(config.actor, stage) + stage.gradients + stage.optimizer
+    if config.adapters:
+        each = weights_beside(config.actor, stage) + stage.gradients + stage.optimizer
+        other_models["other adapters"] = (len(config.adapters) - 1) * each
     return other_models
 
 
@@ -140,10 +152,10 @@ def phases_of(config: Config, model: PretrainedConfig, stage: TrainerMemory) -> 
 
     Every process keeps its CUDA context. A sync's staging buffers are two of reshard.bucket_bytes on each side.
     """
-    engines = 2 if needs_critic(config) else 1
+    weights = _weights_of(config, stage)
     server, staging = server_memory_of(config, model), 2 * config.reshard.bucket_bytes
     trained = stage.total + sum(beside_actor(config, stage).values())
-    synced = engines * stage.weights + GPU_RUNTIME + staging, server.weights + GPU_RUNTIME + staging
+    synced = weights + GPU_RUNTIME + staging, server.weights + GPU_RUNTIME + staging
     return [
         Phase("sampling", _kept_while_sampling(config, stage), server.total + GPU_RUNTIME),
         Phase("training", trained, GPU_RUNTIME),
@@ -151,19 +163,23 @@ def phases_of(config: Config, model: PretrainedConfig, stage: TrainerMemory) -> 
     ]
 
 
+def _weights_of(config: Config, stage: TrainerMemory) -> int:
+    """Bytes of the trained models' weights: of actor and critic."""
+    return stage.weights + (weights_beside(config.actor, stage) if needs_critic(config) else 0)
+
+
 def _kept_while_sampling(config: Config, stage: TrainerMemory) -> int:
     """Bytes of the trainer that actor.offload_while_sampling leaves on the GPU."""
-    engines = 2 if needs_critic(config) else 1
-    state = stage.gradients + stage.optimizer
-    kept = {"all": 0, "optimizer": stage.weights, "none": stage.weights + state}[config.actor.offload_while_sampling]
-    return engines * kept + GPU_RUNTIME
+    engines, weights = 2 if needs_critic(config) else 1, _weights_of(config, stage)
+    state = engines * (stage.gradients + stage.optimizer)
+    return {"all": 0, "optimizer": weights, "none": weights + state}[config.actor.offload_while_sampling] + GPU_RUNTIME
 
 
 def given_up_of(config: Config, stage: TrainerMemory) -> int:
     """Bytes on the host of the memory that a rank of a co-located run gives up. Gradients are dropped, not kept."""
-    engines = 2 if needs_critic(config) else 1
-    kept = {"all": stage.weights + stage.optimizer, "optimizer": stage.optimizer, "none": 0}
-    return engines * kept[config.actor.offload_while_sampling]
+    optimizer = (2 if needs_critic(config) else 1) * stage.optimizer
+    kept = {"all": _weights_of(config, stage) + optimizer, "optimizer": optimizer, "none": 0}
+    return kept[config.actor.offload_while_sampling]
 
 
 def server_dtype(config: Config, model: PretrainedConfig) -> str:
@@ -174,9 +190,18 @@ def server_dtype(config: Config, model: PretrainedConfig) -> str:
 
 
 def server_memory_of(config: Config, model: PretrainedConfig) -> ServerMemory:
-    """Memory of a server rank, with the cache of `cache_of`."""
+    """Memory of a server rank, with the cache of `cache_of` and the slots of adapters that are sent alone."""
     tp, dtype = config.server.tp_size, server_dtype(config, model)
-    return server_memory(model, tp, dtype, cache_of(config, model).tokens)
+    memory = server_memory(model, tp, dtype, cache_of(config, model).tokens)
+    return replace(memory, adapters=adapter_slots(config, model))
+
+
+def adapter_slots(config: Config, model: PretrainedConfig) -> int:
+    """Bytes of a server rank's slots: one for each adapter, and one for requests without; 0 if weights are merged."""
+    if (adapters := adapters_on_servers(config)) is None:
+        return 0
+    elements = slot_elements(model, adapters.shape, config.server.tp_size)
+    return (len(adapters.names) + 1) * elements * ITEM_BYTES[server_dtype(config, model)]
 
 
 @dataclass(frozen=True)
@@ -197,7 +222,7 @@ def cache_of(config: Config, model: PretrainedConfig) -> Cache:
     share = float(config.sglang.get("mem_fraction_static") or SERVER_SHARE)
     weights = server_memory(model, config.server.tp_size, dtype, 0).weights
     beside = max(map(partial(_kept_while_sampling, config), memory_of(config, model))) if config.server.colocate else 0
-    free = share * (config.cluster.gpu_memory_gib * GIB - beside) - weights
+    free = share * (config.cluster.gpu_memory_gib * GIB - beside) - weights - adapter_slots(config, model)
     return Cache(token, max(0, int(free / token)), share)
 
 

@@ -46,6 +46,7 @@ from megarl.preflight.sizing import (
     server_memory_of,
     size,
     teacher_bytes,
+    weights_beside,
 )
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.trainer.batch_algebra import BatchAlgebra, batch_of
@@ -227,7 +228,8 @@ class Search:
         totals = []
         for rank, count in counts.items():
             stage = trainer_memory(self.work.model, parallel, actor, load, rank, on_gpu=True, parameters=count)
-            others = self.critic * (stage.weights + stage.gradients + stage.optimizer) + self.reference * stage.weights
+            critic = weights_beside(actor, stage) + stage.gradients + stage.optimizer
+            others = self.critic * critic + self.reference * stage.weights
             others += teacher_bytes(self.config, parallel, load)
             totals.append(stage.total + others)
         return max(totals)

@@ -5,7 +5,9 @@ prompts -> rollouts -> log-probs -> advantages -> update -> weights to the serve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.reference import BasePolicy, MegatronReference, start_policy
 from megarl.actor.rollout_mismatch import rollout_mismatch
-from megarl.algorithms import algorithm_of
+from megarl.algorithms import Algorithm, algorithm_of
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.progress import print_wrapped
@@ -26,6 +28,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.rollout_driver import RolloutDriver
 from megarl.trainer.run import Run, stage
 from megarl.trainer.teacher import Teacher
+from megarl.trainer.weight_sync import WeightSync
 from megarl.types import PackedBatch
 
 
@@ -39,17 +42,20 @@ class Models:
     teacher: Teacher | None = None
 
     @staticmethod
-    def build(config: Config, algorithm: Any, scorer: Scorer | None = None) -> Models:
+    def build(
+        config: Config, algorithm: Any, scorer: Scorer | None = None, base: MegatronEngine | None = None
+    ) -> Models:
+        """Builds what the algorithm needs. Adapters are built on the frozen model of `base`, if there is one."""
         spec = FinetuneSpec(1, config.total_train_steps, 1)
         models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel, deterministic=config.deterministic))
-        models.actor.initialize(ft_spec=spec)
+        models.actor.initialize(ft_spec=spec, base=base)
         if algorithm.needs_reference:
             models.reference = start_policy(config.actor, config.parallel, models.actor)
             models.reference.offload()
         if algorithm.needs_critic:
             critic = dataclasses.replace(config.actor, optimizer=config.critic_optimizer)
             models.critic = MegatronPPOCritic(critic, algorithm, config.parallel)
-            models.critic.initialize(ft_spec=spec)
+            models.critic.initialize(ft_spec=spec, base=models.actor if config.actor.lora.rank else None)
         if algorithm.needs_teacher:
             models.teacher = Teacher(config, models.actor, scorer)
             if models.teacher.loss_source is not None:
@@ -67,7 +73,8 @@ class Models:
         The update itself sets `prox_logp` if it is missing.
         """
         unknown = "rollout_logprobs" not in batch  # the workflow has none: the trainer's log-probs replace them
-        if unknown or self.actor.algorithm.needs_prox_logp:
+        dropped = self.actor.config.lora.dropout > 0  # the update's own log-probs are then of another policy
+        if unknown or dropped or self.actor.algorithm.needs_prox_logp:
             batch["prox_logp"] = self.actor.compute_logp(batch)
         if unknown:
             batch["rollout_logprobs"] = batch["prox_logp"].clone()
@@ -94,16 +101,29 @@ class Models:
                 model.destroy()
 
 
+@contextlib.contextmanager
+def rollouts_of(config: Config, folder: RunFolder, inputs: Inputs, algorithm: Algorithm) -> Iterator[RolloutDriver]:
+    """The run's rollouts, on servers that load meanwhile. Connect its `weights` first, then itself."""
+    with (
+        WeightSync(config, folder, is_rank0=inputs.train is not None) as weights,
+        RolloutDriver(config, folder, inputs, algorithm, weights) as rollouts,
+    ):
+        weights.start()
+        yield rollouts
+
+
 def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> None:
     """Trains the actor on its own completions."""
     algorithm = algorithm_of(config.algorithm)
-    with RolloutDriver(config, folder, inputs, algorithm) as rollouts:
+    with rollouts_of(config, folder, inputs, algorithm) as rollouts:
+        weights = rollouts.weights
         models = Models.build(config, algorithm, rollouts.scorer)
         with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
-            rollouts.note = run.note
-            rollouts.connect(models.actor, run.done, models.saved.values())
-            run.before_save = rollouts.gpus.for_training
-            if rollouts.outdated:
+            weights.note = run.note
+            weights.connect(models.actor, run.done, models.saved.values(), as_served=not config.actor.lora.path)
+            rollouts.connect(models.actor, run.done)
+            run.before_save = weights.gpus.for_training
+            if weights.outdated:
                 rollouts.push(run.done)
             loop(run, rollouts, models)
             run.finish()
@@ -114,6 +134,13 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
 
 def loop(run: Run, rollouts: RolloutDriver, models: Models) -> None:
     """Runs the remaining steps."""
+    for step in steps(run, rollouts, models):
+        with stage("weights"):
+            rollouts.push(version=step)
+
+
+def steps(run: Run, rollouts: RolloutDriver, models: Models) -> Iterator[int]:
+    """Takes the remaining steps. Yields each one's number after its update, for its weights to reach the servers."""
     if "accuracy_before" not in run.facts and run.done == 0 and (evaluation := rollouts.evaluate(0)):
         run.facts.update(accuracy_before=evaluation["accuracy"], accuracy_problems=evaluation["problems"])
         run.log(0)
@@ -128,8 +155,7 @@ def loop(run: Run, rollouts: RolloutDriver, models: Models) -> None:
             stats = models.update(batch)
             rollouts.check_logprobs(batch)  # before the update reaches a server or a checkpoint
             mismatch = rollout_mismatch(batch, rollouts.version)
-        with stage("weights"):
-            rollouts.push(version=step)
+        yield step
         with stats_tracker.scope("train"):
             stats_tracker.scalar(**stats, **mismatch, tokens=batch.total_tokens)
         if evaluation := rollouts.evaluate(step):

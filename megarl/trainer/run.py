@@ -43,7 +43,8 @@ class Run:
 
     Every rank has one and calls the same methods; rank 0 alone writes and prints. Checkpoints hold the engines by name,
     one of them `actor`, and the parts by name. A part that exists on rank 0 alone is None on the others. `started` is
-    the start of the command, by `time.monotonic()`.
+    the start of the command, by `time.monotonic()`. A run that is not alone in its process obeys the `stop` that all
+    have in common, prints lines, and leaves the process's timeline alone.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Run:
         engines: Mapping[str, TrainEngine],
         parts: Mapping[str, Resumable | None],
         started: float,
+        stop: StopSignal | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -66,7 +68,8 @@ class Run:
         self._logger: StatsLogger | None = None
         self._progress: Progress | None = None
         self._unwritten = 0  # calls of `log` since the last line of metrics
-        self._stop = StopSignal(self.note)
+        self._is_alone = stop is None
+        self._stop = stop or StopSignal(self.note)
         self._saver = Saver(config.saver, folder.checkpoints, self.note)
         self._profiler = StepProfiler(config.logger, folder.profiles, dist.get_rank())
         self._started = started
@@ -87,10 +90,12 @@ class Run:
             if self.is_rank0:
                 after = self.done if self.config.resume else -1
                 self._logger = stack.enter_context(StatsLogger(self.folder.path, self.config.logger, after))
-                self._progress = Progress(self.config.experiment_name, self.config.total_train_steps, self.done)
-            stack.enter_context(self._stop)
-            timeline.open(self.folder.timeline / f"rank_{dist.get_rank()}.jsonl")
-            stack.callback(lambda: timeline.close(self.done))
+                total = self.config.total_train_steps
+                self._progress = Progress(self.config.experiment_name, total, self.done, is_alone=self._is_alone)
+            if self._is_alone:
+                stack.enter_context(self._stop)
+                timeline.open(self.folder.timeline / f"rank_{dist.get_rank()}.jsonl")
+                stack.callback(lambda: timeline.close(self.done))
             stack.callback(self._profiler.close)
             self._open = stack.pop_all()
         return self
@@ -99,7 +104,7 @@ class Run:
         with self._open:
             if isinstance(error, NoSamplesError) and self.done:
                 self._keep_steps()
-                self.note(f"step {self.done} is saved; when the cause is mended, go on with resume={self.folder.path}")
+                self.note(f"step {self.done} is saved; when the cause is mended, go on with resume={self.folder.job}")
 
     def note(self, message: str) -> None:
         """Prints a line on rank 0, above the live view if there is one."""
@@ -130,7 +135,7 @@ class Run:
                     self._save()
         self._keep_steps()
         if self.stopped:
-            self.note(f"stopped after step {self.done}; go on with resume={self.folder.path}")
+            self.note(f"stopped after step {self.done}; go on with resume={self.folder.job}")
 
     def _keep_steps(self) -> None:
         """Writes the last line of metrics and the last checkpoint, unless they are written, and waits for them."""

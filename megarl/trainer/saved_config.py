@@ -26,6 +26,14 @@ def make_folder(config: Config, name: str = "") -> RunFolder:
     return folder
 
 
+def make_adapter_folder(job: RunFolder, name: str, config: Config) -> RunFolder:
+    """Makes the folder of one adapter's run in that of its job, with its config.yaml; or reopens it."""
+    folder = job.adapter(name)
+    folder.make(again=True)
+    OmegaConf.save(OmegaConf.structured(config), folder.path / f"config{'.resumed' if config.resume else ''}.yaml")
+    return folder
+
+
 def differences(before: Any, now: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Values before and now of the knobs that differ, by dotted path. Leaves out `resume` and `run_root`."""
     changed: dict[str, tuple[Any, Any]] = {}

@@ -19,7 +19,7 @@ from megarl.observe.run_folder import new_run
 from megarl.preflight.report import planned_sync
 from megarl.reshard.session import SyncReport
 from megarl.served_checks import adapters_on_servers
-from megarl.trainer import rl, rollout_driver
+from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
 
 STEPS = 3
@@ -36,9 +36,9 @@ def draw(folder: Path) -> dict[str, Tensor]:
     adapters, model = adapters_on_servers(config), read_config(config.actor.path)
     assert adapters is not None
     generator = torch.Generator().manual_seed(3)
-    shapes = tensor_shapes(with_adapters(model, adapters))
+    shapes = tensor_shapes(with_adapters(model, adapters.shape))
     drawn = {name: 0.03 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    write(folder, drawn, adapters, dropout=0.0, base=config.actor.path)
+    write(folder, drawn, adapters.shape, dropout=0.0, base=config.actor.path)
     return drawn
 
 
@@ -49,14 +49,16 @@ def test_a_run_that_sends_adapters_alone_samples_what_it_trains(
     config = cli.load([*OVERRIDES, f"run_root={tmp_path}", f"actor.lora.path={tmp_path / 'adapter'}"])
     algorithm, inputs, adapters = algorithm_of(config.algorithm), read_inputs(config, 0), adapters_on_servers(config)
     folder = new_run(config.run_root, "adapters")
-    with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
+    with rl.rollouts_of(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         base = [s.view.clone() for s in models.actor.shards() if not is_adapter(s.name)]
-        sampled.connect(models.actor, 0, models.saved.values())
-        assert sampled.outdated, "a server starts with zeros, and the run with the adapter of actor.lora.path"
+        weights = sampled.weights
+        weights.connect(models.actor, 0, models.saved.values(), as_served=not config.actor.lora.path)
+        sampled.connect(models.actor, 0)
+        assert weights.outdated, "a server starts with zeros, and the run with the adapter of actor.lora.path"
         reports: list[SyncReport] = []
-        push = sampled.session.push
-        monkeypatch.setattr(sampled.session, "push", lambda *given: reports.append(push(*given)) or reports[-1])
+        push = weights.session.push
+        monkeypatch.setattr(weights.session, "push", lambda *given: reports.append(push(*given)) or reports[-1])
         sampled.push(version=0)
         for step in range(1, STEPS + 1):
             batch = sampled.next_batch()

@@ -86,6 +86,7 @@ def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path
     assert "rank" in shown.stdout
 
 
+@pytest.mark.long
 def test_a_training_script_runs_beside_servers_that_the_launcher_starts(tmp_path: Path) -> None:
     """The walk-through's loop: rollouts, log-probs, advantages, update, weights as files, versions."""
     script = [str(ROOT / "examples" / "gsm8k_grpo.py"), "--config", str(ROOT / "examples" / "gsm8k_grpo.yaml")]

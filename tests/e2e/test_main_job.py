@@ -178,7 +178,8 @@ def test_a_tensor_corrupted_on_its_way_stops_the_run_with_its_name(
     assert steps_in(run) == [1]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_another_model_and_other_data_run_through_the_same_command(family: str, tmp_path: Path) -> None:
     """A sharded checkpoint by transformers, a GSM8K folder by datasets; the random model earns nothing, but agrees."""
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")

@@ -22,7 +22,7 @@ from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.servers.sglang_server import SGLangServers
-from megarl.trainer import rank0_rollouts, rl, rollout_driver
+from megarl.trainer import rank0_servers, rl
 from megarl.trainer.inputs import read_inputs
 from megarl.trainer.logprob_check import LogprobMismatchError
 from megarl.trainer.run import Run
@@ -48,8 +48,8 @@ def one_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServe
 
 @pytest.fixture
 def lent(one_server: SGLangServers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`RolloutDriver` finds the server started, and leaves it so."""
-    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_, **__: one_server)
+    """A run finds the server started, and leaves it so."""
+    monkeypatch.setattr(rank0_servers, "SGLangServers", lambda *_, **__: one_server)
     monkeypatch.setattr(one_server, "start", lambda: None)
     monkeypatch.setattr(one_server, "stop", lambda: None)
 
@@ -63,10 +63,11 @@ def steps_of(
     algorithm = algorithm_of(config.algorithm)
     folder, inputs = new_run(config.run_root, name), read_inputs(config, 0)
     found = []
-    with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
+    with rl.rollouts_of(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         before = {key: value.clone() for key, value in models.actor.named_weights()}
-        sampled.connect(models.actor, 0, models.saved.values())
+        sampled.weights.connect(models.actor, 0, models.saved.values(), as_served=True)
+        sampled.connect(models.actor, 0)
         sampled.push(version=1)
         for step in range(2, steps + 2):
             batch = sampled.next_batch()
@@ -173,10 +174,11 @@ def test_a_server_with_other_weights_stops_the_run_before_the_update_is_synced_o
     )  # fmt: skip
     algorithm = algorithm_of(config.algorithm)
     folder, inputs = new_run(config.run_root, "other"), read_inputs(config, 0)
-    with rollout_driver.RolloutDriver(config, folder, inputs, algorithm) as sampled:
+    with rl.rollouts_of(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
         with Run(config, folder, models.saved, {"rollouts": sampled}, time.monotonic()) as run:
-            sampled.connect(models.actor, 0, models.saved.values())
+            sampled.weights.connect(models.actor, 0, models.saved.values(), as_served=True)
+            sampled.connect(models.actor, 0)
             sampled.push(version=1)
             served = sampled.version
             with torch.no_grad():
@@ -265,7 +267,7 @@ def test_a_rollout_function_that_cannot_be_used_is_told_before_a_server_starts(
     def start() -> None:
         config = cli.load(["+experiment=gsm8k_grpo", f"run_root={tmp_path}", *overrides])
         folder, inputs = new_run(config.run_root, "told"), read_inputs(config, 0)
-        with rollout_driver.RolloutDriver(config, folder, inputs, algorithm_of(config.algorithm)):
+        with rl.rollouts_of(config, folder, inputs, algorithm_of(config.algorithm)):
             raise AssertionError("the servers are started")
 
     with pytest.raises(UserError, match=says):

@@ -138,6 +138,7 @@ def test_a_server_killed_every_5_seconds_costs_no_prompt_and_repeats_none(
     assert [row["sync/verified_parts"] / row["sync/servers"] for row in rows] == pytest.approx([of_one] * len(rows))
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_the_bound_on_staleness_and_ends_when_all_servers_die(
     begin: Callable[..., Command], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from megarl.reshard.sync.server_control import ServerControl
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
-from megarl.trainer import rank0_rollouts, rl
+from megarl.trainer import rank0_servers, rl
 from megarl.trainer.canary import Canary
 from megarl.trainer.inputs import read_inputs
 from megarl.trainer.logprob_check import LogprobMismatchError
@@ -86,7 +86,7 @@ def sampling(
     two_servers: SGLangServers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Sampler]]:
     """`sampling(override, ...)`: a run whose servers have the policy's weights and whose rollouts are under way."""
-    monkeypatch.setattr(rank0_rollouts, "SGLangServers", lambda *_, **__: two_servers)
+    monkeypatch.setattr(rank0_servers, "SGLangServers", lambda *_, **__: two_servers)
     monkeypatch.setattr(two_servers, "start", lambda: None)
     monkeypatch.setattr(two_servers, "stop", lambda: None)
     with ExitStack() as opened:
@@ -94,11 +94,12 @@ def sampling(
         def begin(*overrides: str) -> Sampler:
             config = cli.load([*OVERRIDES, f"run_root={tmp_path}", *overrides])
             algorithm, folder = algorithm_of(config.algorithm), new_run(config.run_root, "canary")
-            driver = opened.enter_context(RolloutDriver(config, folder, read_inputs(config, 0), algorithm))
+            driver = opened.enter_context(rl.rollouts_of(config, folder, read_inputs(config, 0), algorithm))
             models = rl.Models.build(config, algorithm)
             opened.callback(models.destroy)
             sampler = Sampler(config, driver, models)
-            driver.connect(models.actor, 0, models.saved.values())
+            driver.weights.connect(models.actor, 0, models.saved.values(), as_served=True)
+            driver.connect(models.actor, 0)
             sampler.push()
             sampler.batch()
             return sampler
@@ -160,7 +161,7 @@ def test_a_server_with_old_weights_is_left_out_and_no_token_of_it_is_trained_on(
     figures = sampler.push()
     assert (figures["sync/verified"], figures["sync/servers"]) == (1, 2)  # the digests saw nothing
     assert figures["sync/canary_left_out"] == 1
-    assert sampler.driver.session.healthy == [right] == sampler.driver.rank0.supervisor.serving()
+    assert sampler.driver.weights.session.healthy == [right] == sampler.driver.weights.rank0.supervisor.serving()
     assert f"server {wrong} does not compute what the trainer does" in caplog.text
     assert f"going on without {wrong}" in caplog.text
 

@@ -186,6 +186,15 @@ def test_a_run_s_own_folder_can_be_served(root: Path) -> None:
         assert list(board.catalog.folders()) == ["."]
 
 
+def test_a_job_of_several_adapters_is_listed_by_its_adapters(tmp_path: Path) -> None:
+    job = tmp_path / "runs" / "grpo" / "now"
+    for folder in (job, job / "adapters" / "bold", job / "adapters" / "careful"):
+        (folder / "logs").mkdir(parents=True)
+        (folder / "config.yaml").touch()
+    with Board(tmp_path / "runs", 0) as served:
+        assert sorted(served.catalog.folders()) == ["grpo/now/adapters/bold", "grpo/now/adapters/careful"]
+
+
 def test_curves_are_sent_again_only_when_they_grew(board: Board, root: Path) -> None:
     first = ask(board, "curves", run=ID)
     assert first["series"]["rollout/reward"] == [[1, 2, 3], [0.1, 0.2, 0.3]]

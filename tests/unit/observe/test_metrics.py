@@ -101,6 +101,48 @@ def test_a_scope_belongs_to_its_thread_and_its_task_while_numbers_are_shared():
     assert tracker.export() == {"a/count": 1000.0, "b/count": 1000.0, "c/count": 1.0, "d/count": 1.0}
 
 
+def test_runs_of_one_process_have_ledgers_of_their_own_and_hand_over_what_they_share():
+    tracker = StatsTracker()
+    with tracker.ledger("a"):
+        tracker.scalar(loss=1.0)
+        with tracker.scope("train"):
+            tracker.total(tokens=3)
+    with tracker.ledger("b"):
+        tracker.scalar(loss=5.0)
+    tracker.scalar(seconds=2.0)
+    tracker.hand_over(["a", "b", "c"])
+    assert tracker.export() == {}
+
+    def read(name: str) -> dict[str, float]:
+        with tracker.ledger(name):
+            return {**tracker.step(), **tracker.export()}
+
+    assert read("a") == {"loss": 1.0, "train/tokens": 3.0, "seconds": 2.0}
+    assert read("b") == {"loss": 5.0, "seconds": 2.0}
+    assert read("c") == {"seconds": 2.0}
+    assert read("a") == {}
+
+
+def test_a_ledger_belongs_to_its_task():
+    tracker = StatsTracker()
+
+    async def record(value: float) -> None:
+        await asyncio.sleep(0)
+        tracker.scalar(value=value)
+
+    async def both() -> None:
+        with tracker.ledger("a"):
+            first = asyncio.ensure_future(record(1.0))
+        with tracker.ledger("b"):
+            second = asyncio.ensure_future(record(2.0))
+        await asyncio.gather(first, second)
+
+    asyncio.run(both())
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        with tracker.ledger(name):
+            assert tracker.export() == {"value": value}
+
+
 def test_one_name_cannot_be_a_mean_and_a_sum():
     tracker = StatsTracker()
     tracker.scalar(tokens=1)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megarl.knobs import UserError
-from megarl.observe.run_folder import new_run, open_run
+from megarl.observe.run_folder import RunFolder, new_run, open_run
 
 
 def finished_run(root: Path) -> Path:
@@ -58,3 +58,12 @@ def test_a_real_folder_called_latest_gives_a_warning(tmp_path: Path, caplog: pyt
     assert run.logs.is_dir()
     assert "was not pointed at" in caplog.text
     assert not list((tmp_path / "demo").glob(".latest*"))
+
+
+def test_the_run_of_an_adapter_is_resumed_by_its_job(tmp_path: Path):
+    job = RunFolder(tmp_path / "adapters" / "now")
+    own = job.adapter("math")
+    own.make(again=True)
+    job.config.touch()
+    assert own.path == tmp_path / "adapters" / "now" / "adapters" / "math"
+    assert own.job == job.path == job.job, "an experiment may be called adapters"

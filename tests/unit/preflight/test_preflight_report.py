@@ -383,6 +383,9 @@ def test_models_beside_the_actor_are_counted(run: Callable[..., tuple[int, str]]
     config = cli.composed(["+experiment=gsm8k_ppo"])
     (stage,) = memory_of(config, read_config(config.actor.path))
     assert beside_actor(config, stage) == {"critic": stage.weights + stage.gradients + stage.optimizer}
+    adapted = cli.composed(["+experiment=gsm8k_ppo", "actor.lora.rank=8"])  # the critic is on the actor's base
+    (stage,) = memory_of(adapted, read_config(config.actor.path))
+    assert beside_actor(adapted, stage) == {"critic": 2 * stage.gradients + stage.optimizer}  # of 4 bytes an element
     assert beside_actor(cli.composed([GRPO]), stage) == {}
 
 
@@ -402,6 +405,15 @@ def test_a_teacher_too_large_for_its_gpus_stops_the_run(run: Callable[..., tuple
     assert code == 1
     assert "a rank of a teacher server needs 61" in text
     assert "raise teacher.tp_size" in text
+
+
+def test_a_sync_of_two_adapters_moves_twice_the_bytes_of_one(run: Callable[..., tuple[int, str]]) -> None:
+    options = [GRPO, "actor.lora.rank=4", "actor.lora.sync=adapters", "show=reshard"]
+    for names, figures in (([], "28, 38.9 kB"), (["+adapters.math=[]", "+adapters.law=[]"], "56, 77.8 kB")):
+        code, text = run(*options, *names)
+        assert code == 0
+        assert re.search(rf"tensors +. {figures}", text)
+        assert re.search(rf"to move +. {figures.split(', ')[1]}", text)
 
 
 def test_a_layout_that_is_even_and_full_gets_no_remark(run: Callable[..., tuple[int, str]]) -> None:

@@ -1,11 +1,52 @@
-"""The load that preflight plans memory for."""
+"""The load and the memory that preflight plans with."""
 
 from __future__ import annotations
 
+import pytest
+
 from megarl import cli
-from megarl.preflight.sizing import load_of
+from megarl.families import read_config
+from megarl.preflight.sizing import beside_actor, load_of, memory_of, server_memory_of
 
 
 def test_a_microbatch_of_mixed_lengths_may_be_full() -> None:
     """Seven sequences of 4608 tokens leave room in a microbatch of 32768, which shorter ones fill."""
     assert load_of(cli.composed(["+experiment=grpo_70b", "actor.max_tokens_per_mb=32768"])).tokens == 32768
+
+
+LORA = ("+experiment=gsm8k_grpo", "actor.lora.rank=4")
+ALONE = (*LORA, "actor.lora.sync=adapters")
+SEVERAL = (*ALONE, "+adapters={a:[],b:[],c:[]}")
+# Elements of a layer, of adapters of rank 4: A and B of q, k, v; of o; of gate and up; of down.
+ON_ONE = 4 * (3 * 64 + 128 + 64 + 64 + 2 * 64 + 384 + 192 + 64)
+ON_TWO = 4 * (3 * 64 + 64 + 32 + 64 + 2 * 64 + 192 + 96 + 64)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "slots", "elements"),
+    [(LORA, 0, 0), (ALONE, 2, ON_ONE), (SEVERAL, 4, ON_ONE), ((*SEVERAL, "server.tp_size=2"), 4, ON_TWO)],
+)
+def test_a_server_has_a_slot_for_each_adapter_and_one_for_none(
+    overrides: tuple[str, ...], slots: int, elements: int
+) -> None:
+    config = cli.load([*overrides])
+    memory = server_memory_of(config, read_config(config.actor.path))
+    layers, float32 = 2, 4
+    assert memory.adapters == slots * layers * elements * float32
+    assert memory.total == memory.weights + memory.kv_cache + memory.adapters
+
+
+def test_the_slots_leave_less_for_the_cache() -> None:
+    on_gpu = ("cluster.gpus_per_node=8", "cluster.gpu_memory_gib=0.01", "server.max_total_tokens=0")
+    merged, alone = (cli.load([*knobs, *on_gpu]) for knobs in (LORA, ALONE))
+    model = read_config(merged.actor.path)
+    before, after = server_memory_of(merged, model), server_memory_of(alone, model)
+    assert before.kv_cache - after.kv_cache == pytest.approx(after.adapters, abs=before.kv_cache / 1000)
+
+
+def test_further_adapters_have_weights_gradients_and_optimizer_of_their_own() -> None:
+    config = cli.load([*SEVERAL])
+    (stage,) = memory_of(config, read_config(config.actor.path))
+    trained, weight, gradient, moments = 2 * ON_ONE, 4, 4, 8
+    assert beside_actor(config, stage)["other adapters"] == 2 * trained * (weight + gradient + moments)
+    assert "other adapters" not in beside_actor(cli.load([*ALONE]), stage)

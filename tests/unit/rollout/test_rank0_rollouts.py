@@ -19,9 +19,9 @@ from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
-from megarl.trainer import rank0_rollouts
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.rank0_rollouts import Rank0Rollouts, choose_servers, max_sequence_tokens
+from megarl.trainer.rank0_rollouts import Rank0Rollouts, max_sequence_tokens
+from megarl.trainer.rank0_servers import choose_servers
 
 
 def configured(*overrides: str) -> Config:
@@ -81,9 +81,8 @@ def test_the_longest_sequence_is_what_servers_and_trainer_can_process(overrides:
     ],
 )
 def test_evaluation_has_the_trainings_workflow_and_its_own_sampling(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], trained: type, evaluated: type
+    tmp_path: Path, overrides: list[str], trained: type, evaluated: type
 ) -> None:
-    monkeypatch.setattr(rank0_rollouts, "SGLangServers", NotStarted)
     config = configured(*overrides, "evaluator.n_samples=3", f"run_root={tmp_path}")
     rank0 = Rank0Rollouts(config, new_run(config.run_root, "x"), read_inputs(config, 0), algorithm_of(config.algorithm))
     try:
@@ -94,26 +93,7 @@ def test_evaluation_has_the_trainings_workflow_and_its_own_sampling(
         rank0.close()
 
 
-class NotStarted:
-    """Servers that are never started."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def start(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
-
-def test_a_workflow_that_cannot_be_built_ends_what_was_started_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("servers are chosen")
-
-    monkeypatch.setattr(rank0_rollouts, "SGLangServers", never)
+def test_a_workflow_that_cannot_be_built_ends_what_was_started_before_it(tmp_path: Path) -> None:
     config = configured("rollout.workflow=no_such_module.Own", f"run_root={tmp_path}")
     inputs, before = read_inputs(config, 0), set(psutil.Process().children(recursive=True))
     with pytest.raises(UserError, match=r"rollout\.workflow=no_such_module\.Own cannot be imported"):

@@ -20,6 +20,7 @@ from megarl.rollout.api import GenerationError
 from megarl.trainer.canary import Answers, Canary
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.rollout_driver import RolloutDriver
+from megarl.trainer.weight_sync import WeightSync
 from megarl.types import GenerationHyperparameters, ModelResponse, PackedBatch
 
 LOGPROB = -1.25
@@ -172,13 +173,15 @@ class Policy:
         config = configured(f"reshard.on_failure={on_failure}", *overrides)
         inputs: Any = SimpleNamespace(train=object(), tokenizer=None)
         folder: Any = None
-        self.driver = RolloutDriver(config, folder, inputs, algorithm_of(config.algorithm))
+        self.weights = WeightSync(config, folder, is_rank0=False)
+        self.driver = RolloutDriver(config, folder, inputs, algorithm_of(config.algorithm), self.weights)
         self.healthy, self.serving = ["a", "b", "c"], ["a", "b", "c"]
         self.client = Recorded({})
         supervisor = SimpleNamespace(died=lambda address: address in dead, after_sync=self._serve)
-        rank0: Any = SimpleNamespace(supervisor=supervisor, engine=self.client)
+        rank0: Any = SimpleNamespace(engine=self.client)
+        servers: Any = SimpleNamespace(supervisor=supervisor)
         session: Any = SimpleNamespace(healthy=self.healthy, remove=self.healthy.remove)
-        self.driver._rank0, self.driver._session = rank0, session
+        self.driver._rank0, self.weights._rank0, self.weights._session = rank0, servers, session
 
     def _serve(self, healthy: list[str]) -> None:
         assert not self.client.released, "answers are handed over before the server is out of service"

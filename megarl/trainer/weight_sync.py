@@ -1,0 +1,218 @@
+"""Rollout servers of a run on every rank, and the syncs that bring them the trainer's weights.
+
+Rank 0 alone talks to servers, through `Rank0Servers`. Every rank has a `WeightSync` and calls the same methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from megarl.actor.engine import MegatronEngine
+from megarl.config import Config
+from megarl.observe.logger import replace_text
+from megarl.observe.metrics import stats_tracker
+from megarl.observe.run_folder import RunFolder
+from megarl.parallel.broadcast import broadcast_json
+from megarl.reshard.plan.traffic import traffic
+from megarl.reshard.session import SyncReport, WeightSession, WeightSource, WeightSyncError
+from megarl.rollout.api import GenerationError
+from megarl.rollout.executor import WorkflowError
+from megarl.trainer.rank0_servers import Rank0Servers
+from megarl.trainer.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
+
+
+class Follower(Protocol):
+    """Sampling of one policy, which follows the servers' versions. Every rank has one."""
+
+    def before_sync(self, version: int) -> None:
+        """Withholds answers of `version` until `after_sync` has judged the servers."""
+
+    def after_sync(self, report: SyncReport) -> None:
+        """Samples under the report's version, and compares the servers with the trainer. A collective.
+
+        Raises:
+            LogprobMismatchError: a server does not compute what the trainer does, and is not left out.
+        """
+
+
+class WeightSync:
+    """A context manager. `version` is that of the trainer's weights on the servers.
+
+    `outdated` is true after `connect` if the servers hold other weights than the trainer: then push before the first
+    batch.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, is_rank0: bool) -> None:
+        self.config = config
+        self.folder = folder
+        self.version = 0
+        self.outdated = False
+        self.gpus: SeparateGpus | SharedGpus = SeparateGpus()
+        self._followers: dict[Follower, contextvars.Context] = {}
+        self.note: Callable[[str], None] = lambda line: None  # prints a line above the progress display
+        self._rank0 = Rank0Servers(config, folder.logs) if is_rank0 else None
+        self._source: WeightSource | None = None
+        self._session: WeightSession | None = None
+        self._transports = ""  # of the last sync
+        self._plan_hash = ""  # of the plan in sync_plan.json
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> WeightSync:
+        if self._rank0 is not None:
+            self._open.callback(self._rank0.close)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def rank0(self) -> Rank0Servers:
+        assert self._rank0 is not None, "rank 0's alone"
+        return self._rank0
+
+    @property
+    def session(self) -> WeightSession:
+        assert self._session is not None, "connect() makes it"
+        return self._session
+
+    def start(self) -> None:
+        """Has rank 0 start the servers, which load while the trainer is built."""
+        if self._rank0 is not None:
+            self._rank0.start()
+
+    def follow(self, follower: Follower) -> None:
+        """Calls `follower` at each sync, in a copy of the caller's context with its `stats_tracker` ledger."""
+        self._followers[follower] = contextvars.copy_context()
+
+    def dismiss(self, follower: Follower) -> None:
+        """Calls `follower` no more."""
+        del self._followers[follower]
+
+    def connect(self, source: WeightSource, version: int, engines: Iterable[MegatronEngine], as_served: bool) -> None:
+        """Waits for the servers and connects the session that pushes the weights of `source`. A collective.
+
+        The servers hold the checkpoint that the run began with, `version` 0; `as_served` is True if the trainer began
+        with the same. `engines` are all that are trained: co-located servers take their memory in turn.
+        """
+        self._source = source
+        addresses: list[str] = []
+        key = ""
+        if self.config.server.colocate:
+            self.gpus = SharedGpus(engines, self.config.actor.offload_while_sampling)
+        self.gpus.for_sampling()
+        if self._rank0 is not None:
+            self._rank0.connect()
+            addresses, key = self._rank0.addresses, self._rank0.api_key
+            self.gpus.servers = ServersInTurn(self._rank0.supervisor, key, self.config.reshard.control_deadline_s)
+        session = self._session = WeightSession(self.config.reshard, addresses, key)
+        self._open.callback(session.close)
+        if self._rank0 is not None:
+            session.set_death_probe(self._rank0.supervisor.died)
+        # Servers that outlived a trainer may serve a version above its checkpoint's. Versions continue above theirs.
+        served = session.served_version()
+        self.outdated = bool(served or version or not as_served)
+        self.version = max(version, served + 1) if self.outdated else version
+        if not self.outdated:
+            session.version = self.version  # a server restarted before the first push is brought this version
+
+    def push(self, version: int) -> None:
+        """Brings the weights to the servers as `version`, and proves them equal. A collective."""
+        source = self._source
+        assert source is not None, "connect() sets it"
+        self._sync(version, lambda: self.session.push(source, version))
+
+    def resync(self) -> None:
+        """Brings the version that the trainer has to servers without it. A collective."""
+        source = self._source
+        assert source is not None, "connect() sets it"
+        self._sync(self.session.version, lambda: self.session.resync(source))
+
+    def _sync(self, version: int, transfer: Callable[[], SyncReport]) -> None:
+        """Runs `transfer`, which brings `version` to the servers that are alive, and has the followers judge them.
+
+        A collective. Restarted servers take part. A server that dies meanwhile is left out; if it was the last one, a
+        restarted one is awaited. A server that lives and fails ends the run, or is left out too with
+        reshard.on_failure=drop_server.
+
+        Raises:
+            LogprobMismatchError: a server does not compute what the trainer does, and is not left out.
+        """
+        self.gpus.for_sync()
+        for follower, context in self._followers.items():
+            context.run(follower.before_sync, version)
+        while True:
+            admitted: list[str] = []
+            if self._rank0 is not None:
+                with self.attributed_to_dead_servers():
+                    admitted, left_out = self._rank0.supervisor.before_sync(self.config.server.ready_timeout_s)
+                for address in left_out:
+                    self.session.remove(address)
+                for address in admitted:
+                    self.session.admit(address)
+            try:
+                report = transfer()
+            except WeightSyncError as error:
+                if broadcast_json(self._rank0 is not None and self._should_retry(self._rank0, error)):
+                    continue
+                with self.attributed_to_dead_servers():
+                    raise
+            if self._rank0 is not None:
+                self._rank0.supervisor.after_sync(self.session.healthy)  # no requests to a server that was dropped
+                self._record(report, brought_back=len(set(admitted) & set(report.servers)))
+            self.version = version
+            self.gpus.for_sampling()
+            for follower, context in self._followers.items():
+                context.run(follower.after_sync, report)
+            return
+
+    def leave_out(self, addresses: Iterable[str]) -> None:
+        """On rank 0: goes on without these servers, which live and fail."""
+        for address in addresses:
+            self.session.remove(address)
+        self.rank0.supervisor.after_sync(self.session.healthy)
+
+    def _should_retry(self, rank0: Rank0Servers, error: WeightSyncError) -> bool:
+        """True if the last server failed the sync and a restarted one may come."""
+        supervisor, drop = rank0.supervisor, self.config.reshard.on_failure == "drop_server"
+        if not error.server or not (drop or supervisor.died(error.server)):
+            return False
+        supervisor.after_sync([])
+        return supervisor.outlook() != "none"
+
+    def _record(self, report: SyncReport, brought_back: int) -> None:
+        if report.transports not in ("", self._transports):
+            self._transports = report.transports
+            self.note(f"weights travel by {report.transports}")
+        self._keep_plan(report)
+        with stats_tracker.scope("sync"):
+            stats_tracker.scalar(
+                verified=float(report.verified > 0),
+                verified_parts=report.verified,
+                mbytes=report.bytes / 1e6,
+                delta_saving=1 - report.bytes / report.dense_bytes,
+                servers=len(report.servers),
+            )
+            stats_tracker.total(servers_brought_back=brought_back)  # restarted, then given all weights, proven
+
+    def _keep_plan(self, report: SyncReport) -> None:
+        """Writes `sync_plan.json` when the plan is a new one. Whole tensors are sent without a plan."""
+        plan = self.session.plan
+        if plan is None or plan.hash == self._plan_hash:
+            return
+        self._plan_hash = plan.hash
+        facts = traffic(plan) | {"transports": report.transports, "servers": list(report.servers)}
+        replace_text(self.folder.sync_plan, json.dumps(facts | {"version": report.version}) + "\n")
+
+    @contextlib.contextmanager
+    def attributed_to_dead_servers(self) -> Iterator[None]:
+        """Replaces an error by the death of a server, with its log, if one has died: that is the cause."""
+        try:
+            yield
+        except (WorkflowError, GenerationError, WeightSyncError, TimeoutError):
+            if self._rank0 is not None:
+                self._rank0.supervisor.raise_cause()
+            raise
