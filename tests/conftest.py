@@ -37,6 +37,7 @@ from transformers import (
 from xdist.scheduler import LoadScopeScheduling
 
 from megarl.parallel import platform
+from tests import rows
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
@@ -80,15 +81,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Answers the platform's third question as a GPU does: see `megarl/parallel/platform.py`.
+    """Chooses the rows of long tables (`rows.py`). --gpu-options answers the third question of `platform.py` as a GPU.
 
-    Covers options of models, pipelines and servers in the tests' own processes. Tensors stay on the CPU, Megatron keeps
-    its patches, and collectives go over gloo. Processes that a test starts by a command take the CPU's options.
+    This covers options of models, pipelines and servers in the tests' own processes. Tensors stay on the CPU, Megatron
+    keeps its patches, and collectives go over gloo. Processes that a test starts by a command take the CPU's options.
     """
     config.addinivalue_line("markers", "long: takes minutes and rarely fails; left to `make test-long`")
     config.addinivalue_line(
         "markers", "cpu_options(reason): the test is about the CPU's options; --gpu-options skips it"
     )
+    os.environ[rows.VARIABLE] = "all" if config.option.markexpr == "long" else "some"
     if config.getoption("--gpu-options"):
         platform.takes_gpu_options = lambda: True
 

@@ -51,7 +51,12 @@ RUNS = {
     for layouts in LAYOUTS.values()
     for layout in layouts
 }
-CASES = [(size, layout, name) for size, layouts in LAYOUTS.items() for layout in layouts for name in RUNS[layout]]
+CASES = [
+    pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 4 else [], id=f"{size}-{layout}-{name}")
+    for size, layouts in LAYOUTS.items()
+    for layout in layouts
+    for name in RUNS[layout]
+]
 
 
 def on_disk(model: Any, values: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:

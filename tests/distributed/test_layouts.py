@@ -68,7 +68,12 @@ RUNS = {
     for layouts in LAYOUTS.values()
     for layout in layouts
 }
-CASES = [(size, layout, name) for size, layouts in LAYOUTS.items() for layout in layouts for name in RUNS[layout]]
+CASES = [
+    pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 4 else [], id=f"{size}-{layout}-{name}")
+    for size, layouts in LAYOUTS.items()
+    for layout in layouts
+    for name in RUNS[layout]
+]
 LENGTHS = torch.tensor([5, 33, 2, 20, 17, 40, 12, 1])
 
 

@@ -18,6 +18,7 @@ from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, read_config, with_adapters
 from megarl.families.adapters import ALL_LINEAR, LORA_A, LORA_B
 from megarl.launcher.local import run_ranks
+from tests import rows
 from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS
 from tests.distributed.lora_worker import ALPHA, RANK, STEPS
 from tests.distributed.test_layouts import make_batch, reference_logprobs
@@ -25,6 +26,7 @@ from tests.distributed.test_layouts import make_batch, reference_logprobs
 ADAPTERS = Adapters(RANK, (ALL_LINEAR,), ALPHA)
 SP = {"tp_size": 2, "sequence_parallel": True}
 EXPERTS = {"etp_size": 1}
+pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"tp1": {}},
     2: {
@@ -47,7 +49,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_dropout": {"family": "qwen2", "tied": False, "vocab_size": 343},
     "one_key_head": {"family": "qwen3", "tied": False, "vocab_size": 343, "num_key_value_heads": 1},
 }
-RUNS_OF: dict[str, tuple[str, ...]] = {  # the layouts of each model, tp1 first: the others load its state
+# The layouts of each model, tp1 first: the others load its state.
+ALL_RUNS: dict[str, tuple[str, ...]] = {
     "qwen3": ("tp1", "tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2sp_pp2"),
     "qwen2_recomputed": ("tp1", "tp2sp", "pp2"),
     "qwen3_moe": ("tp1", "pp2", "cp2", "ep2", "tp2sp_ep2", "etp2"),
@@ -55,6 +58,13 @@ RUNS_OF: dict[str, tuple[str, ...]] = {  # the layouts of each model, tp1 first:
     "qwen2_dropout": ("tp1", "tp2", "tp2sp", "dp2"),
     "one_key_head": ("tp1", "tp2", "tp2sp"),
 }
+RUNS_OF: dict[str, tuple[str, ...]] = ALL_RUNS if rows.wants_all() else {
+    "qwen3": ("tp1", "tp2", "tp2sp", "pp2", "cp2"),
+    "qwen3_moe": ("tp1", "ep2", "tp2sp_ep2"),
+    "deepseek_v3": ("tp1", "tp2sp_ep2"),
+    "qwen2_dropout": ("tp1", "tp2", "tp2sp", "dp2"),
+    "one_key_head": ("tp1", "tp2"),
+}  # fmt: skip
 RUNS = {
     layout: [model for model, runs in RUNS_OF.items() if layout in runs]
     for layouts in LAYOUTS.values()

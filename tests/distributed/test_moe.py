@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.launcher.local import run_ranks
+from tests import rows
 from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS
 from tests.distributed.moe_worker import ALONE
 from tests.distributed.test_layouts import LENGTHS, make_batch, reference_logprobs
 
+pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"ep1": {}},
     2: {
@@ -36,7 +38,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts 
         "ep2_etp2": {"dp_size": 4, "ep_size": 2, "etp_size": 2},
     },
 }
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = rows.only("mixtral,qwen3_moe_mixed,deepseek_v3", {
     "mixtral": {"family": "mixtral", "tied": False, "vocab_size": 343, "num_hidden_layers": 4},
     "qwen3_moe_mixed": {  # dense and sparse layers, weights that do not sum to 1, biases, tied embeddings
         "family": "qwen3_moe", "tied": True, "vocab_size": 341, "num_hidden_layers": 4, "mlp_only_layers": [2],
@@ -49,8 +51,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
     },
     "glm4_moe": {"family": "glm4_moe", "tied": False, "vocab_size": 343, "num_hidden_layers": 4},
-}  # fmt: skip
-CASES = [(world, layout) for world, layouts in LAYOUTS.items() for layout in layouts]
+})  # fmt: skip
+CASES = [(world, layout) for world, layouts in LAYOUTS.items() for layout in layouts if rows.wants_all() or world < 4]
 
 
 def selected(batch: dict[str, Tensor], sequence: int) -> dict[str, Tensor]:

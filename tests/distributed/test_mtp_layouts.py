@@ -15,10 +15,12 @@ from torch import Tensor
 
 from megarl.launcher.local import run_ranks
 from megarl.types import PackedBatch, cu_seqlens_of
+from tests import rows
 from tests.distributed.mtp_worker import ADAM, CLIP, FACTOR, STEPS
 from tests.distributed.test_layouts import SP
 from tests.mtp_oracle import Oracle, add_layers, flat, names_of
 
+pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"tp1": {}, "recomputed": {"recompute": "full"}},
     2: {
@@ -47,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"family": "qwen3_5_moe_text", "tied": False},
     "qwen3_next": {"family": "qwen3_next", "tied": False},
 }
-RUNS = {
+ALL_RUNS = {
     "tp1": ["glm", "glm_2_depths", "deepseek", "qwen3_5", "qwen3_5_moe", "qwen3_next"],
     "recomputed": ["glm_2_depths"],
     "tp2": ["qwen3_5"],
@@ -63,6 +65,8 @@ RUNS = {
     "pp2_dp2_overlap": ["glm", "qwen3_5"],
     "pp2vpp2_dp2": ["qwen3_5_deep"],
 }
+OFTEN = rows.only("glm,glm_2_depths,qwen3_5,qwen3_5_moe", MODELS)
+RUNS = {layout: [name for name in names if name in OFTEN] for layout, names in ALL_RUNS.items()}
 CASES = [
     pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 4 else [], id=f"{layout}-{name}")
     for size, layouts in LAYOUTS.items()

@@ -29,9 +29,65 @@ ADAPTERS: Bugs = {
             ("v_proj has no adapter", 'for letter in "qkv"]', 'for letter in "qk"]'),
         ],
     },
+    "megarl/reshard/sync/live_adapters.py": {
+        unit("reshard/test_sglang_adapters"): [
+            (
+                "all adapters have one name in a sync",
+                "replace(part.box, name=wire_name(adapter, part.box.name))",
+                "part.box",
+            ),
+            (
+                "all adapters are written into the last slot",
+                "manager.memory_pool.uid_to_buffer_id[uid]",
+                "max(manager.memory_pool.uid_to_buffer_id.values())",
+            ),
+        ],
+    },
+    "megarl/reshard/plan/holdings.py": {
+        unit("reshard/test_sglang_adapters"): [
+            ("all rows are of the first adapter", "repeat(rows) * len(self.names)", "repeat(rows) * 0"),
+        ],
+    },
+    "megarl/reshard/sync/world.py": {
+        unit("reshard/test_places"): [
+            ("a server may hold more adapters than the trainer sends", "(held - sent, ", "(set[str](), "),
+        ],
+    },
+    "megarl/rollout/servers/served_adapters.py": {
+        unit("reshard/test_sglang_adapters"): [
+            ("servers have no slot for requests without an adapter", "len(self.names) + 1", "len(self.names)"),
+            ("adapters of a server are compared by shape alone", "wanted - held:", "set():"),
+        ],
+    },
     "megarl/actor/engine.py": {
         ("tests/distributed/test_lora_layouts.py",): [
             ("a resumed run drops by its first steps", "self._weights.steps = self._state.load", "self._state.load"),
+        ],
+        ("tests/distributed/test_shared_base_layouts.py",): [
+            ("the end of one engine on a base ends all", "        if not self._on_base:", "        if True:"),
+        ],
+    },
+    "megarl/actor/model/shared_base.py": {
+        unit("actor/test_lora"): [
+            ("a second base is allocated", 'parameter.detach().to("meta")', "parameter.detach()"),
+            ("a base of another checkpoint is taken", "        if ours != theirs:", "        if False:"),
+        ],
+        ("tests/distributed/test_shared_base_layouts.py",): [
+            ("an engine takes a copy of the base", "[attribute] = given", "[attribute] = given.clone()"),
+        ],
+    },
+    "megarl/actor/engine_weights.py": {
+        ("tests/distributed/test_shared_base_layouts.py",): [
+            ("a critic on a base has a head of zeros", "only = (SCORE,) if on_base", "only = () if on_base"),
+        ],
+    },
+    "megarl/preflight/sizing.py": {
+        unit("preflight/test_preflight_report"): [
+            (
+                "the critic counts the base again",
+                "if actor.lora.rank else stage.weights",
+                "+ stage.weights",
+            ),
         ],
     },
 }

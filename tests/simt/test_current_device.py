@@ -14,6 +14,8 @@ from simt_build import built, loaded
 
 from megarl.ops import advantage, native
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:

@@ -44,6 +44,7 @@ def reported(reports: Path) -> str:
     return "\n".join(path.read_text() for path in reports.glob("asan.*"))
 
 
+@pytest.mark.long
 def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
     built(sanitize=True)
     select = ("tests/gpu", "-k", CASES, "-m", "not long")

@@ -54,7 +54,9 @@ def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> Non
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("algorithm.n_minibatches=3", "do not divide into algorithm.n_minibatches=3"),
+        pytest.param(
+            "algorithm.n_minibatches=3", "do not divide into algorithm.n_minibatches=3", marks=pytest.mark.long
+        ),
         ("server.n_servers=9", "the run needs 11 nodes of cluster.gpus_per_node=1, and this allocation has 3"),
     ],
 )

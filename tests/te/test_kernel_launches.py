@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_table_of_launches_stands_in_the_numbers() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "kernel_launches.py")],

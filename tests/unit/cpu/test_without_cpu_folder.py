@@ -57,6 +57,7 @@ def test_every_module_imports(package_without_cpu: Path) -> None:
     assert f"modules of {package_without_cpu}" in printed
 
 
+@pytest.mark.long
 def test_engines_train_and_checkpoint(package_without_cpu: Path) -> None:
     tests = [str(ROOT / "tests" / "unit" / name) for name in UNIT_TESTS]
     printed = run(package_without_cpu, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)

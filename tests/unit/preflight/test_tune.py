@@ -29,13 +29,18 @@ def model_of(name: str, *overrides: str) -> tuple[Config, PretrainedConfig]:
     return config, read_config(str(report.folder_of(config.actor.path)))
 
 
+SLOW = ("dapo_32b", "grpo_moe_235b")  # searches of half a minute
+
+
 @functools.cache
 def proposals(name: str) -> tuple[tune.Proposal, ...]:
     config, model = model_of(name)
     return tuple(tune.propose(config, model, report.folder_of(config.actor.path), tune.gpus_of(config)))
 
 
-@pytest.mark.parametrize("name", CLUSTER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in SLOW else []) for name in CLUSTER]
+)
 def test_a_recipe_is_at_most_5_percent_behind_the_best_layout(name: str) -> None:
     config, model = model_of(name)
     best = proposals(name)[0].step.step_s
