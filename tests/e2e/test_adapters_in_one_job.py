@@ -105,6 +105,7 @@ def test_a_job_goes_on_from_checkpoints_of_different_steps(fixed_job: RunFolder,
         assert numbers(resumed) == numbers(whole)
 
 
+@pytest.mark.long
 def test_a_job_without_a_sample_for_one_adapter_saves_the_last_steps_of_all(
     fixed_job: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def calls_of(run: RunFolder) -> list[str]:
     return [name for name in lines if name in CALLS]
 
 
+@pytest.mark.long
 def test_servers_and_trainer_take_turns_and_every_sync_is_proven(tmp_path: Path) -> None:
     command = Command(tmp_path, *COLOCATED, "total_train_steps=4", "parallel.dp_size=2")
     assert command.wait() == 0, command.output.read_text()[-3000:]

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from test_failing_reward import OVERRIDES, train
 
 WORLD = '''
@@ -32,6 +33,7 @@ class Late(Environment):
 '''
 
 
+@pytest.mark.long
 def test_an_environment_that_fails_late_costs_its_episodes_and_is_the_last_line(tmp_path: Path) -> None:
     (tmp_path / "late_world.py").write_text(WORLD)
     knobs = ("rollout.workflow=environment", "rollout.environment.kind=late_world.Late", "total_train_steps=3")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 REWARD = '''
 """Scores by length, and fails once the file beside it exists. Makes it after `LIMIT` calls."""
@@ -42,6 +44,7 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_last_line_is_the_cause_and_the_last_step_is_saved(tmp_path: Path) -> None:
     (tmp_path / "breaking.py").write_text(REWARD)
     failed = train(tmp_path, *OVERRIDES, f"run_root={tmp_path / 'runs'}")

@@ -43,6 +43,7 @@ def no_cluster_is_given() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
     command = Command(tmp_path / "ray", *ARGUMENTS, "total_train_steps=100000", "launcher=ray")

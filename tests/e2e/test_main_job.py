@@ -128,6 +128,7 @@ def test_the_run_says_what_it_does_and_leaves_what_it_promises(short_run: tuple[
     assert {s["versions"][0] for s in samples} == {STEPS}
 
 
+@pytest.mark.long
 def test_two_ranks_stop_in_order_resume_and_leave_nothing_when_killed(tmp_path: Path) -> None:
     arguments = ["+experiment=gsm8k_grpo", "parallel=tp2", "train_dataset.batch_size=8", "evaluator.at_start=false"]
     first = Command(tmp_path, *arguments)

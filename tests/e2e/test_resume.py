@@ -183,6 +183,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     assert_same_end(undisturbed, run)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_more_ranks_on_another_layout(undisturbed: RunFolder, tmp_path: Path) -> None:
     copy = RunFolder(shutil.copytree(undisturbed.path, tmp_path / "run"))
     arguments = [a for a in ARGUMENTS if not a.startswith("total_train_steps")]

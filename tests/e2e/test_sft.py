@@ -31,6 +31,7 @@ def made_again(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return trained(tmp_path_factory.mktemp("again"))
 
 
+@pytest.mark.long
 def test_the_bundled_checkpoint_is_made_by_the_command_it_names(made_again: RunFolder) -> None:
     assert "+experiment=gsm8k_sft" in (TINY / "README.md").read_text()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

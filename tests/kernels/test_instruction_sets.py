@@ -21,7 +21,9 @@ def pytest_under(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has several instruction sets")
-@pytest.mark.parametrize("isa", ["baseline", pytest.param("avx2", marks=pytest.mark.long), "avx512"])
+@pytest.mark.parametrize(
+    "isa", [*(pytest.param(isa, marks=pytest.mark.long) for isa in ("baseline", "avx2")), "avx512"]
+)
 def test_the_values_are_right_on(isa):
     files = [
         str(HERE / f"test_{name}.py") for name in ("logprob_values", "logprob_bits", "decode", "layer", "attention")

@@ -87,6 +87,7 @@ def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
+@pytest.mark.long
 def test_logprobs_are_those_of_the_loop_over_sequences(start: Callable[..., SGLangServers]) -> None:
     own = start("batched_decode,dense,fused_step")
     ours = {"attention": start("dense,fused_step"), "whole steps": start(), "two ranks": start(tp_size=2)}

@@ -29,6 +29,8 @@ PARTLY_FLOAT32 = {"deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "qwen3_
 BUILT = [family for family in FAMILIES if not family.startswith("qwen3_5")]  # SGLang's class holds a vision tower too
 SIXTEEN_BIT = {"fa3", "flashinfer", "trtllm_mha"}  # SGLang's defaults for models with grouped-query attention
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def reports(tiny_checkpoint: Callable[..., Path]) -> list[dict[str, Any]]:

@@ -199,7 +199,7 @@ def test_a_flipped_byte_stops_the_run_where_the_policy_says_so(served: Served, m
     [
         ("/pause_generation", "refuse", "pause"),
         ("/update_weights_from_tensor", "silence", "connect"),
-        ("/end_weight_update", "silence", "end"),
+        pytest.param("/end_weight_update", "silence", "end", marks=pytest.mark.long),
         ("/update_weight_version", "refuse", "version"),
     ],
 )
@@ -252,7 +252,7 @@ def test_a_server_that_dies_before_the_transfer_and_is_looked_after_takes_no_oth
         proxy.stop()
 
 
-@pytest.mark.parametrize("moment", ["before", "while"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("while", marks=pytest.mark.long)])
 def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
     moment: str, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

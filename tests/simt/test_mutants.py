@@ -131,6 +131,8 @@ MUTANTS = (
 )
 COMPILATIONS = 2  # beside each other; a test machine has two cores
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def modules() -> dict[str, Path]:

@@ -19,6 +19,7 @@ STEPS, START_S, END_S = 14, 480.0, 240.0
 
 
 @pytest.mark.timeout(2400)
+@pytest.mark.long
 def test_a_job_trains_through_a_dead_server_and_a_requeue(slurm: Cluster) -> None:
     job = slurm.sbatch("grpo_70b.sh", NODES, [*OVERRIDES, f"total_train_steps={STEPS}", "saver.every_steps=1"])
     folder = slurm.folder / "runs" / "grpo_70b" / f"job_{job}"

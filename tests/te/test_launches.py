@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import Qwen3MoeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +21,7 @@ MODEL = Qwen3MoeConfig(
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_grouped_experts_issue_few_operations_and_the_page_says_how_many(tmp_path: Path) -> None:
     MODEL.save_pretrained(tmp_path)
     run = subprocess.run(

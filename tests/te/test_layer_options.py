@@ -18,25 +18,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests import rows
 from tests.distributed.test_layouts import LENGTHS, make_batch
 from tests.te.test_stand_in import ROOT, SP, STAND_IN
 
-pytestmark = rows.marks()
+pytestmark = pytest.mark.long
 RECIPES = {"blockwise": ("Float8BlockScaling", 128), "mxfp8": ("MXFP8BlockScaling", 32)}
 CASES: dict[int, list[tuple[str, dict[str, Any], str, str]]] = {  # by ranks: model, layout, recompute, recipe
-    1: rows.every(2, [
+    1: [
         ("qwen3", {}, "none", "blockwise"),
         ("qwen3", {}, "selective", "mxfp8"),
         ("qwen3", {}, "full", "blockwise"),
         ("qwen3_moe", {}, "none", "blockwise"),
-    ]),
-    2: rows.every(2, [
+    ],
+    2: [
         ("qwen3", SP, "none", "blockwise"),
         ("qwen3", {"cp_size": 2}, "none", "mxfp8"),
         ("qwen3", {"pp_size": 2}, "full", "mxfp8"),
-    ]),
-}  # fmt: skip
+    ],
+}
 NAMES = [(f"{m}-{'-'.join(layout)}-{r}-{f}", n, f) for n, cases in CASES.items() for m, layout, r, f in cases]
 OVERLAPPED = {"off": 60, "mxfp8": 256}  # tokens of every microbatch, by fp8
 

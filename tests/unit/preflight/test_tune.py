@@ -38,16 +38,19 @@ def proposals(name: str) -> tuple[tune.Proposal, ...]:
     return tuple(tune.propose(config, model, report.folder_of(config.actor.path), tune.gpus_of(config)))
 
 
-@pytest.mark.parametrize(
+every_cluster = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name in SLOW else []) for name in CLUSTER]
 )
+
+
+@every_cluster
 def test_a_recipe_is_at_most_5_percent_behind_the_best_layout(name: str) -> None:
     config, model = model_of(name)
     best = proposals(name)[0].step.step_s
     assert tune.estimate(config, model).step_s <= BEHIND * best
 
 
-@pytest.mark.parametrize("name", CLUSTER)
+@every_cluster
 def test_the_override_line_of_a_proposal_makes_it_and_passes_preflight(name: str) -> None:
     config, _ = model_of(name)
     for proposal in proposals(name):
