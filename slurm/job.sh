@@ -128,10 +128,13 @@ failed_nodes() {
   (IFS=, && echo "${failed[*]}")
 }
 
-# newest_checkpoint: prints the name of the run's newest checkpoint, or nothing.
+# newest_checkpoint: prints the name of the newest checkpoint of the run, or of its adapters' runs, or nothing.
 newest_checkpoint() {
-  local folders=("$RUN_FOLDER"/checkpoints/step_*[0-9]) # in the order of their steps
-  if [[ -n $RUN_FOLDER && -d ${folders[0]} ]]; then basename "${folders[-1]}"; fi
+  local folders=()
+  if [[ -z $RUN_FOLDER ]]; then return; fi
+  mapfile -t folders < <(compgen -G "$RUN_FOLDER/checkpoints/step_*[0-9]")
+  mapfile -t -O "${#folders[@]}" folders < <(compgen -G "$RUN_FOLDER/adapters/*/checkpoints/step_*[0-9]")
+  if ((${#folders[@]})); then basename --multiple "${folders[@]}" | sort | tail -n 1; fi
 }
 
 # finish CODE: requeues the job, or ends it with the exit code of the trainers.
@@ -139,7 +142,7 @@ finish() {
   local code=$1 state failed log
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -n $asked && $state == RUNNING ]]; then # near the time limit or preempted; COMPLETING after scancel
-    if ((code)) || grep -qs '"stopped_early": true' "$RUN_FOLDER/summary.json"; then
+    if ((code)) || grep -qs '"stopped_early": true' "$RUN_FOLDER"/{,adapters/*/}summary.json; then
       if [[ $asked == requeue && $(newest_checkpoint) == "$CHECKPOINT" ]]; then
         say "stopped before its time limit without a checkpoint of this attempt: the next would get no further. Not" \
           "requeued; give more time (sbatch --time), or a later signal (--signal=B:USR1@SECONDS)"

@@ -25,6 +25,7 @@ from megarl.config import Config
 from megarl.knobs import UserError, override
 from megarl.launcher.job import become_train
 from megarl.launcher.machines import check_servers_fit, machines_of
+from megarl.observe.run_folder import ADAPTERS
 from megarl.rollout.client.connections import addresses_in_environment
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.saved_config import make_folder
@@ -130,7 +131,8 @@ def prepare(config: Config) -> dict[str, str]:
     """
     name = f"job_{os.environ['SLURM_JOB_ID']}"
     plan, previous, resume = plan_of(config), Path(config.run_root) / config.experiment_name / name, ""
-    if not config.resume and _has_checkpoint(previous / "checkpoints"):
+    runs = [previous, *previous.glob(f"{ADAPTERS}/*/")]
+    if not config.resume and any(_has_checkpoint(run / "checkpoints") for run in runs):
         resume = str(previous.resolve())
         config = dataclasses.replace(config, resume=resume)
     folder = make_folder(config, name)

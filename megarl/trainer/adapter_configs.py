@@ -10,7 +10,7 @@ from megarl import cli
 from megarl.algorithms import algorithm_of, name_of
 from megarl.config import Config
 from megarl.knobs import UserError
-from megarl.observe.run_folder import ADAPTERS
+from megarl.observe.run_folder import RunFolder
 from megarl.trainer.saved_config import differences
 
 # What an adapter may set for itself in a job that trains several; all else is the job's.
@@ -32,7 +32,10 @@ def load_adapters(overrides: list[str], job: Config) -> dict[str, Config]:
     shared = [f"actor.init_seed={job.actor.init_seed}", f"server.random_seed={job.server.random_seed}"]
     configs = {}
     for name, own in job.adapters.items():
-        resume = [f"resume={Path(job.resume) / ADAPTERS / name}"] if job.resume else []
+        resume = []
+        if job.resume:  # an adapter without a checkpoint begins anew
+            folder = RunFolder(Path(job.resume)).adapter(name)
+            resume = [f"resume={folder.path if any(folder.checkpoints.glob('step_*')) else 'null'}"]
         try:
             config = cli.load([*overrides, *own, *shared, f"experiment_name={name}", *resume])
             check_shared(job, config)

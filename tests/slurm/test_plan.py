@@ -12,8 +12,9 @@ import pytest
 from megarl import cli
 from megarl.knobs import UserError
 from megarl.launcher import slurm
-from megarl.observe.run_folder import new_run
+from megarl.observe.run_folder import RunFolder, new_run
 from megarl.rollout.servers.gpu_placement import visible_gpus
+from megarl.trainer.checkpoints import manifest
 
 SCRIPTS = Path(slurm.SCRIPTS)
 TEMPLATES = sorted(path for path in SCRIPTS.glob("*.sh") if "\n#SBATCH" in path.read_text())
@@ -109,6 +110,18 @@ def test_a_job_keeps_its_folder_and_makes_another_attempt_in_it(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("job")
+def test_a_requeued_job_of_adapters_goes_on_if_one_has_a_checkpoint(tmp_path: Path) -> None:
+    config = cli.load(["+experiment=gsm8k_grpo", f"run_root={tmp_path}"])
+    folder = Path(slurm.prepare(config)["RUN_FOLDER"])
+    checkpoint = RunFolder(folder).adapter("a").checkpoints / "step_000001"
+    checkpoint.mkdir(parents=True)
+    assert slurm.prepare(config)["RESUME"] == "", "it is not whole"
+    (checkpoint / "weights").write_text("1")
+    manifest.seal(checkpoint, 1, manifest.describe(checkpoint, [checkpoint / "weights"]))
+    assert slurm.prepare(config)["RESUME"] == f"resume='{folder}'"
+
+
+@pytest.mark.usefixtures("job")
 def test_a_run_that_its_user_resumes_stays_where_it_was(tmp_path: Path) -> None:
     folder = new_run(tmp_path, "mine")
     folder.config.write_text("seed: 1")
@@ -146,12 +159,14 @@ def finished(folder: Path, code: int, **variables: str) -> tuple[int, str]:
     ("before", "code", "is_requeued"),
     [("", 0, True), ("step_000010", 0, True), ("step_000020", 0, False), ("step_000020", 1, False)],
 )
+@pytest.mark.parametrize("run", ["", "adapters/a"])
 def test_a_job_near_its_time_limit_is_requeued_only_after_a_checkpoint_of_this_attempt(
-    tmp_path: Path, before: str, code: int, is_requeued: bool
+    tmp_path: Path, run: str, before: str, code: int, is_requeued: bool
 ) -> None:
     for name in ("step_000010", "step_000020", "step_000030.writing"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "summary.json").write_text('{"stopped_early": true}')
+        (tmp_path / run / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / run / "summary.json").write_text('{"stopped_early": true}')
+    (tmp_path / "adapters" / "b" / "checkpoints" / "step_000010").mkdir(parents=True)
     ended, text = finished(tmp_path, code, asked="requeue", CHECKPOINT=before)
     assert ("scontrol requeue 7" in text) == is_requeued, text
     assert ended == (0 if is_requeued else 1)

@@ -34,9 +34,12 @@ def test_the_file_on_the_page_is_a_job_of_two_adapters(tmp_path: Path) -> None:
     assert (bold.actor.init_seed, bold.server.random_seed) == (1, 1)
 
 
-def test_an_adapter_resumes_in_its_own_folder() -> None:
-    arguments = [*JOB, "+adapters.a=[]", "resume=runs/x"]
-    assert load_adapters(arguments, cli.load(arguments))["a"].resume == "runs/x/adapters/a"
+def test_an_adapter_resumes_in_its_own_folder_and_one_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    arguments = [*JOB, "+adapters={a:[],b:[]}", f"resume={tmp_path}"]
+    (tmp_path / "adapters" / "a" / "checkpoints" / "step_000001").mkdir(parents=True)
+    configs = load_adapters(arguments, cli.load(arguments))
+    assert configs["a"].resume == str(tmp_path / "adapters" / "a")
+    assert configs["b"].resume is None
 
 
 @pytest.mark.parametrize(
