@@ -115,6 +115,11 @@ def weights_beside(actor: EngineConfig, stage: TrainerMemory) -> int:
     return stage.gradients // GRADIENT * ITEM_BYTES[actor.dtype] if actor.lora.rank else stage.weights
 
 
+def model_beside(actor: EngineConfig, stage: TrainerMemory) -> int:
+    """Bytes of another trained model beside the actor's: its weights, gradients and optimizer."""
+    return weights_beside(actor, stage) + stage.gradients + stage.optimizer
+
+
 def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     """Bytes of the other models on a rank that holds `stage` of the actor.
 
@@ -127,10 +132,9 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
     if teacher := teacher_bytes(config, config.parallel, load_of(config)):
         other_models["teacher"] = teacher
     if needs_critic(config):
-        other_models["critic"] = weights_beside(config.actor, stage) + stage.gradients + stage.optimizer
+        other_models["critic"] = model_beside(config.actor, stage)
     if config.adapters:
-        each = weights_beside(config.actor, stage) + stage.gradients + stage.optimizer
-        other_models["other adapters"] = (len(config.adapters) - 1) * each
+        other_models["other adapters"] = (len(config.adapters) - 1) * model_beside(config.actor, stage)
     return other_models
 
 

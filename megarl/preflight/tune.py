@@ -41,12 +41,12 @@ from megarl.preflight.sizing import (
     GIB,
     beside_actor,
     memory_of,
+    model_beside,
     needs_critic,
     needs_reference,
     server_memory_of,
     size,
     teacher_bytes,
-    weights_beside,
 )
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.trainer.batch_algebra import BatchAlgebra, batch_of
@@ -228,8 +228,7 @@ class Search:
         totals = []
         for rank, count in counts.items():
             stage = trainer_memory(self.work.model, parallel, actor, load, rank, on_gpu=True, parameters=count)
-            critic = weights_beside(actor, stage) + stage.gradients + stage.optimizer
-            others = self.critic * critic + self.reference * stage.weights
+            others = self.critic * model_beside(actor, stage) + self.reference * stage.weights
             others += teacher_bytes(self.config, parallel, load)
             totals.append(stage.total + others)
         return max(totals)

@@ -1,4 +1,4 @@
-"""Rank 0's side of the rollout servers: started or found, watched over, and told apart by who started them."""
+"""Rank 0's side of the rollout servers: starts or finds them, and watches over them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class AllAdapters:
         return [*base, *adapters]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields nothing: `engine_weights.py` refuses whole tensors for adapters that are sent alone."""
+        """Raises UserError: whole tensors of the base carry no adapters (`EngineWeights.named`)."""
         return next(iter(self._engines.values())).named_weights()
 
 

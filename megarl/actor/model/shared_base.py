@@ -1,7 +1,7 @@
 """Engines of one process that train adapters on the same frozen model hold its parameters once.
 
 The second engine builds its modules without memory and takes the first one's parameters, as the same objects. What it
-trains is its own: adapters, and a value head. Either engine can be freed first.
+trains is its own: adapters, and a value head. The parameters live as long as one of the engines.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megarl.data.config import DatasetConfig
 from megarl.families import read_config
 from megarl.launcher.local import run_ranks
 from megarl.parallel.config import ParallelConfig
-from megarl.preflight.sizing import memory_of, weights_beside
+from megarl.preflight.sizing import memory_of, model_beside
 from megarl.types import PackedBatch
 from tests.conftest import random_model
 from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch, engine_fields
@@ -93,8 +93,7 @@ def estimate(layout: str, case: str, rank: int) -> tuple[TrainerMemory, int]:
         train_dataset=DatasetConfig(batch_size=SEQUENCES, max_length=LENGTH),
     )
     stage = memory_of(config, Qwen3Config(**BIG))[rank if layout == "pp2" else 0]
-    beside = weights_beside(config.actor, stage) + stage.gradients + stage.optimizer
-    return stage, stage.total + (cases[case].get("engines", 1) - 1) * beside
+    return stage, stage.total + (cases[case].get("engines", 1) - 1) * model_beside(config.actor, stage)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
