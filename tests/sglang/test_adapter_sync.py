@@ -64,16 +64,15 @@ def nbytes(weights: SingleRankWeights) -> int:
     return sum(tensor.numel() * 4 for name, tensor in weights.tensors.items() if is_adapter(name))
 
 
-@pytest.fixture(scope="module")
-def servers(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+@contextlib.contextmanager
+def serving(
+    names: tuple[str, ...], tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, SGLangServers]]:
-    """One server of a Qwen3 with adapters of every layer, and one of two ranks of a Qwen2 with few."""
+    """Starts a server of a Qwen3 with adapters `names` of every layer, and one of two ranks of a Qwen2 with few."""
     started: dict[str, SGLangServers] = {}
-    for family, tp_size, adapters in (("qwen3", 1, WIDE), ("qwen2", 2, NARROW)):
+    for family, tp_size, shape in (("qwen3", 1, WIDE), ("qwen2", 2, NARROW)):
         config = SGLangServerConfig(device="cpu", max_total_tokens=16384, tp_size=tp_size)
-        logs = tmp_path_factory.mktemp("logs")
-        held = ServedAdapters(adapters, (SERVED,))
+        logs, held = tmp_path_factory.mktemp("logs"), ServedAdapters(shape, names)
         started[family] = SGLangServers(config, tiny_checkpoint(family), logs, WEIGHT_LOADER, adapters=held)
     try:
         for each in started.values():
@@ -84,6 +83,14 @@ def servers(
     finally:
         for each in started.values():
             each.stop()
+
+
+@pytest.fixture(scope="module")
+def servers(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, SGLangServers]]:
+    with serving((SERVED,), tiny_checkpoint, tmp_path_factory) as started:
+        yield started
 
 
 @pytest.fixture

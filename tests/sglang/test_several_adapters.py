@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from test_adapter_sync import NARROW, TOLERANCE, WIDE, adapted, held_bytes, nbytes
+from test_adapter_sync import NARROW, TOLERANCE, WIDE, adapted, held_bytes, nbytes, serving
 from test_adapter_sync import weights_of as alone
 from test_weights_faults import before_send, restart
 from torch import nn
@@ -26,7 +26,6 @@ from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.rollout.servers.external import ExternalServers
 from megarl.rollout.servers.served_adapters import ServedAdapters
-from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.servers.sglang_server import SGLangServers
 from tests.sglang.tiny_models import make_model
 
@@ -104,21 +103,8 @@ class Run:
 def servers(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, SGLangServers]]:
-    """One server of a Qwen3 with two adapters of every layer, and one of two ranks of a Qwen2 with two of few."""
-    started: dict[str, SGLangServers] = {}
-    for family, tp_size, shape in (("qwen3", 1, WIDE), ("qwen2", 2, NARROW)):
-        config = SGLangServerConfig(device="cpu", max_total_tokens=16384, tp_size=tp_size)
-        logs, held = tmp_path_factory.mktemp("logs"), ServedAdapters(shape, PAIR)
-        started[family] = SGLangServers(config, tiny_checkpoint(family), logs, WEIGHT_LOADER, adapters=held)
-    try:
-        for each in started.values():
-            each.start()
-        for each in started.values():
-            each.wait_ready()
+    with serving(PAIR, tiny_checkpoint, tmp_path_factory) as started:
         yield started
-    finally:
-        for each in started.values():
-            each.stop()
 
 
 @pytest.fixture
