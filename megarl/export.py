@@ -23,14 +23,14 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
-from megarl.actor.weights import hf_files
+from megarl.actor.weights import hf_files, quantised
 from megarl.actor.weights.block_fp8 import FP8
 from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.peft_files import write as write_peft
 from megarl.actor.weights.repeated_tensors import with_repeated
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, load_config, read_config
-from megarl.families.adapters import LORA_A, LORA_B
+from megarl.families.adapters import EVERY_LINEAR, LORA_A, LORA_B
 from megarl.knobs import UserError, knob
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged, Manifest
@@ -146,7 +146,9 @@ def _export_adapters(config: ExportConfig, stored: StoredState, model: Pretraine
     Raises:
         UserError: the base has moved.
     """
-    adapters = Adapters(**{name: stored.facts["model"][f"actor.lora.{name}"] for name in asdict(Adapters(1, ()))})
+    facts = stored.facts["model"]
+    names = [name for name in asdict(Adapters(1, ())) if f"actor.lora.{name}" in facts]
+    adapters = Adapters(**{name: facts[f"actor.lora.{name}"] for name in names})
     base, dtype = config.source or stored.facts["base"], DTYPES[config.dtype] if config.dtype else stored.dtype
     tensors = {name: tensor.to(dtype) for name, tensor in stored.tensors()}
     if not config.merge:
@@ -165,6 +167,8 @@ def _export_adapters(config: ExportConfig, stored: StoredState, model: Pretraine
             weight, stem = checkpoint.read(name, shape, tuple(slice(0, n) for n in shape)), name.removesuffix(".weight")
             if not is_buffer(name):
                 weight = weight.to(stored.dtype)
+            if adapters.quantization != "none" and EVERY_LINEAR.adapt(name, shape):
+                weight = quantised.rounded(weight, adapters.quantization)
             if stem + LORA_A in tensors:
                 weight = adapters.merge(weight, tensors[stem + LORA_A], tensors[stem + LORA_B])
             yield name, weight if is_buffer(name) else weight.to(dtype)

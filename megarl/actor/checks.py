@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from megarl.actor import fp8, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.actor.trait_checks import check_expert_biases, check_mtp, check_mtp_knobs, check_windows
+from megarl.actor.weights import quantised
 from megarl.actor.weights.peft_files import check_adapters
 from megarl.families import decoder
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Mlp
@@ -60,6 +61,7 @@ def model_checks(
         functools.partial(check_expert_biases, model, parallel),
         functools.partial(check_mtp, config, model),
         functools.partial(check_adapters, config, parallel, model, deterministic),
+        functools.partial(quantised.check_cuts, config.lora, parallel, model),
         functools.partial(check_windows, config, parallel, model, deterministic),
         functools.partial(_check_deterministic, config, parallel, model, deterministic),
         functools.partial(fp8.check_layout, config, parallel, model),
@@ -78,6 +80,7 @@ def device_checks(
         functools.partial(check_device, config, has_gpu, has_te, deterministic, has_deep_ep, capability),
         functools.partial(userbuffers.check_device, parallel, has_te),
         functools.partial(fp8.check_gpu, config, capability, platform.cuda_version()),
+        functools.partial(quantised.check_library, config.lora),
     )
 
 
@@ -226,6 +229,11 @@ def _check_offloaded_activations(config: EngineConfig, parallel: ParallelConfig,
         raise UserError(
             f"actor.offload_activations={config.offload_activations} takes one pipeline stage, and parallel.pp_size="
             f"{parallel.pp_size}; set one of them to 0 and 1"
+        )
+    if config.lora.quantization != "none":
+        raise UserError(
+            f"actor.offload_activations={config.offload_activations} does not see what layers of a quantised base keep "
+            f"(actor.lora.quantization={config.lora.quantization}); set one of them to 0 and none"
         )
     if config.recompute != "none":
         raise UserError(

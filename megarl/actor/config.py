@@ -20,6 +20,8 @@ DISPATCHERS = ("alltoall", "flex")
 MTP = ("carry", "train")
 FP8 = ("off", "blockwise", "mxfp8")
 LORA_SYNCS = ("merged", "adapters")
+QUANTISED_BITS = {"nf4": 4, "blockwise8": 8}  # by actor.lora.quantization
+QUANTISED_BLOCK = 64  # columns of a row with one scale
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class LoraConfig:
     )
     path: str = knob("", "folder of a PEFT adapter to go on from; empty: A is drawn, B is zero", path=True)
     init_seed: int = knob(1, "seed of new adapters", least=0, most=MAX_SEED)
+    quantization: str = knob(
+        "none",
+        "frozen linear layers in few bits (QLoRA), by bitsandbytes: nf4 (4 bits) or blockwise8 (8 bits)",
+        choices=("none", *QUANTISED_BITS),
+    )
     sync: str = knob(
         "merged", "a sync sends all weights with the adapters merged, or the adapters alone", choices=LORA_SYNCS
     )
@@ -196,6 +203,7 @@ def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, determinist
 def groups_experts(config: EngineConfig, backend: str) -> bool:
     """True if a rank's experts are one module under the layer backend of this name (see `backend_of`).
 
-    With adapters they are modules of their own, which have an adapter each.
+    Those of a quantised base are modules of their own, which make their weights one after another.
     """
-    return config.experts == "grouped" or (config.experts == "auto" and backend == "te" and not config.lora.rank)
+    grouped_by_te = backend == "te" and config.lora.quantization == "none"
+    return config.experts == "grouped" or (config.experts == "auto" and grouped_by_te)

@@ -129,8 +129,16 @@ class MegatronEngine(TrainEngine):
         dtype = build.DTYPES[self.config.dtype]
         offloaded_layers = self.config.offload_activations if self.trainable else 0
         stages = () if base is None else base.stages
+        quantization = self.config.lora.quantization if self.trainable else "none"
         self.modules = build.build_model(
-            self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded_layers, stages
+            self.hf_config,
+            self.groups,
+            dtype,
+            self.backend,
+            self.config.recompute,
+            offloaded_layers,
+            stages,
+            quantization,
         )
         self._weights = EngineWeights(
             self.config, self.hf_config, self.groups, self.modules, self.trainable, on_base=self._on_base

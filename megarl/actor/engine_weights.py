@@ -66,7 +66,7 @@ class EngineWeights:
         """Lists the boxes of HF tensors that this rank holds, as views of its live parameters. A collective.
 
         Layers of multi-token prediction are left out, as SGLang's models leave them out. Weights with adapters are
-        copies, with the adapters merged; with actor.lora.sync=adapters the base's own, followed by the adapters.
+        merged with them when they are read; with actor.lora.sync=adapters the base's own, followed by the adapters.
         """
         data_parallel.complete_parameters(self.ddps)
         stages = self.modules[: self.groups.vpp_size]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from megarl.actor.config import LoraConfig
 from megarl.actor.model import adapters
 from megarl.actor.weights import hf_weights
 from megarl.actor.weights.adapter_shards import SCORE, AdaptedPart, adapted_parts, shape_of
+from megarl.actor.weights.computed_boxes import ComputedBox, View, values_of
 from megarl.actor.weights.hf_weights import Shard
 from megarl.actor.weights.peft_files import PREFIX, WEIGHTS, check_peft, write
 from megarl.actor.weights.shards import shard_specs, tensor_shapes
@@ -73,25 +75,29 @@ class LoraTraining:
 
     # -- merging ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def merged(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Adds the adapters to copies of the model's shards. Other shards stay views of live parameters."""
+        """The model's shards with the adapters added when they are read. Others stay views of live parameters."""
         boxes = {(part.name + ".weight", box.start): (part, row) for part in self._parts for box, row in part.rows}
         result = []
         for shard in shards:
             if (found := boxes.get((shard.name, shard.start))) is None:
                 result.append(shard)
                 continue
-            part, row = found
-            a, b = self._matrices(part)
-            merged = self.shape.merge(shard.view, a, b[row : row + shard.view.shape[0]])
-            result.append(dataclasses.replace(shard, view=merged))
+            merge = functools.partial(self._merge, shard.view, *found)
+            box = ComputedBox(tuple(shard.view.shape), shard.view.dtype, shard.view.data_ptr(), merge)
+            result.append(dataclasses.replace(shard, view=box))
         return result
+
+    @torch.no_grad()
+    def _merge(self, view: View, part: AdaptedPart, row: int) -> Tensor:
+        """Adds the adapter of a part to its box of a weight, which has the rows of `b` from `row` on."""
+        a, b = self._matrices(part)
+        return self.shape.merge(values_of(view), a, b[row : row + view.shape[0]])
 
     def _matrices(self, part: AdaptedPart) -> tuple[Tensor, Tensor]:
         """A and B of a part on this rank."""
-        module = self.modules[part.boxes[0].stage].get_submodule(f"{part.module}.lora.{part.part}")
-        return module.a.detach(), module.b.detach()
+        adapter = adapters.part_of(self.modules, part)
+        return adapter.a.detach(), adapter.b.detach()
 
     def switched_off(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model is the base."""

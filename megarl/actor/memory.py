@@ -15,7 +15,15 @@ from transformers import PretrainedConfig
 
 from megarl.actor import fp8
 from megarl.actor.adapter_memory import AdapterBytes, adapter_bytes
-from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig, backend_of, groups_experts
+from megarl.actor.config import (
+    KEPT_LOGITS_ON_CPU_MB,
+    QUANTISED_BITS,
+    QUANTISED_BLOCK,
+    EngineConfig,
+    LoraConfig,
+    backend_of,
+    groups_experts,
+)
 from megarl.actor.parameter_counts import RankParameters, rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.families import decoder, padded_vocab_size, without_mtp
@@ -28,6 +36,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT = 4  # float32 main gradient (DDP's grad_reduce_in_fp32)
 MOMENTS = 8  # Adam's two moments, float32
 SINK_COLUMNS = 8  # of `model/windows_and_sinks.py`
+SCALE = 4  # of a block of quantised weights
 MAIN = 4  # float32 main parameter, if parameters are bfloat16
 BATCH_BYTES = 120  # per token: packed batch, its position-aligned copy, labels, and rows of its attention block
 CHUNK = 64  # tokens of a gated delta net's chunk (delta_rule.py)
@@ -118,7 +127,8 @@ def trainer_memory(
             embedding = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size * model.hidden_size * item
     return TrainerMemory(
         weights=(parameters.dense + parameters.experts + adapters) * item
-        + _quantised_weights(parameters, engine)
+        + _fp8_weights(parameters, engine)
+        - _saved_by_codes(parameters, engine.lora, item)
         + embedding,
         gradients=trained * GRADIENT,
         optimizer=state
@@ -134,7 +144,15 @@ def trainer_memory(
     )
 
 
-def _quantised_weights(parameters: RankParameters, engine: EngineConfig) -> int:
+def _saved_by_codes(parameters: RankParameters, lora: LoraConfig, item: int) -> int:
+    """Bytes that the codes and scales of a quantised base are less than its matrices."""
+    if lora.quantization == "none":
+        return 0
+    bytes_each = QUANTISED_BITS[lora.quantization] / 8 + SCALE / QUANTISED_BLOCK
+    return math.floor((parameters.matrices + parameters.experts) * (item - bytes_each))
+
+
+def _fp8_weights(parameters: RankParameters, engine: EngineConfig) -> int:
     """Bytes of the 8-bit copies that layers keep of their matrices in a step: along rows, and along columns."""
     if engine.fp8 == "off":
         return 0
@@ -270,11 +288,12 @@ class _Rank:
         return LayerBytes(norm, kept, inside, working + 3 * hidden * spread, matrix)
 
     def with_adapters(self, layer: Layer, plain: LayerBytes, added: AdapterBytes) -> LayerBytes:
-        """Adds what a layer's adapters keep. No weight of the layer has a gradient."""
+        """Adds what a layer's adapters keep. No weight has a gradient; of a quantised base, one is made at a time."""
         repeats_mlp = isinstance(layer.mlp, Experts) or not self.te
         selective = added.attention + (0.0 if repeats_mlp else added.mlp)
         kept = {"none": added.total, "selective": selective, "full": 0.0}[self.engine.recompute]
-        return replace(plain, kept=plain.kept + kept, inside=plain.inside + added.total, matrix=0)
+        made = plain.matrix if self.engine.lora.quantization != "none" else 0
+        return replace(plain, kept=plain.kept + kept, inside=plain.inside + added.total, matrix=made)
 
     def _fuses(self, block: Mlp | Experts) -> bool:
         """True if one operation computes the activation: SwiGLU, and with clamps in Transformer Engine's layers."""

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import shard_specs
 from megarl.families import Adapters, decoder, with_adapters
+from megarl.families.adapters import EVERY_LINEAR
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
 
@@ -30,7 +31,7 @@ class RankParameters:
 
     dense: int
     experts: int
-    matrices: int  # part of `dense` in linear layers
+    matrices: int  # part of `dense` in linear layers; experts have no other weights
     trained_dense: int  # all of them, or adapters
     trained_experts: int
 
@@ -52,7 +53,7 @@ def rank_parameters(
     specs = shard_specs(model, single, place)
     expert = _expert_elements(specs)
     share = 0 if experts is None else experts.count // parallel.ep_size
-    matrices = elements([spec for spec in specs if ".linear_" in spec.param and "weight" in spec.param])
+    matrices = elements([spec for spec in specs if EVERY_LINEAR.adapt(spec.name, spec.shape)])
     trained = specs if adapters is None else shard_specs(with_adapters(model, adapters), single, place)
     trained_expert = _expert_elements(trained)
     return RankParameters(

@@ -26,7 +26,7 @@ from megarl.axolotl.source_types import SOURCE_TYPES
 from megarl.data.config import SourceConfig
 from megarl.data.preference import format_of
 from megarl.data.sources import load_rows
-from megarl.foreign.adapters import QUANTISED, set_adapters
+from megarl.foreign.adapters import set_adapters, set_quantised_base
 from megarl.foreign.reading import Converted, Origin, Reading, plain, reading_of
 from megarl.foreign.yaml_file import load_yaml
 from megarl.knobs import UserError
@@ -77,10 +77,13 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapters(reading: Reading) -> None:
-    """Sets the knobs of `adapter: lora`. Refuses other keys of adapters, all in one line."""
+    """Sets the knobs of `adapter: lora` and `qlora`. Refuses other keys of adapters, all in one line."""
     kind = reading.unread.get("adapter")
-    if kind == "lora":
+    if kind in ("lora", "qlora"):
         reading.note("adapter", reading.take("adapter"), "see lora_r")
+        if kind == "qlora" and reading.unread.get("load_in_4bit") is not True:
+            reading.refuse("adapter", kind, "has a base of 4 bits; add load_in_4bit: true, or set adapter: lora")
+        set_quantised_base(reading)
         if reading.unread.get("lora_target_linear") and not reading.unread.get("lora_target_modules"):
             reading.set("lora_target_linear", reading.take("lora_target_linear"), "actor.lora.targets", ["all-linear"])
             set_adapters(reading, {knob: key for knob, key in LORA.items() if knob != "targets"}, {"rank": 0})
@@ -91,8 +94,7 @@ def _adapters(reading: Reading) -> None:
     named = [key for key in reading.unread if key in ADAPTER_KEYS or key.startswith(("lora_", "peft", "adapter"))]
     values = {key: reading.take(key) for key in named}
     if wanted := [key for key, value in values.items() if value not in (False, 0, 0.0, "", [])]:
-        quantised = kind == "qlora" or any(key.startswith("load_in") for key in wanted)
-        why = QUANTISED if quantised else UNKNOWN_ADAPTERS if kind == "lora" else NO_ADAPTERS
+        why = UNKNOWN_ADAPTERS if kind in ("lora", "qlora") else NO_ADAPTERS
         reading.refuse(", ".join(wanted), values[wanted[0]], why)
     for key in set(named) - set(wanted):
         reading.note(key, values[key], "no change: it is off")

@@ -23,12 +23,16 @@ MANAGER = "lora_manager"  # attribute of a served model: SGLang's manager of its
 
 @dataclass(frozen=True)
 class Adapters:
-    """Rank and factor of the adapters, and the layers that have them: ends of HF module names, or all-linear."""
+    """Rank and factor of the adapters, and the layers that have them: ends of HF module names, or all-linear.
+
+    `quantization` is of the base on which they are trained: that of `actor.lora.quantization`.
+    """
 
     rank: int
     targets: tuple[str, ...]
     alpha: float = 1.0
     rslora: bool = False
+    quantization: str = "none"
 
     @property
     def scale(self) -> float:
@@ -47,6 +51,9 @@ class Adapters:
         if self.targets == (ALL_LINEAR,):
             return is_linear(module)
         return any(module.endswith(f".{target}") for target in self.targets)
+
+
+EVERY_LINEAR = Adapters(1, (ALL_LINEAR,))  # for its `adapt`
 
 
 def is_adapter(name: str) -> bool:

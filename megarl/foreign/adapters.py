@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.foreign.reading import Reading
 
-QUANTISED = "adapters stand on a base of 16 or 32 bits; leave it out"
+BASES = {"load_in_4bit": "nf4", "load_in_8bit": "blockwise8"}
 
 
 def set_adapters(reading: Reading, keys: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
@@ -25,6 +25,19 @@ def set_adapters(reading: Reading, keys: Mapping[str, str], defaults: Mapping[st
             reading.refuse(key, value, "names no layer; give names such as q_proj, or all-linear")
         else:
             reading.set(key, value, f"actor.lora.{knob}", becomes, "" if value is not None else "its default")
+
+
+def set_quantised_base(reading: Reading) -> None:
+    """Sets what the base is stored in, from `load_in_4bit` and `load_in_8bit`."""
+    given = {key: key in reading.unread for key in BASES}
+    wanted = [key for key in BASES if reading.flag(key)]
+    if len(wanted) > 1:
+        return reading.refuse("load_in_4bit", True, "and load_in_8bit: true exclude each other; leave one out")
+    for key, quantization in BASES.items():
+        if key in wanted:
+            reading.set(key, True, "actor.lora.quantization", quantization)
+        elif given[key]:
+            reading.note(key, False, "no change: it is off")
 
 
 def leave_adapters(reading: Reading, keys: Mapping[str, str], switch: str) -> None:

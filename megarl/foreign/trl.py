@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.sources import load_rows
-from megarl.foreign.adapters import leave_adapters, set_adapters
+from megarl.foreign.adapters import leave_adapters, set_adapters, set_quantised_base
 from megarl.foreign.reading import Converted, Reading, reading_of
 from megarl.foreign.trl_keys import AGGREGATES, COMMANDS, LORA, LORA_DEFAULTS, ROWS, SCHEDULES, TABLES
 from megarl.foreign.yaml_file import load_yaml
@@ -41,6 +41,7 @@ def read_trl(command: str, path: str, replicas: int | None = None, world: int = 
         _algorithm(reading, command, algorithm, keys)
     if reading.flag("use_peft"):
         set_adapters(reading, LORA, LORA_DEFAULTS)
+        set_quantised_base(reading)
     else:
         leave_adapters(reading, LORA, "use_peft")
     size = _data(reading, ROWS[method])

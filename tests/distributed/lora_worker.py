@@ -20,7 +20,7 @@ from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, loss_fn, loss_weight_fn, run_layouts
 
-RANK, ALPHA, STEPS, DROPOUT = 4, 6.0, 3, 0.3
+RANK, ALPHA, STEPS = 4, 6.0, 3
 
 
 def digest(tensor: Tensor) -> str:
@@ -43,17 +43,18 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
     """Computes and writes what the test compares, for one checkpoint and one layout."""
     stored = load_file(folder / "batch.safetensors")
     batch = PackedBatch(stored.pop("cu_seqlens"), stored)
-    recompute = "full" if (folder / "recompute").exists() else "none"
+    knobs = json.loads((folder / "knobs.json").read_text())
+    lora = knobs.pop("lora", {})
     config = EngineConfig(
         path=str(folder / "model"),
         max_tokens_per_mb=60,
-        recompute=recompute,
+        **knobs,
         optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
         lora=LoraConfig(
             rank=RANK,
             alpha=ALPHA,
             path=str(folder / "adapter"),
-            dropout=DROPOUT if (folder / "dropout").exists() else 0.0,
+            **lora,
         ),
     )
     engine = MegatronEngine(config, parallel)
@@ -71,7 +72,7 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
     with engine.base_alone():
         result["base"] = engine.logprobs(batch)
     engine.save(out / "trained")
-    if (folder / "dropout").exists():
+    if "dropout" in lora:
         (out / f"rank_{engine.groups.rank}.json").write_text(json.dumps(of_this_rank(engine)))
     for name, source in (("resumed", out), ("from_tp1", out.parent / "tp1")):
         engine.load_state(source / "state")

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.actor.weights.peft_files import PREFIX, WEIGHTS, write
+from megarl.actor.weights.quantised import rounded
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, read_config, with_adapters
-from megarl.families.adapters import ALL_LINEAR, LORA_A, LORA_B
+from megarl.families.adapters import ALL_LINEAR, EVERY_LINEAR, LORA_A, LORA_B
 from megarl.launcher.local import run_ranks
 from tests import rows
 from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS
@@ -41,6 +42,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {"tp2sp_pp2": {**SP, "pp_size": 2}},
 }
+BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16}
+LATENT_BLOCKS = {
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 128, "q_lora_rank": 64, "kv_lora_rank": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 16,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tied": True, "vocab_size": 341},
     "qwen2_recomputed": {"family": "qwen2", "tied": False, "vocab_size": 343},
@@ -48,6 +54,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"family": "deepseek_v3", "tied": False, "vocab_size": 352},
     "qwen2_dropout": {"family": "qwen2", "tied": False, "vocab_size": 343},
     "one_key_head": {"family": "qwen3", "tied": False, "vocab_size": 343, "num_key_value_heads": 1},
+    "grouped_experts": {"family": "qwen3_moe", "tied": False, "vocab_size": 352},
+    "nf4": {"family": "qwen3", "tied": True, "vocab_size": 341, **BLOCKS},
+    "nf4_experts": {"family": "deepseek_v3", "tied": False, "vocab_size": 352, **LATENT_BLOCKS},
+    "blockwise8": {"family": "qwen2", "tied": False, "vocab_size": 343, **BLOCKS},
+}
+# Knobs of the engine beside the layouts; 8-bit and 4-bit rows need blocks of 64 columns on each of two ranks.
+KNOBS: dict[str, dict[str, Any]] = {
+    "qwen2_recomputed": {"recompute": "full"},
+    "qwen2_dropout": {"recompute": "full", "lora": {"dropout": 0.3}},
+    "grouped_experts": {"experts": "grouped"},
+    "nf4": {"lora": {"quantization": "nf4"}},
+    "nf4_experts": {"lora": {"quantization": "nf4"}, "recompute": "full"},
+    "blockwise8": {"lora": {"quantization": "blockwise8"}},
 }
 # The layouts of each model, tp1 first: the others load its state.
 ALL_RUNS: dict[str, tuple[str, ...]] = {
@@ -57,6 +76,10 @@ ALL_RUNS: dict[str, tuple[str, ...]] = {
     "deepseek_v3": ("tp1", "pp2", "tp2sp_ep2", "etp2"),
     "qwen2_dropout": ("tp1", "tp2", "tp2sp", "dp2"),
     "one_key_head": ("tp1", "tp2", "tp2sp"),
+    "grouped_experts": ("tp1", "pp2", "cp2", "ep2", "tp2sp_ep2", "etp2"),
+    "nf4": ("tp1", "tp2", "tp2sp", "pp2", "cp2", "dp2", "tp2sp_pp2"),
+    "nf4_experts": ("tp1", "pp2", "ep2", "tp2sp_ep2"),
+    "blockwise8": ("tp1", "tp2"),
 }
 RUNS_OF: dict[str, tuple[str, ...]] = ALL_RUNS if rows.wants_all() else {
     "qwen3": ("tp1", "tp2", "tp2sp", "pp2", "cp2"),
@@ -64,6 +87,9 @@ RUNS_OF: dict[str, tuple[str, ...]] = ALL_RUNS if rows.wants_all() else {
     "deepseek_v3": ("tp1", "tp2sp_ep2"),
     "qwen2_dropout": ("tp1", "tp2", "tp2sp", "dp2"),
     "one_key_head": ("tp1", "tp2"),
+    "grouped_experts": ("tp1", "tp2sp_ep2", "etp2"),
+    "nf4": ("tp1", "tp2"),
+    "nf4_experts": ("tp1", "tp2sp_ep2"),
 }  # fmt: skip
 RUNS = {
     layout: [model for model, runs in RUNS_OF.items() if layout in runs]
@@ -100,11 +126,15 @@ def adapted(weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> dict[str
 
 
 class Reference:
-    """transformers' model with adapters as leaves."""
+    """transformers' model with adapters as leaves. Its linear layers may be rounded as a quantised base is."""
 
-    def __init__(self, folder: Path, adapters: dict[str, Tensor]) -> None:
+    def __init__(self, folder: Path, adapters: dict[str, Tensor], quantization: str = "none") -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder)
         self.weights = {k: v.detach() for k, v in self.model.named_parameters()}
+        for name, shape in tensor_shapes(read_config(str(folder))).items():
+            if quantization != "none" and EVERY_LINEAR.adapt(name, shape):
+                target, box = fused(name, self.weights)
+                self.weights[target][box] = rounded(self.weights[target][box], quantization)
         self.adapters = {name: tensor.clone().requires_grad_() for name, tensor in adapters.items()}
 
     def logprobs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -138,7 +168,7 @@ def cases(checkpoints: Callable[..., Path]) -> dict[str, dict[str, Any]]:
         shapes = tensor_shapes(with_adapters(read_config(str(folder)), ADAPTERS))
         generator = torch.Generator().manual_seed(7)
         adapters = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        reference = Reference(folder, adapters)
+        reference = Reference(folder, adapters, KNOBS.get(name, {}).get("lora", {}).get("quantization", "none"))
         with torch.no_grad():
             base, _ = reference_logprobs(reference.model, batch)
             logprobs, _ = reference.logprobs(batch)
@@ -162,10 +192,7 @@ def outputs(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathF
         (work / name / "model").symlink_to(case["folder"])
         save_file(case["batch"], work / name / "batch.safetensors")
         write(work / name / "adapter", case["adapters"], ADAPTERS, 0.0, str(case["folder"]))
-        if name in ("qwen2_recomputed", "qwen2_dropout"):
-            (work / name / "recompute").touch()
-        if name == "qwen2_dropout":
-            (work / name / "dropout").touch()
+        (work / name / "knobs.json").write_text(json.dumps(KNOBS.get(name, {})))
     for size, layouts in LAYOUTS.items():
         logs = work / f"logs_{size}"
         logs.mkdir()

@@ -139,7 +139,7 @@ class EngineState:
         self.modules, self.config, self.groups, self.source = modules, config, groups, local_folder(source)
         self.optimizer, self.scheduler = optimizer, scheduler
         self.dtype: torch.dtype = modules[0].config.params_dtype
-        dtypes = {param.dtype for param in hf_weights.parameters(modules)}
+        dtypes = {param.dtype for param in hf_weights.parameters(modules) if param.requires_grad}
         assert dtypes <= {self.dtype, torch.float32}, "a model has one dtype, and parameters in float32"
 
     # -- owned runs ------------------------------------------------------------------------------------------

@@ -185,7 +185,8 @@ def shape_of(config: PretrainedConfig) -> dict[str, Any]:
     fields = {k: values[k] for k in SHAPE_FIELDS if values.get(k) is not None}
     trained: dict[str, Any] = {"actor.mtp": "train"} if trains_mtp(config) else {}
     if (adapters := adapters_of(config)) is not None:
-        trained |= {f"actor.lora.{name}": value for name, value in dataclasses.asdict(adapters).items()}
+        fields = {k: v for k, v in dataclasses.asdict(adapters).items() if (k, v) != ("quantization", "none")}
+        trained |= {f"actor.lora.{name}": value for name, value in fields.items()}
     return {"model_type": config.model_type, "scalar": is_scalar(config), **fields, **trained}
 
 

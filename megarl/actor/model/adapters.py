@@ -8,6 +8,8 @@ A module's adapter adds `scale * x A^T B^T` to its output. Vectors of `rank` ele
 
 Experts exchange tokens around their layers, not in them. There the gradient of the complete matrix is summed instead.
 
+Experts of a rank that are one module have their adapters in one as well (`GroupedAdapters`), in a loop.
+
 Dropout masks: ranks that have the same input drop the same elements of it, and ranks that have parts of it drop their
 own. All masks of a step follow from its seed, so a resumed run draws them again (`masks_of_step`).
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,14 +33,17 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from megarl.actor.model.quantised_base import weight_of
 from megarl.actor.weights.adapter_shards import AdaptedPart
 from megarl.parallel.groups import Groups
+
+EXPERT = re.compile(r"(?P<experts>.+\.experts)\.local_experts\.(?P<number>\d+)\.(?P<linear>linear_fc[12])")
 
 
 class AdapterPart(nn.Module):
     """Matrices of one HF linear layer on this rank: `a [rank, columns]` and `b [rows, rank]`."""
 
-    def __init__(self, rank: int, columns: int, rows: int, like: Tensor) -> None:
+    def __init__(self, rank: int, columns: int, rows: int, like: Any) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         self.a = nn.Parameter(torch.zeros(rank, columns, **options))
@@ -48,9 +54,9 @@ class Adapter(nn.Module):
     """Adapters of the parts of one linear module."""
 
     def __init__(
-        self, weight: Tensor, parts: Sequence[AdaptedPart], rank: int, scale: float, dropout: float, groups: Groups
+        self, weight: Any, parts: Sequence[AdaptedPart], rank: int, scale: float, dropout: float, groups: Groups
     ) -> None:
-        """Builds zeros. `weight` is the module's own, whose marks say how ranks cut it."""
+        """Builds zeros. `weight` is the module's own, or quantised; its marks say how ranks cut it."""
         super().__init__()
         self.scale, self.dropout, self.enabled = scale, dropout, True
         for part in parts:
@@ -58,15 +64,18 @@ class Adapter(nn.Module):
             self.add_module(part.part, AdapterPart(rank, high - low, part.height, weight))
         self._names = [part.part for part in parts]
         self._order = _order(parts, weight.shape[0])
-        self.cut = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
         self.is_expert = ".experts." in parts[0].module
+        if self.is_expert:  # Transformer Engine's grouped experts have no marks
+            self.cut = 0 if parts[0].module.endswith(".linear_fc1") else 1
+        else:
+            self.cut = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else -1
         self.group = groups.etp if self.is_expert else groups.tp
         self.sequence_parallel = groups.layout.sequence_parallel and not self.is_expert
         own_input = self.cut == 1 or self.sequence_parallel or (self.is_expert and self.group.size() == 1)
         self._mask_number = groups.tp_rank if own_input else 0
         self._mark(weight)
 
-    def _mark(self, weight: Tensor) -> None:
+    def _mark(self, weight: Any) -> None:
         """Gives the matrices Megatron's marks: of cuts, of partial gradients, and of experts."""
         for name in self._names:
             part = self._part(name)
@@ -136,6 +145,14 @@ class Adapter(nn.Module):
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
 
+class GroupedAdapters(nn.Module):
+    """Adapters of a module with all experts of a rank. Its children are `Adapter`s, named by the experts' numbers."""
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Computes what is added to the output of experts with `rows` consecutive rows of `x` each."""
+        return torch.cat([adapter(part) for adapter, part in zip(self.children(), x.split(rows), strict=True)])
+
+
 def _order(parts: Sequence[AdaptedPart], height: int) -> list[tuple[str, int, int]]:
     """Lists a module's `height` rows in their order: part, first row of its `b`, and their number.
 
@@ -167,15 +184,38 @@ def attach(
     for stage in modules:
         stage.requires_grad_(False)
     for (number, name), adapted in by_module.items():
-        module = modules[number].get_submodule(name)
-        weight: Tensor = module.weight  # type: ignore[assignment]
+        module, weight, expert = _module_of(modules[number], name)
         adapter = Adapter(weight, adapted, rank, scale, dropout, groups)
-        module.add_module("lora", adapter)
-        module.register_forward_hook(_add)
+        if not expert:
+            module.add_module("lora", adapter)
+            module.register_forward_hook(_add)
+            continue
+        if not hasattr(module, "lora"):
+            module.add_module("lora", GroupedAdapters())
+            module.register_forward_hook(_add_grouped)
+        module.lora.add_module(expert, adapter)  # type: ignore[union-attr]
     for stage in modules:
         recomputes = stage.config.recompute_granularity == "full"  # type: ignore[union-attr]
         if recomputes and (embedding := getattr(stage, "embedding", None)) is not None:
             embedding.register_forward_hook(_require_gradient)
+
+
+def part_of(modules: Sequence[nn.Module], part: AdaptedPart) -> AdapterPart:
+    """Finds the matrices of a part of the model."""
+    module, _, expert = _module_of(modules[part.boxes[0].stage], part.module)
+    found: AdapterPart = module.get_submodule(".".join(filter(None, ("lora", expert, part.part))))  # type: ignore[assignment]
+    return found
+
+
+def _module_of(stage: nn.Module, name: str) -> tuple[nn.Module, Any, str]:
+    """Finds the module `name` of the local layer spec, its weight, and the number of an expert among others in it."""
+    if (found := EXPERT.fullmatch(name)) is not None:
+        layer = stage.get_submodule(found["experts"])
+        if not hasattr(layer, "local_experts"):
+            module = layer.get_submodule(found["linear"])
+            return module, getattr(module, f"weight{found['number']}"), found["number"]
+    module = stage.get_submodule(name)
+    return module, weight_of(module), ""
 
 
 def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -190,6 +230,14 @@ def _add(module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     if not adapter.enabled:
         return None
     return output[0] + adapter(inputs[0]), output[1]
+
+
+def _add_grouped(module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
+    """Adds the adapters' output to that of a module of several experts."""
+    grouped: GroupedAdapters = module.lora  # type: ignore[assignment]
+    if not all(adapter.enabled for adapter in adapters_in([grouped])):
+        return None
+    return output[0] + grouped(*inputs), output[1]
 
 
 def adapters_in(modules: Sequence[nn.Module]) -> Iterator[Adapter]:

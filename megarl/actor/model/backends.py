@@ -99,6 +99,14 @@ class BiasedRowInvariantLinear(BiasedRowParallelLinear, RowInvariantRowLinear):
     """Row-invariant output projection of attention with a bias, for deterministic runs."""
 
 
+PLAIN_LINEAR: dict[str, Any] = {
+    "column_linear": ColumnParallelLinear,
+    "row_linear": RowParallelLinear,
+    "biased_row_linear": BiasedRowParallelLinear,
+    "replicated_linear": ReplicatedLinear,
+}
+
+
 @dataclass(frozen=True)
 class LayerBackend:
     """Modules and functions of a model that depend on the layer implementation.
@@ -207,6 +215,8 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
         if config.lora.rank:  # an adapter reads what the norm returns
             backend = dataclasses.replace(backend, norm_linear=None)
+        if config.lora.quantization != "none":  # see `quantised_base.py`
+            backend = dataclasses.replace(backend, **PLAIN_LINEAR)
     elif name == "cpu":
         backend = _cpu(decoder(model).attention, rotary_inv_freq(model))
     else:

@@ -12,15 +12,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from megarl.actor.model import heads, shared_base
+from megarl.actor.model import heads, quantised_base, shared_base
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
 from megarl.actor.model.moe import clear_expert_marks, moe_fields
 from megarl.actor.model.mtp import MtpLayers
+from megarl.actor.weights.adapter_shards import linear_modules
+from megarl.actor.weights.shards import shard_specs
 from megarl.families import decoder, is_scalar, padded_vocab_size, rotary_inv_freq
 from megarl.families.blocks import Decoder, LatentAttention
 from megarl.parallel import megatron_patches, platform
 from megarl.parallel.groups import Groups
+from megarl.parallel.placement import place_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -120,6 +123,7 @@ def build_model(
     recompute: str = "none",
     offloaded_layers: int = 0,
     base: Sequence[GPTModel] = (),
+    quantization: str = "none",
 ) -> list[GPTModel]:
     """Builds this rank's virtual stages of the model, and its layers of multi-token prediction if they are trained.
 
@@ -127,13 +131,19 @@ def build_model(
 
     Activations of the first `offloaded_layers` wait on the host for backward. With `base`, the stages of another
     engine's frozen model, no parameter but a value head is allocated: the stages take the parameters of `base`.
+
+    With `quantization`, linear layers of the stages have codes in place of weights (`quantised_base.py`).
     """
     megatron = transformer_config(config, groups, dtype, backend, recompute, offloaded_layers)
-    if base:  # tied stages exchange no embedding while they are built
+    quantised = quantization != "none"
+    if base or quantised:  # tied stages exchange no embedding while they are built
         setattr(megatron, "init_model_with_meta_device", True)  # noqa: B010 (only Megatron reads it)
+    without_memory = (
+        shared_base.without_memory if base else quantised_base.without_weights if quantised else contextlib.nullcontext
+    )
     modules = []
     for stage, layers in enumerate(groups.layout.stage_layers(config.num_hidden_layers)[groups.pp_rank]):
-        with megatron_patches.scope(), shared_base.without_memory() if base else contextlib.nullcontext():
+        with megatron_patches.scope(), without_memory():
             module = HeadlessGPT(
                 config=megatron,
                 transformer_layer_spec=_layer_specs(decoder(config), layers, backend),
@@ -149,6 +159,10 @@ def build_model(
             )
         if module.post_process and is_scalar(config):
             module.output_layer = ValueHead(megatron)
+        if quantised:
+            names = linear_modules(shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)))
+            device = "meta" if base else platform.device()
+            quantised_base.quantise_layers(module, names.get(stage, []), quantization, device)
         if base:
             shared_base.take(module, base[stage])
         if module.pre_process:

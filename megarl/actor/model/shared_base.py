@@ -7,6 +7,7 @@ trains is its own: adapters, and a value head. The parameters live as long as on
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megarl.actor.model.heads import ValueHead
 from megarl.actor.weights.hf_weights import named_tensors
+from megarl.actor.weights.quantised import QuantisedWeight
 from megarl.families import is_scalar
 from megarl.knobs import UserError
 
 # Knobs of an engine that decide the bits, names and shapes of its frozen parameters.
-SAME = ("path", "init", "init_seed", "dtype", "backend", "experts")
+SAME = ("path", "init", "init_seed", "dtype", "backend", "experts", "lora.quantization")
 
 
 def check_same(engine: Any, base: Any) -> None:
@@ -29,7 +31,7 @@ def check_same(engine: Any, base: Any) -> None:
         UserError: naming the knob and both values.
     """
     for name in SAME:
-        ours, theirs = getattr(engine.config, name), getattr(base.config, name)
+        ours, theirs = (operator.attrgetter(name)(config) for config in (engine.config, base.config))
         if ours != theirs:
             raise UserError(f"actor.{name}={ours} differs from the shared base's {theirs}; give both engines the same")
     if not (engine.config.lora.rank and base.config.lora.rank and engine.trainable and base.trainable):
@@ -75,9 +77,12 @@ def take(module: nn.Module, base: nn.Module) -> None:
         if isinstance(holder, ValueHead):
             continue
         given = frozen.get(name)
+        if isinstance(given, QuantisedWeight) and isinstance(own, QuantisedWeight) and given.shape == own.shape:
+            holder._modules["quantised"] = given
+            continue
         if given is None or given.requires_grad or (given.shape, given.dtype) != (own.shape, own.dtype):
             raise RuntimeError(f"{name} has no frozen parameter of its shape in the shared base")
-        (holder._parameters if attribute in holder._parameters else holder._buffers)[attribute] = given  # type: ignore[assignment]
+        (holder._parameters if attribute in holder._parameters else holder._buffers)[attribute] = given
     left = [name for name, tensor in module.named_parameters() if tensor.is_meta]
     if left:
         raise RuntimeError(f"{left[0]} was not taken from the shared base")

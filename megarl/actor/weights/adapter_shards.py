@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megarl.actor.config import LoraConfig
 from megarl.actor.weights.shard_spec import ShardSpec
-from megarl.families.adapters import LORA_A, LORA_B, Adapters
+from megarl.families.adapters import EVERY_LINEAR, LORA_A, LORA_B, Adapters
 
 SCORE = "score.weight"  # a value head is trained beside the adapters
 
@@ -55,7 +55,17 @@ class AdaptedPart:
 
 def shape_of(config: LoraConfig) -> Adapters | None:
     """The adapters of the knobs, as tables of shards take them; None without any."""
-    return Adapters(config.rank, tuple(config.targets), config.alpha, config.rslora) if config.rank else None
+    if not config.rank:
+        return None
+    return Adapters(config.rank, tuple(config.targets), config.alpha, config.rslora, config.quantization)
+
+
+def linear_modules(specs: Iterable[ShardSpec]) -> dict[int, list[str]]:
+    """Names of the linear modules in a model's layers, by stage: those that adapters may have, and experts."""
+    names: dict[int, dict[str, None]] = {}
+    for part in adapted_parts(specs, EVERY_LINEAR):
+        names.setdefault(part.boxes[0].stage, {})[part.module] = None
+    return {stage: list(modules) for stage, modules in names.items()}
 
 
 def adapted_parts(specs: Iterable[ShardSpec], adapters: Adapters) -> list[AdaptedPart]:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from transformers import PretrainedConfig
 
 from megarl.actor.weights import hf_files
 from megarl.actor.weights.block_shards import is_buffer
+from megarl.actor.weights.computed_boxes import values_of
+from megarl.actor.weights.quantised import QuantisedWeight
 from megarl.actor.weights.repeated_tensors import EMBEDDING, HEAD, with_repeated
 from megarl.actor.weights.shard_spec import ShardSpec
 from megarl.actor.weights.shards import SCORE, float32_tensors, shard_specs, tensor_shapes, tensor_specs, world_table
@@ -42,6 +45,7 @@ TE_SPELLINGS = (
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.norm.weight"),  # actor.recompute=selective
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.norm.weight"),
     (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1"),
+    (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.lora\.", r"experts.\2.lora.\1."),
 )
 
 COMPARED_ROWS = 4096  # bounds the memory of a comparison
@@ -50,13 +54,16 @@ RECEIVED_BYTES = 256 << 20  # of a tensor on rank 0's device at a time, while it
 
 @dataclass(frozen=True)
 class Shard:
-    """The box `[start, stop)` of HF tensor `name` (full shape `shape`), and its view of a native parameter."""
+    """The box `[start, stop)` of HF tensor `name` (full shape `shape`), and its view of a native parameter.
+
+    A quantised weight has a `QuantisedRows` for a view, and a weight that is merged with adapters a `ComputedBox`.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: tuple[int, ...]
     stop: tuple[int, ...]
-    view: Tensor
+    view: Any  # Tensor, or ComputedBox
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -91,20 +98,25 @@ def shards(modules: Sequence[GPTModel], config: PretrainedConfig, groups: Groups
     return result
 
 
-def _of_table(named: dict[str, Tensor], of_adapters: bool) -> dict[str, Tensor]:
+def _of_table(named: dict[str, Any], of_adapters: bool) -> dict[str, Any]:
     """Selects the tensors that a table has: adapters and a value head, or all others."""
     if of_adapters:
         return {name: tensor for name, tensor in named.items() if tensor.requires_grad}
     return {name: tensor for name, tensor in named.items() if ".lora." not in name}
 
 
-def named_tensors(module: GPTModel) -> dict[str, Tensor]:
-    """Parameters by name, and the buffers that hold HF tensors: routers' biases of the choice of experts."""
+def named_tensors(module: GPTModel) -> dict[str, Any]:
+    """Parameters by name, and the buffers that hold HF tensors: routers' biases of the choice of experts.
+
+    Quantised weights have the names of the parameters for which they stand.
+    """
     buffers = {name: buffer for name, buffer in module.named_buffers() if name.endswith(".router.expert_bias")}
-    return {**dict(module.named_parameters()), **buffers}
+    codes = {name: part for name, part in module.named_modules() if isinstance(part, QuantisedWeight)}
+    named = {n: parameter for n, parameter in module.named_parameters() if n.rpartition(".")[0] not in codes}
+    return {**named, **{name.removesuffix(".quantised") + ".weight": part for name, part in codes.items()}, **buffers}
 
 
-def native(params: dict[str, Tensor], spec: ShardSpec) -> tuple[str, Tensor]:
+def native(params: dict[str, Any], spec: ShardSpec) -> tuple[str, Any]:
     """Finds the shard's parameter and its name, under the names of both layer specs."""
     if spec.param in params:
         return spec.param, params[spec.param]
@@ -255,13 +267,13 @@ def gather(
         if groups.rank != 0:
             boxes = senders[name].get(groups.rank)
             if boxes is not None:
-                message = torch.cat([local_views[name, start].detach().flatten() for start, _ in boxes])
+                message = torch.cat([values_of(local_views[name, start]).flatten() for start, _ in boxes])
                 _exchange([dist.P2POp(dist.isend, message, 0)])
             yield name, torch.empty(0, dtype=stored_dtype)
             continue
         full = torch.empty(spec.shape, dtype=stored_dtype)
         for start, stop in senders[name].get(0, []):
-            _write(full, start, stop, local_views[name, start].detach())
+            _write(full, start, stop, values_of(local_views[name, start]))
         for batch in _batches(
             {rank: boxes for rank, boxes in senders[name].items() if rank != 0}, stored_dtype.itemsize
         ):

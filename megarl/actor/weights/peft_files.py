@@ -20,7 +20,7 @@ from megarl.actor.config import EngineConfig, LoraConfig
 from megarl.actor.weights.adapter_shards import SCORE
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, decoder
-from megarl.families.adapters import ALL_LINEAR, LORA_A
+from megarl.families.adapters import ALL_LINEAR, EVERY_LINEAR, LORA_A
 from megarl.knobs import UserError, does_not_exist
 from megarl.parallel.config import ParallelConfig
 
@@ -108,12 +108,12 @@ def check_targets(config: LoraConfig, model: PretrainedConfig) -> None:
         return
     if not config.targets:
         raise UserError("actor.lora.targets=[] leaves nothing to train; give all-linear or names such as q_proj")
-    shapes, every = tensor_shapes(model), Adapters(1, (ALL_LINEAR,))
-    names = sorted({name.split(".")[-2] for name, shape in shapes.items() if every.adapt(name, shape)})
+    shapes = tensor_shapes(model)
+    names = sorted({name.split(".")[-2] for name, shape in shapes.items() if EVERY_LINEAR.adapt(name, shape)})
     for target in config.targets:
         single = Adapters(1, (target,))
         adapted = [name for name, shape in shapes.items() if single.adapt(name, shape)]
-        if not adapted or not all(every.adapt(name, shapes[name]) for name in adapted):
+        if not adapted or not all(EVERY_LINEAR.adapt(name, shapes[name]) for name in adapted):
             raise UserError(does_not_exist(f"actor.lora.targets={target}", target, [ALL_LINEAR, *names]))
 
 
@@ -127,6 +127,11 @@ def check_adapters(
     """
     lora = config.lora
     if not lora.rank:
+        if lora.quantization != "none":
+            raise UserError(
+                f"actor.lora.quantization={lora.quantization} is of a frozen model, and without adapters "
+                "(actor.lora.rank=0) all weights are trained; set a rank"
+            )
         return
     check_targets(lora, model)
     if lora.path:
@@ -135,12 +140,16 @@ def check_adapters(
     for option, is_set, reason, remedy in (
         ("deterministic=true", deterministic, "their products depend on the batch", "false"),
         ("actor.mtp=train", config.mtp == "train", "the layers of multi-token prediction have none", "carry"),
-        ("actor.experts=grouped", config.experts == "grouped", "each expert has its own", "auto"),
         (f"actor.fp8={config.fp8}", config.fp8 != "off", "their base is not quantised", "off"),
         ("parallel.tp_comm_overlap=true", parallel.tp_comm_overlap, "they read the inputs of layers", "false"),
     ):
         if is_set:
             raise UserError(f"{option} does not go with adapters (actor.lora.rank): {reason}; set it to {remedy}")
+    if config.experts == "grouped" and lora.quantization != "none":
+        raise UserError(
+            f"actor.experts=grouped does not go with actor.lora.quantization={lora.quantization}: each "
+            "expert's weights are made when it runs; set it to auto"
+        )
     tp, etp = parallel.tp_size, parallel.expert_tp_size
     if shape.experts is not None and etp not in (1, tp):
         raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,14 +45,31 @@ class Box:
         return tensor[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]
 
 
+class ComputedValues(Protocol):
+    """Values of a tensor's shape and dtype that are made when they are read, such as weights merged with adapters."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor: ...
+    def __getitem__(self, index: tuple[slice, ...]) -> ComputedValues: ...
+    def detach(self) -> ComputedValues: ...
+    def dim(self) -> int: ...
+    def numel(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Fragment:
-    """A box held by rank `rank`: `view`, a part of its live parameter `tensor`, has the box's values."""
+    """A box held by rank `rank`: `view`, a part of its live parameter `tensor`, has the box's values.
+
+    A trainer's view may compute its values: `read` gives them (`ComputedValues`).
+    """
 
     rank: int
     tensor: str
     box: Box
-    view: Tensor
+    view: Any  # Tensor | ComputedValues
 
     def __post_init__(self) -> None:
         if tuple(self.view.shape) != self.box.shape:

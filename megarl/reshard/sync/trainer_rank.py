@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed import Store
 
-from megarl.reshard.plan.holdings import Box, Fragment, sent
+from megarl.reshard.plan.holdings import Box, ComputedValues, Fragment, sent
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync.attempt import AttemptSpec, key
 from megarl.reshard.sync.world import describe_fragments, make_plan, publish_fragments
@@ -29,7 +29,7 @@ class ShardView(Protocol):
     @property
     def stop(self) -> tuple[int, ...]: ...
     @property
-    def view(self) -> Tensor: ...
+    def view(self) -> Tensor | ComputedValues: ...
 
 
 def fragments_of(rank: int, shards: Sequence[ShardView]) -> list[Fragment]:

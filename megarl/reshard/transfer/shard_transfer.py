@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +47,17 @@ class Route:
     rank: int
 
 
-def part_of(fragment: Fragment, start: Sequence[int], stop: Sequence[int]) -> Tensor:
+def part_of(fragment: Fragment, start: Sequence[int], stop: Sequence[int]) -> Any:
     """The strided view `[start, stop)` of a fragment; the plan pads boxes with `[0, 1)` to equally many dimensions."""
     dims = fragment.view.dim()
     return fragment.view[tuple(slice(a, b) for a, b in zip(start[:dims], stop[:dims], strict=True))]
 
 
 class MessageViews:
-    """The strided views that the ops of a message read or write, and their places in the message."""
+    """The strided views that the ops of a message read or write, and their places in the message.
+
+    A sender's may be values that are computed when they are packed.
+    """
 
     def __init__(self, message: RankMessage, fragments: Sequence[Fragment]):
         of_op = [fragments[i] for i in message.fragment.tolist()]
@@ -74,7 +78,7 @@ class MessageViews:
         """Copies the views into the message, cast to its dtypes. Returns the parts of the message."""
         parts = list(self.parts(payload))
         for part, view in zip(parts, self.views, strict=True):
-            part.copy_(view)
+            part.copy_(view if isinstance(view, Tensor) else view.read())
         return parts
 
     def unpack(self, payload: Tensor) -> None:

@@ -64,7 +64,7 @@ def batch(vocab_size: int, sequences: int, length: int) -> PackedBatch:
 def growth(
     config: EngineConfig, parallel: ParallelConfig, sequences: int, length: int, engines: int = 1
 ) -> tuple[int, int]:
-    """Peak growth in bytes of this process while it loads and trains, and the number of an engine's parameters.
+    """Peak growth in bytes of this process while it loads and trains, and the bytes of an engine's parameters.
 
     Further `engines` are on the first one's base.
     """
@@ -76,7 +76,7 @@ def growth(
             trained.append(engine)
         for engine in STEPS * trained:
             engine.train_lm(batch(engine.hf_config.vocab_size, sequences, length))
-    return peak.growth, sum(p.numel() for module in engine.modules for p in module.parameters())
+    return peak.growth, sum(p.nbytes for module in engine.modules for p in module.parameters())
 
 
 def engine_fields(fields: dict[str, Any]) -> dict[str, Any]:
