@@ -93,6 +93,11 @@ class LoraConfig:
         "merged", "a sync sends all weights with the adapters merged, or the adapters alone", choices=LORA_SYNCS
     )
 
+    @property
+    def starts_as_checkpoint(self) -> bool:
+        """True if the first policy has the checkpoint's weights, bit for bit."""
+        return not self.path and self.quantization == "none"
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -203,7 +208,7 @@ def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, determinist
 def groups_experts(config: EngineConfig, backend: str) -> bool:
     """True if a rank's experts are one module under the layer backend of this name (see `backend_of`).
 
-    Those of a quantised base are modules of their own, which make their weights one after another.
+    Experts of a quantised base are modules of their own, which make their weights one after another.
     """
     grouped_by_te = backend == "te" and config.lora.quantization == "none"
     return config.experts == "grouped" or (config.experts == "auto" and grouped_by_te)

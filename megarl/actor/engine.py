@@ -88,7 +88,7 @@ class MegatronEngine(TrainEngine):
         elif trainable:
             self.hf_config = trained_model(config, self.hf_config)
         run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
-        self.backend = choose_backend(config, self.hf_config, deterministic)
+        self.backend = choose_backend(config, self.hf_config, deterministic, trainable)
         self._cost = SequenceCost.of(self.hf_config)
         if config.debug_kernels:
             check_values_on_gpu()
@@ -129,16 +129,8 @@ class MegatronEngine(TrainEngine):
         dtype = build.DTYPES[self.config.dtype]
         offloaded_layers = self.config.offload_activations if self.trainable else 0
         stages = () if base is None else base.stages
-        quantization = self.config.lora.quantization if self.trainable else "none"
         self.modules = build.build_model(
-            self.hf_config,
-            self.groups,
-            dtype,
-            self.backend,
-            self.config.recompute,
-            offloaded_layers,
-            stages,
-            quantization,
+            self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded_layers, stages
         )
         self._weights = EngineWeights(
             self.config, self.hf_config, self.groups, self.modules, self.trainable, on_base=self._on_base

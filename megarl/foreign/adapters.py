@@ -35,7 +35,7 @@ def set_quantised_base(reading: Reading) -> None:
         return reading.refuse("load_in_4bit", True, "and load_in_8bit: true exclude each other; leave one out")
     for key, quantization in BASES.items():
         if key in wanted:
-            reading.set(key, True, "actor.lora.quantization", quantization)
+            reading.set(key, True, "actor.lora.quantization", quantization, "scales stay float32")
         elif given[key]:
             reading.note(key, False, "no change: it is off")
 

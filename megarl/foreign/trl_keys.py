@@ -35,6 +35,7 @@ CHOICES: dict[str, dict[Any, tuple[str, Any] | None]] = {
     "gradient_checkpointing": {True: ("actor.recompute", "full"), False: ("actor.recompute", "none")},
     "optim": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf")),
     "num_iterations": {1: None},
+    "bnb_4bit_quant_type": {"nf4": None},
     "importance_sampling_level": {"token": None},
     "multi_objective_aggregation": {"sum_then_normalize": None},
     "vllm_mode": {"server": None, "colocate": ("server.colocate", True)},

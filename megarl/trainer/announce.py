@@ -90,7 +90,8 @@ def _adapters(config: Config, model: PretrainedConfig) -> str:
     if (adapters := shape_of(config.actor.lora)) is None:
         return ""
     count = count_parameters(with_adapters(model, adapters))
-    return f"; trained by adapters of rank {adapters.rank}, {count / 1e6:.3g}M parameters"
+    base = "" if adapters.quantization == "none" else f", on a base in {adapters.quantization}"
+    return f"; trained by adapters of rank {adapters.rank}, {count / 1e6:.3g}M parameters{base}"
 
 
 def _length(config: Config) -> str:

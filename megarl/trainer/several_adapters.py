@@ -132,7 +132,7 @@ def _connect(learners: Sequence[Learner], weights: WeightSync) -> None:
     """Connects the sync and all rollouts, and brings the servers to the adapters if they hold others."""
     source = AllAdapters({learner.name: learner.models.actor for learner in learners})
     done = max(learner.run.done for learner in learners)
-    as_served = not any(learner.models.actor.config.lora.path for learner in learners)
+    as_served = all(learner.models.actor.config.lora.starts_as_checkpoint for learner in learners)
     weights.connect(source, done, (), as_served)
     for learner in learners:
         with stats_tracker.ledger(learner.name):

@@ -1,4 +1,4 @@
-"""GRPO with adapters alone on the wire: some steps by the trainer's own pieces, on a server that the run starts."""
+"""GRPO with adapters alone on the wire, on a base of 4 bits: steps by the trainer's own pieces on a server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl import cli
 from megarl.actor.rollout_mismatch import rollout_mismatch
+from megarl.actor.weights.computed_boxes import ComputedBox, values_of
 from megarl.actor.weights.peft_files import write
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.algorithms import algorithm_of
@@ -26,7 +27,7 @@ STEPS = 3
 OVERRIDES = (
     "+experiment=gsm8k_grpo", "train_dataset.batch_size=8", "algorithm.n_minibatches=1", "server.n_servers=1",
     "server.max_restarts=0", "actor.optimizer.lr=1e-2", "actor.lora.rank=4", "actor.lora.rslora=true",
-    "actor.lora.sync=adapters", "rollout.max_head_offpolicyness=0",
+    "actor.lora.sync=adapters", "actor.lora.quantization=nf4", "rollout.max_head_offpolicyness=0",
 )  # fmt: skip
 
 
@@ -51,9 +52,9 @@ def test_a_run_that_sends_adapters_alone_samples_what_it_trains(
     folder = new_run(config.run_root, "adapters")
     with rl.rollouts_of(config, folder, inputs, algorithm) as sampled:
         models = rl.Models.build(config, algorithm)
-        base = [s.view.clone() for s in models.actor.shards() if not is_adapter(s.name)]
+        base = [values_of(s.view).clone() for s in models.actor.shards() if not is_adapter(s.name)]
         weights = sampled.weights
-        weights.connect(models.actor, 0, models.saved.values(), as_served=not config.actor.lora.path)
+        weights.connect(models.actor, 0, models.saved.values(), config.actor.lora.starts_as_checkpoint)
         sampled.connect(models.actor, 0)
         assert weights.outdated, "a server starts with zeros, and the run with the adapter of actor.lora.path"
         reports: list[SyncReport] = []
@@ -75,8 +76,9 @@ def test_a_run_that_sends_adapters_alone_samples_what_it_trains(
         assert reports[-1].verified >= len([s for s in shards if is_adapter(s.name)])
         plan = planned_sync(config, inputs.model, adapters)
         assert int(plan.bytes_in.sum()) == own, "preflight tells the same"
-        frozen = [s.view for s in shards if not is_adapter(s.name)]
+        frozen = [values_of(s.view) for s in shards if not is_adapter(s.name)]
         assert all(torch.equal(now, before) for now, before in zip(frozen, base, strict=True))
+        assert any(isinstance(s.view, ComputedBox) for s in shards), "the server's base is what the codes say"
         assert not any(
             torch.equal(s.view, drawn[s.name])
             for s in shards

@@ -200,7 +200,7 @@ def test_a_chat_template_is_taken_over(given: dict[str, Any], template: str | No
 def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
     message = refusals(
         {
-            **BASE, "rl": "grpo", "adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False, "deepspeed": "z3",
+            **BASE, "rl": "grpo", "adapter": "qlora", "load_in_4bit": False, "gptq": True, "deepspeed": "z3",
             "lr_schedular": "cosine", "optimizer": "adamw_8bit", "lr_scheduler": "one_cycle",
             "chat_template": "gemma", "micro_batch_size": 0, "rl_adapter_ref_model": True,
             "gradient_checkpointing": "offload",
@@ -214,7 +214,8 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
     lines = [parts[parts[0].startswith("run.yaml:")] for parts in lines]
     assert sorted(lines) == sorted(
         [
-            "adapter, load_in_4bit, rl_adapter_ref_model", "deepspeed", "lr_schedular", "optimizer", "lr_scheduler",
+            "adapter", "gptq", "lora_r", "lora_target_modules", "deepspeed", "lr_schedular", "optimizer",
+            "lr_scheduler",
             "chat_template", "micro_batch_size", "micro_batch_size", "gradient_checkpointing",
             "trl.use_liger_kernel", "trl.num_iterations", "trl.vllm_mode", "vllm.host", "datasets[0].shards",
             "datasets[1].type",
@@ -222,7 +223,7 @@ def test_all_unsupported_keys_are_listed_at_once_one_per_line() -> None:
     )  # fmt: skip
     assert "lr_schedular: cosine  is not a supported key; did you mean lr_scheduler?" in message
     assert "adamw_torch" in message
-    assert "adapters stand on a base of 16 or 32 bits; leave it out" in message
+    assert "adapter: qlora  has a base of 4 bits; add load_in_4bit: true, or set adapter: lora" in message
     assert "5" in message
 
 
@@ -350,3 +351,23 @@ def test_adapters_are_read(targets: dict[str, Any], expected: str) -> None:
         "actor.lora.path": "'before'", "actor.lora.targets": expected,
     }  # fmt: skip
     assert "the reference is the base, without the adapters" in converted.table
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"adapter": "qlora", "load_in_4bit": True}, "nf4"),
+        ({"adapter": "lora", "load_in_8bit": True}, "blockwise8"),
+        ({"adapter": "lora", "load_in_4bit": False}, None),
+    ],
+)
+def test_a_base_in_few_bits_is_read(keys: dict[str, Any], expected: str | None) -> None:
+    overrides, _ = read({**BASE, "rl": "dpo", "datasets": PAIRS, "lora_r": 4, "lora_target_linear": True, **keys})
+    assert overrides.get("actor.lora.quantization") == expected
+
+
+def test_a_base_is_in_4_bits_or_in_8() -> None:
+    both = {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": True, "lora_r": 4, "lora_target_linear": True}
+    assert "load_in_4bit: true  and load_in_8bit: true exclude each other" in refusals(
+        {**BASE, "rl": "dpo", "datasets": PAIRS, **both}
+    )

@@ -336,6 +336,10 @@ def test_random_settings_are_converted_or_refused_key_by_key(effort: Any, traine
             lambda: trl("grpo", use_peft=True, lora_r=8, lora_target_modules="all-linear", use_rslora=True),
             {"rank": "8", "alpha": "32", "dropout": "0.05", "targets": "['all-linear']", "rslora": "true"},
         ),
+        (
+            lambda: trl("grpo", use_peft=True, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+            {"rank": "16", "alpha": "32", "dropout": "0.05", "targets": "['q_proj','v_proj']", "quantization": "'nf4'"},
+        ),
         (lambda: trl("grpo", lora_r=8), {}),
         (
             lambda: read_verl([*VERL, "actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_alpha=64"]),

@@ -141,6 +141,7 @@ class LayerBackend:
     # Megatron's recompute_modules of actor.recompute=selective: activations that are large and cheap to compute
     recompute_modules: tuple[str, ...] = ("core_attn", "mlp", "moe")
     logprobs: Callable[..., tuple[Tensor, Tensor | None]] = heads.logprobs
+    quantization: str = "none"  # of the linear layers' frozen weights
     one_thread: bool = False  # True: run on one thread, because results depend on the number of threads
 
     def layer_spec(self, layer: Layer) -> ModuleSpec:
@@ -206,8 +207,14 @@ class LayerBackend:
         )
 
 
-def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> LayerBackend:
-    """Builds an engine's backend on this machine, by `actor.backend` and the run's `deterministic`."""
+def choose_backend(
+    config: EngineConfig, model: PretrainedConfig, deterministic: bool, trainable: bool = True
+) -> LayerBackend:
+    """Builds an engine's backend on this machine, by `actor.backend` and the run's `deterministic`.
+
+    Adapters, and the base under them, are a `trainable` engine's.
+    """
+    quantization = config.lora.quantization if trainable else "none"
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
@@ -215,12 +222,13 @@ def choose_backend(config: EngineConfig, model: PretrainedConfig, deterministic:
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
         if config.lora.rank:  # an adapter reads what the norm returns
             backend = dataclasses.replace(backend, norm_linear=None)
-        if config.lora.quantization != "none":  # see `quantised_base.py`
+        if quantization != "none":  # see `quantised_base.py`
             backend = dataclasses.replace(backend, **PLAIN_LINEAR)
     elif name == "cpu":
         backend = _cpu(decoder(model).attention, rotary_inv_freq(model))
     else:
         backend = _deterministic() if name == "deterministic" else _torch()
+    backend = dataclasses.replace(backend, quantization=quantization)
     return _with_experts(_with_delta_nets(_fitted(backend, model), model), config)
 
 

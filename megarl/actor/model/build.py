@@ -123,19 +123,18 @@ def build_model(
     recompute: str = "none",
     offloaded_layers: int = 0,
     base: Sequence[GPTModel] = (),
-    quantization: str = "none",
 ) -> list[GPTModel]:
     """Builds this rank's virtual stages of the model, and its layers of multi-token prediction if they are trained.
 
-    `hf_weights.py` fills their parameters.
+       `hf_weights.py` fills their parameters.
 
-    Activations of the first `offloaded_layers` wait on the host for backward. With `base`, the stages of another
-    engine's frozen model, no parameter but a value head is allocated: the stages take the parameters of `base`.
-
-    With `quantization`, linear layers of the stages have codes in place of weights (`quantised_base.py`).
+       Activations of the first `offloaded_layers` wait on the host for backward. With `base`, the stages of another
+       engine's frozen model, no parameter but a value head is allocated: the stages take the parameters of `base`.
+    Linear layers of
+       a quantised base have codes in place of weights (`quantised_base.py`).
     """
     megatron = transformer_config(config, groups, dtype, backend, recompute, offloaded_layers)
-    quantised = quantization != "none"
+    quantised = backend.quantization != "none"
     if base or quantised:  # tied stages exchange no embedding while they are built
         setattr(megatron, "init_model_with_meta_device", True)  # noqa: B010 (only Megatron reads it)
     without_memory = (
@@ -162,7 +161,7 @@ def build_model(
         if quantised:
             names = linear_modules(shard_specs(config, groups.layout, place_of(groups.layout, groups.rank)))
             device = "meta" if base else platform.device()
-            quantised_base.quantise_layers(module, names.get(stage, []), quantization, device)
+            quantised_base.quantise_layers(module, names.get(stage, []), backend.quantization, device)
         if base:
             shared_base.take(module, base[stage])
         if module.pre_process:

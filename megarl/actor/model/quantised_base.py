@@ -70,7 +70,7 @@ def weight_of(module: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd keeps of a dequantised weight: its codes, and how it was viewed."""
+    """Stands for a dequantised weight in autograd: its codes, and how it was viewed."""
 
     weight: QuantisedWeight
     size: torch.Size

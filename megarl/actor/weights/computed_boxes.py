@@ -13,7 +13,7 @@ Index = tuple[slice, ...]
 class ComputedBox:
     """A box whose values are made when they are read, and not kept.
 
-    So a merged or dequantised model is never in memory as a whole. Values of a part are those of the whole box: a
+    So a merged or dequantised model is never in memory as a whole. A part is cut from the whole box's values: a
     product of another size could round otherwise.
     """
 

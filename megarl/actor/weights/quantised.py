@@ -9,6 +9,7 @@ block (`check_cuts`), so every layout has the same values.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import math
@@ -82,16 +83,23 @@ def quantise(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """Makes the weight `[rows, columns]` of `dtype` from its codes and scales."""
-    functional, columns = _functional(), scales.shape[1] * BLOCK
-    state = functional.QuantState(scales.flatten(), blocksize=BLOCK, dtype=dtype)
+    functional, shape = _functional(), torch.Size((len(codes), scales.shape[1] * BLOCK))
+    given: dict[str, Any] = {"absmax": scales.flatten(), "shape": shape, "blocksize": BLOCK, "dtype": dtype}
     if kind == "nf4":
-        state.shape, state.quant_type = torch.Size((len(codes), columns)), "nf4"
-        state.code = functional.get_4bit_type("nf4", device=codes.device)
+        state = functional.QuantState(code=_floats(kind, codes.device), quant_type=kind, **given)
         values = functional.dequantize_4bit(codes.reshape(-1, 1), state)
     else:
-        state.code = functional.create_dynamic_map().to(codes.device)
+        state = functional.QuantState(code=_floats(kind, codes.device), **given)
         values = functional.dequantize_blockwise(codes.contiguous(), state)
-    return values.view(len(codes), columns)
+    return values.view(shape)
+
+
+@functools.cache
+def _floats(kind: str, device: torch.device) -> Tensor:
+    """The values of all codes, float32."""
+    functional = _functional()
+    values: Tensor = functional.get_4bit_type(kind, device="cpu") if kind == "nf4" else functional.create_dynamic_map()
+    return values.to(device)
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
