@@ -87,7 +87,8 @@ def test_names_and_shapes_are_the_shard_tables(entry: dict[str, Any]) -> None:
     """`shards` binds the table's boxes to the recorded parameters, as to a model's."""
     parallel = ParallelConfig(**entry["layout"])
     parameters = [{k: torch.empty(p["shape"], device="meta") for k, p in s.items()} for s in entry["stages"]]
-    modules: Any = [SimpleNamespace(named_parameters=params.items, named_buffers=dict) for params in parameters]
+    rest = {"named_buffers": dict, "named_modules": list}
+    modules: Any = [SimpleNamespace(named_parameters=params.items, **rest) for params in parameters]
     groups: Any = SimpleNamespace(layout=parallel, rank=entry["rank"])
     held: dict[int, int] = {}  # elements in boxes, by parameter
     for shard in hf_weights.shards(modules, config_of(entry["model"]), groups):
