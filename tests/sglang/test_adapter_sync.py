@@ -216,7 +216,7 @@ def test_a_run_is_refused_servers_that_hold_another_adapter(qwen3: Served) -> No
         (None, "holds adapters that are not the run's: trained; start it by"),
         (
             ServedAdapters(NARROW, (SERVED,)),
-            r"the run's are of rank 3 on down_proj, q_proj, v_proj; start it by megarl\.serve with the run's knobs",
+            r"the run's are of rank 3, scale [\d.]+, on down_proj, q_proj, v_proj; start it by",
         ),
         (ServedAdapters(WIDE, (SERVED, "math")), "lacks the run's adapters math; start it by"),
     ):

@@ -6,7 +6,7 @@ Each adapter has a slot of its own in SGLang's pool, which is never evicted. A s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,8 @@ class ServedAdapters:
     def arguments(self, logs: Path) -> dict[str, Any]:
         """Writes the adapters that a server starts with, and returns SGLang's ServerArgs for them.
 
-        They have no tensors, which SGLang takes for zeros. Their scale is the trained ones'.
+        They have no tensors, which SGLang takes for zeros. Their scale is the trained ones', and their folder is named
+        by it: a running server's facts have their path alone.
         """
         rank, pinned = self.shape.rank, []
         document = {
@@ -41,7 +42,7 @@ class ServedAdapters:
             "target_modules": self._targets(),
         }
         for name in self.names:
-            folder = (logs / FOLDER / name).resolve()
+            folder = (logs / FOLDER / self.scale / name).resolve()
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "adapter_config.json").write_text(json.dumps(document))
             (folder / "adapter_model.safetensors").write_bytes(NO_TENSORS)
@@ -53,6 +54,11 @@ class ServedAdapters:
             "lora_target_modules": self.modules(),
             "lora_paths": pinned,
         }
+
+    @property
+    def scale(self) -> str:
+        """Folder of the start adapters: their factor, alpha / rank, to 6 digits."""
+        return f"scale_{self.shape.scale:.6g}"
 
     def _targets(self) -> list[str]:
         """Ends of the names of the layers with adapters, as PEFT has them."""
@@ -79,15 +85,16 @@ def check_held(facts: Mapping[str, Any], adapters: ServedAdapters | None, addres
     elif missing := wanted - held:
         fault = f"lacks the run's adapters {', '.join(sorted(missing))}"
     elif adapters is not None:
-        found = _described(facts["max_lora_rank"], facts["lora_target_modules"])
-        if found != (own := _described(adapters.shape.rank, adapters.modules())):
+        scales = sorted({Path(entry["lora_path"]).parent.name for entry in facts["lora_paths"]})
+        found = _described(facts["max_lora_rank"], scales, facts["lora_target_modules"])
+        if found != (own := _described(adapters.shape.rank, [adapters.scale], adapters.modules())):
             fault = f"holds adapters of {found}, and the run's are of {own}"
     if fault:
         raise UserError(f"the SGLang server at {address} {fault}; start it by megarl.serve with the run's knobs")
 
 
-def _described(rank: int, modules: Iterable[str]) -> str:
-    return f"rank {rank} on {', '.join(sorted(modules))}"
+def _described(rank: int, scales: Sequence[str], modules: Iterable[str]) -> str:
+    return f"rank {rank}, {' and '.join(scales).replace('_', ' ')}, on {', '.join(sorted(modules))}"
 
 
 def check_options(sglang: Mapping[str, Any]) -> None:

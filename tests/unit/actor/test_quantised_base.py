@@ -81,7 +81,6 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-@pytest.mark.cpu_options("bitsandbytes stores PEFT's weights on the GPU")
 @pytest.mark.parametrize("quantization", ["nf4", "blockwise8"])
 def test_log_probs_and_gradients_are_those_of_peft(
     quantization: str, base: Path, tmp_path: Path, engine_of: Callable[..., MegatronEngine]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ WIDE, NARROW = Adapters(RANK, ("all-linear",)), Adapters(RANK, ("v_proj", "layer
 
 PAIR = ("math", "code")
 HELD_FACTS = {
-    "lora_paths": [{"lora_name": name} for name in PAIR],
+    "lora_paths": [{"lora_name": name, "lora_path": f"/logs/scale_0.25/{name}"} for name in PAIR],
     "max_lora_rank": 4,
     "lora_target_modules": ["v_proj", "up_proj"],
 }
@@ -207,13 +208,19 @@ def test_a_server_starts_with_adapters_without_tensors_and_the_trained_ones_scal
             HELD_FACTS | {"max_lora_rank": 3},
             NARROW,
             PAIR,
-            "holds adapters of rank 3 on up_proj, v_proj, and the run's are of rank 4 on up_proj, v_proj; start it by",
+            "holds adapters of rank 3, scale 0.25, on up_proj, v_proj, and the run's are of rank 4, scale 0.25, on ",
         ),
         (
             HELD_FACTS,
             WIDE,
             PAIR,
-            "rank 4 on up_proj, v_proj, and the run's are of rank 4 on down_proj, .*; start it by",
+            "rank 4, scale 0.25, on up_proj, v_proj, and the run's are of rank 4, scale 0.25, on down_proj",
+        ),
+        (
+            HELD_FACTS,
+            dataclasses.replace(NARROW, alpha=8.0),
+            PAIR,
+            "rank 4, scale 0.25, on up_proj, v_proj, and the run's are of rank 4, scale 2, on up_proj",
         ),
         (HELD_FACTS, None, (), "holds adapters that are not the run's: code, math; start it by"),
     ],
