@@ -47,6 +47,10 @@ from tests.te import flash_twin
 NORMS = ("grad_norm", "mtp_grad_norm", "mtp_loss")
 
 
+def adapters_of(folder: Path, quantization: str) -> LoraConfig:
+    return LoraConfig(rank=4, alpha=6.0, path=str(folder), quantization=quantization)
+
+
 def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
     options = case["experts"] if backend == "te" else {}
     config = EngineConfig(
@@ -58,7 +62,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         offload_activations=case["offload"] if backend == "te" else 0,
         shared_prefix=case["shared"] and backend == "te",
         mtp="train" if case["model"] == "mtp" else "carry",
-        lora=LoraConfig(rank=4, alpha=6.0, path=str(model.parent / "adapter")) if case["lora"] else LoraConfig(),
+        lora=adapters_of(model.parent / "adapter", case["quantization"]) if case["lora"] else LoraConfig(),
         optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
         **options,
     )

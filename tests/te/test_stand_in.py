@@ -45,13 +45,19 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"family": "gpt_oss", "tied": False},
     "latent": {"family": "deepseek_v3", "tied": False},  # a dense layer and a sparse one
+    "blocks": {  # whose rows are whole blocks of a quantised base, on two ranks too
+        "family": "qwen3", "tied": False, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
+        "head_dim": 16,
+    },
     "mtp": {"family": "glm4_moe", "tied": False},  # and a layer of multi-token prediction, which is trained
 }  # fmt: skip
 SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
 # In place of recompute, too: knobs of experts, a layer offloaded, bfloat16, or a fusion that is off.
 EXPERTS = {"sequential": {"experts": "sequential"}, "flex": {"moe_dispatcher": "flex"}}
 OFFLOADED, SIXTEEN = "offloaded", "bfloat16"
-ADAPTED = {"adapters": "none", "adapters_selective": "selective"}  # with the adapters of a model's folder
+QUANTISED = "quantised"
+# With the adapters of a model's folder, and their recompute mode.
+ADAPTED = {"adapters": "none", "adapters_selective": "selective", QUANTISED: "none"}
 WITHOUT = ("norm", "swiglu", "rope", "accumulation")
 pytestmark = rows.marks()
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
@@ -85,6 +91,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen3", {}, "adapters_selective"),
         ("qwen3", {}, "adapters"),
         ("latent", {}, "adapters"),
+        ("qwen3_moe", {}, "adapters"),
+        ("blocks", {}, QUANTISED),
     ]),
     2: rows.every(3, [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -104,6 +112,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mtp", {**SP, "ep_size": 2, "etp_size": 1}, "none"),
         ("mtp", {"pp_size": 2}, "selective"),
         ("qwen3", SP, "adapters"),
+        ("blocks", SP, QUANTISED),
         ("qwen3_moe", {**SP, "ep_size": 2, "etp_size": 1}, "adapters"),
         ("llama_biased", {"tp_size": 2}, SHARED),
         ("qwen3", SP, SHARED),
@@ -185,6 +194,7 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
                 "without": recompute if recompute in WITHOUT else "",
                 "offload": 1 if recompute == OFFLOADED else 0,
                 "lora": recompute in ADAPTED,
+                "quantization": "nf4" if recompute == QUANTISED else "none",
                 SHARED: recompute == SHARED,
             }
             cases.setdefault(str(ranks), []).append(case)
@@ -238,11 +248,13 @@ def test_adam_counts_from_the_start_again_after_a_state_without_steps(name: str,
 def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> None:
     layers, option = set(facts_of(work, name)["layers"]), name.split("-")[1]
     plain = dict.fromkeys(("norm", *ADAPTED), "TEColumnParallelLinear")  # an adapter reads what the norm returns
+    plain[QUANTISED] = "ColumnParallelLinear"
     norm_linear = {"selective": "NormColumnLinear", **plain}.get(option, "TELayerNormColumnParallelLinear")
-    expected = {norm_linear, "TERowParallelLinear", "TEDotProductAttention", "RotaryTable"}
+    row_linear = "RowParallelLinear" if option == QUANTISED else "TERowParallelLinear"
+    expected = {norm_linear, row_linear, "TEDotProductAttention", "RotaryTable"}
     if option in ("selective", "adapters_selective") and not name.startswith(("mixtral", "gemma3")):
         expected |= {"RecomputingMLP"}
-    if option == "sequential" or (option in ADAPTED and name.startswith(("qwen3_moe", "latent"))):
+    if option == "sequential":
         expected |= {"SequentialMLP", "ColumnParallelLinear", "RowParallelLinear"}
     elif name.startswith(("mixtral", "qwen3_moe", "gpt_oss", "latent")):
         expected |= {"TEGroupedMLP", "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}

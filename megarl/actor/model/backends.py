@@ -218,7 +218,7 @@ def choose_backend(
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
     if name == "te":
-        te = _transformer_engine(config.shared_prefix, config.recompute)
+        te = _transformer_engine(config.shared_prefix, config.recompute, frozen=config.lora.rank > 0)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
         if config.lora.rank:  # an adapter reads what the norm returns
             backend = dataclasses.replace(backend, norm_linear=None)
@@ -293,12 +293,12 @@ def _deterministic() -> LayerBackend:
     )
 
 
-def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
+def _transformer_engine(shared_prefix: bool, recompute: str, frozen: bool) -> LayerBackend:
     """Builds the backend of Transformer Engine's modules, fused as in Megatron's own GPT recipe.
 
     A norm and the projection behind it are one module, except before experts. SwiGLU and rotary positions take a kernel
-    each. Linear layers add weight gradients to DDP's main gradient in float32. Attention over shared prompts is
-    torch's flash attention (`prefix_attention.py`).
+    each. Linear layers add weight gradients to DDP's main gradient in float32; `frozen` experts have none. Attention over
+    shared prompts is torch's flash attention (`prefix_attention.py`).
 
     `recompute` selective recomputes what is large and cheap. Of the 158 KB a token that a layer of Qwen3-8B keeps, the
     outputs of norms and SwiGLU are 41, and no product is repeated for them. Flash attention keeps its inputs, which are
@@ -313,6 +313,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
     norm, column_linear = provider.layer_norm(rms_norm=True), provider.column_parallel_linear()
     row_linear = fused_layers.accumulating(provider.row_parallel_linear())
     norm_linear, mlp = provider.column_parallel_layer_norm_linear(), MLP
+    experts = provider.grouped_mlp_modules(True)
     if recompute == "selective":
         norm_linear, mlp = fused_layers.norm_before(column_linear, norm), fused_layers.RecomputingMLP
     return LayerBackend(
@@ -330,7 +331,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str) -> LayerBackend:
         row_linear=row_linear,
         biased_row_linear=partial(row_linear, biased=True),
         mlp=mlp,
-        experts=fused_layers.accumulating_experts(provider.grouped_mlp_modules(True)),
+        experts=experts if frozen else fused_layers.accumulating_experts(experts),
         fused_permutation=True,
         fused_delta_rule=True,
         # Unfused rotary positions read the bounds of sequences from the GPU in every layer (rope_utils.py:226).
