@@ -297,8 +297,8 @@ def _transformer_engine(shared_prefix: bool, recompute: str, frozen: bool) -> La
     """Builds the backend of Transformer Engine's modules, fused as in Megatron's own GPT recipe.
 
     A norm and the projection behind it are one module, except before experts. SwiGLU and rotary positions take a kernel
-    each. Linear layers add weight gradients to DDP's main gradient in float32; `frozen` experts have none. Attention over
-    shared prompts is torch's flash attention (`prefix_attention.py`).
+    each. Linear layers add weight gradients to DDP's main gradient in float32; `frozen` experts have none. Attention
+    over shared prompts is torch's flash attention (`prefix_attention.py`).
 
     `recompute` selective recomputes what is large and cheap. Of the 158 KB a token that a layer of Qwen3-8B keeps, the
     outputs of norms and SwiGLU are 41, and no product is repeated for them. Flash attention keeps its inputs, which are

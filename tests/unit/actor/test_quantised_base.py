@@ -214,6 +214,11 @@ def test_a_base_that_cannot_be_quantised_is_refused_in_one_line(
     assert "\n" not in told
 
 
+def test_servers_of_the_checkpoint_do_not_hold_a_quantised_base() -> None:
+    assert LoraConfig(rank=4).starts_as_checkpoint
+    assert not LORA.starts_as_checkpoint
+
+
 def test_a_missing_library_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
     assert "needs the package bitsandbytes" in refusal(EngineConfig(path=str(base), lora=LORA), {})
