@@ -46,7 +46,7 @@ ADAPTERS: Bugs = {
             ("a layer keeps its weight", "            del module.weight", "            pass"),
         ],
         ("tests/distributed/test_lora_layouts.py",): [
-            ("codes lose Megarl's marks of cuts", "    empty.__dict__.update(parameter.__dict__)", "    pass"),
+            ("codes lose Megatron's marks of cuts", "    empty.__dict__.update(parameter.__dict__)", "    pass"),
         ],
     },
     "megarl/actor/weights/computed_boxes.py": {
