@@ -250,7 +250,7 @@ def from_config_file(arguments: list[str]) -> tuple[list[str], Converted | None]
     selected = [
         f"{'+' * (group == 'experiment')}{group}={name}" for group, name in chosen.items() if group not in overridden
     ]
-    overrides = [*selected, *_flat(values)]
+    overrides = [*selected, *overrides_of(values)]
     origins = {knob: Origin(knob) for knob in _set_by(overrides) - overridden}
     return [*overrides, *rest], Converted(overrides, "", path, origins, lines)
 
@@ -277,13 +277,13 @@ def _chosen_groups(values: dict[Any, Any], where: str) -> dict[str, Any]:
     return chosen | {key: values.pop(key) for key in [*values] if key in known and not isinstance(values[key], dict)}
 
 
-def _flat(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
+def overrides_of(values: dict[Any, Any], prefix: str = "") -> Iterator[str]:
     """Yields an override per knob of nested keys."""
     knobs = knob_paths()
     for key, value in values.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and path not in knobs:
-            yield from _flat(value, f"{path}.")
+            yield from overrides_of(value, f"{path}.")
         elif isinstance(value, dict):  # a knob of a dict type
             yield from ("+" + override_of(f"{path}.{inner}", content) for inner, content in value.items())
         else:

@@ -87,6 +87,13 @@ class SaverConfig:
     asynchronous: bool = knob(True, "train on while a checkpoint is written, from a copy of the state on the host")
     timeout_s: float = knob(3600.0, "seconds that the writing of a checkpoint may take", above=0, most=MAX_SECONDS)
     export_hf: bool = knob(True, "write the trained model as a HF checkpoint to hf/ at the end")
+    keep_batches: int = knob(
+        0,
+        "batches of the last steps kept for `megarl.replay`; 0 is none; every_steps of them reach back to a checkpoint",
+        least=0,
+        most=MAX_COUNT,
+    )
+    batches_gb: float = knob(10.0, "GB that the kept batches may take; the oldest go first", above=0, most=1e6)
 
     def __post_init__(self) -> None:
         check_ranges(self, "saver")

@@ -79,6 +79,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def batches(self) -> Path:
+        """One file per kept batch (`saver.keep_batches`)."""
+        return self.path / "batches"
+
+    @property
     def logs(self) -> Path:
         """One log file per server and rank. A cluster job has a subfolder per attempt (`new_attempt`)."""
         return self.path / "logs"

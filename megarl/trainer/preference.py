@@ -51,10 +51,14 @@ class Preferences:
             engine.initialize(ft_spec=spec)
         return Preferences(engine, algorithm, "values" if scores else "logprobs", references)
 
-    def prepare(self, batch: PackedBatch, data: str) -> PackedBatch:
-        """Adds `ref_logp` to the batch. For KTO also replaces the mismatched completions by their figures."""
+    def refer(self, batch: PackedBatch, data: str) -> PackedBatch:
+        """Adds `ref_logp` to the batch, if the algorithm reads it."""
         if self.references:
             batch["ref_logp"] = self.references[data](batch)
+        return batch
+
+    def prepare(self, batch: PackedBatch) -> PackedBatch:
+        """For KTO replaces the mismatched completions by their figures."""
         if "mismatched" not in batch:
             return batch
         mismatched = batch.select(batch["mismatched"].nonzero().flatten().tolist())
@@ -76,7 +80,7 @@ class Preferences:
 
     def evaluate(self, batch: PackedBatch) -> dict[str, float]:
         """Metrics of the held-out batch under the present weights."""
-        batch, algorithm = self.prepare(batch, "valid"), self.algorithm
+        batch, algorithm = self.prepare(self.refer(batch, "valid")), self.algorithm
         return self.engine.eval().eval_batch(batch, algorithm.loss, algorithm.loss_weight, loss_input=self.loss_input)
 
 
@@ -102,7 +106,9 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
             run.log(0)
         for step in run.steps():
             with stage("reference"):
-                batch = preferences.prepare(next(inputs.train), "train")
+                batch = preferences.refer(next(inputs.train), "train")
+                run.keep_batch(step, batch)
+                batch = preferences.prepare(batch)
             with stage("update"):
                 stats = preferences.update(batch)
             with stats_tracker.scope("train"):

@@ -147,6 +147,7 @@ def steps(run: Run, rollouts: RolloutDriver, models: Models) -> Iterator[int]:
     for step in run.steps():
         with stage("rollout"):
             batch = rollouts.next_batch()
+        run.keep_batch(step, batch)
         with stage("logprobs"):
             models.score(batch)
         with stage("advantages"):

@@ -25,7 +25,9 @@ from megarl.parallel import watchdog
 from megarl.rollout.executor import NoSamplesError
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
 from megarl.trainer.checkpoints.trainer_state import Resumable
+from megarl.trainer.kept_batches import BatchRing
 from megarl.trainer.stop_signal import StopSignal
+from megarl.types import PackedBatch
 
 # Generation-0 threshold of the garbage collector. Python's default of 700 runs it 17 times in a rollout.
 GARBAGE_EVERY = 10_000
@@ -71,6 +73,7 @@ class Run:
         self._is_alone = stop is None
         self._stop = stop or StopSignal(self.note)
         self._saver = Saver(config.saver, folder.checkpoints, self.note)
+        self._batches = BatchRing(config, folder.batches, self.note)
         self._profiler = StepProfiler(config.logger, folder.profiles, dist.get_rank())
         self._started = started
         self._before_s = 0.0  # wall seconds of the parts before a resume
@@ -88,6 +91,7 @@ class Run:
                     self.note(f"the checkpoint of step {self.done} holds no {name}: they begin anew")
         with contextlib.ExitStack() as stack:
             if self.is_rank0:
+                self._batches.forget_after(self.done)
                 after = self.done if self.config.resume else -1
                 self._logger = stack.enter_context(StatsLogger(self.folder.path, self.config.logger, after))
                 total = self.config.total_train_steps
@@ -136,6 +140,15 @@ class Run:
         self._keep_steps()
         if self.stopped:
             self.note(f"stopped after step {self.done}; go on with resume={self.folder.job}")
+
+    def keep_batch(self, step: int, batch: Any) -> None:
+        """Has rank 0 write the step's global batch, packed or padded, if `saver.keep_batches` is above 0.
+
+        Call it before the step: a batch that crashes the trainer is then on disk.
+        """
+        if self.is_rank0 and self._batches.enabled:
+            with timeline.span("keep batch"):
+                self._batches.keep(step, PackedBatch.from_padded(batch))
 
     def _keep_steps(self) -> None:
         """Writes the last line of metrics and the last checkpoint, unless they are written, and waits for them."""

@@ -65,6 +65,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
         with Run(config, folder, {ACTOR: engine}, {"batches": inputs.train}, started) as run:
             for step in run.steps():
                 batch = next(inputs.train)
+                run.keep_batch(step, batch)
                 with stage("update"):
                     stats = learner.train_lm(batch)
                     engine.step_lr_scheduler()
