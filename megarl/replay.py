@@ -23,7 +23,8 @@ from rich.table import Table
 from megarl import cli
 from megarl.config import Config
 from megarl.knobs import UserError
-from megarl.launcher.local import PARENT, run_ranks
+from megarl.launcher.local import PARENT
+from megarl.launcher.replay_ranks import state_before, take_steps
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from megarl.processes import die_with_parent
@@ -31,7 +32,7 @@ from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged
 from megarl.trainer.kept_batches import read_batch
 from megarl.trainer.replay_checks import changed_knobs, check_replay, overrides_of
-from megarl.trainer.replay_order import FIGURES, STATS, Order, read_order, write_order
+from megarl.trainer.replay_order import FIGURES, STATS, Order, read_order
 from megarl.trainer.replay_source import Source, find, whole_checkpoints
 from megarl.types import PackedBatch
 
@@ -88,20 +89,11 @@ def take_again(request: Request, source: Source, overrides: list[str], same: boo
         UserError: the ranks ended early; what they wrote is above.
     """
 
-    def run(order: Order, folder: Path) -> None:
-        folder.mkdir()
-        config = cli.composed(order.overrides)
-        world, file = config.parallel.world_size(), write_order(order, folder)
-        if code := run_ranks("megarl.replay", [str(file)], world, folder, config.parallel.timeout_s):
-            raise UserError(f"the replay of step {request.step} on {world} ranks ended with code {code}; see above")
-
     state, batches = str(source.checkpoint or ""), [str(path) for path in source.batches]
-    if not same and len(batches) > 1:
-        order = Order(overrides_of(source.facts), batches[:-1], state, save_to=str(work / "states"))
-        run(order, work / "before")
-        state, batches = str(work / "states" / f"step_{request.step - 1:06d}"), batches[-1:]
+    if not same:
+        state, batches = state_before(source, work), batches[-1:]
     after = whole_checkpoints(request.folder).get(request.step)
-    run(Order(overrides, batches, state, compare_to=str(after or "")), work / "step")
+    take_steps(Order(overrides, batches, state, compare_to=str(after or "")), work / "step")
     return Replayed(**json.loads((work / "step" / STATS).read_text()))
 
 

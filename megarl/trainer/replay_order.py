@@ -17,6 +17,7 @@ class Order:
     batches: list[str]  # files of the steps, in order
     state: str = ""  # checkpoint before the first of them; "": the run's start
     save_to: str = ""  # folder for a checkpoint after the last of them; "": none is written
+    hf_to: str = ""  # folder for the actor after them as a HF checkpoint; "": none is written
     compare_to: str = ""  # checkpoint to compare the state after the last of them with; "": none
 
 

@@ -79,6 +79,8 @@ def replay(order: Order, work: Path) -> None:
     if order.save_to:
         saver = Saver(SaverConfig(asynchronous=False), Path(order.save_to), lambda _: None)
         saver.save(engines, read_facts(paths[-1]).step, {})
+    if order.hf_to:
+        engines[ACTOR].save(Path(order.hf_to))
     gaps = {}
     if order.compare_to:
         for name, engine in engines.items():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from megarl import cli
+from megarl import cli, compare
+from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder
 from megarl.trainer.kept_batches import BatchRing, kept_steps, read_batch
-from tests.e2e.test_main_job import Command
+from tests.e2e.test_main_job import DEADLINE_S, Command
 
 pytestmark = pytest.mark.usefixtures("warm_commands")
 SFT = [
@@ -76,6 +80,23 @@ def test_another_batch_is_found_to_differ_and_a_step_without_a_state_is_refused(
     assert "differs: the loss by" in text
 
 
+def test_two_layouts_are_compared_by_layer_on_the_commands_page(supervised: RunFolder, tmp_path: Path) -> None:
+    command = Command(tmp_path, str(supervised.path), "step=6", "parallel=tp2", "sequences=3", module="megarl.compare")
+    assert command.wait() == 0, command.output.read_text()[-3000:]
+    text = command.output.read_text()
+    assert "embedding │ 0.0e+00 │ 0.0e+00" in text
+    found = re.search(r"they part at layer (\d), by (\S+) at worst", text)
+    assert found is not None
+    assert 0 < float(found[2]) < 1e-5
+    assert "By layer" in (supervised.path / "compare_000006" / "compare.html").read_text("utf-8")
+    with pytest.raises(
+        UserError, match=r"method=sft has no servers; give against=MODEL, or knobs such as parallel=tp2"
+    ):
+        compare.compare(compare.parse([str(supervised.path), "step=6"]))
+    with pytest.raises(UserError, match=r"actor\.lora\.rank=4: runs of adapters cannot be compared"):
+        compare.compare(compare.parse([str(supervised.path), "step=6", "actor.lora.rank=4", "actor.init=checkpoint"]))
+
+
 def test_a_resumed_run_replaces_the_batches_of_the_steps_that_it_takes_anew(
     supervised: RunFolder, tmp_path: Path
 ) -> None:
@@ -106,3 +127,9 @@ def test_a_step_of_dapo_on_real_rollouts_is_taken_again_bit_for_bit_and_by_anoth
     code, text = replayed(run, tmp_path, "step=3", "algorithm=cispo")
     assert code == 0, text
     assert "another step: algorithm=cispo" in text
+    words = [sys.executable, "-W", "ignore", "-m", "megarl.compare", str(run.path), "step=4"]  # no run_root: a server
+    done = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"nats apart on average, (\S+) at worst", done.stdout)
+    assert found is not None
+    assert 0 < float(found[1]) < 3e-4, "rounding"

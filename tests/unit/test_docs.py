@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl import cli, export, replay, samples
+from megarl import cli, compare, export, replay, samples
 from megarl.knobs import UserError
 from megarl.preflight.report import split_options
 from tests.unit.test_layers import LAYERS
@@ -136,6 +136,8 @@ def check_command(module: str, arguments: str) -> None:
         assert {word.partition("=")[0] for word in words[1:]} <= set(samples.OPTIONS), samples.USAGE
     elif module == "replay":
         replay.parse(words)
+    elif module == "compare":
+        compare.parse(words)
     elif module == "dashboard":
         assert len([word for word in words if "=" not in word]) <= 1
         assert {word.partition("=")[0] for word in words if "=" in word} <= {"port"}

@@ -29,7 +29,7 @@ LAYERS = (
     {"trainer"},
     {"launcher"},
     {"preflight"},
-    {"train", "evaluate", "doctor", "export", "report", "samples", "dashboard", "serve", "replay"},
+    {"train", "evaluate", "doctor", "export", "report", "samples", "dashboard", "serve", "replay", "compare"},
 )
 LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 PACKAGE_LEVEL = LEVEL["families"]  # of megarl/__init__.py, whose names are loaded when they are used
