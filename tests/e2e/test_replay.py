@@ -81,7 +81,8 @@ def test_another_batch_is_found_to_differ_and_a_step_without_a_state_is_refused(
 
 
 def test_two_layouts_are_compared_by_layer_on_the_commands_page(supervised: RunFolder, tmp_path: Path) -> None:
-    command = Command(tmp_path, str(supervised.path), "step=6", "parallel=tp2", "sequences=3", module="megarl.compare")
+    words = ("step=6", "parallel=cp2", "actor.max_tokens_per_mb=64", "sequences=4")  # in several microbatches
+    command = Command(tmp_path, str(supervised.path), *words, module="megarl.compare")
     assert command.wait() == 0, command.output.read_text()[-3000:]
     text = command.output.read_text()
     assert "embedding │ 0.0e+00 │ 0.0e+00" in text
