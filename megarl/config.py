@@ -199,8 +199,15 @@ def longest_sequence(config: Config) -> int | None:
 
 
 def server_arguments(config: Config) -> dict[str, Any]:
-    """SGLang's ServerArgs that the servers start with beside their knobs: the user's, and one by actor.float32_head."""
-    return ({"enable_fp32_lm_head": True} if config.actor.float32_head else {}) | dict(config.sglang)
+    """SGLang's ServerArgs that the servers start with beside their knobs: the user's, and those that knobs imply."""
+    head = {"enable_fp32_lm_head": True} if config.actor.float32_head else {}
+    routes = {"enable_return_routed_experts": True} if replays_rollout(config) else {}
+    return {**head, **config.sglang, **routes}
+
+
+def replays_rollout(config: Config) -> bool:
+    """True if servers return the experts of their tokens, which the trainer replays."""
+    return config.method == "rl" and getattr(config.algorithm, "routing_replay", "off") == "rollout"
 
 
 def is_paired(config: Config) -> bool:

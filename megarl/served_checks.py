@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from megarl.actor.weights.adapter_shards import shape_of
+from megarl.algorithms import OPDConfig
 from megarl.config import Config, longest_sequence
 from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation
 from megarl.families.adapters import SERVED
@@ -18,12 +20,22 @@ from megarl.reshard.plan.sglang_adapters import adapter_holdings
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_options
 
 MOST_ADAPTERS = 64
+# ServerArgs without which SGLang records no experts. Of its backends for experts, megarl takes two that record them.
+REPLAY_OPTIONS: dict[str, Any] = {"enable_return_routed_experts": True, "speculative_algorithm": None}
 PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a name that can be a folder's
 
 
 def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[[], object]]:
     """Checks that servers can run the model in their layout; none without rollouts."""
-    rules = (_check_layout, _check_windows, _check_sinks, _check_class, _check_weights, _check_adapters)
+    rules = (
+        _check_layout,
+        _check_windows,
+        _check_sinks,
+        _check_class,
+        _check_weights,
+        _check_adapters,
+        _check_replay,
+    )
     return [partial(rule, config, model) for rule in rules] if config.method == "rl" else []
 
 
@@ -106,6 +118,29 @@ def _check_layout(config: Config, model: PretrainedConfig) -> None:
         raise UserError(
             f"server.tp_size={tp} does not divide the model's num_attention_heads={heads}; choose a divisor"
         )
+
+
+def _check_replay(config: Config, model: PretrainedConfig) -> None:
+    """Refuses `algorithm.routing_replay` where experts cannot be replayed, or servers do not return their choice."""
+    if (mode := getattr(config.algorithm, "routing_replay", "off")) == "off":
+        return
+    knob = f"algorithm.routing_replay={mode}"
+    if decoder(model).experts is None:
+        raise UserError(f"{knob} replays the choice of experts, and {model.model_type} is dense; set it to off")
+    if isinstance(config.algorithm, OPDConfig):
+        raise UserError(
+            f"{knob} is about a policy and its own samples, and algorithm=opd has a teacher's; set it to off"
+        )
+    if mode != "rollout":
+        return
+    if config.rollout.rollout_func:
+        raise UserError(
+            f"{knob} needs the servers' choice of experts, and rollout.rollout_func={config.rollout.rollout_func} "
+            "returns tokens alone; use a workflow, or set it to off"
+        )
+    for option, needed in REPLAY_OPTIONS.items():
+        if (value := config.sglang.get(option, needed)) != needed:
+            raise UserError(f"{knob}: with sglang.{option}={value} SGLang does not record experts; leave {option} out")
 
 
 def _check_adapters(config: Config, model: PretrainedConfig) -> None:

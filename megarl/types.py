@@ -76,6 +76,7 @@ class ModelResponse:
     output_logprobs: list[float]
     output_versions: list[int]
     stop_reason: Literal["stop", "length", "abort"] = "stop"
+    routed_experts: Tensor | None = None  # int16 [input_len + output_len - 1, layers with experts, topk]
 
     @property
     def input_len(self) -> int:
@@ -274,8 +275,9 @@ class PackedBatch:
     def from_padded(data: Any) -> PackedBatch:
         """Packs a padded `{key: [batch, length]}` mapping (dict or TensorDict) by its `attention_mask`.
 
-        Values of shape `[batch, length]` become per-token tensors, others with a leading `batch` per-sequence ones. If
-        the batch has one sequence, a tensor may lack the batch dimension. Padding may be on either side.
+        Values of shape `[batch, length]` become per-token tensors, and so does `routed_experts [batch, length, ...]`.
+        Others with a leading `batch` become per-sequence ones. If the batch has one sequence, a tensor may lack the
+        batch dimension. Padding may be on either side.
         """
         if isinstance(data, PackedBatch):
             return data
@@ -296,6 +298,8 @@ class PackedBatch:
                 value = value.unsqueeze(0)
             if value.shape == shape:
                 tokens[key] = value.take(kept_positions)
+            elif key == ROUTED_EXPERTS and value.shape[:2] == shape:
+                tokens[key] = value.flatten(0, 1)[kept_positions]
             elif value.ndim and value.shape[0] == shape[0]:
                 sequences[key] = value
             else:
@@ -319,6 +323,7 @@ def shifted_labels(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return labels, batch["loss_mask"].bool().roll(-1).index_fill(0, ends, False)
 
 
+ROUTED_EXPERTS = "routed_experts"  # int16 [total_tokens, sparse layers, topk] of a batch: experts to replay; -1: none
 TEACHER_SAMPLED = "teacher_sampled"  # bool [num_seqs] of a batch: a teacher wrote the sample, not the policy
 ORIGIN = "megarl_origin"  # key of a prompt's origin, {"source": label, "row": number}; workflows do not see it
 

@@ -35,6 +35,7 @@ from megarl.actor.engine_weights import EngineWeights
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.model import build, heads, shared_base
 from megarl.actor.model.backends import choose_backend
+from megarl.actor.model.routing import RoutingReplay
 from megarl.actor.mtp import MtpTraining
 from megarl.actor.optimizer import build_optimizer, build_scheduler, mtp_grad_norm, step_by_norm
 from megarl.actor.reports import WeightedReport, reduced
@@ -104,6 +105,7 @@ class MegatronEngine(TrainEngine):
         self._cut = Cut()
         self._state: EngineState | None = None
         self._mtp: MtpTraining | None = None
+        self._replay: RoutingReplay | None = None  # of a policy whose routers replay
         self._on_base = False  # True: another engine's frozen model is this one's too
 
     # -- lifecycle -------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ class MegatronEngine(TrainEngine):
         return cut
 
     def destroy(self) -> None:
-        self._state = self.scheduler = self.optimizer = self._mtp = None
+        self._state = self.scheduler = self.optimizer = self._mtp = self._replay = None
         self.ddps, self.modules = [], []
         self.__dict__.pop("_weights", None)
         self.__dict__.pop("groups", None)  # a group's threads end with its last reference
@@ -221,8 +223,10 @@ class MegatronEngine(TrainEngine):
 
     def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Runs the pipeline schedule. The last stage calls `process(output, microbatch)` for each microbatch."""
+        stages = self.ddps[: self.groups.vpp_size]
+        passing = None if self._replay is None else self._replay.begin(trains=not forward_only)
         with timeline.span("forward" if forward_only else "forward and backward"):
-            return schedule.run(self.ddps[: self.groups.vpp_size], microbatches, process, self.groups, forward_only)
+            return schedule.run(stages, microbatches, process, self.groups, forward_only, passing)
 
     def run_forward(self, microbatches: list[Microbatch], process: Callable[[Tensor, Microbatch], Tensor]) -> list[Any]:
         """Results of `process` on the last stage's outputs, forward only; [] on the other stages."""

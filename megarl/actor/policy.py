@@ -10,12 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.actor.api import LossFn, LossInput, LossWeightFn
+from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn
 from megarl.actor.batch import rank_batches
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.model.routing import RoutingReplay
+from megarl.families import decoder
 from megarl.parallel.config import ParallelConfig
-from megarl.types import PackedBatch, trained_tokens_of_samples
+from megarl.types import ROUTED_EXPERTS, PackedBatch, trained_tokens_of_samples
 
 
 class PolicyAlgorithm(Protocol):
@@ -23,6 +25,7 @@ class PolicyAlgorithm(Protocol):
 
     n_minibatches: int
     needs_prox_logp: bool
+    routing_replay: str
 
     def advantages(self, batch: PackedBatch) -> Tensor:
         """Computes advantages, float32 `[total_tokens]`, token-aligned."""
@@ -50,13 +53,33 @@ class MegatronPPOActor(MegatronEngine):
         super().__init__(config, parallel, deterministic=deterministic)
         self.algorithm = algorithm
 
+    def initialize(
+        self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, base: MegatronEngine | None = None
+    ) -> None:
+        super().initialize(addr, ft_spec, base)
+        if self.algorithm.routing_replay != "off":
+            modules, how = self.backend.recompute_modules, self.config.recompute
+            recomputes = how == "full" or (how == "selective" and "moe" in modules)
+            self._replay = RoutingReplay(self.stages, decoder(self.hf_config), self.groups, recomputes)
+
     def compute_logp(self, batch: PackedBatch) -> Tensor:
         """Computes log-probs under the current weights, float32 `[total_tokens]`, token-aligned.
 
-        Tokens outside `loss_mask` are 0. Without a `loss_mask`, all tokens are computed.
+        Tokens outside `loss_mask` are 0. Without a `loss_mask`, all tokens are computed. With
+        `algorithm.routing_replay=rollout` routers take the batch's `routed_experts`; with `proximal` this sets them.
         """
         self.eval()
+        if self.algorithm.routing_replay == "proximal":
+            assert self._replay is not None, "initialize first"
+            batch.tokens.pop(ROUTED_EXPERTS, None)
+            with self._replay.recording(batch):
+                return self.logprobs(batch, trained_only=True)
+        self._check_routes(batch)
         return self.logprobs(batch, trained_only=True)
+
+    def _check_routes(self, batch: PackedBatch) -> None:
+        if self._replay is not None:
+            self._replay.check(batch)
 
     def compute_advantages(self, batch: PackedBatch) -> None:
         """Sets `batch["advantages"]`, float32 `[total_tokens]`, zero outside `loss_mask`.
@@ -78,7 +101,15 @@ class MegatronPPOActor(MegatronEngine):
 
         Raises:
             ValueError: several minibatches without `prox_logp`, or fewer samples than minibatches.
+            UserError: with `algorithm.routing_replay`, a sequence without routes.
         """
+        self._check_routes(batch)
+        stats = self._update(batch)
+        if self._replay is not None:
+            stats["routes_changed"] = self._replay.changed_share()
+        return stats
+
+    def _update(self, batch: PackedBatch) -> dict[str, float]:
         algorithm = self.algorithm
         count, weight = algorithm.n_minibatches, algorithm.loss_weight
         if "prox_logp" in batch:

@@ -11,6 +11,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.offload import Offloaded
 from megarl.actor.weights import hf_weights
 from megarl.parallel.config import ParallelConfig
+from megarl.types import ROUTED_EXPERTS, PackedBatch
 
 
 class MegatronReference(MegatronEngine):
@@ -48,9 +49,13 @@ class BasePolicy:
         self._engine = engine
 
     def compute_logp(self, data: Any) -> Tensor:
-        """Computes log-probs as `MegatronReference.compute_logp` does."""
+        """Computes log-probs as `MegatronReference.compute_logp` does, by the routers' own choice of experts."""
+        batch = PackedBatch.from_padded(data)
+        tokens = {key: value for key, value in batch.tokens.items() if key != ROUTED_EXPERTS}
+        own = PackedBatch(batch.cu_seqlens, tokens, batch.sequences, batch.bounds)
+        own.shared = batch.shared
         with self._engine.base_alone():
-            return self._engine.eval().logprobs(data, trained_only=True)
+            return self._engine.eval().logprobs(own, trained_only=True)
 
     def offload(self) -> None:
         """Does nothing: the weights are the engine's."""

@@ -22,6 +22,7 @@ from megarl.types import PackedBatch
 
 AGGREGATIONS = ("token", "sequence", "constant")
 KL_PLACES = ("loss", "reward")
+ROUTING_REPLAY = ("off", "rollout", "proximal")
 UNBOUNDED = 1e9  # a clip bound that never applies: ratios are clamped below e^20
 
 
@@ -81,6 +82,12 @@ class RLConfig(AlgorithmConfig):
     correction_veto: float = knob(
         0.0, "sequences with a token of a smaller trainer/rollout probability are left out; 0 is off", least=0, below=1
     )
+    routing_replay: str = knob(
+        "off",
+        "experts of the policy's log-probs and update: off (its own routers choose), rollout (the servers' choice, R3) "
+        "or proximal (the choice of the pass before the update, R2)",
+        choices=ROUTING_REPLAY,
+    )
     reject_low: float = knob(
         0.0, "sequences with a smaller geometric mean of trainer/rollout probability are left out", least=0, below=1
     )
@@ -93,6 +100,11 @@ class RLConfig(AlgorithmConfig):
         if self.correction_level != "token" and self.correction == "none":
             raise UserError(
                 f"algorithm.correction_level={self.correction_level} needs algorithm.correction=truncate or mask"
+            )
+        if self.routing_replay == "proximal" and self.n_minibatches == 1:
+            raise UserError(
+                "algorithm.routing_replay=proximal with algorithm.n_minibatches=1 replays nothing: the update's own "
+                "pass is the proximal one; set n_minibatches above 1, or routing_replay=off"
             )
         if 0 < self.reject_high <= 1:
             raise UserError(
@@ -133,11 +145,13 @@ class Algorithm(ABC):
     min_group: int = 1  # completions per prompt that the advantages need
     needs_critic: ClassVar[bool] = False  # True if `advantages` reads `values`
     needs_teacher: ClassVar[bool] = False  # True if a teacher judges the tokens (see `opd.py`)
+    routing_replay: str = "off"  # whose choice of experts the policy replays
     needs_prox_logp: bool = True  # True if `prox_logp` is read before the update's first forward pass computes it
     workflow: ClassVar[str] = "rlvr"  # name of the rollout workflow
 
     def __init__(self, config: RLConfig) -> None:
         self.n_minibatches = config.n_minibatches
+        self.routing_replay = config.routing_replay
         self.needs_reference = config.kl_coef > 0
 
     @abstractmethod

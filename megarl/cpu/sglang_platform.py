@@ -23,7 +23,8 @@ def arguments(tp_size: int, deterministic: bool, given: Collection[str]) -> dict
     with_adapters = any("lora" in name for name in given)
     if with_adapters:
         chosen["lora_backend"] = "torch_native"  # the others are for GPUs
-    if tp_size == 1 and not deterministic and not with_adapters and not any("speculative" in name for name in given):
+    plain = not any("speculative" in name or name == "enable_return_routed_experts" for name in given)
+    if tp_size == 1 and not deterministic and not with_adapters and plain:
         chosen["speculative_algorithm"] = SEVERAL_STEPS
         chosen["speculative_num_draft_tokens"] = 4  # SGLang reserves slots for twice as many: 8 steps
         chosen["disable_overlap_schedule"] = True

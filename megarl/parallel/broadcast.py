@@ -68,8 +68,12 @@ def broadcast_batch(batch: PackedBatch | None, src: int = 0) -> PackedBatch:
     count, tokens, sequences = broadcast_json(header, src)
 
     def broadcast_tensor(source: Tensor | None, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        wire_dtype = torch.uint8 if dtype == torch.bool else dtype
-        tensor = torch.empty(shape, dtype=wire_dtype) if source is None else source.contiguous().view(wire_dtype)
+        # Process groups carry neither bool nor int16: both travel as bytes.
+        wire_dtype = torch.uint8 if dtype in (torch.bool, torch.int16) else dtype
+        if source is None:
+            tensor = torch.empty(*shape[:-1], shape[-1] * dtype.itemsize // wire_dtype.itemsize, dtype=wire_dtype)
+        else:
+            tensor = source.contiguous().view(wire_dtype)
         on_device = to_device(tensor, platform.device())
         dist.broadcast(on_device, src)
         return on_device.cpu().view(dtype) if source is None else source

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.knobs import UserError
-from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse, Reward, RewardError
+from megarl.rollout.client.routes import continued
+from megarl.types import ROUTED_EXPERTS, GenerationHyperparameters, ModelRequest, ModelResponse, Reward, RewardError
 
 MIN_ANSWER = 8  # tokens; SGLang refuses prompts within 6 tokens of its context (srt/managers/tp_worker.py)
 
@@ -21,13 +22,15 @@ class Transcript:
     """One conversation, token by token.
 
     `sampled` marks the tokens that the model wrote, which are trained on. Tokens that it only read have the behaviour
-    log-prob 0 and the weight version -1.
+    log-prob 0 and the weight version -1. `routes` has the experts of each token that a server has read, int16
+    `[tokens read, sparse layers, topk]`; None if servers do not send them.
     """
 
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: Tensor | None = None
 
     @staticmethod
     def of(response: ModelResponse) -> Transcript:
@@ -45,7 +48,8 @@ class Transcript:
         self.versions += [-1] * len(ids)
 
     def sample(self, response: ModelResponse) -> None:
-        """Appends the model's answer to the tokens so far."""
+        """Appends the model's answer to the tokens so far. Tokens that have a route keep it."""
+        self.routes = continued(self.routes, response.routed_experts)
         self.tokens += response.output_tokens
         self.sampled += [True] * response.output_len
         self.logprobs += response.output_logprobs
@@ -71,7 +75,7 @@ class Transcript:
 
     def copy(self) -> Transcript:
         """A copy that can be continued independently."""
-        return Transcript(list(self.tokens), list(self.sampled), list(self.logprobs), list(self.versions))
+        return Transcript(list(self.tokens), list(self.sampled), list(self.logprobs), list(self.versions), self.routes)
 
 
 def begin(
@@ -121,7 +125,8 @@ def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float |
     `[n, length]`, padded on the right: `input_ids` int64; `attention_mask` bool; `loss_mask` bool, true on sampled
     tokens; `rollout_logprobs` float32, 0 on given tokens; `versions` int32, -1 on given tokens. `[n]`: `rewards`
     float32; `reward_failed` bool, true where the reward is a `RewardError`: such a sample has reward 0 and no token in
-    its `loss_mask`. `reward_columns` float32 `[n, k]`, where the rewards are sums of several.
+    its `loss_mask`. `reward_columns` float32 `[n, k]`, where the rewards are sums of several. `routed_experts` int16
+    `[n, length, sparse layers, topk]`, where servers send them, -1 on tokens that none has read.
     """
     if len(transcripts) != len(rewards):
         raise ValueError(f"{len(transcripts)} responses need as many rewards, got {len(rewards)}")
@@ -147,6 +152,13 @@ def pad_transcripts(transcripts: Sequence[Transcript], rewards: Sequence[float |
     if parts:
         zeros = (0.0,) * len(parts[0])
         result["reward_columns"] = torch.tensor([getattr(reward, "parts", zeros) for reward in rewards])
+    known = next((t.routes for t in transcripts if t.routes is not None), None)
+    if known is not None:
+        routes = known.new_full((len(transcripts), longest, *known.shape[1:]), -1)
+        for row, transcript in zip(routes, transcripts, strict=True):
+            if transcript.routes is not None:
+                row[: len(transcript.routes)] = transcript.routes
+        result[ROUTED_EXPERTS] = routes
     return result
 
 

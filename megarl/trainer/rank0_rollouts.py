@@ -9,14 +9,16 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from megarl.algorithms import Algorithm, OPDConfig
-from megarl.config import Config
+from megarl.config import Config, replays_rollout
 from megarl.data.mixture import source_labels
 from megarl.environments.pool import EnvironmentPool
+from megarl.families import decoder
 from megarl.observe.run_folder import RunFolder
 from megarl.rewards import reward_fn_of
 from megarl.rewards.answers import answer_of
 from megarl.rewards.pool import RewardPool
 from megarl.rollout.api import RolloutWorkflow
+from megarl.rollout.client.routes import RouteShape
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluator
 from megarl.rollout.workflows.choose import DEFAULT, build_workflow
@@ -40,6 +42,7 @@ class Rank0Rollouts:
         self.engine = RemoteSGLangEngine(config.rollout)
         self.engine.vocab_size = inputs.vocab_size
         self.engine.adapter = sampling_adapter(config)
+        self.engine.routes = RouteShape.of(decoder(inputs.model)) if replays_rollout(config) else None
         self.engine.max_sequence_tokens = max_sequence_tokens(config, inputs.model)
         with contextlib.ExitStack() as opened:
             rewards = opened.enter_context(open_rewards(config))

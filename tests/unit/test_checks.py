@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3MoeConfig
 
-from megarl import checks, cli
+from megarl import checks, cli, served_checks
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError, run_all
@@ -235,3 +236,42 @@ def test_every_rule_of_the_file_is_in_a_list() -> None:
 
 def test_servers_on_cpu_may_pad_their_heads() -> None:
     assert of_model(config_of(RL, "server.tp_size=3", "server.device=cpu")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.routing_replay=rollout"], ""),
+        (["algorithm.routing_replay=proximal", "algorithm.n_minibatches=2"], ""),
+        (
+            ["algorithm.routing_replay=rollout", "rollout.rollout_func=my.function"],
+            "algorithm.routing_replay=rollout needs the servers' choice of experts, and rollout.rollout_func=my.functio"
+            "n returns tokens alone; use a workflow, or set it to off",
+        ),
+        (
+            ["algorithm.routing_replay=rollout", "+sglang.speculative_algorithm=NGRAM"],
+            "algorithm.routing_replay=rollout: with sglang.speculative_algorithm=NGRAM SGLang does not record experts; "
+            "leave speculative_algorithm out",
+        ),
+        (
+            ["algorithm.routing_replay=rollout", "+sglang.enable_return_routed_experts=false"],
+            "algorithm.routing_replay=rollout: with sglang.enable_return_routed_experts=False SGLang does not record "
+            "experts; leave enable_return_routed_experts out",
+        ),
+    ],
+)
+def test_replay_of_experts_wants_their_choice(overrides: list[str], message: str) -> None:
+    config = config_of(RL, *overrides)
+    moe = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2)
+    assert checks.failures(served_checks.served_checks(config, moe)) == ([message] if message else [])
+    found = checks.failures(served_checks.served_checks(config, read_config(str(TINY))))
+    assert found == [
+        f"{overrides[0]} replays the choice of experts, and qwen3 is dense; set it to off",
+    ]
+
+
+def test_proximal_replay_wants_a_pass_of_its_own() -> None:
+    assert of_config(config_of(RL, "algorithm.routing_replay=proximal", "algorithm.n_minibatches=1")) == [
+        "algorithm.routing_replay=proximal with algorithm.n_minibatches=1 replays nothing: the update's own pass is "
+        "the proximal one; set n_minibatches above 1, or routing_replay=off"
+    ]

@@ -96,8 +96,9 @@ class LocalTokens:
         return LocalTokens(torch.where(self.source < tokens, self.source, -1), self.rows[:tokens])
 
     def take(self, values: Tensor, fill: int) -> Tensor:
-        """Selects this rank's part `[local tokens]` of per-token `values [tokens]`. Padding gets `fill`."""
-        return torch.where(self.source < 0, fill, values[self.source.clamp(min=0)])
+        """Selects this rank's part `[local tokens, ...]` of per-token `values [tokens, ...]`. Padding gets `fill`."""
+        padding = (self.source < 0).view(-1, *[1] * (values.ndim - 1))
+        return values[self.source.clamp(min=0)].masked_fill(padding, fill)
 
     def restore(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Gathers `[tokens, ...]` of the microbatch from every cp rank's `[local tokens, ...]`. Differentiable.

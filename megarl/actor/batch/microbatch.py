@@ -14,7 +14,7 @@ from megarl.actor.batch.balance import SequenceCost, karmarkar_karp
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.actor.batch.shared_prefix import Share, pad, units
 from megarl.knobs import UserError
-from megarl.types import PackedBatch, to_device
+from megarl.types import ROUTED_EXPERTS, PackedBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Microbatch:
     shared: LocalTokens | None  # tokens that the model reads if groups share prompts (see shared_prefix.py)
     weight: float  # share of the loss; weights over all microbatches of all ranks sum to 1
     future: tuple[FutureTokens, ...] = ()  # by depth, if layers of multi-token prediction are trained
+    routes: Tensor | None = None  # experts of the tokens in `input_ids`, [local tokens, layers, topk]; -1: none
 
     def gather(self, values: Tensor, cp: dist.ProcessGroup) -> Tensor:
         """Gathers `[tokens, ...]` of complete sequences from this rank's `[local tokens, ...]`.
@@ -242,6 +243,7 @@ def build_microbatch(
     Sizes and indices are computed on the host, and no copy to the device waits for it.
     """
     host = batch.select(indices or [0])
+    routes = host.tokens.get(ROUTED_EXPERTS)
     local: LocalTokens | None = None
     shared: LocalTokens | None = None
     if share is not None:
@@ -261,8 +263,11 @@ def build_microbatch(
         trained = labels.masked_fill(~host["loss_mask"].bool().roll(-1), -1)
     if shared is not None:
         inputs = shared.take(inputs, 0)
+        routes = shared.take(routes, -1) if routes is not None else None
     elif local is not None:
         inputs, labels, trained = local.take(inputs, 0), local.take(labels, -1), local.take(trained, -1)
+        routes = local.take(routes, -1) if routes is not None else None
+    host.tokens.pop(ROUTED_EXPERTS, None)  # the model reads them, and no loss does
     part, last = host.to(device), to_device(last, device)
     aligned_tokens = {k: _shift_left(v, last) for k, v in part.tokens.items()}
     return Microbatch(
@@ -278,4 +283,5 @@ def build_microbatch(
         shared.to(device) if shared is not None else None,
         weight if indices else 0.0,
         future,
+        to_device(routes, device) if routes is not None else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ def run(
     process: Callable[[Tensor, Microbatch], Any],
     groups: Groups,
     forward_only: bool,
+    passing: Callable[[Microbatch], AbstractContextManager[None]] | None = None,
 ) -> list[Any]:
     """Runs one pass over the microbatches: forward, and backward unless `forward_only`.
 
     `process(output, microbatch)` runs on the last stage. It returns the results of a loss function for Megatron's
     schedules: the loss, a number of tokens, and a report. Virtual stages take microbatches in groups of pp, so the
-    number of microbatches must be a multiple of pp (see `microbatch.plan_microbatches`).
+    number of microbatches must be a multiple of pp (see `microbatch.plan_microbatches`). `passing` is the context of a
+    microbatch's forward pass, without its backward.
 
     Returns:
         The reports, in the microbatches' order, on ranks with the last stage; an empty list on the others.
@@ -33,7 +36,8 @@ def run(
 
     def forward_step(iterator: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         mb = next(iterator)
-        output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
+        with passing(mb) if passing is not None else nullcontext():
+            output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
         return output, lambda out: process(out, mb)
 
     iterators = [iter(microbatches) for _ in ddps]

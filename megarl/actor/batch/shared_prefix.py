@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.actor.batch.context_parallel import LocalTokens
 from megarl.knobs import UserError
-from megarl.types import PackedBatch
+from megarl.types import ROUTED_EXPERTS, PackedBatch
 
 # Beyond the group's prompt, two sequences share whole pages of tokens, but for the last page. Samples that agree in a
 # few tokens by chance stay apart: their branches would be too short to pay.
@@ -81,14 +81,26 @@ def _equal_tokens(sequences: list[np.ndarray]) -> np.ndarray:
     return result
 
 
+def _read_alike(batch: PackedBatch, sequences: list[slice]) -> list[np.ndarray]:
+    """Numbers the tokens of sequences. Two have one number if the model reads them alike: with equal routes, if any."""
+    ids = batch["input_ids"].numpy()
+    if ROUTED_EXPERTS not in batch.tokens:
+        return [ids[part] for part in sequences]
+    routes = batch[ROUTED_EXPERTS].flatten(1).numpy()
+    rows = np.concatenate([np.concatenate((ids[part, None], routes[part]), axis=1) for part in sequences])
+    rows = np.ascontiguousarray(rows.astype(np.int32)).view(np.dtype((np.void, 4 * rows.shape[1])))[:, 0]
+    numbers = np.unique(rows, return_inverse=True)[1]
+    return np.split(numbers, np.cumsum([part.stop - part.start for part in sequences])[:-1])
+
+
 def _shared_lengths(batch: PackedBatch, members: list[int]) -> np.ndarray:
     """Counts the tokens at the beginning that each pair of a group shares, int64 `[members, members]`.
 
     All share the group's common prefix. Fewer members never share less, so a part of a group reads no more tokens than
     the group's lengths say.
     """
-    ids, bounds = batch["input_ids"].numpy(), batch.cu_seqlens.tolist()
-    equal = _equal_tokens([ids[bounds[i] : bounds[i + 1]] for i in members])
+    bounds = batch.cu_seqlens.tolist()
+    equal = _equal_tokens(_read_alike(batch, [slice(bounds[i], bounds[i + 1]) for i in members]))
     shared = np.maximum(equal.min(), equal // PAGE * PAGE - PAGE)
     np.fill_diagonal(shared, equal.diagonal())
     return shared

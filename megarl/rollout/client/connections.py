@@ -14,6 +14,7 @@ import orjson
 from megarl.knobs import UserError
 from megarl.rollout.api import GenerationError, RequestRefused
 from megarl.rollout.client.requests import CompletionPart, excerpt, named, parse_answer, version_of
+from megarl.rollout.client.routes import RouteShape
 from megarl.rollout.config import RolloutConfig
 
 ADDRESSES_VARIABLE = "MEGARL_LLM_SERVER_ADDRS"
@@ -24,11 +25,14 @@ KEEPALIVE_S = 2.0  # below the 5 s of SGLang's uvicorn: the client must close an
 class Connections:
     """Connections to servers that share a key. Make and use them on one asyncio loop.
 
-    Completions are asked of the servers' adapter of the name `adapter`, or of the base model if that is empty.
+    Completions are asked of the servers' adapter of the name `adapter`, or of the base model if that is empty. With
+    `routes` they have the experts of each token.
     """
 
-    def __init__(self, config: RolloutConfig, api_key: str | None, adapter: str = "") -> None:
-        self.config, self.adapter = config, adapter
+    def __init__(
+        self, config: RolloutConfig, api_key: str | None, adapter: str = "", routes: RouteShape | None = None
+    ) -> None:
+        self.config, self.adapter, self.routes = config, adapter, routes
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=config.max_connections, keepalive_timeout=KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(
@@ -60,6 +64,22 @@ class Connections:
                 f"{address} answers /model_info with {status} {excerpt(body)}: it must be an SGLang server, "
                 "started with --weight-version 0"
             ) from error
+        if self.routes is not None:
+            await self._check_returns_routes(address)
+
+    async def _check_returns_routes(self, address: str) -> None:
+        """Raises UserError unless the server records the experts of its tokens."""
+        async with self._session.get(f"http://{address}/server_info") as response:
+            status, body = response.status, await response.read()
+        try:
+            records = status == 200 and json.loads(body)["enable_return_routed_experts"] is True
+        except (ValueError, KeyError, TypeError):
+            records = False
+        if not records:
+            raise UserError(
+                f"algorithm.routing_replay=rollout needs the server's choice of experts, and {address} does not return "
+                "it; start it with --enable-return-routed-experts, or set routing_replay=off"
+            )
 
     async def generate(
         self, address: str, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]
@@ -72,6 +92,8 @@ class Connections:
         fields: dict[str, Any] = {"input_ids": inputs, "sampling_params": params, "return_logprob": True}
         if self.adapter:
             fields["lora_path"] = self.adapter
+        if self.routes is not None:
+            fields["return_routed_experts"] = True
         body = orjson.dumps(fields)
         try:
             async with self._session.post(f"http://{address}/generate", data=body, headers=headers) as response:
@@ -82,7 +104,7 @@ class Connections:
         except (aiohttp.ClientError, OSError) as error:
             return f"the connection to {address} failed ({named(error)})"
         if status == 200:
-            return parse_answer(answer, len(params), address)
+            return parse_answer(answer, len(params), address, self.routes, [len(ids) for ids in inputs])
         failure = f"{address} answered {status}: {excerpt(answer)}"
         if status < 500:
             raise RequestRefused(failure)

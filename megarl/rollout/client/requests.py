@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal
 
 import orjson
+from torch import Tensor
 
 from megarl.rollout.api import GenerationError
+from megarl.rollout.client.routes import RouteShape, continued
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,7 @@ class CompletionPart:
     logprobs: list[float]
     versions: list[int]
     stop_reason: str
+    routes: Tensor | None = None  # of the request's tokens too; int16 [all tokens - 1, sparse layers, topk]
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: Tensor | None = None  # of the prompt too, without the last token's
     reason: str = "abort"
     empty_parts: int = 0  # in a row
 
@@ -45,7 +51,10 @@ class Draft:
         """Appends a part; a completion of `max_tokens` tokens is complete even if it was aborted there.
 
         SGLang has not checked whether the last token of an aborted part ends the completion, so it is sampled again.
+        The route of the token before it is then chosen again too. Other tokens keep the route of the pass that sampled
+        their next token, though a later part returns routes under newer weights.
         """
+        self.routes = continued(self.routes, part.routes)
         self.tokens += part.tokens
         self.logprobs += part.logprobs
         self.versions += part.versions
@@ -53,13 +62,15 @@ class Draft:
         self.reason = "length" if complete else part.stop_reason
         self.empty_parts = 0 if part.tokens else self.empty_parts + 1
         if self.reason == "abort":
+            if self.tokens and self.routes is not None:
+                self.routes = self.routes[:-1]
             for values in (self.tokens, self.logprobs, self.versions):
                 del values[-1:]
 
     def response(self, req: ModelRequest) -> ModelResponse:
         """The response to `req`, once the completion is complete."""
         reason: Literal["length", "stop"] = "length" if self.reason == "length" else "stop"
-        return ModelResponse(list(req.input_ids), self.tokens, self.logprobs, self.versions, reason)
+        return ModelResponse(list(req.input_ids), self.tokens, self.logprobs, self.versions, reason, self.routes)
 
 
 @dataclass
@@ -87,8 +98,12 @@ def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[s
     return params
 
 
-def parse_answer(body: bytes, count: int, address: str) -> list[CompletionPart]:
+def parse_answer(
+    body: bytes, count: int, address: str, shape: RouteShape | None = None, lengths: Sequence[int] = ()
+) -> list[CompletionPart]:
     """Parses the body of a 200 answer of `/generate` into `count` parts. Raises GenerationError if it is malformed.
+
+    With `shape`, each part has routes; `lengths` are the requests' tokens. Missing routes name their completion.
 
     One completion whose log-probs or versions do not match its tokens, or with a log-prob above 0, does not spoil the
     others. Its log-probs become NaN, which SGLang's own may be too, and `executor.quarantine` leaves it out.
@@ -97,7 +112,10 @@ def parse_answer(body: bytes, count: int, address: str) -> list[CompletionPart]:
         answers = orjson.loads(body)
         if len(answers) != count:
             raise ValueError(f"{len(answers)} completions instead of {count}")
-        return [_parse_part(answer["output_ids"], answer["meta_info"]) for answer in answers]
+        parts = [_parse_part(answer["output_ids"], answer["meta_info"]) for answer in answers]
+        if shape is None:
+            return parts
+        return [_with_routes(each, shape) for each in zip(parts, answers, lengths, range(count), strict=True)]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise GenerationError(f"{address} gave a malformed answer ({named(error)}): {excerpt(body)}") from error
 
@@ -134,6 +152,18 @@ def _parse_part(output_ids: Any, meta: dict[str, Any]) -> CompletionPart:
         )  # fmt: skip
         return CompletionPart(output_ids, [math.nan] * count, [-1] * count, reason)
     return CompletionPart(output_ids, logprobs, versions, reason)
+
+
+def _with_routes(each: tuple[CompletionPart, Any, int, int], shape: RouteShape) -> CompletionPart:
+    """Adds the routes of an answer to its part; a part without tokens has none."""
+    part, answer, length, index = each
+    if not part.tokens:
+        return part
+    try:
+        routes = shape.parse(answer["meta_info"].get("routed_experts"), length + len(part.tokens))
+    except ValueError as error:
+        raise ValueError(f"completion {index}: {error}") from error
+    return dataclasses.replace(part, routes=routes)
 
 
 def version_of(label: Any) -> int:

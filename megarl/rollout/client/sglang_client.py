@@ -21,6 +21,7 @@ from megarl.rollout.client.connections import (
     plain_address,
 )
 from megarl.rollout.client.requests import CompletionPart, Draft, QueuedRequest, sampling_params
+from megarl.rollout.client.routes import RouteShape
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
 from megarl.rollout.routing import Fleet, Router, ServerLost
@@ -66,6 +67,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self.config = config
         self.router = Router(config.max_per_server)
         self.adapter = ""  # name of the servers' adapter that samples; empty: the model without one
+        self.routes: RouteShape | None = None  # of the model, if answers must have routes
         self.episodes: list[Episode] = []  # the last batch's, in the order of its prompts
         self._version = 0
         self._updates: WeightUpdates | None = None
@@ -293,7 +295,7 @@ class RemoteSGLangEngine(InferenceEngine):
         return [draft.response(req) for draft in drafts]
 
     async def _open(self, addresses: Sequence[str], api_key: str | None) -> None:
-        self._connections = Connections(self.config, api_key, self.adapter)
+        self._connections = Connections(self.config, api_key, self.adapter, self.routes)
         await asyncio.gather(*(self._connections.check(address) for address in addresses))
         self.router.set(addresses)
 
