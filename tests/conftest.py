@@ -52,7 +52,12 @@ SESSION = "MEGARL_TEST_SESSION"  # in the environment of every process that a te
 # servers: what fixtures started is there once. Folders whose files take long come first.
 SERVERS_OF = (
     ("tests/sglang/test_weights",),
-    ("tests/sglang/test_rollout", "tests/sglang/test_server", "tests/sglang/test_supervision"),
+    (
+        "tests/sglang/test_routing",
+        "tests/sglang/test_rollout",
+        "tests/sglang/test_server",
+        "tests/sglang/test_supervision",
+    ),
     ("tests/slurm/",),
 )
 FOLDERS = (

@@ -175,8 +175,22 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
             servers.add_row("holds", fits)
         servers.add_row("total", size(need.total))
         yield servers
+    if (routes := sizing.routes_of(config, model)) is not None:
+        yield routes_table(routes)
     if config.method == "rl" and config.server.colocate and config.cluster.gpus_per_node:
         yield phases_table(config, model, stages)
+
+
+def routes_table(routes: sizing.RouteBytes) -> Table:
+    """Bytes of replayed experts, for sequences of full length."""
+    table = _table("Experts to replay", "", "", show_header=False)
+    table.add_row("a token", f"{routes.token:,} bytes")
+    table.add_row("a step's batch", f"{size(routes.batch)} on the host of every trainer rank")
+    table.add_row("a microbatch", f"{size(routes.device)} on a device with all layers")
+    if routes.answer:
+        table.add_row("a sequence's answer", size(routes.answer))
+        table.add_row("a server rank's record", f"{size(routes.server)} on its host")
+    return table
 
 
 def phases_table(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> Table:

@@ -27,7 +27,7 @@ from megarl.actor.memory import (
 from megarl.actor.parameter_counts import count_parameters, rank_parameters
 from megarl.algorithms import OPDConfig, RLConfig, algorithm_of
 from megarl.config import Config
-from megarl.families import read_config
+from megarl.families import decoder, read_config
 from megarl.families.hf_config import padded_vocab_size
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight.shapes import folder_of, teacher_of
@@ -228,6 +228,34 @@ def cache_of(config: Config, model: PretrainedConfig) -> Cache:
     beside = max(map(partial(_kept_while_sampling, config), memory_of(config, model))) if config.server.colocate else 0
     free = share * (config.cluster.gpu_memory_gib * GIB - beside) - weights - adapter_slots(config, model)
     return Cache(token, max(0, int(free / token)), share)
+
+
+@dataclass(frozen=True)
+class RouteBytes:
+    """Bytes of the experts that `algorithm.routing_replay` carries."""
+
+    token: int  # of a token in a batch: int16 for each expert and layer that has some
+    batch: int  # of a step's batch, on the host of every trainer rank
+    device: int  # of a microbatch's tokens on a device with all layers: int64
+    answer: int  # of a sequence in a server's answer: base64 of int32, of all layers; 0 if servers send none
+    server: int  # of a server rank's record, on its host: int32 for each slot of the cache and all layers
+
+
+def routes_of(config: Config, model: PretrainedConfig) -> RouteBytes | None:
+    """Bytes of routes for sequences of full length; None without replay, or of a dense model."""
+    experts, mode = decoder(model).experts, getattr(config.algorithm, "routing_replay", "off")
+    if config.method != "rl" or mode == "off" or experts is None:
+        return None
+    batch, layers, sparse = batch_of(config), len(decoder(model).layers), sum(decoder(model).sparse)
+    choices = sparse * experts.topk
+    every = 4 * layers * experts.topk if mode == "rollout" else 0
+    return RouteBytes(
+        token=2 * choices,
+        batch=2 * choices * batch.sequences * batch.longest,
+        device=8 * choices * batch.max_tokens,
+        answer=every * batch.longest * 4 // 3,
+        server=every * cache_of(config, model).tokens,
+    )
 
 
 # -- disk -------------------------------------------------------------------------------------------------------------

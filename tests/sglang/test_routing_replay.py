@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,15 +38,13 @@ def moe(tiny_checkpoint: Callable[..., Path]) -> Path:
     return tiny_checkpoint("qwen3_moe", tied=False)  # SGLang ties no embeddings of this family
 
 
-@pytest.fixture(scope="module")
-def client(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteSGLangEngine]:
+@contextlib.contextmanager
+def serving(folder: Path, logs: Path) -> Iterator[RemoteSGLangEngine]:
     """A client of a server that returns routes."""
-    servers = SGLangServers(
-        SGLangServerConfig(device="cpu", max_total_tokens=16384), moe, tmp_path_factory.mktemp("logs"), WEIGHT_LOADER,
-        {"enable_return_routed_experts": True},
-    )  # fmt: skip
+    config = SGLangServerConfig(device="cpu", max_total_tokens=16384)
+    servers = SGLangServers(config, folder, logs, WEIGHT_LOADER, {"enable_return_routed_experts": True})
     engine = RemoteSGLangEngine(RolloutConfig())
-    engine.routes = RouteShape.of(decoder(read_config(str(moe))))
+    engine.routes = RouteShape.of(decoder(read_config(str(folder))))
     try:
         servers.start()
         servers.wait_ready()
@@ -54,6 +53,12 @@ def client(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remo
     finally:
         engine.destroy()
         servers.stop()
+
+
+@pytest.fixture(scope="module")
+def client(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteSGLangEngine]:
+    with serving(moe, tmp_path_factory.mktemp("logs")) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -200,3 +205,29 @@ def test_every_layout_replays_all_choices(
     assert 0.02 < update["routes_changed"] < 0.5
     for name in ("loss", "grad_norm", "approx_kl"):
         assert update[name] == pytest.approx(expected_update[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3"])
+def test_other_families_return_and_replay_routes(
+    family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint(family, tied=False)
+    with serving(folder, tmp_path) as engine:
+        batch = sampled(engine)
+    actor = actor_of(folder)
+    given = batch[ROUTED_EXPERTS].sort(-1).values
+    routed = given[..., 0] >= 0
+    assert torch.equal(chosen(actor, copy_of(batch, without=ROUTED_EXPERTS))[routed], given[routed])
+    drift(actor)
+    assert not torch.equal(chosen(actor, copy_of(batch, without=ROUTED_EXPERTS))[routed], given[routed])
+    assert torch.equal(chosen(actor, batch)[routed], given[routed])
+    assert float(error(actor, batch).max()) < 3e-5
+
+
+def test_a_server_that_records_no_experts_is_refused(server: SGLangServers, moe: Path) -> None:
+    engine = RemoteSGLangEngine(RolloutConfig())
+    engine.routes = RouteShape.of(decoder(read_config(str(moe))))
+    with pytest.raises(UserError, match="does not return it; start it with --enable-return-routed-experts"):
+        engine.initialize(server.addresses, api_key=server.api_key)

@@ -429,7 +429,7 @@ class RemoteSGLangEngine(InferenceEngine):
             except GenerationError as error:
                 return error
             return [
-                ModelResponse(list(ids), part.tokens, part.logprobs, part.versions)
+                ModelResponse(list(ids), part.tokens, part.logprobs, part.versions, routed_experts=part.routes)
                 for ids, part in zip(prompts, parts, strict=True)
             ]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from megarl import cli
 from megarl.families import read_config
-from megarl.preflight.sizing import beside_actor, load_of, memory_of, server_memory_of
+from megarl.preflight.sizing import RouteBytes, beside_actor, load_of, memory_of, routes_of, server_memory_of
 
 
 def test_a_microbatch_of_mixed_lengths_may_be_full() -> None:
@@ -50,3 +51,24 @@ def test_further_adapters_have_weights_gradients_and_optimizer_of_their_own() ->
     trained, weight, gradient, moments = 2 * ON_ONE, 4, 4, 8
     assert beside_actor(config, stage)["other adapters"] == 2 * trained * (weight + gradient + moments)
     assert "other adapters" not in beside_actor(cli.load([*ALONE]), stage)
+
+
+def test_replayed_experts_have_their_bytes_on_the_wire_on_hosts_and_on_devices() -> None:
+    base = ["+experiment=gsm8k_grpo", "train_dataset.max_length=40", "gconfig.max_new_tokens=60",
+            "train_dataset.batch_size=4", "gconfig.n_samples=2", "algorithm.n_minibatches=2",
+            "actor.max_tokens_per_mb=1000", "server.max_total_tokens=5000"]  # fmt: skip
+    moe = Qwen3MoeConfig(num_hidden_layers=5, mlp_only_layers=[1], num_experts=8, num_experts_per_tok=3)
+    off, rollout, proximal = (
+        routes_of(cli.composed([*base, f"algorithm.routing_replay={mode}"]), moe)
+        for mode in ("off", "rollout", "proximal")
+    )
+    assert off is None
+    sparse, layers, topk, tokens = 4, 5, 3, 4 * 2 * 100
+    assert rollout == RouteBytes(
+        token=2 * sparse * topk,
+        batch=2 * sparse * topk * tokens,
+        device=8 * sparse * topk * 1000,
+        answer=4 * layers * topk * 100 * 4 // 3,
+        server=4 * layers * topk * 5000,
+    )
+    assert proximal == RouteBytes(rollout.token, rollout.batch, rollout.device, 0, 0)
