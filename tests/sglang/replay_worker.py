@@ -18,6 +18,7 @@ from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
 from megarl.algorithms import GRPOConfig, algorithm_of
 from megarl.parallel import groups
+from megarl.parallel.broadcast import broadcast_batch
 from megarl.parallel.config import ParallelConfig
 from megarl.types import ROUTED_EXPERTS, PackedBatch
 
@@ -86,6 +87,10 @@ def chosen(actor: MegatronPPOActor, batch: PackedBatch) -> Tensor:
 def measure(model: Path, batch: PackedBatch, parallel: ParallelConfig, out: Path) -> None:
     """Writes the experts of a layout's passes, the errors of its log-probs, and an update's figures."""
     proximal = actor_of(model, "proximal", parallel)
+    sent = batch if proximal.groups.rank == 0 else None
+    received = broadcast_batch(sent)  # as the trainer's ranks get their batches
+    assert torch.equal(received[ROUTED_EXPERTS], batch[ROUTED_EXPERTS])
+    batch = received
     own = copy_of(batch, without=ROUTED_EXPERTS)
     proximal.compute_logp(own)
     actor = actor_of(model, "rollout", parallel, recompute="full")
