@@ -6,6 +6,7 @@ void register_logprob(py::module_& m);
 void register_advantage(py::module_& m);
 void register_loss(py::module_& m);
 void register_digest(py::module_& m);
+void register_quantize(py::module_& m);
 void register_cpu_only(py::module_& m);
 
 PYBIND11_MODULE(_C, m) {
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, m) {
   register_advantage(m);
   register_loss(m);
   register_digest(m);
+  register_quantize(m);
   register_cpu_only(m);
 }
 

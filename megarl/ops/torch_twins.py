@@ -9,9 +9,11 @@ import itertools
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.ops.advantage import Aggregation, GroupMode
 from megarl.ops.loss import PolicyLoss, PolicyLossSettings
+from megarl.ops.quantize import LARGEST, LEAST
 
 
 def vocab_parallel_logprobs(
@@ -191,3 +193,13 @@ def policy_loss(
         for c in (ratio, weight)
     ]
     return PolicyLoss(loss, torch.stack([*sums, *maxima]))
+
+
+def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales: Tensor) -> None:
+    """See `megarl.ops.quantize.quantize_fp8`."""
+    rows, columns = weight.shape
+    padded = pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # [down, rows, across, columns]
+    scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=LEAST) / LARGEST
+    scales.copy_(scale[:, 0, :, 0])
+    values.copy_((blocks * (1 / scale)).flatten(2, 3).flatten(0, 1)[:rows, :columns])

@@ -1,0 +1,33 @@
+#include "../common/parallel.h"
+#include "e4m3.h"
+
+namespace megarl {
+namespace {
+
+template <class T>
+void quantize_block(const QuantizeFp8Args& a, int64_t index) {
+  const Fp8Block block(a, index);
+  const T* input = static_cast<const T*>(a.input) + block.row * a.stride + block.column;
+  uint8_t* values = a.values + block.row * a.columns + block.column;
+  uint32_t largest = 0;
+  for (int64_t r = 0; r < block.rows; ++r)
+    for (int64_t c = 0; c < block.columns; ++c) {
+      const uint32_t m = magnitude(widened(input[r * a.stride + c]));
+      largest = m > largest ? m : largest;
+    }
+  const float scale = scale_of(largest, a.least), inverse = 1.0f / scale;
+  for (int64_t r = 0; r < block.rows; ++r)
+    for (int64_t c = 0; c < block.columns; ++c)
+      values[r * a.columns + c] = to_e4m3(widened(input[r * a.stride + c]) * inverse);
+  a.scales[index] = scale;
+}
+
+}  // namespace
+
+void quantize_fp8_cpu(const QuantizeFp8Args& a, int threads) {
+  const bool wide = a.dtype == static_cast<int>(DType::kFloat32);
+  const auto quantize = wide ? quantize_block<float> : quantize_block<BFloat16>;
+  parallel_for(fp8_blocks(a), a.block_rows * a.block_columns, threads, [&](int64_t i) { quantize(a, i); });
+}
+
+}  // namespace megarl

@@ -1,0 +1,45 @@
+#include "../common/cuda.cuh"
+#include "e4m3.h"
+
+namespace megarl {
+namespace {
+
+constexpr int kThreads = 256;
+
+// One thread block per block of weights. The second reading of 128 x 128 weights comes from the cache.
+template <class T>
+__global__ void __launch_bounds__(kThreads) quantize_fp8_kernel(const QuantizeFp8Args a) {
+  __shared__ float shared_scale;
+  const Fp8Block block(a, blockIdx.x);
+  const T* input = static_cast<const T*>(a.input) + block.row * a.stride + block.column;
+  uint8_t* values = a.values + block.row * a.columns + block.column;
+  const int64_t elements = block.rows * block.columns;
+  unsigned largest = 0;
+  for (int64_t i = threadIdx.x; i < elements; i += kThreads) {
+    const unsigned m = magnitude(widened(input[i / block.columns * a.stride + i % block.columns]));
+    largest = m > largest ? m : largest;
+  }
+  largest = block_reduce<kThreads>(largest, [](unsigned l, unsigned r) { return l > r ? l : r; });
+  if (threadIdx.x == 0) a.scales[blockIdx.x] = shared_scale = scale_of(largest, a.least);
+  __syncthreads();
+  const float inverse = 1.0f / shared_scale;
+  for (int64_t i = threadIdx.x; i < elements; i += kThreads) {
+    const int64_t r = i / block.columns, c = i % block.columns;
+    values[r * a.columns + c] = to_e4m3(widened(input[r * a.stride + c]) * inverse);
+  }
+}
+
+}  // namespace
+
+void quantize_fp8_cuda(const QuantizeFp8Args& a, void* stream) {
+  const int64_t blocks = fp8_blocks(a);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (blocks && a.dtype == static_cast<int>(DType::kFloat32)) {
+    quantize_fp8_kernel<float><<<blocks_for(blocks, 1), kThreads, 0, on>>>(a);
+  } else if (blocks) {
+    quantize_fp8_kernel<BFloat16><<<blocks_for(blocks, 1), kThreads, 0, on>>>(a);
+  }
+  check_launch("quantize_fp8");
+}
+
+}  // namespace megarl

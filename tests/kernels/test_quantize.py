@@ -1,0 +1,98 @@
+"""Quantisation to block FP8: every float rounds as torch's own cast, and blocks are those of plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import Guarded
+from torch import Tensor
+
+from megarl.ops import torch_twins
+from megarl.ops.quantize import FP8, quantize_fp8, scales_shape
+
+SHAPES = ((1, 1), (128, 128), (129, 127), (300, 640), (7, 1000))
+BLOCKS = ((128, 128), (1, 4096), (3, 5))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """By the kernel, into guarded buffers."""
+    values = Guarded(tuple(weight.shape), FP8)
+    scales = Guarded(scales_shape(tuple(weight.shape), block), torch.float32)
+    quantize_fp8(weight, block, values.tensor, scales.tensor)
+    return values.check(), scales.check()
+
+
+def by_torch(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    values = torch.empty(tuple(weight.shape), dtype=FP8)
+    scales = torch.empty(scales_shape(tuple(weight.shape), block))
+    torch_twins.quantize_fp8(weight, block, values, scales)
+    return values, scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_are_those_of_plain_torch_to_the_bit(
+    shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-12, 3, shape, generator=generator).float().exp2()
+    weight = (torch.randn(shape, generator=generator) * exponents).to(dtype)
+    weight[0, 0] = -0.0
+    for one, other in zip(quantised(weight, block), by_torch(weight, block), strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+def test_every_bfloat16_and_what_lies_beside_each_tie_rounds_as_torch_casts() -> None:
+    """In blocks of one row that begin with 448, so that the scale is 1 and the values are the numbers."""
+    codes = torch.arange(2**16, dtype=torch.int32)
+    every = codes.to(torch.int16).view(torch.bfloat16).float()
+    small = every[every.abs() <= 448]  # leaves NaN out
+    ties = torch.cat([small, small.nextafter(torch.tensor(500.0)), small.nextafter(torch.tensor(-500.0))]).clamp(
+        -448, 448
+    )
+    weight = torch.cat([torch.full((len(ties), 1), 448.0), ties[:, None]], dim=1)
+    values, scales = quantised(weight, (1, 2))
+    assert torch.equal(scales, torch.ones_like(scales))
+    assert torch.equal(bits(values[:, 1:]), bits(ties[:, None].to(FP8)))
+    assert len(set(bits(values[:, 1]).tolist())) == 254  # every E4M3 number
+
+
+def test_a_block_of_zeros_has_the_least_scale_and_one_with_nan_or_infinity_is_nan() -> None:
+    weight = torch.zeros(4, 128)
+    weight[1, 5], weight[2, 7], weight[3, 9] = torch.nan, -torch.inf, 1e30
+    weight[3, 10] = 1.0
+    values, scales = quantised(weight, (1, 128))
+    assert scales[0, 0] == torch.tensor(1e-4) / 448
+    assert not bits(values[0]).any()
+    assert bool(scales[1].isnan())
+    assert bool(values[1].float().isnan().all())
+    assert bool(scales[2].isinf())
+    assert bool(values[2, 7].float().isnan())
+    assert values[3, 9].float() == 448
+    assert values[3, 10].float() == 0
+
+
+def test_a_part_of_a_wider_matrix_is_read_in_place() -> None:
+    whole = torch.randn(256, 384, generator=torch.Generator().manual_seed(2))
+    part = whole[128:, 128:256]
+    for one, other in zip(quantised(part, (128, 128)), quantised(part.clone(), (128, 128)), strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+def test_what_the_kernel_cannot_take_is_refused() -> None:
+    values, scales = torch.empty(4, 6, dtype=FP8), torch.empty(1, 1)
+    for weight, error in (
+        (torch.zeros(4, 6).half(), "float16"),
+        (torch.zeros(4, 6, 1), "must be a matrix"),
+        (torch.zeros(6, 4).t(), "rows must be contiguous"),
+        (torch.zeros(4, 5), r"values has shape \(4, 6\), expected \(4, 5\)"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            quantize_fp8(weight, (128, 128), values, scales)
+    with pytest.raises(ValueError, match=r"scales has shape \(1, 1\), expected \(4, 3\)"):
+        quantize_fp8(torch.zeros(4, 6), (1, 2), values, scales)
