@@ -29,6 +29,11 @@ from megarl.trainer.rank0_rollouts import build_evaluator, max_sequence_tokens, 
 def main(config: Config) -> int:
     if config.method != "rl":
         raise UserError(f"method={config.method}: evaluation samples completions; use a recipe of method=rl")
+    if config.server.quantization != "none":
+        raise UserError(
+            f"server.quantization={config.server.quantization} needs a trainer, which brings the weights; set it to "
+            "none, or evaluate during training (evaluator.every_steps)"
+        )
     inputs = read_inputs(config, rank=0)
     folder = new_run(config.run_root, f"{config.experiment_name}_evaluate")
     OmegaConf.save(OmegaConf.structured(config), folder.config)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -23,15 +24,19 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.checkpoint.stored_state import DTYPES, FACTS, HF, StoredState
-from megarl.actor.weights import hf_files, quantised
+from megarl.actor.weights import hf_files
 from megarl.actor.weights.block_fp8 import FP8
 from megarl.actor.weights.block_shards import is_buffer
 from megarl.actor.weights.peft_files import write as write_peft
+from megarl.actor.weights.quantised import rounded
 from megarl.actor.weights.repeated_tensors import with_repeated
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, load_config, read_config
 from megarl.families.adapters import EVERY_LINEAR, LORA_A, LORA_B
+from megarl.families.block_fp8 import in_fp8, quantization_config
 from megarl.knobs import UserError, knob
+from megarl.reshard.plan.sglang_layout import Geometry
+from megarl.reshard.quantised_weights import quantised
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged, Manifest
 from megarl.trainer.checkpoints.saver import ACTOR
@@ -47,11 +52,12 @@ class ExportConfig:
     source: str = knob("", "HF checkpoint of the run's start, if it has moved; its MTP layers are copied from there")
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
     merge: bool = knob(False, "adapters: add them to their base and write a whole model, not PEFT's files")
+    quantization: str = knob("", "fp8: linear layers in 8 bits with a scale per 128 x 128 block, as SGLang loads them")
 
 
 USAGE = (
     "usage: python -m megarl.export checkpoint=RUN_OR_STEP_FOLDER output=DIR [dtype=bfloat16] [engine=critic] "
-    "[source=DIR] [merge=true]"
+    "[source=DIR] [merge=true] [quantization=fp8]"
 )
 
 
@@ -75,6 +81,10 @@ def parse(arguments: list[str]) -> ExportConfig:
         raise UserError(f"checkpoint and output must be given; {USAGE}")
     if config.dtype and config.dtype not in DTYPES:
         raise UserError(f"dtype={config.dtype} must be one of {', '.join(DTYPES)}")
+    if config.quantization not in ("", "fp8"):
+        raise UserError(f"quantization={config.quantization} is not known; use fp8, or leave it out for plain weights")
+    if config.quantization and (config.merge or config.engine != ACTOR):
+        raise UserError("quantization=fp8 goes with neither merge=true nor another engine than actor; leave one out")
     return config
 
 
@@ -118,21 +128,30 @@ def export(config: ExportConfig) -> Path:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"output={output} is there and not empty; give a new folder")
     if _is_quantised(Path(config.checkpoint)):
+        if config.quantization:
+            raise UserError(f"checkpoint={config.checkpoint} is quantised already; leave out quantization")
         return _rewrite(config, output)
     checkpoint = find(Path(config.checkpoint), config.engine)
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = load_config(small_files)
+    if config.quantization:
+        if "base" in stored.facts:
+            raise UserError(f"quantization=fp8: checkpoint={config.checkpoint} has adapters alone; leave it out")
+        Geometry.of(hf_config, 0, 1, quantised=True)  # refuses families, and sizes that are no whole blocks
     if "base" in stored.facts:
         return _export_adapters(config, stored, hf_config, output)
     if config.merge:
         raise UserError(f"merge=true: checkpoint={config.checkpoint} has no adapters; leave it out")
-    weights = _Conversion(stored, config.dtype)
+    weights = _Conversion(stored, config.dtype, config.quantization == "fp8")
     trained = with_repeated(weights.tensors(checkpoint.step), stored.facts.get("repeated", {}))
     tensors = itertools.chain(trained, _carried(stored, hf_config, config.source))
     start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
     like = start if (start / "config.json").is_file() else None
-    _write(output, tensors, hf_config, small_files, like)
+    with _renamed(output) as temporary:
+        hf_files.write(temporary, tensors, hf_config, small_files, like)
+        if config.quantization:
+            _add_to_config(temporary, quantization_config())
     if weights.rounded:
         print(
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
@@ -168,7 +187,7 @@ def _export_adapters(config: ExportConfig, stored: StoredState, model: Pretraine
             if not is_buffer(name):
                 weight = weight.to(stored.dtype)
             if adapters.quantization != "none" and EVERY_LINEAR.adapt(name, shape):
-                weight = quantised.rounded(weight, adapters.quantization)
+                weight = rounded(weight, adapters.quantization)
             if stem + LORA_A in tensors:
                 weight = adapters.merge(weight, tensors[stem + LORA_A], tensors[stem + LORA_B])
             yield name, weight if is_buffer(name) else weight.to(dtype)
@@ -226,6 +245,13 @@ def _write(
         hf_files.write(temporary, tensors, config, source, like)
 
 
+def _add_to_config(folder: Path, entry: dict[str, Any]) -> None:
+    """Writes the entry `quantization_config` into the folder's config.json."""
+    file = folder / "config.json"
+    fields = json.loads(file.read_text()) | {"quantization_config": entry}
+    file.write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def _is_quantised(folder: Path) -> bool:
     """True if the folder holds a HF model with quantised weights."""
     file = folder / "config.json"
@@ -251,10 +277,14 @@ def _rewrite(config: ExportConfig, output: Path) -> Path:
 
 
 class _Conversion:
-    """Converts a checkpoint's weights to `dtype` ("": as they are), and counts the ones that it rounds."""
+    """Converts a checkpoint's weights to `dtype` ("": as they are), and counts the ones that it rounds.
 
-    def __init__(self, stored: StoredState, dtype: str) -> None:
+    With `quantise` linear layers become block FP8 instead, from the dtype in which they were trained.
+    """
+
+    def __init__(self, stored: StoredState, dtype: str, quantise: bool = False) -> None:
         self.stored = stored
+        self.quantise = quantise
         self.dtype = DTYPES[dtype] if dtype else stored.dtype
         self.in_float32 = set() if dtype else set(stored.facts.get("float32", ()))
         self.rounded = self.total = 0
@@ -267,6 +297,10 @@ class _Conversion:
         with Progress(*columns) as progress:
             task = progress.add_task(f"export of step {step}", total=self.stored.weight_bytes)
             for name, tensor in self.stored.tensors():
+                if self.quantise and in_fp8(name):
+                    yield from quantised([(name, tensor)])
+                    progress.advance(task, tensor.nbytes)
+                    continue
                 keeps = is_buffer(name) or name in self.in_float32
                 converted = tensor.to(torch.float32 if keeps else self.dtype)
                 self.rounded += int((converted != tensor).sum())

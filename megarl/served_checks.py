@@ -10,14 +10,19 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from megarl.actor.weights.adapter_shards import shape_of
+from megarl.actor.weights.shards import world_table
 from megarl.algorithms import OPDConfig
-from megarl.config import Config, longest_sequence
-from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation
+from megarl.config import Config, longest_sequence, server_arguments
+from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation, without_mtp
 from megarl.families.adapters import SERVED
 from megarl.knobs import UserError
 from megarl.parallel import platform
+from megarl.reshard.plan.block_fp8 import quantised_sources
+from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
+from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_options
+from megarl.rollout.servers.server_config import quantisation_arguments
 
 MOST_ADAPTERS = 64
 # ServerArgs without which SGLang records no experts. Of its backends for experts, megarl takes two that record them.
@@ -35,6 +40,7 @@ def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[
         _check_weights,
         _check_adapters,
         _check_replay,
+        _check_quantisation,
     )
     return [partial(rule, config, model) for rule in rules] if config.method == "rl" else []
 
@@ -160,6 +166,36 @@ def _check_adapters(config: Config, model: PretrainedConfig) -> None:
                 f"{option} does not go with actor.lora.sync=adapters: {reason}; set it to {remedy}, or "
                 "actor.lora.sync=merged"
             )
+
+
+def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
+    """Refuses quantised servers that cannot take the trainer's weights, and layouts that cut a block."""
+    server, adapters = config.server, adapters_on_servers(config)
+    if server.quantization == "none":
+        return
+    quantisation_arguments(server, server_arguments(config))
+    for option, is_set, reason, remedy in (
+        ("reshard.path=full", config.reshard.path == "full", "whole tensors travel unquantised", "exact"),
+        ("reshard.transport=disk", config.reshard.transport == "disk", "files hold unquantised tensors", "auto"),
+        ("server.colocate=true", server.colocate, "trainer and servers on one GPU have not been tried", "false"),
+        ("deterministic=true", config.deterministic, "8-bit products depend on the batch", "false"),
+        ("actor.lora.sync=adapters", adapters is not None, "the base would never be quantised", "merged"),
+        (
+            f"server.dtype={server.dtype}",
+            servers_on_gpu(config) and server.dtype not in ("bfloat16", "float16"),
+            "SGLang's 8-bit layers on GPUs take 16-bit activations",
+            "bfloat16",
+        ),
+    ):
+        if is_set:
+            raise UserError(
+                f"{option} does not go with server.quantization={server.quantization}: {reason}; set it to {remedy}, "
+                "or server.quantization=none"
+            )
+    padded = model if servers_on_gpu(config) else padded_for_cpu(model, server.tp_size)
+    for rank in range(server.tp_size):
+        Geometry.of(padded, rank, server.tp_size, quantised=True)
+    quantised_sources(source_holdings(world_table(without_mtp(model), config.parallel)), config.parallel.tp_size)
 
 
 def _check_names(names: Sequence[str]) -> None:

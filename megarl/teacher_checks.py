@@ -33,7 +33,7 @@ def teacher_servers(config: Config) -> SGLangServerConfig | None:
     if not isinstance(config.algorithm, OPDConfig) or teacher.source != "server" or teacher.addresses:
         return None
     return dataclasses.replace(
-        config.server, n_servers=teacher.n_servers, tp_size=teacher.tp_size, port=0, colocate=False
+        config.server, n_servers=teacher.n_servers, tp_size=teacher.tp_size, port=0, colocate=False, quantization="none"
     )
 
 

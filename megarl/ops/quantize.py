@@ -1,7 +1,7 @@
 """Weights as 8-bit floats with a float32 scale for each block, as SGLang serves block FP8 checkpoints.
 
-The arithmetic is DeepGEMM's `per_block_cast_to_fp8` with unrounded scales, the one of DeepSeek-V3's recipe. SGLang
-0.5.23 has a copy of it in `srt/layers/quantization/fp8_utils.py`. `quantize_fp8` is one kernel on CPU and CUDA.
+The arithmetic is that of `per_block_cast_to_fp8` of DeepGEMM, of which SGLang 0.5.23 has a copy, with scales that are
+not rounded to powers of two. `quantize_fp8` is one kernel on CPU and CUDA.
 """
 
 from __future__ import annotations

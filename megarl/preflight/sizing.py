@@ -133,6 +133,8 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
         other_models["teacher"] = teacher
     if needs_critic(config):
         other_models["critic"] = model_beside(config.actor, stage)
+    if config.server.quantization != "none":  # at most: head and embedding stay as they are
+        other_models["weights in 8 bits"] = stage.weights // ITEM_BYTES[config.actor.dtype]
     if config.adapters:
         other_models["other adapters"] = (len(config.adapters) - 1) * model_beside(config.actor, stage)
     return other_models
@@ -196,7 +198,8 @@ def server_dtype(config: Config, model: PretrainedConfig) -> str:
 def server_memory_of(config: Config, model: PretrainedConfig) -> ServerMemory:
     """Memory of a server rank, with the cache of `cache_of` and the slots of adapters that are sent alone."""
     tp, dtype = config.server.tp_size, server_dtype(config, model)
-    memory = server_memory(model, tp, dtype, cache_of(config, model).tokens)
+    quantised = config.server.quantization != "none"
+    memory = server_memory(model, tp, dtype, cache_of(config, model).tokens, quantised)
     return replace(memory, adapters=adapter_slots(config, model))
 
 
@@ -224,7 +227,8 @@ def cache_of(config: Config, model: PretrainedConfig) -> Cache:
     if config.server.max_total_tokens or not config.cluster.gpus_per_node:
         return Cache(token, config.server.max_total_tokens)
     share = float(config.sglang.get("mem_fraction_static") or SERVER_SHARE)
-    weights = server_memory(model, config.server.tp_size, dtype, 0).weights
+    quantised = config.server.quantization != "none"
+    weights = server_memory(model, config.server.tp_size, dtype, 0, quantised).weights
     beside = max(map(partial(_kept_while_sampling, config), memory_of(config, model))) if config.server.colocate else 0
     free = share * (config.cluster.gpu_memory_gib * GIB - beside) - weights - adapter_slots(config, model)
     return Cache(token, max(0, int(free / token)), share)

@@ -18,6 +18,7 @@ from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.parallel.broadcast import broadcast_json
 from megarl.reshard.plan.traffic import traffic
+from megarl.reshard.quantised_weights import QuantisedWeights
 from megarl.reshard.session import SyncReport, WeightSession, WeightSource, WeightSyncError
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
@@ -95,10 +96,12 @@ class WeightSync:
     def connect(self, source: WeightSource, version: int, engines: Iterable[MegatronEngine], as_served: bool) -> None:
         """Waits for the servers and connects the session that pushes the weights of `source`. A collective.
 
-        The servers hold the checkpoint that the run began with, `version` 0; `as_served` is True if the trainer began
-        with the same. `engines` are all that are trained: co-located servers take their memory in turn.
+        The servers hold the checkpoint that the run began with, `version` 0; quantised ones begin without weights.
+        `as_served` is True if the trainer began with the same. `engines` are all that are trained: co-located servers
+        take their memory in turn.
         """
-        self._source = source
+        quantised = self.config.server.quantization != "none"
+        self._source = QuantisedWeights(source) if quantised else source
         addresses: list[str] = []
         key = ""
         if self.config.server.colocate:
@@ -114,7 +117,7 @@ class WeightSync:
             session.set_death_probe(self._rank0.supervisor.died)
         # Servers that outlived a trainer may serve a version above its checkpoint's. Versions continue above theirs.
         served = session.served_version()
-        self.outdated = bool(served or version or not as_served)
+        self.outdated = bool(served or version or not as_served or quantised)
         self.version = max(version, served + 1) if self.outdated else version
         if not self.outdated:
             session.version = self.version  # a server restarted before the first push is brought this version

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megarl.rollout.servers.server_config import free_ports
-from tests.sglang.tiny_models import save_multimodal
+from tests.sglang.tiny_models import make_wide, save_multimodal, save_quantised
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests/sglang/geometry_worker.py"
@@ -96,3 +98,37 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_
         assert not experts[0] & experts[1]
         shared = set(first["names"]) & set(second["names"])
         assert any("k_proj" in name or "kv_a_proj" in name for name in shared)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_a_checkpoint_in_block_fp8(
+    tp_size: int, tmp_path: Path
+) -> None:
+    """By digests of every part, weights in 8 bits and their scales."""
+    reports = ranks_of([save_quantised(make_wide(3), tmp_path)], tp_size)
+    check(reports, 1)
+    for (report,) in reports:
+        assert sum(name.endswith("_scale_inv") for name in report["names"]) == 14
+        assert report["held"] == report["elements"]
+
+
+def test_blocks_are_those_of_sglangs_own_function_with_plain_scales() -> None:
+    """SGLang rounds the scales to powers of two, for kernels that take no others; here that step is left out."""
+    source = (
+        "from megarl.cpu import sglang_launch; sglang_launch.install()\n"
+        "import torch\n"
+        "from sglang.srt.layers.quantization import fp8_utils\n"
+        "from megarl.ops.digest import digest\n"
+        "from megarl.reshard.quantised_weights import quantised\n"
+        "fp8_utils.ceil_to_ue8m0 = lambda scale: scale\n"
+        "torch.manual_seed(0)\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        "    weight = (torch.randn(512, 384) * torch.randn(512, 1).exp()).to(dtype)\n"
+        "    weight[:128, :128] = 0\n"
+        "    weight[128:256, :128] *= 1e-6\n"
+        "    own = [tensor for _, tensor in quantised([('mlp.up_proj.weight', weight)])]\n"
+        "    theirs = fp8_utils.per_block_cast_to_fp8(weight)\n"
+        "    assert [digest(t) for t in own] == [digest(t.contiguous()) for t in theirs], dtype\n"
+    )
+    result = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=450)
+    assert result.returncode == 0, result.stderr[-3000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -27,11 +28,14 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
+from megarl.families.block_fp8 import quantization_config
 from megarl.families.deepseek import KimiK2Config
+from megarl.reshard.quantised_weights import quantised
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 
 VOCAB_SIZE = 344
@@ -163,3 +167,34 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>").save_pretrained(
         folder
     )
+
+
+def make_wide(seed: int) -> torch.nn.Module:
+    """A random Qwen3 whose parts for each of two ranks are whole blocks of FP8.
+
+    No rank pads its vocabulary: a server that begins without weights has other rows there than one that loads them.
+    """
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        intermediate_size=512, vocab_size=384, tie_word_embeddings=True, max_position_embeddings=512,
+        bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(
+                torch.randn_like(parameter) * (0.06 if parameter.dim() == 2 else 0.2) + (parameter.dim() == 1)
+            )
+    return model
+
+
+def save_quantised(model: torch.nn.Module, folder: Path) -> Path:
+    """Writes the quantised checkpoint of a model."""
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    tensors = dict(quantised(((name, p.detach()) for name, p in model.named_parameters())))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config()}))
+    return folder

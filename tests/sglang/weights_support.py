@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.reshard.config import ReshardConfig
-from megarl.reshard.session import SyncReport, WeightSession
+from megarl.reshard.session import SyncReport, WeightSession, WeightSource
 from megarl.reshard.sync.server_control import ServerControl
 from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
@@ -75,7 +75,7 @@ class Served:
         self.version = self.session.served_version()
         self.adapter: str | None = None  # the servers' adapter that answers
 
-    def push(self, weights: SingleRankWeights) -> SyncReport:
+    def push(self, weights: WeightSource) -> SyncReport:
         self.version += 1
         return self.session.push(weights, self.version)
 

@@ -16,6 +16,8 @@ from megarl.families import read_config
 from megarl.knobs import UserError, run_all
 
 RL, SFT, DPO = "+experiment=gsm8k_grpo", "+experiment=gsm8k_sft", "+experiment=dpo"
+LLAMA_70B = "+experiment=grpo_70b"
+FP8_70B = (LLAMA_70B, "server.quantization=fp8")
 ADAPTERS = (RL, "actor.lora.rank=4", "actor.lora.sync=adapters")
 TINY = cli.ASSETS / "tiny"
 
@@ -184,6 +186,26 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
         (
             [RL, "server.tp_size=3", "server.device=cuda"],
             "server.tp_size=3 does not divide the model's num_attention_heads=4",
+        ),
+        (
+            [RL, "server.quantization=fp8"],
+            "server ranks at server.tp_size=1 hold rows 0 to 64 of self_attn.q_proj.weight, no whole blocks; take a",
+        ),
+        (
+            [*FP8_70B, "reshard.path=full"],
+            "reshard.path=full does not go with server.quantization=fp8: whole tensors travel unquantised; set it to "
+            "exact, or server.quantization=none",
+        ),
+        ([*FP8_70B, "reshard.transport=disk", "reshard.folder=/tmp"], "reshard.transport=disk does not go with server"),
+        ([*FP8_70B, "server.colocate=true"], "server.colocate=true does not go with server.quantization=fp8"),
+        ([*FP8_70B, "server.dtype=float32"], "server.dtype=float32 does not go with server.quantization=fp8: SGLang's"),
+        (
+            [*FP8_70B, "actor.lora.rank=8", "actor.lora.sync=adapters"],
+            "actor.lora.sync=adapters does not go with server.quantization=fp8: the base would never be quantised",
+        ),
+        (
+            [*FP8_70B, "+sglang.load_format=auto"],
+            "sglang.load_format='auto' cannot be set with server.quantization=fp8, which needs it; leave it out",
         ),
         ([RL, "train_dataset.max_length=null"], "train_dataset.max_length is not set; give the longest prompt"),
         ([RL, "valid_dataset.max_length=null"], "valid_dataset.max_length is not set"),

@@ -16,8 +16,13 @@ from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.weights import hf_files
 from megarl.config import SaverConfig
+from megarl.families import load_config
+from megarl.families.block_fp8 import is_quantised
+from megarl.ops.digest import digest
 from megarl.parallel import groups
+from megarl.reshard.quantised_weights import QuantisedWeights
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
+from tests.sglang.tiny_models import make_wide
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +114,33 @@ def test_an_export_in_several_files_holds_one_of_them_at_a_time(
     assert all(torch.equal(model[name], whole[name]) for name in whole)
 
 
+def test_an_export_in_block_fp8_is_what_a_sync_of_the_trained_weights_sends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the actor reads it back, as the products of values and scales."""
+    model = make_wide(0)
+    model.save_pretrained(tmp_path / "start")
+    engine = MegatronEngine(EngineConfig(path=str(tmp_path / "start")))
+    engine.initialize()
+    try:
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        Saver(SaverConfig(asynchronous=False), tmp_path / "run" / "checkpoints", print).save({ACTOR: engine}, 1, {})
+        sent = {shard.name: shard.view.clone() for shard in QuantisedWeights(engine).shards()}
+    finally:
+        groups.destroy()
+    assert exported(tmp_path, tmp_path / "out", quantization="fp8") == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: digest(tensor) for name, tensor in written.items()} == {n: digest(t) for n, t in sent.items()}
+    config = load_config(tmp_path / "out")
+    assert is_quantised(config)
+    name = "model.layers.1.mlp.down_proj.weight"
+    shape = tuple(written[name].shape)
+    read = hf_files.Checkpoint(str(tmp_path / "out"), config).read(name, shape, tuple(slice(0, n) for n in shape))
+    assert 0 < float((read - model.state_dict()[name]).abs().max()) < float(read.abs().max()) / 16
+    assert exported(tmp_path, tmp_path / "again", "out", quantization="fp8") == 2
+    assert "is quantised already; leave out quantization" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_not_exported_and_the_one_before_serves(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +169,15 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_one_before_serves(
             "dtype=float8 must be one of float32, bfloat16",
         ),
         (["checkpoint={saved}/absent", "output={tmp}/out"], "absent is not a folder"),
+        (
+            ["checkpoint={saved}/run", "output={tmp}/out", "quantization=int3"],
+            "quantization=int3 is not known; use fp8, or leave it out",
+        ),
+        (
+            ["checkpoint={saved}/run", "output={tmp}/out", "quantization=fp8", "engine=critic"],
+            "quantization=fp8 goes with neither merge=true nor another engine than actor",
+        ),
+        (["checkpoint={saved}/run", "output={tmp}/out", "quantization=fp8"], "no whole blocks; take a tensor-parallel"),
         (["checkpoint={saved}/actor-1", "output={tmp}/out"], "damaged or no checkpoint: manifest.json is missing"),
         (["checkpoint={saved}/run", "output={tmp}/out", "engine=reward"], "has no engine=reward; it has actor, critic"),
         (["checkpoint={saved}/run", "output={saved}"], "is there and not empty"),

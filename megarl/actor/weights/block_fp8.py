@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.families.block_fp8 import SCALE
 from megarl.knobs import UserError
 
-SCALE = "_scale_inv"  # after the weight's name
 FP8, SCALES = "F8_E4M3", ("F32", "BF16")  # dtypes in the words of safetensors
 REMEDY = "copy or download the checkpoint again"
 

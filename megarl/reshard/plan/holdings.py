@@ -122,6 +122,11 @@ class Holdings:
         for rank, boxes in enumerate(per_rank):
             sets.setdefault(tuple(boxes), []).append(rank)
         rows = [(box, dtype, holder) for holder, boxes in enumerate(sets) for box, dtype in boxes]
+        return Holdings.of_rows(rows, tuple(tuple(ranks) for ranks in sets.values()))
+
+    @staticmethod
+    def of_rows(rows: Sequence[tuple[Box, str, int]], holders: tuple[tuple[int, ...], ...]) -> Holdings:
+        """Builds the table from its rows (box, dtype, index into `holders`), in their order."""
         names = {name: i for i, name in enumerate(dict.fromkeys(box.name for box, _, _ in rows))}
         dtypes = {name: i for i, name in enumerate(dict.fromkeys(dtype for _, dtype, _ in rows))}
         dims = max((len(box.start) for box, _, _ in rows), default=1)
@@ -138,7 +143,7 @@ class Holdings:
             dtypes=tuple(dtypes),
             dtype=np.array([dtypes[dtype] for _, dtype, _ in rows], dtype=np.int64),
             holder=np.array([holder for _, _, holder in rows], dtype=np.int64),
-            holders=tuple(tuple(ranks) for ranks in sets.values()),
+            holders=holders,
         )
 
     def rows_of(self, rank: int) -> Ints:

@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.families import FAMILIES, decoder, text_part
+from megarl.families import FAMILIES, block_fp8, decoder, text_part
 from megarl.families.blocks import Attention, Decoder, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import head_dim
 from megarl.knobs import UserError
+from megarl.reshard.plan.block_fp8 import dtype_named, with_scales
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
 from megarl.reshard.plan.sglang_blocks import (
     ServerParameter,
@@ -61,9 +62,10 @@ class Geometry:
     model: Decoder
     padded: Decoder
     rank: TpRank
+    quantised: bool = False  # linear layers in block FP8, with their scales
 
     @staticmethod
-    def of(config: Any, tp_rank: int, tp_size: int, ep_size: int = 1) -> Geometry:
+    def of(config: Any, tp_rank: int, tp_size: int, ep_size: int = 1, quantised: bool = False) -> Geometry:
         """Reads a HF config, or a live SGLang model's config, which SGLang has padded on CPU.
 
         Raises:
@@ -76,7 +78,9 @@ class Geometry:
         if tp_size % ep_size:
             raise UserError(f"SGLang's ep_size={ep_size} must divide its tp_size={tp_size}")
         rank = TpRank(tp_rank, tp_size, ep_size)
-        geometry = Geometry(family, decoder(_unpadded(config)), decoder(config), rank)
+        if quantised:
+            _check_quantised(family)
+        geometry = Geometry(family, decoder(_unpadded(config)), decoder(config), rank, quantised)
         for layer, padded in set(geometry.layers):
             list(geometry.layer_parameters(layer, padded))  # refuses what the ranks cannot share out
         return geometry
@@ -109,8 +113,16 @@ class Geometry:
         """Yields the parameters of one layer, all names without `model.layers.N.`.
 
         Raises:
-            UserError: the ranks do not divide a size.
+            UserError: the ranks do not divide a size, or cut a block of a quantised server.
         """
+        for parameter in self._plain_parameters(layer, padded):
+            if self.quantised:
+                yield from with_scales(parameter, self.rank.tp_size)
+            else:
+                yield parameter
+
+    def _plain_parameters(self, layer: Layer, padded: Layer) -> Iterator[ServerParameter]:
+        """Yields the parameters of one layer, without scales."""
         hidden = self.model.hidden
         outer = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if layer.sandwich else ()
         for norm in ("input_layernorm", "post_attention_layernorm", *outer):
@@ -139,6 +151,14 @@ class Geometry:
                 yield ServerParameter(prefix + p.name, p.shape, tuple(parts))
 
 
+def _check_quantised(family: str) -> None:
+    """Refuses the families whose quantised servers have no rules."""
+    if family not in block_fp8.FAMILIES:
+        raise UserError(
+            f"server.quantization=fp8 is for models of {', '.join(block_fp8.FAMILIES)}, not {family}; set it to none"
+        )
+
+
 def _unpadded(config: Any) -> Any:
     """A copy of a config with the checkpoint's own sizes where SGLang has padded them."""
     plain = copy.copy(config)
@@ -165,9 +185,18 @@ def padded_for_cpu(config: Any, tp_size: int) -> Any:
 
 
 def server_holdings(
-    config: Any, *, tp_size: int, ep_size: int = 1, n_servers: int = 1, dtype: str = "bfloat16", cpu: bool = False
+    config: Any,
+    *,
+    tp_size: int,
+    ep_size: int = 1,
+    n_servers: int = 1,
+    dtype: str = "bfloat16",
+    cpu: bool = False,
+    quantised: bool = False,
 ) -> Holdings:
     """Holdings of the ranks of `n_servers` equal servers, from a HF config alone; all tensors in one dtype.
+
+    Linear layers of `quantised` servers are in block FP8, their scales in float32.
 
     Raises:
         UserError: see `Geometry.of`.
@@ -180,7 +209,7 @@ def server_holdings(
     dims = 2 if decoder(config).delta_net is None else 3  # a convolution's weight has three
     rows: list[int] = []
     for rank in range(tp_size):
-        geometry = Geometry.of(config, rank, tp_size, ep_size)
+        geometry = Geometry.of(config, rank, tp_size, ep_size, quantised)
         before = len(tensor)
         outer = [part.box for p in geometry.outer_parameters() for part in p.parts]
         tensor += [names.setdefault(box.name, len(names)) for box in outer]
@@ -195,13 +224,15 @@ def server_holdings(
             corners.append(inner_corners)
         rows.append(len(tensor) - before)
     start, stop = np.moveaxis(np.concatenate(corners), 1, 0)
+    dtypes = [dtype_named(name, dtype) if quantised else dtype for name in names]
+    codes = {name: code for code, name in enumerate(dict.fromkeys(dtypes))}
     return Holdings(
         names=tuple(names),
         tensor=np.array(tensor, dtype=np.int64),
         start=start,
         stop=stop,
-        dtypes=(dtype,),
-        dtype=np.zeros(len(tensor), dtype=np.int64),
+        dtypes=tuple(codes),
+        dtype=np.array([codes[name] for name in dtypes], dtype=np.int64)[tensor],
         holder=np.repeat(np.arange(tp_size), rows),
         holders=tuple(tuple(range(rank, n_servers * tp_size, tp_size)) for rank in range(tp_size)),
     )

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from megarl.families import FAMILIES
+from megarl.families.block_fp8 import is_quantised
+from megarl.reshard.plan.block_fp8 import dtype_named
 from megarl.reshard.plan.holdings import Fragment
-from megarl.reshard.plan.sglang_blocks import ParameterPart
+from megarl.reshard.plan.sglang_blocks import ParameterPart, ServerParameter
 from megarl.reshard.plan.sglang_layout import Geometry
 
 REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged its weights after loading
@@ -17,7 +19,10 @@ REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged
     "load_up_proj_weight_first": "stacked up before gate; use --moe-runner-backend triton",
     "use_triton_kernels": "transposed; use --moe-runner-backend triton",
     "use_flashinfer_trtllm_moe": "in blocks; use --moe-runner-backend triton",
+    "use_marlin": "packed for Marlin; FP8 needs GPUs of compute capability 8.9 or higher",
+    "block_fp8_as_mxfp8": "copied to MXFP8; use --fp8-gemm-backend triton",
 }
+CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")  # of the KV cache: 1 unless a checkpoint has them
 
 
 class LayoutError(ValueError):
@@ -48,6 +53,8 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
     for name, parameter in parameters:
         if name.startswith(FAMILIES[geometry.family].sglang_untouched):
             continue
+        if geometry.quantised and name.endswith(CACHE_SCALES):
+            continue
         rule = rules.pop(name, None)
         shape = list(parameter.shape)
         if rule is None:
@@ -61,6 +68,8 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
                 f"SGLang holds {name} as {shape} on {rank}, and the rules for {geometry.family} say {list(rule.shape)}",
                 name,
             )
+        if geometry.quantised:
+            _check_dtype(name, parameter, rule)
         for part in rule.parts:
             yield Fragment(geometry.rank.tp_rank, name, part.box, view_of(part, parameter.detach()))
     for name, rule in rules.items():
@@ -69,12 +78,29 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
         )
 
 
+def _check_dtype(name: str, parameter: Tensor, rule: ServerParameter) -> None:
+    """Refuses a quantised server's parameter in another dtype than the trainer sends, or with requantised scales."""
+    expected = dtype_named(rule.parts[0].box.name, "")
+    found = str(parameter.dtype).removeprefix("torch.")
+    if found != (expected or found):
+        raise LayoutError(f"SGLang holds {name} in {found}, and block FP8 has it in {expected}", name)
+    if getattr(parameter, "format_ue8m0", False):
+        raise LayoutError(
+            f"SGLang has rounded {name} to powers of two: live updates need the scales as they were sent; use "
+            "--fp8-gemm-backend triton",
+            name,
+        )
+
+
 def check_plain(model: nn.Module) -> None:
     """Refuses a live model whose weights SGLang has rearranged after loading, even with unchanged shapes.
+
+    Weights in block FP8 are as they were loaded.
 
     Raises:
         LayoutError: names the module, the rearrangement, and the option that avoids it.
     """
+    in_fp8 = is_quantised(getattr(model, "config", None))
     for name, module in model.named_modules():
         for holder in (module, getattr(module, "quant_method", None)):
             for flag, change in REPACKED.items():
@@ -82,5 +108,5 @@ def check_plain(model: nn.Module) -> None:
                     raise LayoutError(
                         f"SGLang keeps the weights of {name} {change}: live updates need them plain", name
                     )
-        if getattr(getattr(module, "quant_method", None), "quant_config", None) is not None:
+        if not in_fp8 and getattr(getattr(module, "quant_method", None), "quant_config", None) is not None:
             raise LayoutError(f"SGLang serves {name} quantized: live updates need plain weights", name)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megarl.families.block_fp8 import is_quantised
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync import server_rank
@@ -89,7 +90,8 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
 
     def fragments() -> Sequence[Fragment]:
         check_plain(model)
-        geometry = Geometry.of(model.config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size)
+        quantised = is_quantised(model.config)
+        geometry = Geometry.of(model.config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size, quantised)
         return [*live_fragments(model.named_parameters(), geometry), *live_adapters(model, geometry)]
 
     server_rank.carry_out(order, fragments, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import json
 import random
 import socket
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ OWNED = {
     "max_total_tokens": "use the knob max_total_tokens",
     "random_seed": "use the knob random_seed",
     "api_key": "a random one is made for each run",
+    "quantization": "use the knob quantization",
     "admin_api_key": "a random api_key is made for each run",
     "custom_weight_loader": "megarl's weight receiver is loaded there",
     "config": "the arguments here are written to such a file",
@@ -49,6 +51,7 @@ NUMBERS = {
 }
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+QUANTIZATIONS = ("none", "fp8")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class SGLangServerConfig:
     device: str = knob("auto", "auto | cpu | cuda; auto is cuda where torch finds a GPU", choices=DEVICES)
     dtype: str = knob(
         "float32", "dtype of the served weights: float32, bfloat16, float16 or auto (the checkpoint's)", choices=DTYPES
+    )
+    quantization: str = knob(
+        "none",
+        "none, or fp8: linear layers in 8 bits, a scale per 128 x 128 block; the trainer quantises before it sends",
+        choices=QUANTIZATIONS,
     )
     max_total_tokens: int = knob(
         65536, "tokens the key/value cache holds; 0 lets SGLang size it from free memory", least=0, most=10**12
@@ -166,6 +174,27 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
         for port in range(config.port, config.port + config.n_servers):
             if not port_is_free(config.host, port):
                 raise UserError(f"port {port} on {config.host} is in use; free it, or set server.port=0 for a free one")
+
+
+def quantisation_arguments(config: SGLangServerConfig, sglang: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's ServerArgs of a quantised server, which begins without weights: the first sync brings them.
+
+    Raises:
+        UserError: an argument of the user's own is needed here.
+    """
+    if config.quantization == "none":
+        return {}
+    from megarl.families.block_fp8 import quantization_config  # a server process begins with this file
+
+    entry = json.dumps({"quantization_config": quantization_config()})
+    chosen = {"json_model_override_args": entry, "load_format": "dummy"}
+    for name in chosen:
+        if name in sglang:
+            raise UserError(
+                f"sglang.{name}={sglang[name]!r} cannot be set with server.quantization={config.quantization}, which "
+                "needs it; leave it out, or set server.quantization=none"
+            )
+    return chosen
 
 
 def port_is_free(host: str, port: int) -> bool:

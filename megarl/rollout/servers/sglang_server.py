@@ -36,6 +36,7 @@ from megarl.rollout.servers.server_config import (
     check_server_config,
     choose_platform,
     free_ports,
+    quantisation_arguments,
     server_arg_options,
 )
 
@@ -291,7 +292,7 @@ class SGLangServers:
             args["max_total_tokens"] = config.max_total_tokens
         if custom_weight_loader:
             args["custom_weight_loader"] = [custom_weight_loader]
-        args |= dict(platform.arguments) | sglang
+        args |= dict(platform.arguments) | quantisation_arguments(config, sglang) | sglang
         offered = offered_gpus(platform.gpus)
         self.servers = []
         for i, port in enumerate(ports, first):

@@ -1,0 +1,31 @@
+"""Linear layers in block FP8 on CPU, where SGLang's own need AMX: weights stay as they were loaded.
+
+A product widens the weights, in the dtype of the activations. On GPUs SGLang quantises the activations too.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from torch import Tensor
+from torch.nn.functional import linear
+
+
+def _as_loaded(method: Fp8LinearMethod, layer: Any) -> None:
+    """No-op after loading."""
+
+
+def _apply(method: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows, columns = method.quant_config.weight_block_size
+    scales = layer.weight_scale_inv.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    size, width = layer.weight.shape
+    return linear(x, (layer.weight.float() * scales[:size, :width]).to(x.dtype), bias)
+
+
+def _dtypes(kind: type[Fp8Config]) -> list[torch.dtype]:
+    return [torch.float32, torch.bfloat16, torch.float16]
+
+
+Fp8LinearMethod.process_weights_after_loading = _as_loaded
+Fp8LinearMethod.apply = _apply
+Fp8Config.get_supported_act_dtypes = classmethod(_dtypes)

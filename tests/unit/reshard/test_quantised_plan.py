@@ -1,0 +1,192 @@
+"""Block FP8 in a plan: each rank quantises its own part, and the parts are those of the whole, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from family_configs import config_of
+from in_memory import packed, part_of
+from torch import Tensor, nn
+
+from megarl.actor.weights.shards import shard_specs, tensor_shapes, world_table
+from megarl.families.block_fp8 import SCALE, in_fp8, quantization_config
+from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
+from megarl.parallel.placement import places
+from megarl.reshard.plan.block_fp8 import merged, quantised_sources
+from megarl.reshard.plan.holdings import Box, Holdings, Topology
+from megarl.reshard.plan.megatron_layout import source_holdings
+from megarl.reshard.plan.planner import plan
+from megarl.reshard.plan.sglang_layout import Geometry, server_holdings
+from megarl.reshard.quantised_weights import QuantisedWeights, quantised
+from megarl.reshard.sync.live_parameters import LayoutError, check_plain, live_fragments
+from megarl.reshard.sync.trainer_rank import fragments_of
+from megarl.reshard.sync.world import describe_fragments, described_boxes
+
+WIDE = {
+    "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512,
+    "num_hidden_layers": 2, "vocab_size": 128,
+}  # fmt: skip
+LAYOUTS = (ParallelConfig(), ParallelConfig(tp_size=2), ParallelConfig(tp_size=2, pp_size=2, dp_size=2))
+
+
+def model_of(**sizes: Any) -> Any:
+    return config_of("qwen3", **(WIDE | sizes))
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    view: Tensor
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """One trainer rank's parts of a checkpoint."""
+
+    config: Any
+    parallel: ParallelConfig
+    place: Any
+    checkpoint: dict[str, Tensor]
+
+    def shards(self) -> list[Shard]:
+        specs = shard_specs(self.config, self.parallel, self.place)
+        boxes = [
+            Box(s.name, tuple(s.start), tuple(s.stop))
+            for s in specs
+            if all(a < b for a, b in zip(s.start, s.stop, strict=True))
+        ]
+        return [Shard(box.name, box.start, box.stop, box.of(self.checkpoint[box.name])) for box in boxes]
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.checkpoint.items())
+
+
+def weights(config: Any, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(config).items()}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_servers_get_the_blocks_of_the_whole_checkpoint_from_every_layout(
+    parallel: ParallelConfig, tp_size: int
+) -> None:
+    config = model_of()
+    checkpoint = weights(config)
+    whole = dict(quantised(checkpoint.items()))
+    sources = [QuantisedWeights(RankWeights(config, parallel, place, checkpoint)) for place in places(parallel)]
+    held = [fragments_of(rank, source.shards()) for rank, source in enumerate(sources)]
+    described = Holdings.of([described_boxes(describe_fragments(fragments)) for fragments in held])
+    servers = server_holdings(config, tp_size=tp_size, dtype="float32", quantised=True)
+    made = plan(described, servers, Topology.of_sizes(len(held), [tp_size], 8), 4096)
+    predicted = quantised_sources(source_holdings(world_table(config, parallel), "float32"), parallel.tp_size)
+    assert plan(predicted, servers, made.topology, 4096).bytes_in.tolist() == made.bytes_in.tolist()
+    outgoing = {m.index: (rank, m) for rank in range(len(held)) for m in made.sends(rank)}
+    for rank in range(tp_size):
+        rows = servers.rows_of(rank)
+        boxes = [
+            Box(servers.names[servers.tensor[i]], tuple(servers.start[i].tolist()), tuple(servers.stop[i].tolist()))
+            for i in rows
+        ]
+        boxes = [Box(b.name, b.start[: whole[b.name].dim()], b.stop[: whole[b.name].dim()]) for b in boxes]
+        targets = [torch.zeros(box.shape, dtype=whole[box.name].dtype) for box in boxes]
+        for message in made.receives(rank):
+            source, sent = outgoing[message.index]
+            wire = packed([fragment.view for fragment in held[source]], sent)
+            for i in range(len(message)):
+                target = part_of(targets[message.fragment[i]], message.start[i], message.stop[i])
+                at = message.offset[i]
+                target.copy_(wire[at : at + target.nbytes].view(target.dtype).view(target.shape))
+        for box, target in zip(boxes, targets, strict=True):
+            assert torch.equal(bits(target), bits(box.of(whole[box.name]))), box
+    assert (
+        made.bytes_needed.sum()
+        < 0.45
+        * plan(
+            source_holdings(world_table(config, parallel), "float32"),
+            server_holdings(config, tp_size=tp_size, dtype="float32"),
+            made.topology,
+            4096,
+        ).bytes_needed.sum()
+    )
+
+
+def test_the_buffers_stay_and_follow_the_weights() -> None:
+    config = model_of(num_hidden_layers=1)
+    checkpoint = weights(config)
+    source = QuantisedWeights(RankWeights(config, LAYOUTS[0], next(iter(places(LAYOUTS[0]))), checkpoint))
+    before = {shard.name: (shard.view.data_ptr(), bits(shard.view).clone()) for shard in source.shards()}
+    name = "model.layers.0.self_attn.k_proj.weight"
+    checkpoint[name] *= 3
+    after = {shard.name: (shard.view.data_ptr(), bits(shard.view)) for shard in source.shards()}
+    assert {n for n in before if before[n][0] != after[n][0]} == set()
+    assert {n for n in before if not torch.equal(before[n][1], after[n][1])} == {name + SCALE}
+    assert dict(source.named_weights()).keys() == before.keys()
+    assert sum(in_fp8(n) for n in before) == 7
+
+
+def test_parts_that_cut_a_block_are_refused_with_their_sizes() -> None:
+    narrow = model_of(num_key_value_heads=2)  # 64 rows of k and v for each of two ranks
+    server = r"server ranks at server.tp_size=2 hold rows 0 to 64 of self_attn.k_proj.weight, no whole blocks"
+    with pytest.raises(UserError, match=server):
+        server_holdings(narrow, tp_size=2, quantised=True)
+    sources = source_holdings(world_table(narrow, ParallelConfig(tp_size=2)))
+    with pytest.raises(
+        UserError, match=r"trainer ranks at parallel.tp_size=2 hold rows 0 to 64 of model.layers.0.self"
+    ):
+        quantised_sources(sources, 2)
+    with pytest.raises(UserError, match=r"hold rows 0 to 192 of mlp.gate_proj.weight, no whole blocks"):
+        server_holdings(model_of(intermediate_size=384), tp_size=2, quantised=True)
+    with pytest.raises(UserError, match="hold 2 pieces of w with gaps"):
+        merged([Box("w", (0, 0), (128, 128)), Box("w", (256, 0), (384, 128))], "trainer ranks")
+    with pytest.raises(UserError, match="is for models of llama, mistral, qwen2, qwen3, not gpt_oss; set it to none"):
+        server_holdings(config_of("gpt_oss"), tp_size=1, quantised=True)
+
+
+def live_parameters(config: Any) -> dict[str, Tensor]:
+    """Parameters of a quantised server of one rank."""
+    geometry = Geometry.of(config, 0, 1, quantised=True)
+    dtypes = {True: torch.float8_e4m3fn, False: torch.float32}
+    return {p.name: torch.zeros(p.shape, dtype=dtypes[in_fp8(p.parts[0].box.name)]) for p in geometry.parameters()}
+
+
+def test_a_live_server_with_other_scales_or_weights_is_refused() -> None:
+    config = model_of(num_hidden_layers=1)
+    geometry, name = Geometry.of(config, 0, 1, quantised=True), "model.layers.0.self_attn.o_proj.weight"
+    live = live_parameters(config) | {"model.layers.0.self_attn.attn.k_scale": torch.ones(())}
+    assert len(list(live_fragments(live.items(), geometry))) == 2 * 7 + 7
+    with pytest.raises(LayoutError, match=f"{name} in bfloat16, and block FP8 has it in float8_e4m3fn"):
+        list(live_fragments((live | {name: live[name].bfloat16()}).items(), geometry))
+    rounded = live[name + SCALE].clone()
+    rounded.format_ue8m0 = True  # type: ignore[attr-defined]
+    with pytest.raises(LayoutError, match=r"rounded .*o_proj.weight_scale_inv to powers of two"):
+        list(live_fragments((live | {name + SCALE: rounded}).items(), geometry))
+    with pytest.raises(LayoutError, match=f"holds no {name}{SCALE}"):
+        list(live_fragments(((n, p) for n, p in live.items() if n != name + SCALE), geometry))
+
+
+def test_a_live_model_in_block_fp8_is_taken_unless_it_is_repacked() -> None:
+    model = nn.Module()
+    model.config = SimpleNamespace(quantization_config=quantization_config())
+    model.layer = nn.Module()
+    model.layer.quant_method = SimpleNamespace(quant_config=object(), use_marlin=False)
+    check_plain(model)
+    model.layer.quant_method.use_marlin = True
+    with pytest.raises(LayoutError, match="layer packed for Marlin"):
+        check_plain(model)
+    model.layer.quant_method.use_marlin = False
+    model.config.quantization_config["weight_block_size"] = [32, 32]
+    with pytest.raises(LayoutError, match="serves layer quantized"):
+        check_plain(model)
