@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3MoeConfig
 
-from megarl import checks, cli, served_checks
+from megarl import checks, cli, evaluate, served_checks
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError, run_all
@@ -217,6 +217,13 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
 def test_knobs_that_contradict_the_model_are_refused(overrides: list[str], message: str) -> None:
     failed = of_model(config_of(*overrides))
     assert any(message in text for text in failed), failed
+
+
+def test_an_evaluation_without_a_trainer_has_no_quantised_servers() -> None:
+    with pytest.raises(
+        UserError, match=r"server.quantization=fp8 needs a trainer, which brings the weights; set it to"
+    ):
+        evaluate.main(config_of(RL, "server.quantization=fp8"))
 
 
 def test_adapters_alone_are_accepted_for_the_bundled_model() -> None:
