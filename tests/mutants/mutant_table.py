@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mutant_table_adapters as adapters
 import mutant_table_csrc as csrc
+import mutant_table_quantised as quantised
 import mutant_table_systems as systems
 import mutant_table_training as training
 from mutant import Mutant, flat
@@ -22,6 +23,7 @@ MUTANTS: list[Mutant] = [
             systems.OBSERVE,
         ),
         adapters.ADAPTERS,
+        quantised.QUANTISED,
         csrc.HEADERS,
     )
     for mutant in flat(bugs)
