@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.families.block_fp8 import BLOCK, SCALE, in_fp8
 from megarl.ops.quantize import FP8, quantize_fp8, scales_shape
 from megarl.reshard.plan.block_fp8 import merged, scales_of
-from megarl.reshard.plan.holdings import Box
+from megarl.reshard.plan.holdings import Box, read
 from megarl.reshard.session import WeightSource
 from megarl.reshard.sync.trainer_rank import ShardView
 
@@ -64,12 +64,13 @@ class QuantisedWeights:
         box = merged([Box(name, shard.start, shard.stop) for shard in shards], whose)
         scale_box = scales_of(box, whose)
         if len(shards) == 1:
-            weight = shards[0].view.detach()
+            weight = read(shards[0].view).detach()
         else:  # Megatron has the rows of query groups between each other
-            weight = shards[0].view.new_empty(box.shape)
-            for shard in shards:
+            parts = [read(shard.view).detach() for shard in shards]
+            weight = parts[0].new_empty(box.shape)
+            for shard, part in zip(shards, parts, strict=True):
                 corners = zip(shard.start, shard.stop, box.start, strict=True)
-                weight[tuple(slice(a - c, b - c) for a, b, c in corners)] = shard.view.detach()
+                weight[tuple(slice(a - c, b - c) for a, b, c in corners)] = part
         if name not in self._buffers:
             self._buffers[name] = buffers_for(weight)
         values, scales = self._buffers[name]

@@ -59,6 +59,11 @@ class ComputedValues(Protocol):
     def data_ptr(self) -> int: ...
 
 
+def read(view: Tensor | ComputedValues) -> Tensor:
+    """Values of a view: the live tensor itself, or made now."""
+    return view if isinstance(view, Tensor) else view.read()
+
+
 @dataclass(frozen=True)
 class Fragment:
     """A box held by rank `rank`: `view`, a part of its live parameter `tensor`, has the box's values.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megarl.ops.digest import digest
-from megarl.reshard.plan.holdings import Fragment, dtype_of
+from megarl.reshard.plan.holdings import Fragment, dtype_of, read
 from megarl.reshard.plan.transfer_plan import RankMessage, TransferPlan
 from megarl.reshard.transfer import delta
 from megarl.reshard.transfer.digests import BucketSample
@@ -78,7 +78,7 @@ class MessageViews:
         """Copies the views into the message, cast to its dtypes. Returns the parts of the message."""
         parts = list(self.parts(payload))
         for part, view in zip(parts, self.views, strict=True):
-            part.copy_(view if isinstance(view, Tensor) else view.read())
+            part.copy_(read(view))
         return parts
 
     def unpack(self, payload: Tensor) -> None:
