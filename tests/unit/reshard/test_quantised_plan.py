@@ -13,6 +13,7 @@ from family_configs import config_of
 from in_memory import packed, part_of
 from torch import Tensor, nn
 
+from megarl.actor.weights.computed_boxes import ComputedBox, View
 from megarl.actor.weights.shards import shard_specs, tensor_shapes, world_table
 from megarl.families.block_fp8 import SCALE, in_fp8, quantization_config
 from megarl.knobs import UserError
@@ -44,12 +45,12 @@ class Shard:
     name: str
     start: tuple[int, ...]
     stop: tuple[int, ...]
-    view: Tensor
+    view: View
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """One trainer rank's parts of a checkpoint."""
+    """One trainer rank's parts of a checkpoint. Projections to values are made when they are read, as with adapters."""
 
     config: Any
     parallel: ParallelConfig
@@ -63,7 +64,13 @@ class RankWeights:
             for s in specs
             if all(a < b for a, b in zip(s.start, s.stop, strict=True))
         ]
-        return [Shard(box.name, box.start, box.stop, box.of(self.checkpoint[box.name])) for box in boxes]
+        return [Shard(box.name, box.start, box.stop, self._view(box)) for box in boxes]
+
+    def _view(self, box: Box) -> View:
+        view = box.of(self.checkpoint[box.name])
+        if not box.name.endswith("v_proj.weight"):
+            return view
+        return ComputedBox(box.shape, view.dtype, view.data_ptr(), lambda: view)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.checkpoint.items())
