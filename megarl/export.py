@@ -33,7 +33,7 @@ from megarl.actor.weights.repeated_tensors import with_repeated
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, load_config, read_config
 from megarl.families.adapters import EVERY_LINEAR, LORA_A, LORA_B
-from megarl.families.block_fp8 import in_fp8, quantization_config
+from megarl.families.weight_formats import FORMATS, WeightFormat
 from megarl.knobs import UserError, knob
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.quantised_weights import quantised
@@ -52,7 +52,9 @@ class ExportConfig:
     source: str = knob("", "HF checkpoint of the run's start, if it has moved; its MTP layers are copied from there")
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
     merge: bool = knob(False, "adapters: add them to their base and write a whole model, not PEFT's files")
-    quantization: str = knob("", "fp8: linear layers in 8 bits with a scale per 128 x 128 block, as SGLang loads them")
+    quantization: str = knob(
+        "", "fp8 or fp8_channel: linear layers in 8 bits, as servers of server.quantization hold them"
+    )
 
 
 USAGE = (
@@ -81,10 +83,16 @@ def parse(arguments: list[str]) -> ExportConfig:
         raise UserError(f"checkpoint and output must be given; {USAGE}")
     if config.dtype and config.dtype not in DTYPES:
         raise UserError(f"dtype={config.dtype} must be one of {', '.join(DTYPES)}")
-    if config.quantization not in ("", "fp8"):
-        raise UserError(f"quantization={config.quantization} is not known; use fp8, or leave it out for plain weights")
+    if config.quantization and config.quantization not in FORMATS:
+        raise UserError(
+            f"quantization={config.quantization} is not known; use {' or '.join(FORMATS)}, or leave it out for plain "
+            "weights"
+        )
     if config.quantization and (config.merge or config.engine != ACTOR):
-        raise UserError("quantization=fp8 goes with neither merge=true nor another engine than actor; leave one out")
+        raise UserError(
+            f"quantization={config.quantization} goes with neither merge=true nor another engine than actor; leave one "
+            "out"
+        )
     return config
 
 
@@ -135,23 +143,26 @@ def export(config: ExportConfig) -> Path:
     stored = StoredState(checkpoint.folder / config.engine)
     small_files = stored.folder / HF  # config and tokenizer
     hf_config = load_config(small_files)
-    if config.quantization:
+    format = FORMATS.get(config.quantization)
+    if format is not None:
         if "base" in stored.facts:
-            raise UserError(f"quantization=fp8: checkpoint={config.checkpoint} has adapters alone; leave it out")
-        Geometry.of(hf_config, 0, 1, quantised=True)  # refuses families, and sizes that are no whole blocks
+            raise UserError(
+                f"quantization={config.quantization}: checkpoint={config.checkpoint} has adapters alone; leave it out"
+            )
+        Geometry.of(hf_config, 0, 1, format=format)  # refuses families, and sizes that are no whole blocks
     if "base" in stored.facts:
         return _export_adapters(config, stored, hf_config, output)
     if config.merge:
         raise UserError(f"merge=true: checkpoint={config.checkpoint} has no adapters; leave it out")
-    weights = _Conversion(stored, config.dtype, config.quantization == "fp8")
+    weights = _Conversion(stored, config.dtype, format)
     trained = with_repeated(weights.tensors(checkpoint.step), stored.facts.get("repeated", {}))
     tensors = itertools.chain(trained, _carried(stored, hf_config, config.source))
     start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
     like = start if (start / "config.json").is_file() else None
     with _renamed(output) as temporary:
         hf_files.write(temporary, tensors, hf_config, small_files, like)
-        if config.quantization:
-            _add_to_config(temporary, quantization_config())
+        if format is not None:
+            _add_to_config(temporary, dict(format.config))
     if weights.rounded:
         print(
             f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
@@ -279,12 +290,12 @@ def _rewrite(config: ExportConfig, output: Path) -> Path:
 class _Conversion:
     """Converts a checkpoint's weights to `dtype` ("": as they are), and counts the ones that it rounds.
 
-    With `quantise` linear layers become block FP8 instead, from the dtype in which they were trained.
+    Linear layers become `format` instead, if there is one, from the dtype in which they were trained.
     """
 
-    def __init__(self, stored: StoredState, dtype: str, quantise: bool = False) -> None:
+    def __init__(self, stored: StoredState, dtype: str, format: WeightFormat | None = None) -> None:
         self.stored = stored
-        self.quantise = quantise
+        self.format = format
         self.dtype = DTYPES[dtype] if dtype else stored.dtype
         self.in_float32 = set() if dtype else set(stored.facts.get("float32", ()))
         self.rounded = self.total = 0
@@ -297,8 +308,8 @@ class _Conversion:
         with Progress(*columns) as progress:
             task = progress.add_task(f"export of step {step}", total=self.stored.weight_bytes)
             for name, tensor in self.stored.tensors():
-                if self.quantise and in_fp8(name):
-                    yield from quantised([(name, tensor)])
+                if self.format is not None and self.format.quantises(name):
+                    yield from quantised([(name, tensor)], self.format)
                     progress.advance(task, tensor.nbytes)
                     continue
                 keeps = is_buffer(name) or name in self.in_float32

@@ -17,8 +17,8 @@ from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation, without
 from megarl.families.adapters import SERVED
 from megarl.knobs import UserError
 from megarl.parallel import platform
-from megarl.reshard.plan.block_fp8 import quantised_sources
 from megarl.reshard.plan.megatron_layout import source_holdings
+from megarl.reshard.plan.quantised import quantised_sources
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_options
@@ -171,7 +171,7 @@ def _check_adapters(config: Config, model: PretrainedConfig) -> None:
 def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
     """Refuses quantised servers that cannot take the trainer's weights, and layouts that cut a block."""
     server, adapters = config.server, adapters_on_servers(config)
-    if server.quantization == "none":
+    if server.format is None:
         return
     quantisation_arguments(server, server_arguments(config))
     for option, is_set, reason, remedy in (
@@ -194,8 +194,9 @@ def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
             )
     padded = model if servers_on_gpu(config) else padded_for_cpu(model, server.tp_size)
     for rank in range(server.tp_size):
-        Geometry.of(padded, rank, server.tp_size, quantised=True)
-    quantised_sources(source_holdings(world_table(without_mtp(model), config.parallel)), config.parallel.tp_size)
+        Geometry.of(padded, rank, server.tp_size, format=server.format)
+    sources = source_holdings(world_table(without_mtp(model), config.parallel))
+    quantised_sources(sources, server.format, config.parallel.tp_size)
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ void register_quantize(py::module_& m) {
   m.def(
       "quantize_fp8",
       [](const Where& where, uintptr_t input, int dtype, int64_t rows, int64_t columns, int64_t stride,
-         int64_t block_rows, int64_t block_columns, float least, uintptr_t values, uintptr_t scales) {
+         int64_t block_rows, int64_t block_columns, float least, bool given, uintptr_t values,
+         uintptr_t scales) {
         const QuantizeFp8Args args{pointer<void>(input),
                                    dtype,
                                    rows,
@@ -17,13 +18,14 @@ void register_quantize(py::module_& m) {
                                    block_rows,
                                    block_columns,
                                    least,
+                                   given,
                                    pointer<uint8_t>(values),
                                    pointer<float>(scales)};
         launch(where, args, quantize_fp8_cpu, MEGARL_CUDA_KERNEL(quantize_fp8_cuda));
       },
       py::arg("where"), py::arg("input"), py::arg("dtype"), py::arg("rows"), py::arg("columns"),
-      py::arg("stride"), py::arg("block_rows"), py::arg("block_columns"), py::arg("least"), py::arg("values"),
-      py::arg("scales"));
+      py::arg("stride"), py::arg("block_rows"), py::arg("block_columns"), py::arg("least"), py::arg("given"),
+      py::arg("values"), py::arg("scales"));
 }
 
 }  // namespace megarl

@@ -10,16 +10,16 @@ void quantize_block(const QuantizeFp8Args& a, int64_t index) {
   const T* input = static_cast<const T*>(a.input) + block.row * a.stride + block.column;
   uint8_t* values = a.values + block.row * a.columns + block.column;
   uint32_t largest = 0;
-  for (int64_t r = 0; r < block.rows; ++r)
+  for (int64_t r = 0; r < block.rows && !a.given; ++r)
     for (int64_t c = 0; c < block.columns; ++c) {
       const uint32_t m = magnitude(widened(input[r * a.stride + c]));
       largest = m > largest ? m : largest;
     }
-  const float scale = scale_of(largest, a.least), inverse = 1.0f / scale;
+  if (!a.given) a.scales[index] = scale_of(largest, a.least);
+  const float inverse = 1.0f / a.scales[index];
   for (int64_t r = 0; r < block.rows; ++r)
     for (int64_t c = 0; c < block.columns; ++c)
       values[r * a.columns + c] = to_e4m3(widened(input[r * a.stride + c]) * inverse);
-  a.scales[index] = scale;
 }
 
 }  // namespace

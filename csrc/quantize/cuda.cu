@@ -15,12 +15,15 @@ __global__ void __launch_bounds__(kThreads) quantize_fp8_kernel(const QuantizeFp
   uint8_t* values = a.values + block.row * a.columns + block.column;
   const int64_t elements = block.rows * block.columns;
   unsigned largest = 0;
-  for (int64_t i = threadIdx.x; i < elements; i += kThreads) {
+  for (int64_t i = threadIdx.x; i < elements && !a.given; i += kThreads) {
     const unsigned m = magnitude(widened(input[i / block.columns * a.stride + i % block.columns]));
     largest = m > largest ? m : largest;
   }
   largest = block_reduce<kThreads>(largest, [](unsigned l, unsigned r) { return l > r ? l : r; });
-  if (threadIdx.x == 0) a.scales[blockIdx.x] = shared_scale = scale_of(largest, a.least);
+  if (threadIdx.x == 0) {
+    if (!a.given) a.scales[blockIdx.x] = scale_of(largest, a.least);
+    shared_scale = a.scales[blockIdx.x];
+  }
   __syncthreads();
   const float inverse = 1.0f / shared_scale;
   for (int64_t i = threadIdx.x; i < elements; i += kThreads) {

@@ -26,8 +26,9 @@ from megarl.actor.config import (
 )
 from megarl.actor.parameter_counts import RankParameters, rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
-from megarl.families import block_fp8, decoder, padded_vocab_size, without_mtp
+from megarl.families import decoder, padded_vocab_size, without_mtp
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
+from megarl.families.weight_formats import WeightFormat
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 
@@ -178,17 +179,17 @@ def host_memory(
 
 
 def server_memory(
-    model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int, quantised: bool = False
+    model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int, format: WeightFormat | None = None
 ) -> ServerMemory:
     """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number.
 
-    Linear layers of a `quantised` server take a byte per weight, and 4 per block of 128 x 128.
+    Linear layers in a `format` take its bytes.
     """
     item = ITEM_BYTES[dtype]
     parameters = rank_parameters(without_mtp(model), ParallelConfig(tp_size=tp_size), 0)
     weights = (parameters.dense + parameters.experts) * item
-    if quantised:
-        weights -= math.floor(parameters.matrices * (item - 1 - 4 / block_fp8.BLOCK**2))
+    if format is not None:
+        weights -= math.floor(parameters.matrices * (item - format.weight_bytes))
     cached = sum(layer.attention.cached_elements(tp_size) for layer in decoder(model).layers)
     return ServerMemory(weights, cache_tokens * cached * item)
 

@@ -21,12 +21,17 @@ def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, i
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
-def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales: Tensor) -> None:
+def scale_of(largest: Tensor) -> Tensor:
+    """Scales of blocks whose largest magnitudes are `largest`, float32."""
+    return largest.clamp(min=LEAST) / LARGEST
+
+
+def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales: Tensor, given: bool = False) -> None:
     """Writes a matrix as `values * scales`, in blocks of `block` rows and columns, by one kernel.
 
     `weight` is float32 or bfloat16 `[rows, columns]`, its rows contiguous. `values` is `FP8` of the same shape,
     contiguous; `scales` float32, one a block. A block's scale is `max(largest |weight|, LEAST) / 448`, and its values
-    are `weight * (1 / scale)`, to nearest even. A NaN makes its block NaN.
+    are `weight * (1 / scale)`, to nearest even. A NaN makes its block NaN. With `given`, `scales` are read instead.
 
     Raises:
         ValueError: a dtype, shape or device does not fit.
@@ -49,6 +54,7 @@ def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales:
         weight.stride(0),
         *block,
         LEAST,
+        given,
         address(values),
         address(scales),
     )

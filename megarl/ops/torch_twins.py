@@ -195,11 +195,12 @@ def policy_loss(
     return PolicyLoss(loss, torch.stack([*sums, *maxima]))
 
 
-def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales: Tensor) -> None:
+def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales: Tensor, given: bool = False) -> None:
     """See `megarl.ops.quantize.quantize_fp8`."""
     rows, columns = weight.shape
     padded = pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
     blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # [down, rows, across, columns]
-    scale = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(min=LEAST) / LARGEST
-    scales.copy_(scale[:, 0, :, 0])
+    if not given:
+        scales.copy_(blocks.abs().amax(dim=(1, 3)).clamp(min=LEAST) / LARGEST)
+    scale = scales[:, None, :, None]
     values.copy_((blocks * (1 / scale)).flatten(2, 3).flatten(0, 1)[:rows, :columns])

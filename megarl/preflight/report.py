@@ -45,10 +45,10 @@ from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.shapes import folder_of, teacher_of
 from megarl.preflight.sizing import size
 from megarl.preflight.tune import tune
-from megarl.reshard.plan.block_fp8 import quantised_sources
 from megarl.reshard.plan.holdings import Topology
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import PlanError, plan
+from megarl.reshard.plan.quantised import quantised_sources
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
 from megarl.reshard.plan.sglang_layout import server_holdings
 from megarl.reshard.plan.transfer_plan import TransferPlan
@@ -274,7 +274,7 @@ def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapte
     }
     trained = without_mtp(model)
     if adapters is None:
-        shape |= {"ep_size": int(config.sglang.get("ep_size", 1)), "quantised": config.server.quantization != "none"}
+        shape |= {"ep_size": int(config.sglang.get("ep_size", 1)), "format": server.format}
         held = server_holdings(model, **shape)
     else:
         trained = with_adapters(trained, adapters.shape)
@@ -283,8 +283,8 @@ def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapte
         sources = source_holdings(world_table(trained, config.parallel), config.actor.dtype)
         if adapters is not None:
             sources = sources.of_adapters(adapters.names)
-        elif config.server.quantization != "none":
-            sources = quantised_sources(sources, config.parallel.tp_size)
+        elif server.format is not None:
+            sources = quantised_sources(sources, server.format, config.parallel.tp_size)
         return plan(sources, held, topology, config.reshard.bucket_bytes)
     except PlanError as error:
         raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error

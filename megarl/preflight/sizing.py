@@ -198,8 +198,7 @@ def server_dtype(config: Config, model: PretrainedConfig) -> str:
 def server_memory_of(config: Config, model: PretrainedConfig) -> ServerMemory:
     """Memory of a server rank, with the cache of `cache_of` and the slots of adapters that are sent alone."""
     tp, dtype = config.server.tp_size, server_dtype(config, model)
-    quantised = config.server.quantization != "none"
-    memory = server_memory(model, tp, dtype, cache_of(config, model).tokens, quantised)
+    memory = server_memory(model, tp, dtype, cache_of(config, model).tokens, config.server.format)
     return replace(memory, adapters=adapter_slots(config, model))
 
 
@@ -227,8 +226,7 @@ def cache_of(config: Config, model: PretrainedConfig) -> Cache:
     if config.server.max_total_tokens or not config.cluster.gpus_per_node:
         return Cache(token, config.server.max_total_tokens)
     share = float(config.sglang.get("mem_fraction_static") or SERVER_SHARE)
-    quantised = config.server.quantization != "none"
-    weights = server_memory(model, config.server.tp_size, dtype, 0, quantised).weights
+    weights = server_memory(model, config.server.tp_size, dtype, 0, config.server.format).weights
     beside = max(map(partial(_kept_while_sampling, config), memory_of(config, model))) if config.server.colocate else 0
     free = share * (config.cluster.gpu_memory_gib * GIB - beside) - weights - adapter_slots(config, model)
     return Cache(token, max(0, int(free / token)), share)

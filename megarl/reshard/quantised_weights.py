@@ -1,4 +1,4 @@
-"""The trainer's weights in block FP8, as a source of weight syncs: quantised where they are, before they are sent.
+"""The trainer's weights in a server's format, as a source of weight syncs: quantised where they are, before sending.
 
 Each rank quantises its own parts, at each sync, into buffers that stay: a byte per weight, beside the trainer's own.
 A plan, its digests and deltas then see tensors in 8 bits and their scales.
@@ -10,16 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megarl.families.block_fp8 import BLOCK, SCALE, in_fp8
-from megarl.ops.quantize import FP8, quantize_fp8, scales_shape
-from megarl.reshard.plan.block_fp8 import merged, scales_of
+from megarl.families.weight_formats import WHOLE, WeightFormat
+from megarl.ops.quantize import quantize_fp8, scale_of
 from megarl.reshard.plan.holdings import Box, read
+from megarl.reshard.plan.quantised import boxes_of, merged
 from megarl.reshard.session import WeightSource
 from megarl.reshard.sync.trainer_rank import ShardView
-
-BLOCKS = (BLOCK, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -33,68 +32,105 @@ class QuantisedShard:
 
 
 class QuantisedWeights:
-    """A `WeightSource` with the linear layers of another one in block FP8; its other tensors stay as they are."""
+    """A `WeightSource` with the linear layers of another one in `format`; its other tensors stay as they are.
 
-    def __init__(self, source: WeightSource) -> None:
-        self.source = source
-        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # values and scales of this rank's part of each weight
+    The ranks of `tp` hold parts of the same rows. Where a scale is of a whole row, `shards` is a collective over them.
+    """
+
+    def __init__(self, source: WeightSource, format: WeightFormat, tp: dist.ProcessGroup | None = None) -> None:
+        self.source, self.format = source, format
+        self._tp = tp
+        self._buffers: dict[str, list[Tensor]] = {}  # the format's pieces of this rank's part of each weight
 
     def shards(self) -> Sequence[ShardView]:
         """Quantises this rank's parts. The views are of the same memory at each call."""
         plain: list[ShardView] = []
         of_weight: dict[str, list[ShardView]] = {}
         for shard in self.source.shards():
-            if in_fp8(shard.name):
+            if self.format.quantises(shard.name):
                 of_weight.setdefault(shard.name, []).append(shard)
             else:
                 plain.append(shard)
-        return [*plain, *(part for shards in of_weight.values() for part in self._quantised(shards))]
+        shared = self._share_scales(of_weight)
+        return [
+            *plain, *(part for name, shards in of_weight.items() for part in self._quantised(shards, name in shared))
+        ]  # fmt: skip
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every tensor of the quantised checkpoint."""
-        return quantised(self.source.named_weights())
+        return quantised(self.source.named_weights(), self.format)
 
-    def _quantised(self, shards: Sequence[ShardView]) -> Iterator[QuantisedShard]:
-        """Quantises one weight's shards on this rank, as one box, and yields its values and scales.
+    def _share_scales(self, of_weight: dict[str, list[ShardView]]) -> set[str]:
+        """Fills in the scales of the weights whose rows ranks share, and returns the weights' names."""
+        if self._tp is None or self._tp.size() == 1 or not self.format.scales.of_whole_rows:
+            return set()
+        names = [name for name in of_weight if shares_rows(name)]
+        if names:
+            weights = [self._weight(of_weight[name])[1] for name in names]
+            rows = torch.cat([weight.abs().amax(dim=1).float() for weight in weights])
+            dist.all_reduce(rows, dist.ReduceOp.MAX, group=self._tp)
+            of_weights = rows.split([len(weight) for weight in weights])
+            for name, weight, largest in zip(names, weights, of_weights, strict=True):
+                self._buffers_of(name, weight)[1].copy_(scale_of(largest)[:, None])
+        return set(names)
+
+    def _weight(self, shards: Sequence[ShardView]) -> tuple[Box, Tensor]:
+        """One weight's shards on this rank, as one box.
 
         Raises:
             UserError: see `merged`.
         """
-        name, whose = shards[0].name, "trainer ranks"
-        box = merged([Box(name, shard.start, shard.stop) for shard in shards], whose)
-        scale_box = scales_of(box, whose)
+        box = merged([Box(shard.name, shard.start, shard.stop) for shard in shards], self.format, "trainer ranks")
         if len(shards) == 1:
-            weight = read(shards[0].view).detach()
-        else:  # Megatron has the rows of query groups between each other
-            parts = [read(shard.view).detach() for shard in shards]
-            weight = parts[0].new_empty(box.shape)
-            for shard, part in zip(shards, parts, strict=True):
-                corners = zip(shard.start, shard.stop, box.start, strict=True)
-                weight[tuple(slice(a - c, b - c) for a, b, c in corners)] = part
+            return box, read(shards[0].view).detach()
+        # Megatron has the rows of query groups between each other.
+        parts = [read(shard.view).detach() for shard in shards]
+        weight = parts[0].new_empty(box.shape)
+        for shard, part in zip(shards, parts, strict=True):
+            corners = zip(shard.start, shard.stop, box.start, strict=True)
+            weight[tuple(slice(a - c, b - c) for a, b, c in corners)] = part
+        return box, weight
+
+    def _quantised(self, shards: Sequence[ShardView], has_scales: bool) -> Iterator[QuantisedShard]:
+        """Quantises one weight's shards on this rank, and yields the format's pieces."""
+        box, weight = self._weight(shards)
+        buffers = self._buffers_of(box.name, weight)
+        quantise(weight, self.format, buffers, has_scales)
+        for piece, buffer in zip(boxes_of(box, self.format, "trainer ranks"), buffers, strict=True):
+            yield QuantisedShard(piece.name, piece.start, piece.stop, buffer)
+
+    def _buffers_of(self, name: str, weight: Tensor) -> list[Tensor]:
         if name not in self._buffers:
-            self._buffers[name] = buffers_for(weight)
-        values, scales = self._buffers[name]
-        quantize_fp8(weight, BLOCKS, values, scales)
-        yield QuantisedShard(name, box.start, box.stop, values)
-        yield QuantisedShard(scale_box.name, scale_box.start, scale_box.stop, scales)
+            self._buffers[name] = buffers_for(weight, self.format)
+        return self._buffers[name]
 
 
-def buffers_for(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """New memory for the values and the scales of a weight."""
-    shape = scales_shape((weight.shape[0], weight.shape[1]), BLOCKS)
-    return (
-        torch.empty(weight.shape, dtype=FP8, device=weight.device),
-        torch.empty(shape, dtype=torch.float32, device=weight.device),
-    )
+def shares_rows(name: str) -> bool:
+    """True for the weights whose columns tensor parallelism cuts: the output projections of attention and MLP."""
+    return name.endswith(("o_proj.weight", "down_proj.weight"))
 
 
-def quantised(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a checkpoint with its linear layers in block FP8, each followed by its scales."""
+def buffers_for(weight: Tensor, format: WeightFormat) -> list[Tensor]:
+    """New memory for the format's pieces of a weight."""
+    return [
+        torch.empty(piece.shape(*weight.shape), dtype=getattr(torch, piece.dtype), device=weight.device)
+        for piece in format.pieces
+    ]
+
+
+def quantise(weight: Tensor, format: WeightFormat, pieces: Sequence[Tensor], has_scales: bool = False) -> None:
+    """Writes the pieces of a weight. With `has_scales` those are read, and the values follow from them."""
+    values, scales = pieces
+    rows, columns = format.scales.block
+    quantize_fp8(weight, (rows, weight.shape[1] if columns == WHOLE else columns), values, scales, given=has_scales)
+
+
+def quantised(tensors: Iterable[tuple[str, Tensor]], format: WeightFormat) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a checkpoint with its linear layers in `format`, each as the format's pieces."""
     for name, tensor in tensors:
-        if not in_fp8(name):
+        if not format.quantises(name):
             yield name, tensor
             continue
-        values, scales = buffers_for(tensor)
-        quantize_fp8(tensor, BLOCKS, values, scales)
-        yield name, values
-        yield name + SCALE, scales
+        pieces = buffers_for(tensor, format)
+        quantise(tensor, format, pieces)
+        yield from zip(format.names(name), pieces, strict=True)

@@ -120,7 +120,7 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
         models = Models.build(config, algorithm, rollouts.scorer)
         with Run(config, folder, models.saved, {"rollouts": rollouts}, started) as run:
             weights.note = run.note
-            weights.connect(models.actor, run.done, models.saved.values(), config.actor.lora.starts_as_checkpoint)
+            weights.connect(models.actor, run.done, list(models.saved.values()), config.actor.lora.starts_as_checkpoint)
             rollouts.connect(models.actor, run.done)
             run.before_save = weights.gpus.for_training
             if weights.outdated:

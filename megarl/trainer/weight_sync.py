@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from megarl.actor.engine import MegatronEngine
@@ -93,15 +93,15 @@ class WeightSync:
         """Calls `follower` no more."""
         del self._followers[follower]
 
-    def connect(self, source: WeightSource, version: int, engines: Iterable[MegatronEngine], as_served: bool) -> None:
+    def connect(self, source: WeightSource, version: int, engines: Sequence[MegatronEngine], as_served: bool) -> None:
         """Waits for the servers and connects the session that pushes the weights of `source`. A collective.
 
         The servers hold the checkpoint that the run began with, `version` 0; quantised ones begin without weights.
         `as_served` is True if the trainer began with the same. `engines` are all that are trained: co-located servers
         take their memory in turn.
         """
-        quantised = self.config.server.quantization != "none"
-        self._source = QuantisedWeights(source) if quantised else source
+        format = self.config.server.format
+        self._source = source if format is None else QuantisedWeights(source, format, engines[0].groups.tp)
         addresses: list[str] = []
         key = ""
         if self.config.server.colocate:
@@ -117,7 +117,7 @@ class WeightSync:
             session.set_death_probe(self._rank0.supervisor.died)
         # Servers that outlived a trainer may serve a version above its checkpoint's. Versions continue above theirs.
         served = session.served_version()
-        self.outdated = bool(served or version or not as_served or quantised)
+        self.outdated = bool(served or version or not as_served or format is not None)
         self.version = max(version, served + 1) if self.outdated else version
         if not self.outdated:
             session.version = self.version  # a server restarted before the first push is brought this version

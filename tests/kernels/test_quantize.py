@@ -8,7 +8,7 @@ from oracle import Guarded
 from torch import Tensor
 
 from megarl.ops import torch_twins
-from megarl.ops.quantize import FP8, quantize_fp8, scales_shape
+from megarl.ops.quantize import FP8, quantize_fp8, scale_of, scales_shape
 
 SHAPES = ((1, 1), (128, 128), (129, 127), (300, 640), (7, 1000))
 BLOCKS = ((128, 128), (1, 4096), (3, 5))
@@ -96,3 +96,20 @@ def test_what_the_kernel_cannot_take_is_refused() -> None:
             quantize_fp8(weight, (128, 128), values, scales)
     with pytest.raises(ValueError, match=r"scales has shape \(1, 1\), expected \(4, 3\)"):
         quantize_fp8(torch.zeros(4, 6), (1, 2), values, scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_given_scales_are_read_and_left(dtype: torch.dtype) -> None:
+    """Two halves of rows, with the scales of whole rows, are the halves of the whole."""
+    weight = torch.randn(33, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
+    values, scales = quantised(weight, (1, 256))
+    for columns in (slice(0, 96), slice(96, 256)):
+        part = weight[:, columns]
+        own, by_twin = (torch.empty(tuple(part.shape), dtype=FP8) for _ in range(2))
+        kept = scale_of(weight.abs().amax(dim=1).float())[:, None]
+        assert torch.equal(kept, scales)
+        quantize_fp8(part, (1, part.shape[1]), own, kept, given=True)
+        torch_twins.quantize_fp8(part, (1, part.shape[1]), by_twin, kept, given=True)
+        assert torch.equal(kept, scales)
+        assert torch.equal(bits(own), bits(values[:, columns]))
+        assert torch.equal(bits(own), bits(by_twin))

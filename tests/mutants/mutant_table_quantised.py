@@ -5,11 +5,15 @@ from __future__ import annotations
 from mutant import Bugs, unit
 
 QUANTISED: Bugs = {
-    "megarl/reshard/plan/block_fp8.py": {
+    "megarl/reshard/plan/quantised.py": {
         unit("reshard/test_quantised_plan"): [
-            ("scales of stacked weights lie on each other", "tuple(corner // BLOCK for corner in part.at)", "(0, 0)"),
-            ("a part may end inside a block", "if start % BLOCK or stop % BLOCK:", "if start % BLOCK:"),
-            ("preflight plans with unmerged parts", "boxes = [whole, scales", "boxes = [*boxes, scales"),
+            (
+                "scales of stacked weights lie on each other",
+                "ParameterPart(tuple(x // block for x, block in at), box)",
+                "ParameterPart((0, 0), box)",
+            ),
+            ("a part may end inside a block", "if start % block or stop % block:", "if start % block:"),
+            ("preflight plans with unmerged parts", "boxes = boxes_of(merged(", "boxes = boxes + boxes_of(merged("),
         ],
     },
     "megarl/reshard/quantised_weights.py": {
@@ -20,6 +24,7 @@ QUANTISED: Bugs = {
                 "shard.stop, shard.start, strict",
             ),
             ("each sync has new buffers", "if name not in self._buffers:", "if True:"),
+            ("ranks have scales of their own part of a row", "if self._tp is None or", "if True or"),
         ],
     },
 }

@@ -39,10 +39,10 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from megarl.actor.weights.hf_files import Checkpoint  # noqa: E402
 from megarl.actor.weights.shards import tensor_shapes  # noqa: E402
 from megarl.cpu.sglang_models import adapters as _  # noqa: E402, F401
-from megarl.cpu.sglang_models import block_fp8 as __  # noqa: E402, F401
+from megarl.cpu.sglang_models import quantised as __  # noqa: E402, F401
 from megarl.families import load_config, with_adapters  # noqa: E402
 from megarl.families.adapters import LORA_A, MANAGER, SERVED, Adapters  # noqa: E402
-from megarl.families.block_fp8 import is_quantised  # noqa: E402
+from megarl.families.weight_formats import format_of  # noqa: E402
 from megarl.ops.digest import digest  # noqa: E402
 from megarl.reshard.plan.sglang_adapters import HELD, adapter_buffers  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
@@ -84,18 +84,15 @@ def compare(checkpoint: str) -> dict[str, Any]:
     model = get_model(model_config=model_config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
     check_plain(model)
     hf = load_config(Path(checkpoint))
-    in_fp8 = is_quantised(hf)
-    rules = Geometry.of(padded_for_cpu(hf, TP_SIZE) if PADDED else hf, RANK, TP_SIZE, EP_SIZE, in_fp8)
-    live = Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE, is_quantised(model.config))
-    stored = Checkpoint(checkpoint, hf)
-    checkpoint_tensors = (
-        load_file(Path(checkpoint, "model.safetensors"))
-        if in_fp8
-        else {
-            name: stored.read(name, shape, tuple(slice(0, size) for size in shape))
-            for name, shape in tensor_shapes(hf).items()
-        }
-    )
+    format = format_of(hf)
+    rules = Geometry.of(padded_for_cpu(hf, TP_SIZE) if PADDED else hf, RANK, TP_SIZE, EP_SIZE, format)
+    live = Geometry.of(model.config, RANK, TP_SIZE, EP_SIZE, format_of(model.config))
+    if format is None:
+        stored = Checkpoint(checkpoint, hf)
+        shapes = tensor_shapes(hf).items()
+        checkpoint_tensors = {n: stored.read(n, shape, tuple(slice(0, size) for size in shape)) for n, shape in shapes}
+    else:
+        checkpoint_tensors = load_file(Path(checkpoint, "model.safetensors"))
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     fragments = list(live_fragments(model.named_parameters(), rules))
     wrong = [
@@ -111,7 +108,7 @@ def compare(checkpoint: str) -> dict[str, Any]:
         fragment.view.copy_(fragment.box.of(checkpoint_tensors[fragment.box.name]))
     refilled = [n for n, p in model.named_parameters() if n in held and digest(p) != digest(loaded[n])]
     adapters: list[str] = []
-    if hf.model_type in HELD and not in_fp8:
+    if hf.model_type in HELD and format is None:
         adapters = compare_adapters(model, hf, arguments(checkpoint))
         wrapped = [f.box for f in live_fragments(model.named_parameters(), rules)]
         assert wrapped == [f.box for f in fragments], "SGLang's wrappers of layers keep the names of weights"

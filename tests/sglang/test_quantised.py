@@ -1,4 +1,4 @@
-"""Rollouts in block FP8 on real SGLang servers: what a sync leaves there is what a fresh load puts there."""
+"""Quantised rollouts on real SGLang servers: what a sync leaves there is what a fresh load puts there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from weights_support import TOLERANCE, Served, checksums, weights_of
 
-from megarl.families.block_fp8 import BLOCK, SCALE, in_fp8
-from megarl.reshard.quantised_weights import QuantisedWeights, quantised
+from megarl.families.weight_formats import FORMATS, WHOLE, WeightFormat
+from megarl.reshard.quantised_weights import QuantisedWeights, quantised, shares_rows
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
@@ -20,15 +20,17 @@ from tests import rows
 from tests.sglang.tiny_models import make_wide, save_quantised, save_tokenizer
 
 
-def dequantised(model: nn.Module) -> nn.Module:
+def dequantised(model: nn.Module, format: WeightFormat) -> nn.Module:
     """The model that a quantised server computes, with the same weights in float32."""
-    tensors = dict(quantised(weights_of(model).tensors.items()))
+    tensors = dict(quantised(weights_of(model).tensors.items(), format))
     model = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if in_fp8(name):
-                scales = tensors[name + SCALE].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-                parameter.copy_(tensors[name].float() * scales)
+            if format.quantises(name):
+                values, scales = (tensors[piece] for piece in format.names(name))
+                for dim, block in enumerate(format.scales.block):
+                    scales = scales.repeat_interleave(parameter.shape[dim] if block == WHOLE else block, dim)
+                parameter.copy_(values.float() * scales)
     return model
 
 
@@ -40,11 +42,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=rows.every(2, [1, 2]), ids=lambda tp_size: f"tp{tp_size}")
+SERVERS = [("fp8", 1), ("fp8", 2), ("fp8_channel", 2), ("fp8_channel", 1)]
+
+
+@pytest.fixture(scope="module", params=rows.every(2, SERVERS), ids=lambda server: f"{server[0]}-tp{server[1]}")
 def servers(
     request: pytest.FixtureRequest, serve: Callable[..., SGLangServers], checkpoint: Path
 ) -> Iterator[SGLangServers]:
-    servers = serve(checkpoint, tp_size=request.param, quantization="fp8")
+    quantization, tp_size = request.param
+    servers = serve(checkpoint, tp_size=tp_size, quantization=quantization)
     yield servers
     servers.stop()
 
@@ -56,29 +62,37 @@ def served(servers: SGLangServers) -> Iterator[Served]:
     served.session.close()
 
 
-def test_a_quantised_server_computes_with_the_blocks_it_was_sent(served: Served) -> None:
-    tp_size = served.servers.config.tp_size
+def format_of(served: Served) -> WeightFormat:
+    return FORMATS[served.servers.config.quantization]
+
+
+def test_a_quantised_server_computes_with_the_values_it_was_sent(served: Served) -> None:
+    tp_size, format = served.servers.config.tp_size, format_of(served)
     model = make_wide(1)
-    source = QuantisedWeights(weights_of(model))
+    source = QuantisedWeights(weights_of(model), format)
     report = served.push(source)
     assert report.verified > 0
     weights = weights_of(model).tensors
-    wide = sum(t.nbytes for name, t in weights.items() if in_fp8(name))
-    rest = sum(t.nbytes for name, t in weights.items() if not in_fp8(name) and "embed" not in name)
-    embedding = weights["model.embed_tokens.weight"].nbytes
-    narrow = wide // 4 + wide // 4 // BLOCK**2 * 4  # 8 bits for 32, and the scales
-    assert report.bytes == narrow + rest * tp_size + embedding
-    assert served.difference(dequantised(model)) < TOLERANCE
+    narrow, rest = 0, 0
+    for name, tensor in weights.items():
+        if format.quantises(name):  # 8 bits for 32, and the scales, on each rank that has some of their rows
+            rows, columns = format.scales.shape(*tensor.shape)
+            ranks = tp_size if format.scales.block[1] == WHOLE and shares_rows(name) else 1
+            narrow += tensor.numel() + 4 * rows * columns * ranks
+        else:
+            rest += tensor.nbytes * (1 if "embed" in name else tp_size)
+    assert report.bytes == narrow + rest
+    assert served.difference(dequantised(model, format)) < TOLERANCE
     assert served.difference(model) > 10 * TOLERANCE
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if n.endswith("o_proj.weight"))[3, 5] += 0.01
     changed = served.push(source)
-    assert 0 < changed.bytes < 100
-    assert served.difference(dequantised(model)) < TOLERANCE
+    assert 0 < changed.bytes < 400
+    assert served.difference(dequantised(model, format)) < TOLERANCE
 
 
 def test_a_trainer_that_does_not_quantise_is_refused(served: Served) -> None:
-    with pytest.raises(WeightSyncError, match="_scale_inv is held by the servers and by no trainer rank"):
+    with pytest.raises(WeightSyncError, match=r"_scale\w* is held by the servers and by no trainer rank"):
         served.push(weights_of(make_wide(1)))
 
 
@@ -88,8 +102,9 @@ def test_a_sync_leaves_what_a_fresh_load_of_the_quantised_checkpoint_leaves(
 ) -> None:
     """By SGLang's own checksums, which are of products. `test_sglang_geometry.py` compares the bytes."""
     model = make_wide(2)
-    served.push(QuantisedWeights(weights_of(model)))
-    fresh = serve(save_quantised(model, tmp_path), tp_size=served.servers.config.tp_size)
+    format = format_of(served)
+    served.push(QuantisedWeights(weights_of(model), format))
+    fresh = serve(save_quantised(model, tmp_path, format), tp_size=served.servers.config.tp_size)
     held, loaded = (checksums(other.control(), Deadline(120)) for other in (served, Served(fresh)))
     fresh.stop()
     assert held == loaded

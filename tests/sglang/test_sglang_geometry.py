@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megarl.families.weight_formats import FORMATS, WeightFormat
 from megarl.rollout.servers.server_config import free_ports
 from tests.sglang.tiny_models import make_wide, save_multimodal, save_quantised
 
@@ -101,14 +102,15 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_a_checkpoint_in_block_fp8(
-    tp_size: int, tmp_path: Path
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_a_quantised_checkpoint(
+    format: WeightFormat, tp_size: int, tmp_path: Path
 ) -> None:
     """By digests of every part, weights in 8 bits and their scales."""
-    reports = ranks_of([save_quantised(make_wide(3), tmp_path)], tp_size)
+    reports = ranks_of([save_quantised(make_wide(3), tmp_path, format)], tp_size)
     check(reports, 1)
     for (report,) in reports:
-        assert sum(name.endswith("_scale_inv") for name in report["names"]) == 14
+        assert sum(name.endswith(format.scales.suffix) for name in report["names"]) == 14
         assert report["held"] == report["elements"]
 
 
@@ -119,6 +121,7 @@ def test_blocks_are_those_of_sglangs_own_function_with_plain_scales() -> None:
         "import torch\n"
         "from sglang.srt.layers.quantization import fp8_utils\n"
         "from megarl.ops.digest import digest\n"
+        "from megarl.families.weight_formats import FORMATS\n"
         "from megarl.reshard.quantised_weights import quantised\n"
         "fp8_utils.ceil_to_ue8m0 = lambda scale: scale\n"
         "torch.manual_seed(0)\n"
@@ -126,7 +129,7 @@ def test_blocks_are_those_of_sglangs_own_function_with_plain_scales() -> None:
         "    weight = (torch.randn(512, 384) * torch.randn(512, 1).exp()).to(dtype)\n"
         "    weight[:128, :128] = 0\n"
         "    weight[128:256, :128] *= 1e-6\n"
-        "    own = [tensor for _, tensor in quantised([('mlp.up_proj.weight', weight)])]\n"
+        "    own = [tensor for _, tensor in quantised([('mlp.up_proj.weight', weight)], FORMATS['fp8'])]\n"
         "    theirs = fp8_utils.per_block_cast_to_fp8(weight)\n"
         "    assert [digest(t) for t in own] == [digest(t.contiguous()) for t in theirs], dtype\n"
     )

@@ -33,8 +33,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from megarl.families.block_fp8 import quantization_config
 from megarl.families.deepseek import KimiK2Config
+from megarl.families.weight_formats import FORMATS, WeightFormat
 from megarl.reshard.quantised_weights import quantised
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 
@@ -189,12 +189,12 @@ def make_wide(seed: int) -> torch.nn.Module:
     return model
 
 
-def save_quantised(model: torch.nn.Module, folder: Path) -> Path:
+def save_quantised(model: torch.nn.Module, folder: Path, format: WeightFormat = FORMATS["fp8"]) -> Path:
     """Writes the quantised checkpoint of a model."""
     model.save_pretrained(folder)
     save_tokenizer(folder)
-    tensors = dict(quantised(((name, p.detach()) for name, p in model.named_parameters())))
+    tensors = dict(quantised(((name, p.detach()) for name, p in model.named_parameters()), format))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_config()}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(format.config)}))
     return folder

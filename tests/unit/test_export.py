@@ -17,7 +17,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.weights import hf_files
 from megarl.config import SaverConfig
 from megarl.families import load_config
-from megarl.families.block_fp8 import is_quantised
+from megarl.families.weight_formats import FORMATS, WeightFormat, format_of
 from megarl.ops.digest import digest
 from megarl.parallel import groups
 from megarl.reshard.quantised_weights import QuantisedWeights
@@ -114,10 +114,11 @@ def test_an_export_in_several_files_holds_one_of_them_at_a_time(
     assert all(torch.equal(model[name], whole[name]) for name in whole)
 
 
-def test_an_export_in_block_fp8_is_what_a_sync_of_the_trained_weights_sends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+def test_a_quantised_export_is_what_a_sync_of_the_trained_weights_sends(
+    format: WeightFormat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the actor reads it back, as the products of values and scales."""
+    """And the actor reads FP8 in blocks back, as the products of values and scales."""
     model = make_wide(0)
     model.save_pretrained(tmp_path / "start")
     engine = MegatronEngine(EngineConfig(path=str(tmp_path / "start")))
@@ -125,14 +126,16 @@ def test_an_export_in_block_fp8_is_what_a_sync_of_the_trained_weights_sends(
     try:
         (tmp_path / "run" / "checkpoints").mkdir(parents=True)
         Saver(SaverConfig(asynchronous=False), tmp_path / "run" / "checkpoints", print).save({ACTOR: engine}, 1, {})
-        sent = {shard.name: shard.view.clone() for shard in QuantisedWeights(engine).shards()}
+        sent = {shard.name: shard.view.clone() for shard in QuantisedWeights(engine, format, engine.groups.tp).shards()}
     finally:
         groups.destroy()
-    assert exported(tmp_path, tmp_path / "out", quantization="fp8") == 0
+    assert exported(tmp_path, tmp_path / "out", quantization=format.name) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: digest(tensor) for name, tensor in written.items()} == {n: digest(t) for n, t in sent.items()}
     config = load_config(tmp_path / "out")
-    assert is_quantised(config)
+    assert format_of(config) is format
+    if format.name != "fp8":
+        return
     name = "model.layers.1.mlp.down_proj.weight"
     shape = tuple(written[name].shape)
     read = hf_files.Checkpoint(str(tmp_path / "out"), config).read(name, shape, tuple(slice(0, n) for n in shape))
@@ -171,7 +174,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_one_before_serves(
         (["checkpoint={saved}/absent", "output={tmp}/out"], "absent is not a folder"),
         (
             ["checkpoint={saved}/run", "output={tmp}/out", "quantization=int3"],
-            "quantization=int3 is not known; use fp8, or leave it out",
+            "quantization=int3 is not known; use fp8 or fp8_channel, or",
         ),
         (
             ["checkpoint={saved}/run", "output={tmp}/out", "quantization=fp8", "engine=critic"],

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.families.block_fp8 import SCALE
+from megarl.families.weight_formats import SCALE
 from megarl.knobs import UserError
 
 FP8, SCALES = "F8_E4M3", ("F32", "BF16")  # dtypes in the words of safetensors

@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.families import FAMILIES, block_fp8, decoder, text_part
+from megarl.families import FAMILIES, decoder, text_part, weight_formats
 from megarl.families.blocks import Attention, Decoder, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import head_dim
+from megarl.families.weight_formats import WeightFormat
 from megarl.knobs import UserError
-from megarl.reshard.plan.block_fp8 import dtype_named, with_scales
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
+from megarl.reshard.plan.quantised import quantised_parameters
 from megarl.reshard.plan.sglang_blocks import (
     ServerParameter,
     Span,
@@ -62,10 +63,10 @@ class Geometry:
     model: Decoder
     padded: Decoder
     rank: TpRank
-    quantised: bool = False  # linear layers in block FP8, with their scales
+    format: WeightFormat | None = None  # of the linear layers; None: they are as the others
 
     @staticmethod
-    def of(config: Any, tp_rank: int, tp_size: int, ep_size: int = 1, quantised: bool = False) -> Geometry:
+    def of(config: Any, tp_rank: int, tp_size: int, ep_size: int = 1, format: WeightFormat | None = None) -> Geometry:
         """Reads a HF config, or a live SGLang model's config, which SGLang has padded on CPU.
 
         Raises:
@@ -78,9 +79,9 @@ class Geometry:
         if tp_size % ep_size:
             raise UserError(f"SGLang's ep_size={ep_size} must divide its tp_size={tp_size}")
         rank = TpRank(tp_rank, tp_size, ep_size)
-        if quantised:
-            _check_quantised(family)
-        geometry = Geometry(family, decoder(_unpadded(config)), decoder(config), rank, quantised)
+        if format is not None:
+            _check_format(family, format)
+        geometry = Geometry(family, decoder(_unpadded(config)), decoder(config), rank, format)
         for layer, padded in set(geometry.layers):
             list(geometry.layer_parameters(layer, padded))  # refuses what the ranks cannot share out
         return geometry
@@ -116,13 +117,13 @@ class Geometry:
             UserError: the ranks do not divide a size, or cut a block of a quantised server.
         """
         for parameter in self._plain_parameters(layer, padded):
-            if self.quantised:
-                yield from with_scales(parameter, self.rank.tp_size)
-            else:
+            if self.format is None:
                 yield parameter
+            else:
+                yield from quantised_parameters(parameter, self.format, self.rank.tp_size)
 
     def _plain_parameters(self, layer: Layer, padded: Layer) -> Iterator[ServerParameter]:
-        """Yields the parameters of one layer, without scales."""
+        """Yields the parameters of one layer, none quantised."""
         hidden = self.model.hidden
         outer = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if layer.sandwich else ()
         for norm in ("input_layernorm", "post_attention_layernorm", *outer):
@@ -151,11 +152,12 @@ class Geometry:
                 yield ServerParameter(prefix + p.name, p.shape, tuple(parts))
 
 
-def _check_quantised(family: str) -> None:
+def _check_format(family: str, format: WeightFormat) -> None:
     """Refuses the families whose quantised servers have no rules."""
-    if family not in block_fp8.FAMILIES:
+    if family not in weight_formats.FAMILIES:
         raise UserError(
-            f"server.quantization=fp8 is for models of {', '.join(block_fp8.FAMILIES)}, not {family}; set it to none"
+            f"server.quantization={format.name} is for models of {', '.join(weight_formats.FAMILIES)}, not {family}; "
+            "set it to none"
         )
 
 
@@ -192,11 +194,11 @@ def server_holdings(
     n_servers: int = 1,
     dtype: str = "bfloat16",
     cpu: bool = False,
-    quantised: bool = False,
+    format: WeightFormat | None = None,
 ) -> Holdings:
     """Holdings of the ranks of `n_servers` equal servers, from a HF config alone; all tensors in one dtype.
 
-    Linear layers of `quantised` servers are in block FP8, their scales in float32.
+    Linear layers are in `format`, if there is one.
 
     Raises:
         UserError: see `Geometry.of`.
@@ -209,7 +211,7 @@ def server_holdings(
     dims = 2 if decoder(config).delta_net is None else 3  # a convolution's weight has three
     rows: list[int] = []
     for rank in range(tp_size):
-        geometry = Geometry.of(config, rank, tp_size, ep_size, quantised)
+        geometry = Geometry.of(config, rank, tp_size, ep_size, format)
         before = len(tensor)
         outer = [part.box for p in geometry.outer_parameters() for part in p.parts]
         tensor += [names.setdefault(box.name, len(names)) for box in outer]
@@ -224,7 +226,7 @@ def server_holdings(
             corners.append(inner_corners)
         rows.append(len(tensor) - before)
     start, stop = np.moveaxis(np.concatenate(corners), 1, 0)
-    dtypes = [dtype_named(name, dtype) if quantised else dtype for name in names]
+    dtypes = [dtype if format is None else format.dtype_of(name, dtype) for name in names]
     codes = {name: code for code, name in enumerate(dict.fromkeys(dtypes))}
     return Holdings(
         names=tuple(names),

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from megarl.families import FAMILIES
-from megarl.families.block_fp8 import is_quantised
-from megarl.reshard.plan.block_fp8 import dtype_named
+from megarl.families.weight_formats import WeightFormat, format_of
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_blocks import ParameterPart, ServerParameter
 from megarl.reshard.plan.sglang_layout import Geometry
@@ -53,8 +52,10 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
     for name, parameter in parameters:
         if name.startswith(FAMILIES[geometry.family].sglang_untouched):
             continue
-        if geometry.quantised and name.endswith(CACHE_SCALES):
-            continue
+        if geometry.format is not None:
+            if name.endswith(CACHE_SCALES):
+                continue
+            parameter = as_loaded(parameter)
         rule = rules.pop(name, None)
         shape = list(parameter.shape)
         if rule is None:
@@ -68,8 +69,8 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
                 f"SGLang holds {name} as {shape} on {rank}, and the rules for {geometry.family} say {list(rule.shape)}",
                 name,
             )
-        if geometry.quantised:
-            _check_dtype(name, parameter, rule)
+        if geometry.format is not None:
+            _check_dtype(name, parameter, rule, geometry.format)
         for part in rule.parts:
             yield Fragment(geometry.rank.tp_rank, name, part.box, view_of(part, parameter.detach()))
     for name, rule in rules.items():
@@ -78,12 +79,18 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
         )
 
 
-def _check_dtype(name: str, parameter: Tensor, rule: ServerParameter) -> None:
+def as_loaded(parameter: Tensor) -> Tensor:
+    """A matrix `[rows, columns]` as it was loaded. SGLang keeps FP8 with a scale a row as a transposed view of it."""
+    is_transposed = parameter.dim() == 2 and not parameter.is_contiguous() and parameter.t().is_contiguous()
+    return parameter.t() if is_transposed else parameter
+
+
+def _check_dtype(name: str, parameter: Tensor, rule: ServerParameter, format: WeightFormat) -> None:
     """Refuses a quantised server's parameter in another dtype than the trainer sends, or with requantised scales."""
-    expected = dtype_named(rule.parts[0].box.name, "")
+    expected = format.dtype_of(rule.parts[0].box.name, "")
     found = str(parameter.dtype).removeprefix("torch.")
     if found != (expected or found):
-        raise LayoutError(f"SGLang holds {name} in {found}, and block FP8 has it in {expected}", name)
+        raise LayoutError(f"SGLang holds {name} in {found}, and {format.name} has it in {expected}", name)
     if getattr(parameter, "format_ue8m0", False):
         raise LayoutError(
             f"SGLang has rounded {name} to powers of two: live updates need the scales as they were sent; use "
@@ -95,12 +102,12 @@ def _check_dtype(name: str, parameter: Tensor, rule: ServerParameter) -> None:
 def check_plain(model: nn.Module) -> None:
     """Refuses a live model whose weights SGLang has rearranged after loading, even with unchanged shapes.
 
-    Weights in block FP8 are as they were loaded.
+    Weights in a format of `FORMATS` are as they were loaded.
 
     Raises:
         LayoutError: names the module, the rearrangement, and the option that avoids it.
     """
-    in_fp8 = is_quantised(getattr(model, "config", None))
+    format = format_of(getattr(model, "config", None))
     for name, module in model.named_modules():
         for holder in (module, getattr(module, "quant_method", None)):
             for flag, change in REPACKED.items():
@@ -108,5 +115,5 @@ def check_plain(model: nn.Module) -> None:
                     raise LayoutError(
                         f"SGLang keeps the weights of {name} {change}: live updates need them plain", name
                     )
-        if not in_fp8 and getattr(getattr(module, "quant_method", None), "quant_config", None) is not None:
+        if format is None and getattr(getattr(module, "quant_method", None), "quant_config", None) is not None:
             raise LayoutError(f"SGLang serves {name} quantized: live updates need plain weights", name)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megarl.families.block_fp8 import is_quantised
+from megarl.families.weight_formats import format_of
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync import server_rank
@@ -90,8 +90,8 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
 
     def fragments() -> Sequence[Fragment]:
         check_plain(model)
-        quantised = is_quantised(model.config)
-        geometry = Geometry.of(model.config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size, quantised)
+        ranks = parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size
+        geometry = Geometry.of(model.config, *ranks, format_of(model.config))
         return [*live_fragments(model.named_parameters(), geometry), *live_adapters(model, geometry)]
 
     server_rank.carry_out(order, fragments, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]

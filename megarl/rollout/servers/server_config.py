@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.families.weight_formats import FORMATS, QUANTIZATIONS, WeightFormat
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, Range, UserError, check_ranges, knob, shown
 from megarl.rollout.servers import gpu_backends
 
@@ -51,7 +52,6 @@ NUMBERS = {
 }
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-QUANTIZATIONS = ("none", "fp8")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class SGLangServerConfig:
     )
     quantization: str = knob(
         "none",
-        "none, or fp8: linear layers in 8 bits, a scale per 128 x 128 block; the trainer quantises before it sends",
+        "weights of linear layers: none | fp8, a scale per 128 x 128 block | fp8_channel, a scale per output row; the "
+        "trainer quantises before it sends",
         choices=QUANTIZATIONS,
     )
     max_total_tokens: int = knob(
@@ -100,6 +101,11 @@ class SGLangServerConfig:
             raise UserError(
                 f"server.port={self.port} with server.n_servers={self.n_servers} needs ports above 65535; lower it"
             )
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """Format of the linear layers' weights; None: they are as the others."""
+        return FORMATS.get(self.quantization)
 
 
 def check_numbers(sglang: Mapping[str, Any]) -> None:
@@ -182,11 +188,9 @@ def quantisation_arguments(config: SGLangServerConfig, sglang: Mapping[str, Any]
     Raises:
         UserError: an argument of the user's own is needed here.
     """
-    if config.quantization == "none":
+    if config.format is None:
         return {}
-    from megarl.families.block_fp8 import quantization_config  # a server process begins with this file
-
-    entry = json.dumps({"quantization_config": quantization_config()})
+    entry = json.dumps({"quantization_config": config.format.config})
     chosen = {"json_model_override_args": entry, "load_format": "dummy"}
     for name in chosen:
         if name in sglang:

@@ -1,28 +1,31 @@
-"""Block FP8 in a plan: each rank quantises its own part, and the parts are those of the whole, to the bit."""
+"""Quantised weights in a plan: each rank quantises its own part, and the parts are those of the whole, to the bit."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from family_configs import config_of
 from in_memory import packed, part_of
 from torch import Tensor, nn
 
 from megarl.actor.weights.computed_boxes import ComputedBox, View
 from megarl.actor.weights.shards import shard_specs, tensor_shapes, world_table
-from megarl.families.block_fp8 import SCALE, in_fp8, quantization_config
+from megarl.families.weight_formats import FORMATS, SCALE, WeightFormat
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import places
-from megarl.reshard.plan.block_fp8 import merged, quantised_sources
-from megarl.reshard.plan.holdings import Box, Holdings, Topology
+from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import plan
+from megarl.reshard.plan.quantised import merged, quantised_sources
 from megarl.reshard.plan.sglang_layout import Geometry, server_holdings
 from megarl.reshard.quantised_weights import QuantisedWeights, quantised
 from megarl.reshard.sync.live_parameters import LayoutError, check_plain, live_fragments
@@ -33,6 +36,7 @@ WIDE = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512,
     "num_hidden_layers": 2, "vocab_size": 128,
 }  # fmt: skip
+BLOCKS, CHANNELS = FORMATS["fp8"], FORMATS["fp8_channel"]
 LAYOUTS = (ParallelConfig(), ParallelConfig(tp_size=2), ParallelConfig(tp_size=2, pp_size=2, dp_size=2))
 
 
@@ -76,6 +80,45 @@ class RankWeights:
         return iter(self.checkpoint.items())
 
 
+@dataclass
+class Threads:
+    """A tensor-parallel group whose ranks are threads."""
+
+    ranks: int
+    given: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.ranks, timeout=300)
+
+    def size(self) -> int:
+        return self.ranks
+
+    def largest(self, tensor: Tensor) -> None:
+        self.given.append(tensor.clone())
+        self.barrier.wait()
+        tensor.copy_(torch.stack(self.given).amax(dim=0))
+
+
+def quantised_ranks(
+    config: Any, parallel: ParallelConfig, checkpoint: dict[str, Tensor], format: WeightFormat
+) -> list[list[Fragment]]:
+    """Fragments of all trainer ranks, quantised at once."""
+    ranks = list(places(parallel))
+    groups: dict[Any, Threads] = {}
+    sources = []
+    for place in ranks:
+        group = groups.setdefault((place.pp, place.cp, place.dp), Threads(parallel.tp_size))
+        sources.append(QuantisedWeights(RankWeights(config, parallel, place, checkpoint), format, group))  # type: ignore[arg-type]
+    with ThreadPoolExecutor(len(sources)) as pool:
+        shards = list(pool.map(lambda source: source.shards(), sources))
+    return [fragments_of(rank, of_rank) for rank, of_rank in enumerate(shards)]
+
+
+@pytest.fixture(autouse=True)
+def threads_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: group.largest(tensor))
+
+
 def weights(config: Any, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(config).items()}
@@ -101,18 +144,18 @@ def rows_of(side: Holdings) -> set[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_servers_get_the_blocks_of_the_whole_checkpoint_from_every_layout(
-    parallel: ParallelConfig, tp_size: int
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
+    parallel: ParallelConfig, tp_size: int, format: WeightFormat
 ) -> None:
     config = model_of()
     checkpoint = weights(config)
-    whole = dict(quantised(checkpoint.items()))
-    sources = [QuantisedWeights(RankWeights(config, parallel, place, checkpoint)) for place in places(parallel)]
-    held = [fragments_of(rank, source.shards()) for rank, source in enumerate(sources)]
+    whole = dict(quantised(checkpoint.items(), format))
+    held = quantised_ranks(config, parallel, checkpoint, format)
     described = Holdings.of([described_boxes(describe_fragments(fragments)) for fragments in held])
-    servers = server_holdings(config, tp_size=tp_size, dtype="float32", quantised=True)
+    servers = server_holdings(config, tp_size=tp_size, dtype="float32", format=format)
     made = plan(described, servers, Topology.of_sizes(len(held), [tp_size], 8), 4096)
-    predicted = quantised_sources(source_holdings(world_table(config, parallel), "float32"), parallel.tp_size)
+    predicted = quantised_sources(source_holdings(world_table(config, parallel), "float32"), format, parallel.tp_size)
     assert rows_of(predicted) == rows_of(described), "preflight plans with the parts that ranks publish"
     outgoing = {m.index: (rank, m) for rank in range(len(held)) for m in made.sends(rank)}
     for rank in range(tp_size):
@@ -147,7 +190,7 @@ def test_servers_get_the_blocks_of_the_whole_checkpoint_from_every_layout(
 def test_the_buffers_stay_and_follow_the_weights() -> None:
     config = model_of(num_hidden_layers=1)
     checkpoint = weights(config)
-    source = QuantisedWeights(RankWeights(config, LAYOUTS[0], next(iter(places(LAYOUTS[0]))), checkpoint))
+    source = QuantisedWeights(RankWeights(config, LAYOUTS[0], next(iter(places(LAYOUTS[0]))), checkpoint), BLOCKS)
     before = {shard.name: (shard.view.data_ptr(), bits(shard.view).clone()) for shard in source.shards()}
     name = "model.layers.0.self_attn.k_proj.weight"
     checkpoint[name] *= 3
@@ -155,44 +198,49 @@ def test_the_buffers_stay_and_follow_the_weights() -> None:
     assert {n for n in before if before[n][0] != after[n][0]} == set()
     assert {n for n in before if not torch.equal(before[n][1], after[n][1])} == {name + SCALE}
     assert dict(source.named_weights()).keys() == before.keys()
-    assert sum(in_fp8(n) for n in before) == 7
+    assert sum(BLOCKS.quantises(n) for n in before) == 7
 
 
 def test_parts_that_cut_a_block_are_refused_with_their_sizes() -> None:
     narrow = model_of(num_key_value_heads=2)  # 64 rows of k and v for each of two ranks
     server = r"server ranks at server.tp_size=2 hold rows 0 to 64 of self_attn.k_proj.weight, no whole blocks"
     with pytest.raises(UserError, match=server):
-        server_holdings(narrow, tp_size=2, quantised=True)
+        server_holdings(narrow, tp_size=2, format=BLOCKS)
     sources = source_holdings(world_table(narrow, ParallelConfig(tp_size=2)))
     with pytest.raises(
         UserError, match=r"trainer ranks at parallel.tp_size=2 hold rows 0 to 64 of model.layers.0.self"
     ):
-        quantised_sources(sources, 2)
+        quantised_sources(sources, BLOCKS, 2)
     with pytest.raises(UserError, match=r"hold rows 0 to 192 of mlp.gate_proj.weight, no whole blocks"):
-        server_holdings(model_of(intermediate_size=384), tp_size=2, quantised=True)
+        server_holdings(model_of(intermediate_size=384), tp_size=2, format=BLOCKS)
     with pytest.raises(UserError, match="hold 2 pieces of w with gaps"):
-        merged([Box("w", (0, 0), (128, 128)), Box("w", (256, 0), (384, 128))], "trainer ranks")
+        merged([Box("w", (0, 0), (128, 128)), Box("w", (256, 0), (384, 128))], BLOCKS, "trainer ranks")
     with pytest.raises(UserError, match="is for models of llama, mistral, qwen2, qwen3, not gpt_oss; set it to none"):
-        server_holdings(config_of("gpt_oss"), tp_size=1, quantised=True)
+        server_holdings(config_of("gpt_oss"), tp_size=1, format=BLOCKS)
 
 
 def live_parameters(config: Any) -> dict[str, Tensor]:
     """Parameters of a quantised server of one rank."""
-    geometry = Geometry.of(config, 0, 1, quantised=True)
+    geometry = Geometry.of(config, 0, 1, format=BLOCKS)
     dtypes = {True: torch.float8_e4m3fn, False: torch.float32}
-    return {p.name: torch.zeros(p.shape, dtype=dtypes[in_fp8(p.parts[0].box.name)]) for p in geometry.parameters()}
+    return {
+        p.name: torch.zeros(p.shape, dtype=dtypes[BLOCKS.quantises(p.parts[0].box.name)]) for p in geometry.parameters()
+    }
 
 
 def test_a_live_server_with_other_scales_or_weights_is_refused() -> None:
     config = model_of(num_hidden_layers=1)
-    geometry, name = Geometry.of(config, 0, 1, quantised=True), "model.layers.0.self_attn.o_proj.weight"
+    geometry, name = Geometry.of(config, 0, 1, format=BLOCKS), "model.layers.0.self_attn.o_proj.weight"
     live = live_parameters(config) | {"model.layers.0.self_attn.attn.k_scale": torch.ones(())}
+    transposed = live | {name: live[name].t() for name in live if name.endswith("proj.weight")}
+    views = [(f.box, f.view.shape) for f in live_fragments(transposed.items(), geometry)]
+    assert views == [(f.box, f.view.shape) for f in live_fragments(live.items(), geometry)], "as with scales of rows"
     fragments = list(live_fragments(live.items(), geometry))
     assert len(fragments) == 2 * 7 + 7
     for fragment in fragments:
         fragment.view.fill_(1)
     assert all(bool((tensor.float() == 1).all()) for tensor in live.values()), "the parts fill the parameters"
-    with pytest.raises(LayoutError, match=f"{name} in bfloat16, and block FP8 has it in float8_e4m3fn"):
+    with pytest.raises(LayoutError, match=f"{name} in bfloat16, and fp8 has it in float8_e4m3fn"):
         list(live_fragments((live | {name: live[name].bfloat16()}).items(), geometry))
     rounded = live[name + SCALE].clone()
     rounded.format_ue8m0 = True  # type: ignore[attr-defined]
@@ -204,7 +252,7 @@ def test_a_live_server_with_other_scales_or_weights_is_refused() -> None:
 
 def test_a_live_model_in_block_fp8_is_taken_unless_it_is_repacked() -> None:
     model = nn.Module()
-    model.config = SimpleNamespace(quantization_config=quantization_config())
+    model.config = SimpleNamespace(quantization_config=dict(BLOCKS.config))
     model.layer = nn.Module()
     model.layer.quant_method = SimpleNamespace(quant_config=object(), use_marlin=False)
     check_plain(model)

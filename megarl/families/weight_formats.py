@@ -1,0 +1,123 @@
+"""Formats of quantised weights on rollout servers: the tensors that stand for a weight, and their config's entry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BLOCK = 128  # rows and columns of a block of FP8
+WEIGHT = ".weight"
+SCALE = "_scale_inv"  # of blocks, after the weight's name
+WHOLE = 0  # a block as long as the dimension
+LINEAR = re.compile(r"(?:^|\.)(?:self_attn\.[qkvo]|mlp\.(?:gate|up|down))_proj\.weight$")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose linear layers are all of these names
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that stands for a weight `[rows, columns]`, together with the format's others: values, or scales."""
+
+    suffix: str  # in place of the weight's `.weight`
+    dtype: str  # as torch names it
+    block: tuple[int, int]  # rows and columns of the weight for each element; WHOLE: all of them
+
+    @property
+    def of_whole_rows(self) -> bool:
+        """True if an element is of a whole row, which ranks may share."""
+        return self.block[1] == WHOLE
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape for a weight of this size."""
+        down, along = self.block
+        return (1 if down == WHOLE else -(-rows // down), 1 if along == WHOLE else -(-columns // along))
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A value of `server.quantization`: what stands for the weight of a linear layer."""
+
+    name: str
+    values: Piece
+    scales: Piece
+    config: Mapping[str, Any]  # the entry `quantization_config` of a checkpoint's config.json
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.values, self.scales
+
+    def quantises(self, name: str) -> bool:
+        """True for the linear layers of attention and MLP, neither head nor embedding."""
+        return LINEAR.search(name) is not None
+
+    def names(self, weight: str) -> tuple[str, ...]:
+        """Names of the tensors that stand for a weight, in the order of `pieces`."""
+        return tuple(weight.removesuffix(WEIGHT) + piece.suffix for piece in self.pieces)
+
+    def dtype_of(self, name: str, plain: str) -> str:
+        """Dtype of a tensor of a quantised model; `plain` is that of weights which stay as they are."""
+        for piece in self.pieces:
+            if name.endswith(piece.suffix) and self.quantises(name.removesuffix(piece.suffix) + WEIGHT):
+                return piece.dtype
+        return plain
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight and its share of the scales, in large matrices."""
+        return BYTES[self.values.dtype] + (BYTES[self.scales.dtype] / BLOCK**2 if self.scales.block[1] else 0.0)
+
+
+BYTES = {"float8_e4m3fn": 1, "float32": 4}
+FP8, FLOAT = "float8_e4m3fn", "float32"
+
+
+def _compressed_tensors(layers: Mapping[str, Any], stored: str) -> dict[str, Any]:
+    """The entry of a checkpoint in the format of compressed-tensors, whose linear layers are all alike."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], **layers}},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        WeightFormat(
+            "fp8",
+            Piece(WEIGHT, FP8, (1, 1)),
+            Piece(WEIGHT + SCALE, FLOAT, (BLOCK, BLOCK)),
+            {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK],
+                "modules_to_not_convert": ["lm_head"],
+            },
+        ),
+        WeightFormat(
+            "fp8_channel",
+            Piece(WEIGHT, FP8, (1, 1)),
+            Piece(".weight_scale", FLOAT, (1, WHOLE)),
+            _compressed_tensors(
+                {
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+                    "input_activations": {
+                        "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True,
+                    },
+                },
+                "float-quantized",
+            ),
+        ),
+    )
+}  # fmt: skip
+QUANTIZATIONS = ("none", *FORMATS)
+
+
+def format_of(config: Any) -> WeightFormat | None:
+    """The format of a model with this config, if it is one of `FORMATS`."""
+    entry = getattr(config, "quantization_config", None) or {}
+    return next((one for one in FORMATS.values() if all(entry.get(k) == v for k, v in one.config.items())), None)
