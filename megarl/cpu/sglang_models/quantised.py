@@ -24,7 +24,7 @@ def _blocks(method: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None 
     return linear(x, (layer.weight.float() * scales[:size, :width]).to(x.dtype), bias)
 
 
-def _channels(scheme: CompressedTensorsW8A8Fp8, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+def _channels(_: CompressedTensorsW8A8Fp8, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return linear(x, (layer.weight.float() * layer.weight_scale).to(x.dtype), bias)
 
 
