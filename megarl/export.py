@@ -33,7 +33,7 @@ from megarl.actor.weights.repeated_tensors import with_repeated
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, load_config, read_config
 from megarl.families.adapters import EVERY_LINEAR, LORA_A, LORA_B
-from megarl.families.weight_formats import FORMATS, WeightFormat
+from megarl.families.weight_formats import FORMATS, ServedFormat
 from megarl.knobs import UserError, knob
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.quantised_weights import quantised
@@ -293,7 +293,7 @@ class _Conversion:
     Linear layers become `format` instead, if there is one, from the dtype in which they were trained.
     """
 
-    def __init__(self, stored: StoredState, dtype: str, format: WeightFormat | None = None) -> None:
+    def __init__(self, stored: StoredState, dtype: str, format: ServedFormat | None = None) -> None:
         self.stored = stored
         self.format = format
         self.dtype = DTYPES[dtype] if dtype else stored.dtype

@@ -171,6 +171,8 @@ def _check_adapters(config: Config, model: PretrainedConfig) -> None:
 def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
     """Refuses quantised servers that cannot take the trainer's weights, and layouts that cut a block."""
     server, adapters = config.server, adapters_on_servers(config)
+    if config.server.quantization_aware:
+        _check_quantization_aware(config)
     if server.format is None:
         return
     quantisation_arguments(server, server_arguments(config))
@@ -197,6 +199,18 @@ def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
         Geometry.of(padded, rank, server.tp_size, format=server.format)
     sources = source_holdings(world_table(without_mtp(model), config.parallel))
     quantised_sources(sources, server.format, config.parallel.tp_size)
+
+
+def _check_quantization_aware(config: Config) -> None:
+    """Refuses training on rounded weights where servers do not round, or the weights are not stepped."""
+    actor = config.actor
+    for is_set, reason, remedy in (
+        (config.server.format is None, "rounds as server.quantization=none says: not at all", "set that to a format"),
+        (actor.lora.rank > 0, f"steps weights that actor.lora.rank={actor.lora.rank} freezes", "set rank=0"),
+        (actor.fp8 != "off", f"changes weights of which actor.fp8={actor.fp8} keeps copies", "set fp8=off"),
+    ):
+        if is_set:
+            raise UserError(f"server.quantization_aware=true {reason}; {remedy}, or set quantization_aware=false")
 
 
 def _check_names(names: Sequence[str]) -> None:

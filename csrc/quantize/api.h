@@ -9,8 +9,8 @@ namespace megarl {
 // scales [ceil(rows / block_rows), ceil(columns / block_columns)]. Blocks at the edges may be smaller.
 //
 // A block's scale is max(largest |x|, least) / 448, or the one that `scales` holds already if it is `given`.
-// Its values are x * (1 / scale), rounded to nearest even, all in float. A NaN makes its whole block NaN, unless
-// the scale is given.
+// Its values are x * (1 / scale), rounded to nearest even, all in float. A NaN makes its whole block NaN,
+// unless the scale is given.
 struct QuantizeFp8Args {
   const void* input;
   int dtype;

@@ -28,7 +28,7 @@ from megarl.actor.parameter_counts import RankParameters, rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.families import decoder, padded_vocab_size, without_mtp
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
-from megarl.families.weight_formats import WeightFormat
+from megarl.families.weight_formats import ServedFormat
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 
@@ -179,7 +179,7 @@ def host_memory(
 
 
 def server_memory(
-    model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int, format: WeightFormat | None = None
+    model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int, format: ServedFormat | None = None
 ) -> ServerMemory:
     """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number.
 

@@ -5,13 +5,16 @@ Advantages, loss and loss weight come from the algorithm; see `megarl/algorithms
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn
 from megarl.actor.batch import rank_batches
+from megarl.actor.batch.microbatch import Microbatch
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model.routing import RoutingReplay
@@ -52,6 +55,7 @@ class MegatronPPOActor(MegatronEngine):
     ) -> None:
         super().__init__(config, parallel, deterministic=deterministic)
         self.algorithm = algorithm
+        self._around_passes: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def initialize(
         self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, base: MegatronEngine | None = None
@@ -61,6 +65,14 @@ class MegatronPPOActor(MegatronEngine):
             modules, how = self.backend.recompute_modules, self.config.recompute
             recomputes = how == "full" or (how == "selective" and "moe" in modules)
             self._replay = RoutingReplay(self.stages, decoder(self.hf_config), self.groups, recomputes)
+
+    def run_passes_in(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Has every pass through the model run in a context, which may change the weights until the pass ends."""
+        self._around_passes = context
+
+    def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
+        with self._around_passes():
+            return super()._run(microbatches, process, forward_only)
 
     def compute_logp(self, batch: PackedBatch) -> Tensor:
         """Computes log-probs under the current weights, float32 `[total_tokens]`, token-aligned.

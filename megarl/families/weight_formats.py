@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class WeightFormat:
+class ServedFormat:
     """A value of `server.quantization`: what stands for the weight of a linear layer."""
 
     name: str
@@ -86,7 +86,7 @@ def _compressed_tensors(layers: Mapping[str, Any], stored: str) -> dict[str, Any
 FORMATS = {
     one.name: one
     for one in (
-        WeightFormat(
+        ServedFormat(
             "fp8",
             Piece(WEIGHT, FP8, (1, 1)),
             Piece(WEIGHT + SCALE, FLOAT, (BLOCK, BLOCK)),
@@ -98,7 +98,7 @@ FORMATS = {
                 "modules_to_not_convert": ["lm_head"],
             },
         ),
-        WeightFormat(
+        ServedFormat(
             "fp8_channel",
             Piece(WEIGHT, FP8, (1, 1)),
             Piece(".weight_scale", FLOAT, (1, WHOLE)),
@@ -117,7 +117,7 @@ FORMATS = {
 QUANTIZATIONS = ("none", *FORMATS)
 
 
-def format_of(config: Any) -> WeightFormat | None:
+def format_of(config: Any) -> ServedFormat | None:
     """The format of a model with this config, if it is one of `FORMATS`."""
     entry = getattr(config, "quantization_config", None) or {}
     return next((one for one in FORMATS.values() if all(entry.get(k) == v for k, v in one.config.items())), None)

@@ -6,9 +6,12 @@ not rounded to powers of two. `quantize_fp8` is one kernel on CPU and CUDA.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from megarl.families.weight_formats import WHOLE, ServedFormat
 from megarl.ops.native import _C, DTYPE_CODES, address, check, where
 
 FP8 = torch.float8_e4m3fn
@@ -58,3 +61,27 @@ def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales:
         address(values),
         address(scales),
     )
+
+
+def new_pieces(weight: Tensor, format: ServedFormat) -> list[Tensor]:
+    """New memory for the format's pieces of a weight."""
+    return [
+        torch.empty(piece.shape(*weight.shape), dtype=getattr(torch, piece.dtype), device=weight.device)
+        for piece in format.pieces
+    ]
+
+
+def quantise(weight: Tensor, format: ServedFormat, pieces: Sequence[Tensor], given: bool = False) -> None:
+    """Writes the format's pieces of a weight. With `given` its scales are read, and the values follow from them."""
+    values, scales = pieces
+    rows, columns = format.scales.block
+    quantize_fp8(weight, (rows, weight.shape[1] if columns == WHOLE else columns), values, scales, given)
+
+
+def dequantise(format: ServedFormat, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weight with which a server computes, rounded from float32 to `dtype`."""
+    values, scales = pieces
+    for dim, block in enumerate(format.scales.block):
+        size = values.shape[dim]
+        scales = scales.repeat_interleave(size if block == WHOLE else block, dim).narrow(dim, 0, size)
+    return (values.float() * scales).to(dtype)

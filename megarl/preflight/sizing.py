@@ -135,6 +135,8 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
         other_models["critic"] = model_beside(config.actor, stage)
     if config.server.quantization != "none":  # at most: head and embedding stay as they are
         other_models["weights in 8 bits"] = stage.weights // ITEM_BYTES[config.actor.dtype]
+    if config.server.quantization_aware:  # full weights wait while passes have rounded ones
+        other_models["full weights beside rounded"] = stage.weights
     if config.adapters:
         other_models["other adapters"] = (len(config.adapters) - 1) * model_beside(config.actor, stage)
     return other_models

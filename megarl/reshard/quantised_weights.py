@@ -6,6 +6,7 @@ A plan, its digests and deltas then see tensors in 8 bits and their scales.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.families.weight_formats import WHOLE, WeightFormat
-from megarl.ops.quantize import quantize_fp8, scale_of
+from megarl.families.weight_formats import ServedFormat
+from megarl.ops.quantize import dequantise, new_pieces, quantise, scale_of
 from megarl.reshard.plan.holdings import Box, read
 from megarl.reshard.plan.quantised import boxes_of, merged
 from megarl.reshard.session import WeightSource
@@ -37,13 +38,58 @@ class QuantisedWeights:
     The ranks of `tp` hold parts of the same rows. Where a scale is of a whole row, `shards` is a collective over them.
     """
 
-    def __init__(self, source: WeightSource, format: WeightFormat, tp: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, source: WeightSource, format: ServedFormat, tp: dist.ProcessGroup | None = None) -> None:
         self.source, self.format = source, format
         self._tp = tp
         self._buffers: dict[str, list[Tensor]] = {}  # the format's pieces of this rank's part of each weight
 
     def shards(self) -> Sequence[ShardView]:
         """Quantises this rank's parts. The views are of the same memory at each call."""
+        plain, of_weight = self._grouped()
+        parts: list[ShardView] = [*plain]
+        scales = self._shared_scales(of_weight)
+        for name, shards in of_weight.items():
+            box, weight = self._weight(shards)
+            if name not in self._buffers:
+                self._buffers[name] = new_pieces(weight, self.format)
+            pieces = self._buffers[name]
+            self._quantise(weight, pieces, scales.get(name))
+            boxes = boxes_of(box, self.format, "trainer ranks")
+            parts += [QuantisedShard(b.name, b.start, b.stop, piece) for b, piece in zip(boxes, pieces, strict=True)]
+        return parts
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor of the quantised checkpoint."""
+        return quantised(self.source.named_weights(), self.format)
+
+    @contextlib.contextmanager
+    def rounded(self) -> Iterator[None]:
+        """Context in which the source's live weights have the values with which servers compute.
+
+        They are put back at its end. Gradients of passes in it are of the rounded weights, and an optimizer that takes
+        them steps the full ones: quantisation-aware training by the straight-through estimator (arXiv:1308.3432).
+        """
+        of_weight = self._grouped()[1]
+        scales = self._shared_scales(of_weight)
+        kept: list[tuple[Tensor, Tensor]] = []
+        try:
+            for name, shards in of_weight.items():
+                box, weight = self._weight(shards)
+                pieces = new_pieces(weight, self.format)
+                self._quantise(weight, pieces, scales.get(name))
+                values = dequantise(self.format, pieces, weight.dtype)
+                for shard, part in zip(shards, parts_of(box, shards, values), strict=True):
+                    assert isinstance(shard.view, Tensor), "served_checks.py refuses adapters"
+                    view = shard.view.detach()
+                    kept.append((view, view.clone()))
+                    view.copy_(part)
+            yield
+        finally:
+            for view, values in kept:
+                view.copy_(values)
+
+    def _grouped(self) -> tuple[list[ShardView], dict[str, list[ShardView]]]:
+        """Splits the source's shards: what stays as it is, and by weight what is quantised."""
         plain: list[ShardView] = []
         of_weight: dict[str, list[ShardView]] = {}
         for shard in self.source.shards():
@@ -51,28 +97,20 @@ class QuantisedWeights:
                 of_weight.setdefault(shard.name, []).append(shard)
             else:
                 plain.append(shard)
-        shared = self._share_scales(of_weight)
-        return [
-            *plain, *(part for name, shards in of_weight.items() for part in self._quantised(shards, name in shared))
-        ]  # fmt: skip
+        return plain, of_weight
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every tensor of the quantised checkpoint."""
-        return quantised(self.source.named_weights(), self.format)
-
-    def _share_scales(self, of_weight: dict[str, list[ShardView]]) -> set[str]:
-        """Fills in the scales of the weights whose rows ranks share, and returns the weights' names."""
+    def _shared_scales(self, of_weight: dict[str, list[ShardView]]) -> dict[str, Tensor]:
+        """Scales of the weights whose rows ranks share, by weight."""
         if self._tp is None or self._tp.size() == 1 or not self.format.scales.of_whole_rows:
-            return set()
-        names = [name for name in of_weight if shares_rows(name)]
-        if names:
-            weights = [self._weight(of_weight[name])[1] for name in names]
-            rows = torch.cat([weight.abs().amax(dim=1).float() for weight in weights])
-            dist.all_reduce(rows, dist.ReduceOp.MAX, group=self._tp)
-            of_weights = rows.split([len(weight) for weight in weights])
-            for name, weight, largest in zip(names, weights, of_weights, strict=True):
-                self._buffers_of(name, weight)[1].copy_(scale_of(largest)[:, None])
-        return set(names)
+            return {}
+        shared = {name: shards for name, shards in of_weight.items() if shares_rows(name)}
+        rows = {name: self._weight(shards)[1].abs().amax(dim=1).float() for name, shards in shared.items()}
+        if not rows:
+            return {}
+        largest = torch.cat([*rows.values()])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._tp)
+        scales = scale_of(largest)[:, None].split([len(of_one) for of_one in rows.values()])
+        return dict(zip(rows, scales, strict=True))
 
     def _weight(self, shards: Sequence[ShardView]) -> tuple[Box, Tensor]:
         """One weight's shards on this rank, as one box.
@@ -84,25 +122,23 @@ class QuantisedWeights:
         if len(shards) == 1:
             return box, read(shards[0].view).detach()
         # Megatron has the rows of query groups between each other.
-        parts = [read(shard.view).detach() for shard in shards]
-        weight = parts[0].new_empty(box.shape)
-        for shard, part in zip(shards, parts, strict=True):
-            corners = zip(shard.start, shard.stop, box.start, strict=True)
-            weight[tuple(slice(a - c, b - c) for a, b, c in corners)] = part
+        values = [read(shard.view).detach() for shard in shards]
+        weight = values[0].new_empty(box.shape)
+        for part, of_shard in zip(parts_of(box, shards, weight), values, strict=True):
+            part.copy_(of_shard)
         return box, weight
 
-    def _quantised(self, shards: Sequence[ShardView], has_scales: bool) -> Iterator[QuantisedShard]:
-        """Quantises one weight's shards on this rank, and yields the format's pieces."""
-        box, weight = self._weight(shards)
-        buffers = self._buffers_of(box.name, weight)
-        quantise(weight, self.format, buffers, has_scales)
-        for piece, buffer in zip(boxes_of(box, self.format, "trainer ranks"), buffers, strict=True):
-            yield QuantisedShard(piece.name, piece.start, piece.stop, buffer)
+    def _quantise(self, weight: Tensor, pieces: Sequence[Tensor], scales: Tensor | None) -> None:
+        if scales is not None:
+            pieces[1].copy_(scales)
+        quantise(weight, self.format, pieces, given=scales is not None)
 
-    def _buffers_of(self, name: str, weight: Tensor) -> list[Tensor]:
-        if name not in self._buffers:
-            self._buffers[name] = buffers_for(weight, self.format)
-        return self._buffers[name]
+
+def parts_of(box: Box, shards: Sequence[ShardView], values: Tensor) -> Iterator[Tensor]:
+    """Yields each shard's view of the values of their common box."""
+    for shard in shards:
+        corners = zip(shard.start, shard.stop, box.start, strict=True)
+        yield values[tuple(slice(a - c, b - c) for a, b, c in corners)]
 
 
 def shares_rows(name: str) -> bool:
@@ -110,27 +146,12 @@ def shares_rows(name: str) -> bool:
     return name.endswith(("o_proj.weight", "down_proj.weight"))
 
 
-def buffers_for(weight: Tensor, format: WeightFormat) -> list[Tensor]:
-    """New memory for the format's pieces of a weight."""
-    return [
-        torch.empty(piece.shape(*weight.shape), dtype=getattr(torch, piece.dtype), device=weight.device)
-        for piece in format.pieces
-    ]
-
-
-def quantise(weight: Tensor, format: WeightFormat, pieces: Sequence[Tensor], has_scales: bool = False) -> None:
-    """Writes the pieces of a weight. With `has_scales` those are read, and the values follow from them."""
-    values, scales = pieces
-    rows, columns = format.scales.block
-    quantize_fp8(weight, (rows, weight.shape[1] if columns == WHOLE else columns), values, scales, given=has_scales)
-
-
-def quantised(tensors: Iterable[tuple[str, Tensor]], format: WeightFormat) -> Iterator[tuple[str, Tensor]]:
+def quantised(tensors: Iterable[tuple[str, Tensor]], format: ServedFormat) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a checkpoint with its linear layers in `format`, each as the format's pieces."""
     for name, tensor in tensors:
         if not format.quantises(name):
             yield name, tensor
             continue
-        pieces = buffers_for(tensor, format)
+        pieces = new_pieces(tensor, format)
         quantise(tensor, format, pieces)
         yield from zip(format.names(name), pieces, strict=True)

@@ -22,6 +22,7 @@ from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.progress import print_wrapped
 from megarl.observe.run_folder import RunFolder
+from megarl.reshard.quantised_weights import QuantisedWeights
 from megarl.rollout.client.scoring import Scorer
 from megarl.trainer.checkpoints.saver import ACTOR
 from megarl.trainer.inputs import Inputs
@@ -49,6 +50,10 @@ class Models:
         spec = FinetuneSpec(1, config.total_train_steps, 1)
         models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel, deterministic=config.deterministic))
         models.actor.initialize(ft_spec=spec, base=base)
+        if config.server.quantization_aware:
+            assert config.server.format is not None, "checked before the start"
+            served = QuantisedWeights(models.actor, config.server.format, models.actor.groups.tp)
+            models.actor.run_passes_in(served.rounded)
         if algorithm.needs_reference:
             models.reference = start_policy(config.actor, config.parallel, models.actor)
             models.reference.offload()

@@ -1,4 +1,4 @@
-"""GRPO with servers in block FP8: whole steps on a server that begins without weights."""
+"""GRPO with quantised servers: whole steps on a server that begins without weights."""
 
 from __future__ import annotations
 
@@ -34,14 +34,28 @@ def wide_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_first_batch_is_sampled_with_the_trainers_weights(tp_size: int, tmp_path: Path) -> None:
+CASES = {
+    "fp8, tp1": ("fp8", False, 1),
+    "fp8, tp2": ("fp8", False, 2),
+    "fp8, aware, tp1": ("fp8", True, 1),
+    "fp8_channel, aware, tp2": ("fp8_channel", True, 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_batch_is_sampled_with_the_trainers_weights(case: str, tmp_path: Path) -> None:
+    quantization, aware, tp_size = CASES[case]
     model = wide_model(tmp_path / "wide")
     command = [
         *(sys.executable, "-m", "megarl.train", "+experiment=gsm8k_grpo", f"actor.path={model}"),
-        *("server.quantization=fp8", "total_train_steps=3", f"run_root={tmp_path}", "train_dataset.batch_size=8"),
+        *(
+            f"server.quantization={quantization}",
+            "total_train_steps=3",
+            f"run_root={tmp_path}",
+            "train_dataset.batch_size=8",
+        ),
         *("actor.optimizer.warmup_steps=0", "evaluator.at_start=false", "evaluator.at_end=false"),
-        *(f"parallel.tp_size={tp_size}", "reshard.max_logprob_diff=0.05"),
+        *(f"parallel.tp_size={tp_size}", "reshard.max_logprob_diff=0.05", f"server.quantization_aware={aware}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,4 +64,7 @@ def test_the_first_batch_is_sampled_with_the_trainers_weights(tp_size: int, tmp_
     assert len(steps) == 3
     for step in steps:
         assert step["sync/verified"] == 1
-        assert 1e-4 < step["train/logprob_diff_max"] < 0.2, "rounded weights, but the trainer's"
+        if aware:
+            assert step["train/logprob_diff_max"] < 1e-4, "the trainer computes with the servers' weights"
+        else:
+            assert 1e-4 < step["train/logprob_diff_max"] < 0.2, "rounded weights, but the trainer's"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from weights_support import TOLERANCE, Served, checksums, weights_of
 
-from megarl.families.weight_formats import FORMATS, WHOLE, WeightFormat
+from megarl.families.weight_formats import FORMATS, WHOLE, ServedFormat
 from megarl.reshard.quantised_weights import QuantisedWeights, quantised, shares_rows
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.store import Deadline
@@ -20,7 +20,7 @@ from tests import rows
 from tests.sglang.tiny_models import make_wide, save_quantised, save_tokenizer
 
 
-def dequantised(model: nn.Module, format: WeightFormat) -> nn.Module:
+def dequantised(model: nn.Module, format: ServedFormat) -> nn.Module:
     """The model that a quantised server computes, with the same weights in float32."""
     tensors = dict(quantised(weights_of(model).tensors.items(), format))
     model = copy.deepcopy(model)
@@ -62,7 +62,7 @@ def served(servers: SGLangServers) -> Iterator[Served]:
     served.session.close()
 
 
-def format_of(served: Served) -> WeightFormat:
+def format_of(served: Served) -> ServedFormat:
     return FORMATS[served.servers.config.quantization]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.families.weight_formats import FORMATS, WeightFormat
+from megarl.families.weight_formats import FORMATS, ServedFormat
 from megarl.rollout.servers.server_config import free_ports
 from tests.sglang.tiny_models import make_wide, save_multimodal, save_quantised
 
@@ -104,7 +104,7 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
 def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_a_quantised_checkpoint(
-    format: WeightFormat, tp_size: int, tmp_path: Path
+    format: ServedFormat, tp_size: int, tmp_path: Path
 ) -> None:
     """By digests of every part, weights in 8 bits and their scales."""
     reports = ranks_of([save_quantised(make_wide(3), tmp_path, format)], tp_size)

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from megarl.families.deepseek import KimiK2Config
-from megarl.families.weight_formats import FORMATS, WeightFormat
+from megarl.families.weight_formats import FORMATS, ServedFormat
 from megarl.reshard.quantised_weights import quantised
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 
@@ -189,7 +189,7 @@ def make_wide(seed: int) -> torch.nn.Module:
     return model
 
 
-def save_quantised(model: torch.nn.Module, folder: Path, format: WeightFormat = FORMATS["fp8"]) -> Path:
+def save_quantised(model: torch.nn.Module, folder: Path, format: ServedFormat = FORMATS["fp8"]) -> Path:
     """Writes the quantised checkpoint of a model."""
     model.save_pretrained(folder)
     save_tokenizer(folder)

@@ -204,6 +204,15 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
             "actor.lora.sync=adapters does not go with server.quantization=fp8: the base would never be quantised",
         ),
         (
+            [RL, "server.quantization_aware=true"],
+            "server.quantization_aware=true rounds as server.quantization=none says: not at all; set that to a format",
+        ),
+        ([*FP8_70B, "server.quantization_aware=true", "actor.lora.rank=8"], "weights that actor.lora.rank=8 freezes"),
+        (
+            [*FP8_70B, "server.quantization_aware=true", "actor.fp8=blockwise"],
+            "actor.fp8=blockwise keeps copies; set fp8=off, or set quantization_aware=false",
+        ),
+        (
             [*FP8_70B, "+sglang.load_format=auto"],
             "sglang.load_format='auto' cannot be set with server.quantization=fp8, which needs it; leave it out",
         ),

@@ -17,7 +17,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.weights import hf_files
 from megarl.config import SaverConfig
 from megarl.families import load_config
-from megarl.families.weight_formats import FORMATS, WeightFormat, format_of
+from megarl.families.weight_formats import FORMATS, ServedFormat, format_of
 from megarl.ops.digest import digest
 from megarl.parallel import groups
 from megarl.reshard.quantised_weights import QuantisedWeights
@@ -116,7 +116,7 @@ def test_an_export_in_several_files_holds_one_of_them_at_a_time(
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
 def test_a_quantised_export_is_what_a_sync_of_the_trained_weights_sends(
-    format: WeightFormat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    format: ServedFormat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the actor reads FP8 in blocks back, as the products of values and scales."""
     model = make_wide(0)

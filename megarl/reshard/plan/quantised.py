@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megarl.families.weight_formats import WEIGHT, WHOLE, Piece, WeightFormat
+from megarl.families.weight_formats import WEIGHT, WHOLE, Piece, ServedFormat
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings
 from megarl.reshard.plan.sglang_blocks import ParameterPart, ServerParameter
@@ -38,7 +38,7 @@ def box_of(piece: Piece, box: Box, quantization: str, whose: str) -> Box:
     return Box(box.name.removesuffix(WEIGHT) + piece.suffix, tuple(first), tuple(last))
 
 
-def boxes_of(box: Box, format: WeightFormat, whose: str) -> list[Box]:
+def boxes_of(box: Box, format: ServedFormat, whose: str) -> list[Box]:
     """Boxes of all tensors that stand for a weight's box, in the order of `format.pieces`.
 
     Raises:
@@ -47,7 +47,7 @@ def boxes_of(box: Box, format: WeightFormat, whose: str) -> list[Box]:
     return [box_of(piece, box, format.name, whose) for piece in format.pieces]
 
 
-def quantised_parameters(parameter: ServerParameter, format: WeightFormat, tp_size: int) -> Iterator[ServerParameter]:
+def quantised_parameters(parameter: ServerParameter, format: ServedFormat, tp_size: int) -> Iterator[ServerParameter]:
     """Yields what a quantised server holds for a parameter: itself, or the format's pieces.
 
     Raises:
@@ -73,7 +73,7 @@ def quantised_parameters(parameter: ServerParameter, format: WeightFormat, tp_si
         yield ServerParameter(name, piece.shape(*parameter.shape), tuple(parts))
 
 
-def merged(boxes: Sequence[Box], format: WeightFormat, whose: str) -> Box:
+def merged(boxes: Sequence[Box], format: ServedFormat, whose: str) -> Box:
     """The box that a rank's disjoint boxes of one weight fill together.
 
     Raises:
@@ -92,7 +92,7 @@ def merged(boxes: Sequence[Box], format: WeightFormat, whose: str) -> Box:
     return whole
 
 
-def quantised_sources(sources: Holdings, format: WeightFormat, tp_size: int) -> Holdings:
+def quantised_sources(sources: Holdings, format: ServedFormat, tp_size: int) -> Holdings:
     """Holdings of trainer ranks that quantise their parts before they send them.
 
     Each rank's boxes of a weight become one, and the boxes of the format's pieces replace it.

@@ -25,7 +25,7 @@ import numpy as np
 from megarl.families import FAMILIES, decoder, text_part, weight_formats
 from megarl.families.blocks import Attention, Decoder, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import head_dim
-from megarl.families.weight_formats import WeightFormat
+from megarl.families.weight_formats import ServedFormat
 from megarl.knobs import UserError
 from megarl.reshard.plan.holdings import Box, Holdings, Ints
 from megarl.reshard.plan.quantised import quantised_parameters
@@ -63,10 +63,10 @@ class Geometry:
     model: Decoder
     padded: Decoder
     rank: TpRank
-    format: WeightFormat | None = None  # of the linear layers; None: they are as the others
+    format: ServedFormat | None = None  # of the linear layers; None: they are as the others
 
     @staticmethod
-    def of(config: Any, tp_rank: int, tp_size: int, ep_size: int = 1, format: WeightFormat | None = None) -> Geometry:
+    def of(config: Any, tp_rank: int, tp_size: int, ep_size: int = 1, format: ServedFormat | None = None) -> Geometry:
         """Reads a HF config, or a live SGLang model's config, which SGLang has padded on CPU.
 
         Raises:
@@ -152,7 +152,7 @@ class Geometry:
                 yield ServerParameter(prefix + p.name, p.shape, tuple(parts))
 
 
-def _check_format(family: str, format: WeightFormat) -> None:
+def _check_format(family: str, format: ServedFormat) -> None:
     """Refuses the families whose quantised servers have no rules."""
     if family not in weight_formats.FAMILIES:
         raise UserError(
@@ -194,7 +194,7 @@ def server_holdings(
     n_servers: int = 1,
     dtype: str = "bfloat16",
     cpu: bool = False,
-    format: WeightFormat | None = None,
+    format: ServedFormat | None = None,
 ) -> Holdings:
     """Holdings of the ranks of `n_servers` equal servers, from a HF config alone; all tensors in one dtype.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from megarl.families import FAMILIES
-from megarl.families.weight_formats import WeightFormat, format_of
+from megarl.families.weight_formats import ServedFormat, format_of
 from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_blocks import ParameterPart, ServerParameter
 from megarl.reshard.plan.sglang_layout import Geometry
@@ -85,7 +85,7 @@ def as_loaded(parameter: Tensor) -> Tensor:
     return parameter.t() if is_transposed else parameter
 
 
-def _check_dtype(name: str, parameter: Tensor, rule: ServerParameter, format: WeightFormat) -> None:
+def _check_dtype(name: str, parameter: Tensor, rule: ServerParameter, format: ServedFormat) -> None:
     """Refuses a quantised server's parameter in another dtype than the trainer sends, or with requantised scales."""
     expected = format.dtype_of(rule.parts[0].box.name, "")
     found = str(parameter.dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.families.weight_formats import FORMATS, QUANTIZATIONS, WeightFormat
+from megarl.families.weight_formats import FORMATS, QUANTIZATIONS, ServedFormat
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, Range, UserError, check_ranges, knob, shown
 from megarl.rollout.servers import gpu_backends
 
@@ -72,6 +72,10 @@ class SGLangServerConfig:
         "trainer quantises before it sends",
         choices=QUANTIZATIONS,
     )
+    quantization_aware: bool = knob(
+        False,
+        "the trainer computes with weights rounded as quantization says, and steps the full ones (straight-through)",
+    )
     max_total_tokens: int = knob(
         65536, "tokens the key/value cache holds; 0 lets SGLang size it from free memory", least=0, most=10**12
     )
@@ -103,7 +107,7 @@ class SGLangServerConfig:
             )
 
     @property
-    def format(self) -> WeightFormat | None:
+    def format(self) -> ServedFormat | None:
         """Format of the linear layers' weights; None: they are as the others."""
         return FORMATS.get(self.quantization)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megarl.actor.weights.computed_boxes import ComputedBox, View
 from megarl.actor.weights.shards import shard_specs, tensor_shapes, world_table
-from megarl.families.weight_formats import FORMATS, SCALE, WeightFormat
+from megarl.families.weight_formats import FORMATS, SCALE, ServedFormat
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import places
@@ -100,7 +100,7 @@ class Threads:
 
 
 def quantised_ranks(
-    config: Any, parallel: ParallelConfig, checkpoint: dict[str, Tensor], format: WeightFormat
+    config: Any, parallel: ParallelConfig, checkpoint: dict[str, Tensor], format: ServedFormat
 ) -> list[list[Fragment]]:
     """Fragments of all trainer ranks, quantised at once."""
     ranks = list(places(parallel))
@@ -146,7 +146,7 @@ def rows_of(side: Holdings) -> set[tuple[Any, ...]]:
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
 def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
-    parallel: ParallelConfig, tp_size: int, format: WeightFormat
+    parallel: ParallelConfig, tp_size: int, format: ServedFormat
 ) -> None:
     config = model_of()
     checkpoint = weights(config)
