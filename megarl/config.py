@@ -190,6 +190,11 @@ class Config:
     def __post_init__(self) -> None:
         check_name(self.experiment_name)
 
+    @property
+    def summands(self) -> int:
+        """Summands of products that tensor parallelism may cut, on both sides of a deterministic run; 0 in others."""
+        return max(self.parallel.tp_size, self.server.tp_size) if self.deterministic else 0
+
 
 def longest_sequence(config: Config) -> int | None:
     """Tokens of the longest sequence that the run can train on; None if `train_dataset.max_length` is not set."""

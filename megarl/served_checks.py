@@ -20,7 +20,7 @@ from megarl.parallel import platform
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.quantised import quantised_sources
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
-from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu
+from megarl.reshard.plan.sglang_layout import NEURONS, Geometry, padded_for_cpu
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_options
 from megarl.rollout.servers.server_config import quantisation_arguments
 
@@ -41,6 +41,7 @@ def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[
         _check_adapters,
         _check_replay,
         _check_quantisation,
+        _check_deterministic,
     )
     return [partial(rule, config, model) for rule in rules] if config.method == "rl" else []
 
@@ -211,6 +212,25 @@ def _check_quantization_aware(config: Config) -> None:
     ):
         if is_set:
             raise UserError(f"server.quantization_aware=true {reason}; {remedy}, or set quantization_aware=false")
+
+
+def _check_deterministic(config: Config, model: PretrainedConfig) -> None:
+    """Refuses models that a deterministic run's summands do not divide, and biases that servers add before the sum."""
+    summands, tp = config.summands, config.server.tp_size
+    if summands > 1:
+        padded = padded_for_cpu(model, summands)
+        for name in ("num_attention_heads", "num_key_value_heads", *NEURONS):
+            if (size := getattr(model, name, None)) != (there := getattr(padded, name, None)):
+                raise UserError(
+                    f"deterministic=true cuts sums into {summands}, by the larger of parallel.tp_size and "
+                    f"server.tp_size, and servers on CPU would pad this model's {name}={size} to {there}; lower the "
+                    "sizes, or set it to false"
+                )
+    if tp > 1 and any(block.output_bias for block in decoder(model).attentions):
+        raise UserError(
+            f"deterministic=true with server.tp_size={tp} does not cover the bias of attention's output, which servers "
+            "add before the ranks' sum; set server.tp_size=1"
+        )
 
 
 def _check_names(names: Sequence[str]) -> None:

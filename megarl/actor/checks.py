@@ -266,11 +266,13 @@ def _check_deterministic(
             f"deterministic=true does not cover the experts of a '{model.model_type}' model: set it to false, or "
             "train a dense model"
         )
-    required: dict[str, tuple[str | int, str | int]] = {"actor.dtype": (config.dtype, "float32")}
-    required |= {f"parallel.{name}": (getattr(parallel, name), 1) for name in ("tp_size", "cp_size")}
-    for name, (value, required_value) in required.items():
-        if value != required_value:
-            raise UserError(f"{name}={value} must be {required_value} with deterministic=true; change one of them")
+    if config.dtype != "float32":
+        raise UserError(f"actor.dtype={config.dtype} must be float32 with deterministic=true; change one of them")
+    if parallel.tp_size.bit_count() != 1:
+        raise UserError(
+            f"parallel.tp_size={parallel.tp_size} must be a power of two with deterministic=true, which adds "
+            "the ranks' products in pairs; change one of them"
+        )
 
 
 def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None:

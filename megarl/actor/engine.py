@@ -64,14 +64,14 @@ class MegatronEngine(TrainEngine):
         *,
         scalar: bool = False,
         trainable: bool = True,
-        deterministic: bool = False,
+        deterministic: int = 0,
     ) -> None:
         """Checks everything that needs no process group.
 
         Args:
             scalar: gives the model one output per token instead of the vocabulary (see `critic.py`).
             trainable: False builds no gradients and no optimizer (see `reference.py`).
-            deterministic: selects the backend `deterministic` (see `model/backends.py`).
+            deterministic: the run's `Config.summands`; above 0 selects the backend `deterministic`.
 
         Raises:
             UserError: see `read_config` and `actor/checks.py`.
@@ -79,8 +79,8 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
-        run_all(knob_checks(config, self.parallel, deterministic))
-        run_all(device_checks(config, self.parallel, deterministic))
+        run_all(knob_checks(config, self.parallel, deterministic > 0))
+        run_all(device_checks(config, self.parallel, deterministic > 0))
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
@@ -88,7 +88,7 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         elif trainable:
             self.hf_config = trained_model(config, self.hf_config)
-        run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
+        run_all(model_checks(config, self.parallel, self.hf_config, deterministic > 0))
         self.backend = choose_backend(config, self.hf_config, deterministic, trainable)
         self._cost = SequenceCost.of(self.hf_config)
         if config.debug_kernels:

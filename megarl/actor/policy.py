@@ -51,7 +51,7 @@ class MegatronPPOActor(MegatronEngine):
         algorithm: PolicyAlgorithm,
         parallel: ParallelConfig | None = None,
         *,
-        deterministic: bool = False,
+        deterministic: int = 0,
     ) -> None:
         super().__init__(config, parallel, deterministic=deterministic)
         self.algorithm = algorithm

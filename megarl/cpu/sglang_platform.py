@@ -9,7 +9,8 @@ from typing import Any
 PREPARE_MODULE = "megarl.cpu.sglang_launch"  # its `prepare` runs before SGLang is imported
 LONGEST_PROMPT = 256  # new tokens of a sequence for `fused_step`; beyond, SGLang's own attention is faster
 SEVERAL_STEPS = "SEVERAL_STEPS"  # name of `sglang_models/several_steps.py` among SGLang's algorithms
-DETERMINISTIC = "MEGARL_DETERMINISTIC"  # set in the environment of a server that takes `sglang_models/deterministic.py`
+# Number of summands of row-parallel products, for servers that take `sglang_models/deterministic.py`; "" for others.
+DETERMINISTIC = "MEGARL_DETERMINISTIC"
 
 
 def arguments(tp_size: int, deterministic: bool, given: Collection[str]) -> dict[str, Any]:
@@ -31,14 +32,17 @@ def arguments(tp_size: int, deterministic: bool, given: Collection[str]) -> dict
     return chosen
 
 
-def environment(scratch: str, tp_size: int, threads: int, deterministic: bool) -> dict[str, str]:
-    """Environment variables of a server on CPU; `scratch` is a folder of its own, `threads` OpenMP threads a rank."""
+def environment(scratch: str, tp_size: int, threads: int, deterministic: int) -> dict[str, str]:
+    """Environment variables of a server on CPU; `scratch` is a folder of its own, `threads` OpenMP threads a rank.
+
+    `deterministic` is the run's `Config.summands`.
+    """
     variables = {
         "OMP_NUM_THREADS": str(threads),
         # Ranks meet by a file and talk over the loopback device: torch's TCP store listens on every address.
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
         "GLOO_SOCKET_IFNAME": "lo",
-        DETERMINISTIC: "1" if deterministic else "",
+        DETERMINISTIC: str(deterministic or ""),
     }
     if tp_size > 1:  # SGLang binds each rank to cores, and otherwise refuses more ranks than NUMA nodes
         cores = sorted(os.sched_getaffinity(0))

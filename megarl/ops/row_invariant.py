@@ -5,17 +5,24 @@ tokens and with different padding. Matrix products of few rows, vector tails and
 differently, and log-probs differ in their last digits. These operations prevent that for float32 on CPU and one thread.
 With more threads, rows and reductions would be split at places that depend on the batch. RMSNorm and rotary embedding
 are not here, because torch's versions are row-invariant already.
+
+Nor does a result depend on how tensor parallelism cuts weights. Each element of a product has the same bits, whatever
+columns stand beside it. A sum that may be spread over ranks has fixed summands, added in a fixed tree of pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.ops.logprob import vocab_parallel_logprobs
 
 BLOCK_ROWS = 64  # rows of every matrix product; libraries choose code, and thereby the bits, by this number
+BLOCK_COLUMNS = 64  # columns of every matrix product, likewise
 MIN_ROWS = 8  # queries of an attention product; fewer take other code with other bits
 LANES = 64  # elements: a multiple of every vector width
 KEY_BLOCK = 64  # keys whose weights are summed at once; blocks are then added in order
@@ -23,11 +30,39 @@ KEY_BLOCK = 64  # keys whose weights are summed at once; blocks are then added i
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes `x @ weight.T + bias` from x `[..., in]`, weight `[out, in]` and bias `[out]`. Differentiable."""
-    rows = x.reshape(-1, x.shape[-1])
-    blocks = F.pad(rows, (0, 0, 0, -len(rows) % BLOCK_ROWS)).split(BLOCK_ROWS)
-    out = torch.cat([F.linear(block, weight) for block in blocks])[: len(rows)]
-    out = out.view(*x.shape[:-1], -1)
+    rows, columns = x.reshape(-1, x.shape[-1]), len(weight)
+    row_blocks = F.pad(rows, (0, 0, 0, -len(rows) % BLOCK_ROWS)).split(BLOCK_ROWS)
+    column_blocks = list(weight.split(BLOCK_COLUMNS))
+    column_blocks[-1] = F.pad(column_blocks[-1], (0, 0, 0, -columns % BLOCK_COLUMNS))
+    blocks = [torch.cat([F.linear(row_block, block) for block in column_blocks], dim=1) for row_block in row_blocks]
+    out = torch.cat(blocks)[: len(rows), :columns].reshape(*x.shape[:-1], columns)
     return out if bias is None else out + bias
+
+
+def linear_of_summands(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, summands: int) -> Tensor:
+    """Computes `linear` as a sum of `summands` products, each over as many neighbouring inputs, in a tree of pairs.
+
+    Ranks that cut the inputs between them hold a subtree each. `sum_in_pairs` of their results has the bits of one rank
+    with all summands. `summands` is a power of two that divides the inputs.
+    """
+    size = x.shape[-1] // summands
+    parts = zip(x.split(size, dim=-1), weight.split(size, dim=1), strict=True)
+    out = sum_in_pairs([linear(part.contiguous(), cut.contiguous()) for part, cut in parts])
+    return out if bias is None else out + bias
+
+
+def sum_in_pairs(terms: Sequence[Tensor]) -> Tensor:
+    """Adds neighbours, then neighbouring sums, and so on. The number of `terms` is a power of two."""
+    while len(terms) > 1:
+        terms = [first + second for first, second in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Adds the ranks' `partial` in pairs. Gathers them: the order of an all-reduce is its library's."""
+    gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
+    dist.all_gather_into_tensor(gathered, partial.contiguous(), group=group)
+    return sum_in_pairs(gathered.chunk(group.size()))
 
 
 def silu(x: Tensor) -> Tensor:

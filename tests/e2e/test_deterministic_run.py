@@ -52,7 +52,7 @@ def test_one_bit_stops_the_run() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("server.tp_size=2", "server.tp_size=2 must be 1 with deterministic=true"),
+        ("server.tp_size=3", "server.tp_size=3 must be a power of two with deterministic=true"),
         ("server.dtype=bfloat16", "server.dtype=bfloat16 must be float32"),
         ("server.cpu_threads=2", "server.cpu_threads=2 must be 1"),
         ("server.device=cuda", "holds on CPU only"),

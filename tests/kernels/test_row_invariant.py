@@ -45,6 +45,31 @@ def test_a_product_of_a_row_does_not_depend_on_the_other_rows_or_columns(inner: 
     )
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(16, 96), (24, 40), (64, 352), (176, 64)])
+def test_a_product_does_not_depend_on_how_ranks_cut_it(inner: int, outer: int) -> None:
+    """Columns: any rank's rows of the weight. Inputs: subtrees of the fixed summands, added in pairs."""
+    x, weight = torch.randn(9, inner), torch.randn(outer, inner)
+    whole = row_invariant.linear(x, weight)
+    for ranks in (2, 4, 8):
+        assert torch.equal(torch.cat([row_invariant.linear(x, cut) for cut in weight.chunk(ranks)], 1), whole)
+    whole = row_invariant.linear_of_summands(x, weight, weight[:, 0], summands=8)
+    torch.testing.assert_close(whole, F.linear(x, weight, weight[:, 0]), atol=1e-4, rtol=1e-5)
+    for ranks in (2, 4, 8):
+        parts = zip(x.chunk(ranks, dim=1), weight.chunk(ranks, dim=1), strict=True)
+        partial = [row_invariant.linear_of_summands(*part, summands=8 // ranks) for part in parts]
+        assert torch.equal(row_invariant.sum_in_pairs(partial) + weight[:, 0], whole)
+
+
+def test_torchs_own_product_depends_on_its_columns() -> None:
+    """Shows why `linear` cuts and pads columns. If this test fails, the blocks can be removed."""
+    sizes = [(inner, outer, ranks) for inner in (8, 16, 100) for outer in (16, 24) for ranks in (2, 4, 8)]
+    cases = [(torch.randn(64, inner), torch.randn(outer, inner), ranks) for inner, outer, ranks in sizes]
+    assert not all(
+        torch.equal(torch.cat([F.linear(x, cut) for cut in weight.chunk(ranks)], 1), F.linear(x, weight))
+        for x, weight, ranks in cases
+    )
+
+
 def test_torchs_own_product_of_few_rows_does_depend_on_them() -> None:
     """Shows why `linear` pads rows. If this test fails, the padding can be removed."""
     x, weight = torch.randn(128, 64), torch.randn(64, 64)

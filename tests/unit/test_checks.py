@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from megarl import checks, cli, evaluate, served_checks
 from megarl.config import Config
@@ -274,6 +274,16 @@ def test_every_rule_of_the_file_is_in_a_list() -> None:
 
 def test_servers_on_cpu_may_pad_their_heads() -> None:
     assert of_model(config_of(RL, "server.tp_size=3", "server.device=cpu")) == []
+
+
+def test_a_deterministic_run_refuses_padding_and_biases_inside_its_sums() -> None:
+    exact = config_of(RL, "deterministic=true", "server.tp_size=4")
+    assert any("would pad this model's num_attention_heads=4 to 8; lower the sizes" in text for text in of_model(exact))
+    biased = LlamaConfig(attention_bias=True)
+    message = "deterministic=true with server.tp_size=4 does not cover the bias of attention's output"
+    assert any(message in text for text in checks.failures(served_checks.served_checks(exact, biased)))
+    on_trainer = config_of(RL, "deterministic=true", "parallel.tp_size=4")
+    assert not any("bias" in text for text in checks.failures(served_checks.served_checks(on_trainer, biased)))
 
 
 @pytest.mark.parametrize(

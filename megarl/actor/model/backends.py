@@ -208,15 +208,15 @@ class LayerBackend:
 
 
 def choose_backend(
-    config: EngineConfig, model: PretrainedConfig, deterministic: bool, trainable: bool = True
+    config: EngineConfig, model: PretrainedConfig, deterministic: int, trainable: bool = True
 ) -> LayerBackend:
-    """Builds an engine's backend on this machine, by `actor.backend` and the run's `deterministic`.
+    """Builds an engine's backend on this machine, by `actor.backend` and the run's `Config.summands`.
 
     Adapters, and the base under them, are a `trainable` engine's.
     """
     quantization = config.lora.quantization if trainable else "none"
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
-    name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
+    name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic > 0)
     if name == "te":
         te = _transformer_engine(config.shared_prefix, config.recompute, frozen=config.lora.rank > 0)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
@@ -227,7 +227,7 @@ def choose_backend(
     elif name == "cpu":
         backend = _cpu(decoder(model).attention, rotary_inv_freq(model))
     else:
-        backend = _deterministic() if name == "deterministic" else _torch()
+        backend = _deterministic(deterministic) if name == "deterministic" else _torch()
     backend = dataclasses.replace(backend, quantization=quantization)
     return _with_experts(_with_delta_nets(_fitted(backend, model), model), config)
 
@@ -279,14 +279,15 @@ def _torch() -> LayerBackend:
     return LayerBackend("torch", pack_in_blocks, config_fields={"activation_func": F.silu})
 
 
-def _deterministic() -> LayerBackend:
+def _deterministic(summands: int) -> LayerBackend:
+    """Builds the row-invariant backend, whose row-parallel products are sums of `summands` products."""
     return LayerBackend(
         "deterministic",
         pack_in_blocks,
         attention=RowInvariantAttention,
         column_linear=RowInvariantColumnLinear,
-        row_linear=RowInvariantRowLinear,
-        biased_row_linear=BiasedRowInvariantLinear,
+        row_linear=partial(RowInvariantRowLinear, summands=summands),
+        biased_row_linear=partial(BiasedRowInvariantLinear, summands=summands),
         config_fields={"activation_func": row_invariant.silu},
         logprobs=heads.row_invariant_logprobs,
         one_thread=True,

@@ -1,7 +1,7 @@
 """Megatron's layers on `ops/row_invariant.py`, for deterministic runs.
 
-A token's log-prob has the same bits in every packing, and the same bits as on a rollout server. Tensor and context
-parallelism must be 1.
+A token's log-prob has the same bits in every packing and layout, and the same bits as on a rollout server. Forward adds
+what tensor parallelism spreads over ranks in a fixed tree; backward takes Megatron's own collectives.
 """
 
 from __future__ import annotations
@@ -9,26 +9,75 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from megarl.actor.model.packed_attention import PackedAttention
 from megarl.ops import row_invariant
+from megarl.ops.first_derivative import first_derivative_only
 
 
-class _Product:
-    """Replaces Megatron's matrix product. Ignores its other arguments, for splits over ranks and fused gradients."""
+class _SumInPairs(torch.autograd.Function):
+    """Sum of the ranks' tensors `[tokens, ...]` in a tree; under sequence parallelism of this rank's tokens only."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, own_tokens: bool) -> Tensor:
+        ctx.group, ctx.own_tokens = group, own_tokens
+        total = row_invariant.sum_over_ranks(partial, group)
+        return total.chunk(group.size())[group.rank()] if own_tokens else total
+
+    @staticmethod
+    @first_derivative_only("deterministic=true", "deterministic=false")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.own_tokens:
+            return grad, None, None
+        gathered = grad.new_empty(ctx.group.size() * len(grad), *grad.shape[1:])
+        dist.all_gather_into_tensor(gathered, grad.contiguous(), group=ctx.group)
+        return gathered, None, None
+
+
+class RowInvariantColumnLinear(ColumnParallelLinear):
+    """Input projection of attention (QKV) or of an MLP (gate and up)."""
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        **_: Any,
+    ) -> Tensor:
+        """Replaces Megatron's product. Its other arguments are about kernels and fused gradients."""
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=self.tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
         return row_invariant.linear(input, weight, bias)
 
 
-class RowInvariantColumnLinear(_Product, ColumnParallelLinear):
-    """Input projection of attention (QKV) or of an MLP (gate and up)."""
+class RowInvariantRowLinear(RowParallelLinear):
+    """Output projection of attention or of an MLP, as a sum of `summands` over all ranks."""
 
+    def __init__(self, *args: Any, summands: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.summands = max(1, summands // self.tp_group.size())  # of this rank
 
-class RowInvariantRowLinear(_Product, RowParallelLinear):
-    """Output projection of attention or of an MLP."""
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Computes the output of this rank's tokens, and the bias where the caller adds it."""
+        output = row_invariant.linear_of_summands(input_, self.weight, summands=self.summands)
+        if self.tp_group.size() > 1:
+            output = _SumInPairs.apply(output, self.tp_group, self.sequence_parallel)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
 
 
 class RowInvariantAttention(PackedAttention):

@@ -221,8 +221,13 @@ def row_invariant_logprobs(
     kept_bytes: int,
     logits_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """`logprobs` by the rollout server's functions, of float32 models. Keeps all logits."""
-    logits = row_invariant.linear(hidden.index_select(0, labels.rows), weight)
+    """`logprobs` by the rollout server's functions, of float32 models. Keeps all logits, gathered over tp."""
+    rows = hidden.index_select(0, labels.rows)
+    if groups.tp_size > 1:
+        rows = copy_to_tensor_model_parallel_region(rows, group=groups.tp)
+    logits = row_invariant.linear(rows, weight)
+    if groups.tp_size > 1:
+        logits = gather_from_tensor_model_parallel_region(logits, group=groups.tp)
     ids = labels.ids[labels.rows]
     return _spread(row_invariant.logprobs(logits, ids, temperature, vocab_size, with_entropy), labels)
 

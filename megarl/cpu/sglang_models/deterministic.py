@@ -1,7 +1,8 @@
 """Row-invariant operations (`ops/row_invariant.py`) in SGLang, for servers of a deterministic run.
 
 SGLang imports every module of this package in its scheduler, before it builds the model. The trainer's own kernel then
-computes the log-probs of sampled tokens, from the same logits.
+computes the log-probs of sampled tokens, from the same logits. Ranks of a server add their products in the trainer's
+order.
 """
 
 import functools
@@ -10,17 +11,20 @@ import os
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import Sampler
 
 from megarl.cpu.sglang_platform import DETERMINISTIC
-from megarl.ops.row_invariant import attention, linear, logprobs, silu
+from megarl.ops.row_invariant import attention, linear, linear_of_summands, logprobs, silu, sum_over_ranks
 
 log = logging.getLogger(__name__)
+SUMMANDS = int(os.environ.get(DETERMINISTIC) or 0)
 
 
 class RowInvariantBackend(TorchNativeAttnBackend):
@@ -82,7 +86,17 @@ class RowInvariantBackend(TorchNativeAttnBackend):
 
 
 def _linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return linear(x, layer.weight, bias)
+    if not isinstance(layer, RowParallelLinear):
+        return linear(x, layer.weight, bias)
+    ranks = layer.input_size // layer.input_size_per_partition
+    return linear_of_summands(x, layer.weight, bias, summands=SUMMANDS // ranks)
+
+
+def _all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
+    """Adds the ranks' tensors in pairs, into `input_`."""
+    if self.world_size == 1:
+        return input_
+    return input_.copy_(sum_over_ranks(input_, self.device_group))
 
 
 def _silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -110,10 +124,11 @@ def _sample_and_score(
     return sampled
 
 
-if os.environ.get(DETERMINISTIC):
+if SUMMANDS:
     from megarl.cpu.sglang_models import batched_decode  # noqa: F401  registers its backend first
 
     UnquantizedLinearMethod.apply = _linear
+    GroupCoordinator.all_reduce = _all_reduce
     SiluAndMul.forward = _silu_and_mul
     LogitsProcessor._compute_lm_head = _lm_head
     Sampler.forward = _sample_and_score

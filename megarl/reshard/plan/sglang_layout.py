@@ -45,6 +45,7 @@ from megarl.reshard.plan.sglang_delta_net import delta_net_parameters
 
 VOCAB_MULTIPLE = 64
 CPU_NEURONS = 32
+NEURONS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size")  # padded to such multiples
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNPADDED = {  # sizes that SGLang pads on CPU, and the names under which it keeps the checkpoint's
     "num_attention_heads": "original_num_attention_heads",
@@ -179,7 +180,7 @@ def padded_for_cpu(config: Any, tp_size: int) -> Any:
     if heads % tp_size or kv_heads % tp_size:
         config.num_key_value_heads = round_up(kv_heads, tp_size)
         config.num_attention_heads = config.num_key_value_heads * (heads // kv_heads)
-    for name in ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size"):
+    for name in NEURONS:
         if (neurons := getattr(config, name, None)) and neurons % (tp_size * CPU_NEURONS):
             setattr(config, f"original_{name}", neurons)
             setattr(config, name, round_up(neurons, tp_size * CPU_NEURONS))

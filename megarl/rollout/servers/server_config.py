@@ -260,7 +260,7 @@ class ServerPlatform:
     gpus: int = 0  # of this machine
 
 
-def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deterministic: bool) -> ServerPlatform:
+def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deterministic: int) -> ServerPlatform:
     """The platform of a run's servers, chosen once. `sglang` holds the user's own ServerArgs.
 
     Raises:
@@ -278,6 +278,6 @@ def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deter
     return ServerPlatform(
         "cpu",
         sglang_platform.PREPARE_MODULE,
-        sglang_platform.arguments(config.tp_size, deterministic, given=sglang),
+        sglang_platform.arguments(config.tp_size, deterministic > 0, given=sglang),
         lambda scratch: sglang_platform.environment(scratch, config.tp_size, config.cpu_threads, deterministic),
     )

@@ -243,7 +243,7 @@ class SGLangServers:
         log_dir: existing folder for logs and argument files.
         custom_weight_loader: import path of the function that receives weights inside a server.
         sglang: more of SGLang's ServerArgs, by field name.
-        deterministic: the run's knob.
+        deterministic: the run's `Config.summands`.
         api_key: key of all servers; a random one by default.
         first: number of the first server.
         first_gpu: first of the servers' GPUs, among those that this process sees; None gives each server all of them.
@@ -260,7 +260,7 @@ class SGLangServers:
         log_dir: str | Path,
         custom_weight_loader: str | None = None,
         sglang: Mapping[str, Any] | None = None,
-        deterministic: bool = False,
+        deterministic: int = 0,
         api_key: str = "",
         first: int = 0,
         first_gpu: int | None = None,

@@ -112,8 +112,6 @@ def test_an_update_is_that_of_the_usual_layers(checkpoints: Callable[..., Path])
     [
         ("qwen3_moe", {}, {}, "does not cover the experts of a 'qwen3_moe' model"),
         ("qwen3", {"dtype": "bfloat16"}, {}, "actor.dtype=bfloat16 must be float32 with deterministic=true"),
-        ("qwen3", {}, {"tp_size": 2}, "parallel.tp_size=2 must be 1 with deterministic=true"),
-        ("qwen3", {}, {"cp_size": 2}, "parallel.cp_size=2 must be 1 with deterministic=true"),
     ],
 )
 def test_what_would_not_be_exact_is_refused(
@@ -122,6 +120,13 @@ def test_what_would_not_be_exact_is_refused(
     config = EngineConfig(path=str(checkpoints(family, tied=False)), **knobs)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=message):
         MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(**layout), deterministic=True)  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_add_in_pairs_are_refused(checkpoints: Callable[..., Path]) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+    config = EngineConfig(path=str(checkpoints("qwen3", tied=False, **sizes)))
+    with pytest.raises(UserError, match=r"parallel\.tp_size=3 must be a power of two with"):
+        MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(tp_size=3), deterministic=True)
 
 
 def test_a_gpu_is_refused() -> None:

@@ -1,0 +1,92 @@
+"""Layers of a deterministic run: log-probs have the same bits in every layout, gradients are those of transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megarl.launcher.local import run_ranks
+from tests.distributed.test_layouts import SP, make_batch, reference_logprobs, reference_steps
+
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one rank": {}},
+    2: {
+        "tp2": {"tp_size": 2},
+        "tp2sp": SP,
+        "cp2": {"cp_size": 2},
+        "pp2": {"pp_size": 2},
+        "dp2": {"dp_size": 2},
+    },
+    4: {"tp2sp_cp2": {**SP, "cp_size": 2}, "tp4": {"tp_size": 4}},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"family": "qwen3", "tied": True, "vocab_size": 341},
+    "llama_biased": {"family": "llama", "tied": False, "vocab_size": 339, "attention_bias": True},
+}
+CASES = [
+    pytest.param(ranks, layout, marks=[pytest.mark.long] if ranks == 4 else [], id=layout)
+    for ranks, layouts in LAYOUTS.items()
+    for layout in layouts
+]
+
+
+@pytest.fixture(scope="module")
+def cases(checkpoints: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    """By model: its folder, its batch, and the results of transformers."""
+    result = {}
+    for name, fields in MODELS.items():
+        folder = checkpoints(num_hidden_layers=2, **fields)
+        batch = make_batch(fields["vocab_size"])
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            logprobs, _ = reference_logprobs(model, batch)
+        steps, gradients = reference_steps(model, batch)
+        result[name] = {"folder": folder, "batch": batch, "logprobs": logprobs, "steps": steps, "gradients": gradients}
+    return result
+
+
+@pytest.fixture(scope="module")
+def world(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """`world(ranks)` runs all layouts of that many ranks, once, and returns the folder with their results."""
+
+    def run(ranks: int) -> Path:
+        work, logs = tmp_path_factory.mktemp(f"world{ranks}"), tmp_path_factory.mktemp("logs")
+        for name, case in cases.items():
+            (work / name).mkdir()
+            (work / name / "model").symlink_to(case["folder"])
+            save_file(case["batch"], work / name / "batch.safetensors")
+        arguments = [str(work), json.dumps(LAYOUTS[ranks]), json.dumps({key: list(cases) for key in LAYOUTS[ranks]})]
+        code = run_ranks("tests.distributed.deterministic_worker", arguments, ranks, logs)
+        assert code == 0, "\n".join(p.read_text()[-2000:] for p in logs.iterdir())
+        return work
+
+    return functools.cache(run)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), CASES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layout_changes_no_bit_of_a_log_prob(
+    name: str, ranks: int, layout: str, cases: dict[str, dict[str, Any]], world: Callable[[int], Path]
+) -> None:
+    case, folder = cases[name], world(ranks) / name / layout
+    out = load_file(folder / "out.safetensors")
+    torch.testing.assert_close(out["logprobs"], case["logprobs"], atol=1e-5, rtol=0)
+    if layout != "tp4":  # which cuts sums into four
+        assert torch.equal(out["logprobs"], load_file(world(1) / name / "one rank" / "out.safetensors")["logprobs"])
+    for step, (loss, norm) in zip(json.loads((folder / "stats.json").read_text()), case["steps"], strict=True):
+        assert step["loss"] == pytest.approx(loss, rel=5e-5, abs=1e-6)
+        assert step["grad_norm"] == pytest.approx(norm, rel=5e-5)
+    gradients = {key.removeprefix("gradient."): value for key, value in out.items() if key.startswith("gradient.")}
+    assert gradients
+    for tensor, gradient in gradients.items():
+        expected = case["gradients"][tensor]
+        difference = (gradient - expected).abs().max() / expected.abs().max()
+        assert difference <= 1e-4, f"gradient of {tensor}: {difference}"
