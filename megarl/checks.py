@@ -168,7 +168,7 @@ def _check_deterministic(config: Config) -> None:
         raise UserError(f"deterministic=true is about rollouts, which method={config.method} has none of; leave it out")
     if config.server.device == "cuda":
         raise UserError("deterministic=true holds on CPU only: set server.device=cpu, or deterministic=false")
-    for name, only in (("dtype", "float32"), ("cpu_threads", 1)):
+    for name, only in (("dtype", "float32"), ("kv_cache_dtype", "auto"), ("cpu_threads", 1)):
         if (value := getattr(config.server, name)) != only:
             raise UserError(f"server.{name}={value} must be {only} with deterministic=true; change one of them")
     if config.server.tp_size.bit_count() != 1:

@@ -15,6 +15,7 @@ from megarl.algorithms import OPDConfig
 from megarl.config import Config, longest_sequence, server_arguments
 from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation, without_mtp
 from megarl.families.adapters import SERVED
+from megarl.families.blocks import Attention
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.reshard.plan.megatron_layout import source_holdings
@@ -41,6 +42,7 @@ def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[
         _check_adapters,
         _check_replay,
         _check_quantisation,
+        _check_cache,
         _check_deterministic,
     )
     return [partial(rule, config, model) for rule in rules] if config.method == "rl" else []
@@ -200,6 +202,18 @@ def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
         Geometry.of(padded, rank, server.tp_size, format=server.format)
     sources = source_holdings(world_table(without_mtp(model), config.parallel))
     quantised_sources(sources, server.format, config.parallel.tp_size)
+
+
+def _check_cache(config: Config, model: PretrainedConfig) -> None:
+    """Refuses a cache in 8 bits on CPUs for models that keep something else than keys and values of heads."""
+    if config.server.kv_cache_dtype == "auto" or servers_on_gpu(config):
+        return
+    for layer in decoder(model).layers:
+        if not isinstance(layer.attention, Attention):
+            raise UserError(
+                f"server.kv_cache_dtype={config.server.kv_cache_dtype}: SGLang on CPUs has no such cache for "
+                f"{model.model_type}, which keeps other state than keys and values; set it to auto"
+            )
 
 
 def _check_quantization_aware(config: Config) -> None:

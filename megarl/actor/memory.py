@@ -179,11 +179,12 @@ def host_memory(
 
 
 def server_memory(
-    model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int, format: ServedFormat | None = None
-) -> ServerMemory:
+    model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int,
+    format: ServedFormat | None = None, cache_bytes: int = 0,
+) -> ServerMemory:  # fmt: skip
     """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number.
 
-    Linear layers in a `format` take its bytes.
+    Linear layers in a `format` take its bytes. A number in the cache takes `cache_bytes`; 0: as many as `dtype` has.
     """
     item = ITEM_BYTES[dtype]
     parameters = rank_parameters(without_mtp(model), ParallelConfig(tp_size=tp_size), 0)
@@ -191,7 +192,7 @@ def server_memory(
     if format is not None:
         weights -= math.floor(parameters.matrices * (item - format.weight_bytes))
     cached = sum(layer.attention.cached_elements(tp_size) for layer in decoder(model).layers)
-    return ServerMemory(weights, cache_tokens * cached * item)
+    return ServerMemory(weights, cache_tokens * cached * (cache_bytes or item))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ differently, and log-probs differ in their last digits. These operations prevent
 With more threads, rows and reductions would be split at places that depend on the batch. RMSNorm and rotary embedding
 are not here, because torch's versions are row-invariant already.
 
-Nor does a result depend on how tensor parallelism cuts weights. Each element of a product has the same bits, whatever
-columns stand beside it. A sum that may be spread over ranks has fixed summands, added in a fixed tree of pairs.
+Nor does a result depend on how tensor parallelism cuts weights. Each element of a product has the same bits beside
+any other columns. A sum that may be spread over ranks has fixed summands, added in a fixed tree of pairs.
 """
 
 from __future__ import annotations

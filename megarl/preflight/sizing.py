@@ -200,7 +200,7 @@ def server_dtype(config: Config, model: PretrainedConfig) -> str:
 def server_memory_of(config: Config, model: PretrainedConfig) -> ServerMemory:
     """Memory of a server rank, with the cache of `cache_of` and the slots of adapters that are sent alone."""
     tp, dtype = config.server.tp_size, server_dtype(config, model)
-    memory = server_memory(model, tp, dtype, cache_of(config, model).tokens, config.server.format)
+    memory = server_memory(model, tp, dtype, cache_of(config, model).tokens, config.server.format, cache_bytes(config))
     return replace(memory, adapters=adapter_slots(config, model))
 
 
@@ -221,10 +221,15 @@ class Cache:
     share: float = 0.0  # part of the GPU's memory for weights and cache; 0: max_total_tokens is the capacity
 
 
+def cache_bytes(config: Config) -> int:
+    """Bytes of a number in the servers' cache; 0: as many as a weight has."""
+    return 0 if config.server.kv_cache_dtype == "auto" else 1
+
+
 def cache_of(config: Config, model: PretrainedConfig) -> Cache:
     """Capacity from server.max_total_tokens, else what fits into a GPU beside the weights (0 if nothing does)."""
     dtype = server_dtype(config, model)
-    token = server_memory(model, config.server.tp_size, dtype, 1).kv_cache
+    token = server_memory(model, config.server.tp_size, dtype, 1, cache_bytes=cache_bytes(config)).kv_cache
     if config.server.max_total_tokens or not config.cluster.gpus_per_node:
         return Cache(token, config.server.max_total_tokens)
     share = float(config.sglang.get("mem_fraction_static") or SERVER_SHARE)

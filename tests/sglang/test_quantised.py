@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 from weights_support import TOLERANCE, Served, checksums, weights_of
 
 from megarl.families.weight_formats import FORMATS, WHOLE, ServedFormat
@@ -18,6 +22,8 @@ from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
 from tests import rows
 from tests.sglang.tiny_models import make_wide, save_quantised, save_tokenizer
+
+pytestmark = rows.marks()
 
 
 def dequantised(model: nn.Module, format: ServedFormat) -> nn.Module:
@@ -108,3 +114,22 @@ def test_a_sync_leaves_what_a_fresh_load_of_the_quantised_checkpoint_leaves(
     held, loaded = (checksums(other.control(), Deadline(120)) for other in (served, Served(fresh)))
     fresh.stop()
     assert held == loaded
+
+
+def test_a_cache_in_8_bits_rounds_keys_and_values(serve: Callable[..., SGLangServers], checkpoint: Path) -> None:
+    """Against transformers with an attention that rounds them."""
+    servers = serve(checkpoint, kv_cache_dtype="fp8_e4m3")
+
+    def rounding(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
+        return eager_attention_forward(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("rounding", rounding)
+    AttentionMaskInterface.register("rounding", eager_mask)
+    served = Served(servers)
+    model = make_wide(0)
+    assert served.difference(model) > 100 * TOLERANCE
+    model.set_attn_implementation("rounding")
+    assert served.difference(model) < 10 * TOLERANCE
+    served.session.close()
+    servers.stop()

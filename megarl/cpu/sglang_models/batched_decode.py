@@ -1,5 +1,7 @@
 """Batched decode for SGLang's `torch_native` attention, which calls torch once for each sequence.
 
+A cache in 8 bits is widened for each call, with scales of 1. It is for tests: it saves no time.
+
 SGLang imports every module of this package in its scheduler. The backend keeps SGLang's name.
 """
 
@@ -35,6 +37,7 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
         sliding_window_size: int | None = None,
     ) -> torch.Tensor:
         """`query`, `output` `[num_seqs, heads, dim]`; the caches `[slots, kv_heads, dim]`; `seq_lens` `[num_seqs]`."""
+        k_cache, v_cache = _widened(k_cache, query.dtype), _widened(v_cache, query.dtype)
         supported = (
             query.dtype in decode.ATTENTION_DTYPES and query.shape[2] % decode.LANES == 0 and encoder_lens is None
         )
@@ -49,6 +52,17 @@ class BatchedDecodeBackend(TorchNativeAttnBackend):
             query, k_cache, v_cache, req_to_token, req_pool_indices.long(), seq_lens.long() - 1, scale, window
         )  # fmt: skip
         return output
+
+    def _run_sdpa_forward_extend(
+        self, query: torch.Tensor, output: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        caches = _widened(k_cache, query.dtype), _widened(v_cache, query.dtype)
+        return super()._run_sdpa_forward_extend(query, output, *caches, *args, **kwargs)
+
+
+def _widened(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return cache.to(dtype) if cache.itemsize == 1 else cache
 
 
 @register_attention_backend("torch_native")  # in place of SGLang's own

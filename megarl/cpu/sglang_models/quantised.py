@@ -1,6 +1,7 @@
-"""Quantised linear layers on CPU, where SGLang's own need AMX or a GPU: weights stay as they were loaded.
+"""Quantised linear layers and caches on CPU, where SGLang's own need AMX or a GPU: weights stay as they were loaded.
 
-A product widens the weights, in the dtype of the activations. On GPUs SGLang quantises the activations too.
+A product widens the weights, in the dtype of the activations. On GPUs SGLang quantises the activations too. A cache in
+8 bits is SGLang's for GPUs, with scales of 1; `batched_decode.py` widens it.
 """
 
 from typing import Any
@@ -9,8 +10,19 @@ import torch
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from sglang.srt.mem_cache import kv_cache_configurator
 from torch import Tensor
 from torch.nn.functional import linear
+
+
+class _NoCpu:
+    """SGLang's platform for its choice of a cache: on CPU it takes E4M3 with AMX's own attention only."""
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(current_platform, name)
 
 
 def _as_loaded(method: Any, layer: Any) -> None:
@@ -36,6 +48,8 @@ def _is_supported(config: CompressedTensorsConfig, *_: Any, **__: Any) -> bool:
     return True
 
 
+current_platform = kv_cache_configurator.current_platform
+kv_cache_configurator.current_platform = _NoCpu()
 Fp8LinearMethod.process_weights_after_loading = _as_loaded
 Fp8LinearMethod.apply = _blocks
 CompressedTensorsW8A8Fp8.process_weights_after_loading = _as_loaded

@@ -31,6 +31,7 @@ OWNED = {
     "random_seed": "use the knob random_seed",
     "api_key": "a random one is made for each run",
     "quantization": "use the knob quantization",
+    "kv_cache_dtype": "use the knob kv_cache_dtype",
     "admin_api_key": "a random api_key is made for each run",
     "custom_weight_loader": "megarl's weight receiver is loaded there",
     "config": "the arguments here are written to such a file",
@@ -52,6 +53,7 @@ NUMBERS = {
 }
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class SGLangServerConfig:
     quantization_aware: bool = knob(
         False,
         "the trainer computes with weights rounded as quantization says, and steps the full ones (straight-through)",
+    )
+    kv_cache_dtype: str = knob(
+        "auto",
+        "keys and values in the cache: auto is dtype; fp8_e4m3 holds twice as many tokens as 16 bits",
+        choices=KV_CACHE_DTYPES,
     )
     max_total_tokens: int = knob(
         65536, "tokens the key/value cache holds; 0 lets SGLang size it from free memory", least=0, most=10**12

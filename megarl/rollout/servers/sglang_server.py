@@ -283,6 +283,7 @@ class SGLangServers:
             "host": config.host,
             "tp_size": config.tp_size,
             "dtype": config.dtype,
+            "kv_cache_dtype": config.kv_cache_dtype,
             "device": platform.device,
             "api_key": self.api_key,
             "skip_server_warmup": True,
