@@ -198,10 +198,11 @@ def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
                 "or server.quantization=none"
             )
     padded = model if servers_on_gpu(config) else padded_for_cpu(model, server.tp_size)
+    ep_size = int(config.sglang.get("ep_size", 1))
     for rank in range(server.tp_size):
-        Geometry.of(padded, rank, server.tp_size, format=server.format)
+        Geometry.of(padded, rank, server.tp_size, ep_size, server.format)
     sources = source_holdings(world_table(without_mtp(model), config.parallel))
-    quantised_sources(sources, server.format, config.parallel.tp_size)
+    quantised_sources(sources, server.format, config.parallel)
 
 
 def _check_cache(config: Config, model: PretrainedConfig) -> None:

@@ -190,7 +190,7 @@ def server_memory(
     parameters = rank_parameters(without_mtp(model), ParallelConfig(tp_size=tp_size), 0)
     weights = (parameters.dense + parameters.experts) * item
     if format is not None:
-        weights -= math.floor(parameters.matrices * (item - format.weight_bytes))
+        weights -= math.floor((parameters.matrices + parameters.experts) * (item - format.weight_bytes))
     cached = sum(layer.attention.cached_elements(tp_size) for layer in decoder(model).layers)
     return ServerMemory(weights, cache_tokens * cached * (cache_bytes or item))
 

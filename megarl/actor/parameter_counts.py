@@ -53,13 +53,13 @@ def rank_parameters(
     specs = shard_specs(model, single, place)
     expert = _expert_elements(specs)
     share = 0 if experts is None else experts.count // parallel.ep_size
-    matrices = elements([spec for spec in specs if EVERY_LINEAR.adapt(spec.name, spec.shape)])
+    linear = [spec for spec in specs if EVERY_LINEAR.adapt(spec.name, spec.shape)]
     trained = specs if adapters is None else shard_specs(with_adapters(model, adapters), single, place)
     trained_expert = _expert_elements(trained)
     return RankParameters(
         elements(specs) - expert,
         expert * share,
-        matrices - expert,
+        elements(linear) - _expert_elements(linear),
         elements(trained) - trained_expert,
         trained_expert * share,
     )

@@ -11,8 +11,16 @@ BLOCK = 128  # rows and columns of a block of FP8
 WEIGHT = ".weight"
 SCALE = "_scale_inv"  # of blocks, after the weight's name
 WHOLE = 0  # a block as long as the dimension
-LINEAR = re.compile(r"(?:^|\.)(?:self_attn\.[qkvo]|mlp\.(?:gate|up|down))_proj\.weight$")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose linear layers are all of these names
+LINEAR = re.compile(
+    r"(?:^|\.)(?:self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)"
+    r"|mlp\.(?:experts\.\d+\.|shared_experts\.)?(?:gate|up|down)_proj"
+    r"|block_sparse_moe\.experts\.\d+\.w[123]"
+    r")\.weight$"
+)
+WHOLE_ROWS = "kv_a_proj_with_mqa.weight"  # every rank holds all rows of this weight
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe")
+LATENT = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,14 @@ class ServedFormat:
     values: Piece
     scales: Piece
     config: Mapping[str, Any]  # the entry `quantization_config` of a checkpoint's config.json
+    families: tuple[str, ...] = DENSE  # whose servers have rules for it
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         return self.values, self.scales
 
     def quantises(self, name: str) -> bool:
-        """True for the linear layers of attention and MLP, neither head nor embedding."""
+        """True for the linear layers of attention, MLP and experts: no head, embedding or router."""
         return LINEAR.search(name) is not None
 
     def names(self, weight: str) -> tuple[str, ...]:
@@ -97,6 +106,7 @@ FORMATS = {
                 "weight_block_size": [BLOCK, BLOCK],
                 "modules_to_not_convert": ["lm_head"],
             },
+            DENSE + EXPERTS + LATENT,
         ),
         ServedFormat(
             "fp8_channel",
@@ -115,6 +125,11 @@ FORMATS = {
     )
 }  # fmt: skip
 QUANTIZATIONS = ("none", *FORMATS)
+
+
+def is_expert(name: str) -> bool:
+    """True for the weights of routed experts, which ranks share out by sizes of their own."""
+    return ".experts." in name
 
 
 def format_of(config: Any) -> ServedFormat | None:

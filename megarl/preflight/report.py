@@ -284,7 +284,7 @@ def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapte
         if adapters is not None:
             sources = sources.of_adapters(adapters.names)
         elif server.format is not None:
-            sources = quantised_sources(sources, server.format, config.parallel.tp_size)
+            sources = quantised_sources(sources, server.format, config.parallel)
         return plan(sources, held, topology, config.reshard.bucket_bytes)
     except PlanError as error:
         raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error

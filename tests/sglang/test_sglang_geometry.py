@@ -14,6 +14,7 @@ import pytest
 
 from megarl.families.weight_formats import FORMATS, ServedFormat
 from megarl.rollout.servers.server_config import free_ports
+from tests.sglang import wide_models
 from tests.sglang.tiny_models import make_wide, save_multimodal, save_quantised
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,29 @@ def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_a_quantis
     for (report,) in reports:
         assert sum(name.endswith(format.scales.suffix) for name in report["names"]) == 14
         assert report["held"] == report["elements"]
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "ep_size"),
+    [(2, 1), pytest.param(1, 1, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
+)
+def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_experts_in_block_fp8(
+    tp_size: int, ep_size: int, tmp_path: Path
+) -> None:
+    """Experts spread over ranks run on GPUs alone, so those are without the CPU's padding."""
+    configs = {family: wide_models.wide_config(family) for family in wide_models.FIELDS}
+    checkpoints = [
+        wide_models.save_quantised(config, wide_models.wide_weights(config, 4), tmp_path / family)
+        for family, config in configs.items()
+    ]
+    reports = ranks_of(checkpoints, tp_size, ep_size, padded=ep_size == 1)
+    check(reports, len(checkpoints))
+    for rank in reports:
+        for report in rank:
+            scaled = {name.removesuffix("_scale_inv") for name in report["names"] if name.endswith("_scale_inv")}
+            assert sum(".experts." in name for name in scaled) >= 3 * 4 // ep_size
+            assert scaled == {name for name in report["names"] if FORMATS["fp8"].quantises(name)}
+            assert report["elements"] - report["held"] in (0, 4)  # scales of a cache of latent vectors, 2 a layer
 
 
 def test_blocks_are_those_of_sglangs_own_function_with_plain_scales() -> None:

@@ -14,6 +14,7 @@ from megarl import checks, cli, evaluate, served_checks
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError, run_all
+from megarl.preflight.shapes import folder_of
 
 RL, SFT, DPO = "+experiment=gsm8k_grpo", "+experiment=gsm8k_sft", "+experiment=dpo"
 LLAMA_70B = "+experiment=grpo_70b"
@@ -226,6 +227,15 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
 def test_knobs_that_contradict_the_model_are_refused(overrides: list[str], message: str) -> None:
     failed = of_model(config_of(*overrides))
     assert any(message in text for text in failed), failed
+
+
+def test_quantised_experts_that_server_ranks_would_cut_are_accepted_where_they_are_spread() -> None:
+    recipe = ["+experiment=grpo_moe_235b", "server.quantization=fp8"]
+    model = read_config(str(folder_of("Qwen/Qwen3-235B-A22B")))
+    cut = checks.failures(checks.model_checks(config_of(*recipe), model))
+    assert len(cut) == 1
+    assert "server ranks at server.tp_size=8 hold rows 0 to 192 of mlp.experts.0.gate_proj.weight" in cut[0]
+    assert checks.failures(checks.model_checks(config_of(*recipe, "+sglang.ep_size=8"), model)) == []
 
 
 def test_an_evaluation_without_a_trainer_has_no_quantised_servers() -> None:

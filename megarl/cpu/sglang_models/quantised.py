@@ -1,16 +1,23 @@
-"""Quantised linear layers and caches on CPU, where SGLang's own need AMX or a GPU: weights stay as they were loaded.
+"""Quantised layers, experts and caches on CPU, where SGLang's own need AMX or a GPU: weights stay as they were loaded.
 
 A product widens the weights, in the dtype of the activations. On GPUs SGLang quantises the activations too. A cache in
 8 bits is SGLang's for GPUs, with scales of 1; `batched_decode.py` widens it.
+
+Latent attention multiplies by other arrangements of `kv_b_proj`. On GPUs SGLang makes them of the widened weight, in
+bfloat16; here they are in the dtype of the model. On CPUs it would round to one scale for the whole weight.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
-from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -29,11 +36,52 @@ def _as_loaded(method: Any, layer: Any) -> None:
     """No-op after loading."""
 
 
+def _widened(weight: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
+    rows, columns = block
+    size, width = weight.shape
+    wide = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return (weight.float() * wide[:size, :width]).to(dtype)
+
+
+class WidenedExperts:
+    """Weights `[experts, rows, columns]` and their scales, of which an expert's are widened when it is asked for."""
+
+    def __init__(self, weights: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> None:
+        self.weights, self.scales, self.block, self.dtype = weights, scales, block, dtype
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return _widened(self.weights[expert], self.scales[expert], self.block, self.dtype)
+
+
 def _blocks(method: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    rows, columns = method.quant_config.weight_block_size
-    scales = layer.weight_scale_inv.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    size, width = layer.weight.shape
-    return linear(x, (layer.weight.float() * scales[:size, :width]).to(x.dtype), bias)
+    block = method.quant_config.weight_block_size
+    return linear(x, _widened(layer.weight, layer.weight_scale_inv, block, x.dtype), bias)
+
+
+def _experts(method: Fp8MoEMethod, layer: Any, dispatch_output: Any) -> StandardCombineInput:
+    """Computes experts as SGLang does in 16 bits on a CPU without AMX (`UnquantizedFusedMoEMethod.forward_cpu`)."""
+    x, block = dispatch_output.hidden_states, method.quant_config.weight_block_size
+    widened = SimpleNamespace(
+        num_experts=layer.num_experts,
+        w13_weight=WidenedExperts(layer.w13_weight, layer.w13_weight_scale_inv, block, x.dtype),
+        w2_weight=WidenedExperts(layer.w2_weight, layer.w2_weight_scale_inv, block, x.dtype),
+    )
+    return StandardCombineInput(
+        hidden_states=moe_forward_native(widened, x, dispatch_output.topk_output, method.moe_runner_config)
+    )
+
+
+_create_weights = Fp8LinearMethod.create_weights
+
+
+def _create(method: Fp8LinearMethod, layer: Any, *args: Any, **kwargs: Any) -> None:
+    _create_weights(method, layer, *args, **kwargs)
+    layer.weight_scale_inv.wide_dtype = layer.orig_dtype
+
+
+def _arranged(weight: Tensor, scales: Any, block: list[int]) -> tuple[Tensor, float]:
+    """Stands in for `block_quant_to_tensor_quant`: the weight itself, and a scale of 1."""
+    return _widened(weight, scales, block, scales.wide_dtype), 1.0
 
 
 def _channels(_: CompressedTensorsW8A8Fp8, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,7 +99,9 @@ def _is_supported(config: CompressedTensorsConfig, *_: Any, **__: Any) -> bool:
 current_platform = kv_cache_configurator.current_platform
 kv_cache_configurator.current_platform = _NoCpu()
 Fp8LinearMethod.process_weights_after_loading = _as_loaded
-Fp8LinearMethod.apply = _blocks
+Fp8LinearMethod.create_weights, Fp8LinearMethod.apply = _create, _blocks
+Fp8MoEMethod.process_weights_after_loading, Fp8MoEMethod.apply = _as_loaded, _experts
+deepseek_weight_loader.block_quant_to_tensor_quant = _arranged
 CompressedTensorsW8A8Fp8.process_weights_after_loading = _as_loaded
 CompressedTensorsW8A8Fp8.apply_weights = _channels
 CompressedTensorsConfig._check_scheme_supported = _is_supported

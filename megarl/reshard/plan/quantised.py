@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megarl.families.weight_formats import WEIGHT, WHOLE, Piece, ServedFormat
+from megarl.families.weight_formats import WEIGHT, WHOLE, WHOLE_ROWS, Piece, ServedFormat, is_expert
 from megarl.knobs import UserError
+from megarl.parallel.config import ParallelConfig
 from megarl.reshard.plan.holdings import Box, Holdings
-from megarl.reshard.plan.sglang_blocks import ParameterPart, ServerParameter
+from megarl.reshard.plan.sglang_blocks import ParameterPart, ServerParameter, TpRank
 
 
 def box_of(piece: Piece, box: Box, quantization: str, whose: str) -> Box:
@@ -27,14 +28,16 @@ def box_of(piece: Piece, box: Box, quantization: str, whose: str) -> Box:
     for dim, (start, stop, block) in enumerate(zip(box.start, box.stop, piece.block, strict=True)):
         if block == WHOLE:
             start, stop, block = 0, 1, 1
-        if start % block or stop % block:
+        may_end_inside = dim == 0 and box.name.endswith(WHOLE_ROWS)
+        if start % block or (stop % block and not may_end_inside):
+            sizes = "an etp_size or sglang.ep_size" if is_expert(box.name) else "a tensor-parallel size"
             raise UserError(
                 f"server.quantization={quantization} has blocks of {' x '.join(map(str, piece.block))}, and {whose} "
-                f"hold {('rows', 'columns')[dim]} {start} to {stop} of {box.name}, no whole blocks; take a "
-                f"tensor-parallel size that leaves multiples of {block}, or set server.quantization=none"
+                f"hold {('rows', 'columns')[dim]} {start} to {stop} of {box.name}, no whole blocks; take {sizes} "
+                f"that leaves multiples of {block}, or set server.quantization=none"
             )
         first.append(start // block)
-        last.append(stop // block)
+        last.append(-(-stop // block))
     return Box(box.name.removesuffix(WEIGHT) + piece.suffix, tuple(first), tuple(last))
 
 
@@ -47,8 +50,10 @@ def boxes_of(box: Box, format: ServedFormat, whose: str) -> list[Box]:
     return [box_of(piece, box, format.name, whose) for piece in format.pieces]
 
 
-def quantised_parameters(parameter: ServerParameter, format: ServedFormat, tp_size: int) -> Iterator[ServerParameter]:
+def quantised_parameters(parameter: ServerParameter, format: ServedFormat, rank: TpRank) -> Iterator[ServerParameter]:
     """Yields what a quantised server holds for a parameter: itself, or the format's pieces.
+
+    The first dimension of experts' parameters counts them, in each piece.
 
     Raises:
         UserError: the ranks cut a block.
@@ -56,21 +61,26 @@ def quantised_parameters(parameter: ServerParameter, format: ServedFormat, tp_si
     if not any(format.quantises(part.box.name) for part in parameter.parts):
         yield parameter
         return
-    whose = f"server ranks at server.tp_size={tp_size}"
+    whose = f"server ranks at server.tp_size={rank.tp_size}"
+    if rank.ep_size > 1:
+        whose += f" and sglang.ep_size={rank.ep_size}"
+    lead = len(parameter.shape) - 2
     for piece in format.pieces:
         parts = []
         for part in parameter.parts:
             box = box_of(piece, part.box, format.name, whose)
-            at = [(0, 1) if block == WHOLE else (x, block) for x, block in zip(part.at, piece.block, strict=True)]
+            corner = zip(part.at[lead:], piece.block, strict=True)
+            at = [(0, 1) if block == WHOLE else (x, block) for x, block in corner]
             if any(x % block for x, block in at):
                 raise UserError(
                     f"server.quantization={format.name} has blocks of {' x '.join(map(str, piece.block))}, and {whose} "
                     f"hold {part.box.name} behind padding at {part.at} of {parameter.name}; lower server.tp_size, or "
                     "set server.quantization=none"
                 )
-            parts.append(ParameterPart(tuple(x // block for x, block in at), box))
-        name = parameter.name.removesuffix(WEIGHT) + piece.suffix
-        yield ServerParameter(name, piece.shape(*parameter.shape), tuple(parts))
+            parts.append(ParameterPart((*part.at[:lead], *(x // block for x, block in at)), box))
+        name = parameter.name.removesuffix("weight") + piece.suffix.removeprefix(".")
+        rows, columns = parameter.shape[lead:]
+        yield ServerParameter(name, (*parameter.shape[:lead], *piece.shape(rows, columns)), tuple(parts))
 
 
 def merged(boxes: Sequence[Box], format: ServedFormat, whose: str) -> Box:
@@ -92,7 +102,7 @@ def merged(boxes: Sequence[Box], format: ServedFormat, whose: str) -> Box:
     return whole
 
 
-def quantised_sources(sources: Holdings, format: ServedFormat, tp_size: int) -> Holdings:
+def quantised_sources(sources: Holdings, format: ServedFormat, parallel: ParallelConfig) -> Holdings:
     """Holdings of trainer ranks that quantise their parts before they send them.
 
     Each rank's boxes of a weight become one, and the boxes of the format's pieces replace it.
@@ -100,7 +110,10 @@ def quantised_sources(sources: Holdings, format: ServedFormat, tp_size: int) -> 
     Raises:
         UserError: the trainer's ranks cut a block.
     """
-    whose = f"trainer ranks at parallel.tp_size={tp_size}"
+    ranks = {
+        False: f"trainer ranks at parallel.tp_size={parallel.tp_size}",
+        True: f"trainer ranks at parallel.etp_size={parallel.expert_tp_size}",
+    }
     rows: list[tuple[Box, str, int]] = []
     for holder in range(len(sources.holders)):
         grouped: dict[str, list[Box]] = {}
@@ -112,6 +125,7 @@ def quantised_sources(sources: Holdings, format: ServedFormat, tp_size: int) -> 
         plain = sources.dtypes[0]
         for name, boxes in grouped.items():
             if format.quantises(name):
+                whose = ranks[is_expert(name)]
                 boxes = boxes_of(merged(boxes, format, whose), format, whose)
             rows += [(box, format.dtype_of(box.name, plain), holder) for box in boxes]
     return Holdings.of_rows(rows, sources.holders)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.families import FAMILIES, decoder, text_part, weight_formats
+from megarl.families import FAMILIES, decoder, text_part
 from megarl.families.blocks import Attention, Decoder, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import head_dim
 from megarl.families.weight_formats import ServedFormat
@@ -121,7 +121,7 @@ class Geometry:
             if self.format is None:
                 yield parameter
             else:
-                yield from quantised_parameters(parameter, self.format, self.rank.tp_size)
+                yield from quantised_parameters(parameter, self.format, self.rank)
 
     def _plain_parameters(self, layer: Layer, padded: Layer) -> Iterator[ServerParameter]:
         """Yields the parameters of one layer, none quantised."""
@@ -155,10 +155,10 @@ class Geometry:
 
 def _check_format(family: str, format: ServedFormat) -> None:
     """Refuses the families whose quantised servers have no rules."""
-    if family not in weight_formats.FAMILIES:
+    if family not in format.families:
         raise UserError(
-            f"server.quantization={format.name} is for models of {', '.join(weight_formats.FAMILIES)}, not {family}; "
-            "set it to none"
+            f"server.quantization={format.name} is for models of {', '.join(format.families)}, not {family}; set it to "
+            "none"
         )
 
 

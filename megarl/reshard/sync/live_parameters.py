@@ -21,7 +21,7 @@ REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged
     "use_marlin": "packed for Marlin; FP8 needs GPUs of compute capability 8.9 or higher",
     "block_fp8_as_mxfp8": "copied to MXFP8; use --fp8-gemm-backend triton",
 }
-CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")  # of the KV cache: 1 unless a checkpoint has them
+CACHE_SCALES = (".k_scale", ".v_scale")  # of the KV cache: 1 unless a checkpoint has them
 
 
 class LayoutError(ValueError):

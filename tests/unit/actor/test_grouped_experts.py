@@ -16,8 +16,10 @@ from megarl.actor.checks import check_device, knob_checks, model_checks
 from megarl.actor.config import EngineConfig, OptimizerConfig, groups_experts
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.families import read_config
+from megarl.families.weight_formats import FORMATS
 from megarl.knobs import UserError, run_all
 from megarl.parallel.config import ParallelConfig
+from megarl.reshard.quantised_weights import QuantisedWeights, quantised
 from megarl.types import PackedBatch, cu_seqlens_of
 
 LENGTHS = torch.tensor([24, 1, 37])
@@ -94,6 +96,27 @@ def test_states_and_exports_are_the_same_under_both_names(checkpoints: Callable[
         read = engine_of(tmp_path / f"{experts}_hf", other, backend="torch")
         weights = weights_of(read)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(engines[experts]).items())
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("experts", ["grouped", "sequential"])
+def test_experts_are_quantised_where_they_are_as_the_whole_checkpoint(
+    experts: str, checkpoints: Callable[..., Path]
+) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    folder = checkpoints("qwen3_moe", tied=False, moe_intermediate_size=128, **sizes)
+    engine = engine_of(folder, experts, backend="torch")
+    format = FORMATS["fp8"]
+    source = QuantisedWeights(engine, format)
+    for _ in range(2):
+        whole = dict(quantised(engine.named_weights(), format))
+        parts = {shard.name: shard for shard in source.shards()}
+        assert parts.keys() == whole.keys()
+        assert parts["model.layers.1.mlp.experts.7.down_proj.weight"].view.dtype is torch.float8_e4m3fn
+        for name, part in parts.items():
+            assert (part.start, part.stop) == ((0,) * whole[name].dim(), tuple(whole[name].shape))
+            assert torch.equal(part.view.view(torch.uint8), whole[name].view(torch.uint8)), name
+        engine.train_lm(batch())
 
 
 @pytest.mark.usefixtures("world_of_one")

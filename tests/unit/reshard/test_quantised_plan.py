@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,14 @@ from family_configs import config_of
 from in_memory import packed, part_of
 from torch import Tensor, nn
 
+from megarl.actor.memory import server_memory
 from megarl.actor.weights.computed_boxes import ComputedBox, View
 from megarl.actor.weights.shards import shard_specs, tensor_shapes, world_table
 from megarl.families.weight_formats import FORMATS, SCALE, ServedFormat
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import places
-from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology
+from megarl.reshard.plan.holdings import Box, Fragment, Holdings, Topology, dtype_of
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import plan
 from megarl.reshard.plan.quantised import merged, quantised_sources
@@ -38,10 +40,33 @@ WIDE = {
 }  # fmt: skip
 BLOCKS, CHANNELS = FORMATS["fp8"], FORMATS["fp8_channel"]
 LAYOUTS = (ParallelConfig(), ParallelConfig(tp_size=2), ParallelConfig(tp_size=2, pp_size=2, dp_size=2))
+LATENT = {  # the last block of kv_a_proj_with_mqa has 32 rows
+    "moe_intermediate_size": 256, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 8, "head_dim": None,
+}  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 256},
+    "mixtral": {},
+    "glm4_moe": {"moe_intermediate_size": 256},
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+}
+SPREAD = (
+    ParallelConfig(tp_size=2),
+    ParallelConfig(dp_size=2, ep_size=2),
+    ParallelConfig(tp_size=2, pp_size=2, dp_size=2, ep_size=4, etp_size=1),
+)
+CASES = [("qwen3", parallel, tp, 1, format) for parallel in LAYOUTS for tp in (1, 2) for format in FORMATS.values()]
+CASES += [
+    (family, parallel, tp, ep, BLOCKS)
+    for family in EXPERTS
+    for parallel, (tp, ep) in zip(SPREAD, ((1, 1), (2, 1), (2, 2)), strict=True)
+]
 
 
-def model_of(**sizes: Any) -> Any:
-    return config_of("qwen3", **(WIDE | sizes))
+def model_of(family: str = "qwen3", **sizes: Any) -> Any:
+    fields = WIDE | EXPERTS.get(family, {}) | sizes
+    return config_of(family, **{name: value for name, value in fields.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -142,20 +167,18 @@ def rows_of(side: Holdings) -> set[tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+@pytest.mark.parametrize(("family", "parallel", "tp_size", "ep_size", "format"), CASES)
 def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
-    parallel: ParallelConfig, tp_size: int, format: ServedFormat
+    family: str, parallel: ParallelConfig, tp_size: int, ep_size: int, format: ServedFormat
 ) -> None:
-    config = model_of()
+    config = model_of(family)
     checkpoint = weights(config)
     whole = dict(quantised(checkpoint.items(), format))
     held = quantised_ranks(config, parallel, checkpoint, format)
     described = Holdings.of([described_boxes(describe_fragments(fragments)) for fragments in held])
-    servers = server_holdings(config, tp_size=tp_size, dtype="float32", format=format)
+    servers = server_holdings(config, tp_size=tp_size, ep_size=ep_size, dtype="float32", format=format)
     made = plan(described, servers, Topology.of_sizes(len(held), [tp_size], 8), 4096)
-    predicted = quantised_sources(source_holdings(world_table(config, parallel), "float32"), format, parallel.tp_size)
+    predicted = quantised_sources(source_holdings(world_table(config, parallel), "float32"), format, parallel)
     assert rows_of(predicted) == rows_of(described), "preflight plans with the parts that ranks publish"
     outgoing = {m.index: (rank, m) for rank in range(len(held)) for m in made.sends(rank)}
     for rank in range(tp_size):
@@ -180,11 +203,21 @@ def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
         < 0.45
         * plan(
             source_holdings(world_table(config, parallel), "float32"),
-            server_holdings(config, tp_size=tp_size, dtype="float32"),
+            server_holdings(config, tp_size=tp_size, ep_size=ep_size, dtype="float32"),
             made.topology,
             4096,
         ).bytes_needed.sum()
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3", *EXPERTS])
+def test_preflight_counts_the_bytes_of_a_quantised_server(family: str) -> None:
+    config = model_of(family, vocab_size=8192)
+    parameters = Geometry.of(config, 0, 1, format=BLOCKS).parameters()
+    counted = sum(
+        math.prod(p.shape) * dtype_of(BLOCKS.dtype_of(p.parts[0].box.name, "bfloat16")).itemsize for p in parameters
+    )
+    assert server_memory(config, 1, "bfloat16", 0, BLOCKS).weights == pytest.approx(counted, rel=0.002)
 
 
 def test_the_buffers_stay_and_follow_the_weights() -> None:
@@ -210,12 +243,26 @@ def test_parts_that_cut_a_block_are_refused_with_their_sizes() -> None:
     with pytest.raises(
         UserError, match=r"trainer ranks at parallel.tp_size=2 hold rows 0 to 64 of model.layers.0.self"
     ):
-        quantised_sources(sources, BLOCKS, 2)
+        quantised_sources(sources, BLOCKS, ParallelConfig(tp_size=2))
     with pytest.raises(UserError, match=r"hold rows 0 to 192 of mlp.gate_proj.weight, no whole blocks"):
         server_holdings(model_of(intermediate_size=384), tp_size=2, format=BLOCKS)
+    narrow = model_of("qwen3_moe", moe_intermediate_size=128, num_key_value_heads=8)
+    sizes = "no whole blocks; take an etp_size or sglang.ep_size that leaves multiples of 128"
+    with pytest.raises(UserError, match=f"hold rows 0 to 64 of mlp.experts.0.gate_proj.weight, {sizes}"):
+        server_holdings(narrow, tp_size=2, format=BLOCKS)
+    with pytest.raises(UserError, match=r"server.tp_size=4 and sglang.ep_size=2 hold rows 0 to 64 of mlp.experts.0.g"):
+        server_holdings(narrow, tp_size=4, ep_size=2, format=BLOCKS)
+    server_holdings(narrow, tp_size=2, ep_size=2, format=BLOCKS)
+    layout = ParallelConfig(dp_size=2, etp_size=2)
+    with pytest.raises(UserError, match=r"parallel.etp_size=2 hold rows 0 to 64 of model.layers.0.mlp.experts.0.gate"):
+        quantised_sources(source_holdings(world_table(narrow, layout)), BLOCKS, layout)
+    with pytest.raises(UserError, match=r"rows 0 to 192 of self_attn.q_a_proj.weight, no whole blocks; take a tensor"):
+        server_holdings(model_of("deepseek_v3", q_lora_rank=192), tp_size=1, format=BLOCKS)
+    with pytest.raises(UserError, match="fp8_channel is for models of llama, mistral, qwen2, qwen3, not qwen3_moe"):
+        server_holdings(narrow, tp_size=1, format=CHANNELS)
     with pytest.raises(UserError, match="hold 2 pieces of w with gaps"):
         merged([Box("w", (0, 0), (128, 128)), Box("w", (256, 0), (384, 128))], BLOCKS, "trainer ranks")
-    with pytest.raises(UserError, match="is for models of llama, mistral, qwen2, qwen3, not gpt_oss; set it to none"):
+    with pytest.raises(UserError, match=r"is for models of llama, .*qwen3_moe.*, not gpt_oss; set it to none"):
         server_holdings(config_of("gpt_oss"), tp_size=1, format=BLOCKS)
 
 
