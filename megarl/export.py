@@ -156,7 +156,8 @@ def export(config: ExportConfig) -> Path:
         raise UserError(f"merge=true: checkpoint={config.checkpoint} has no adapters; leave it out")
     weights = _Conversion(stored, config.dtype, format)
     trained = with_repeated(weights.tensors(checkpoint.step), stored.facts.get("repeated", {}))
-    tensors = itertools.chain(trained, _carried(stored, hf_config, config.source))
+    carried = _carried(stored, hf_config, config.source)
+    tensors = itertools.chain(trained, carried if format is None else quantised(carried, format))
     start = Path(config.source or stored.facts.get("carried", {}).get("source", ""))
     like = start if (start / "config.json").is_file() else None
     with _renamed(output) as temporary:

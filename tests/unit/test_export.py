@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from megarl import export
 from megarl.actor.config import EngineConfig
@@ -20,8 +20,9 @@ from megarl.families import load_config
 from megarl.families.weight_formats import FORMATS, ServedFormat, format_of
 from megarl.ops.digest import digest
 from megarl.parallel import groups
-from megarl.reshard.quantised_weights import QuantisedWeights
+from megarl.reshard.quantised_weights import QuantisedWeights, quantised
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
+from tests.sglang import wide_models
 from tests.sglang.tiny_models import make_wide
 
 
@@ -142,6 +143,38 @@ def test_a_quantised_export_is_what_a_sync_of_the_trained_weights_sends(
     assert 0 < float((read - model.state_dict()[name]).abs().max()) < float(read.abs().max()) / 16
     assert exported(tmp_path, tmp_path / "again", "out", quantization="fp8") == 2
     assert "is quantised already; leave out quantization" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_quantised_export_of_experts_is_what_a_sync_sends_and_layers_that_are_carried_along_are_quantised_too(
+    family: str, tmp_path: Path
+) -> None:
+    config, format = wide_models.wide_config(family), FORMATS["fp8"]
+    weights, mtp = wide_models.wide_weights(config, 5), {}
+    if family == "deepseek_v3":  # a layer of multi-token prediction, as published: all but its own projection in 8 bits
+        config.num_nextn_predict_layers = 1
+        layer = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.1.")}
+        mtp = {name.replace(".1.", ".2.", 1): tensor * 2 for name, tensor in layer.items()}
+        mtp["model.layers.2.eh_proj.weight"] = torch.randn(256, 512)
+    wide_models.save(config, weights | mtp, tmp_path / "start")
+    engine = MegatronEngine(EngineConfig(path=str(tmp_path / "start")))
+    engine.initialize()
+    try:
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        Saver(SaverConfig(asynchronous=False), tmp_path / "run" / "checkpoints", print).save({ACTOR: engine}, 1, {})
+        sent = {shard.name: shard.view.clone() for shard in QuantisedWeights(engine, format).shards()}
+    finally:
+        groups.destroy()
+    assert exported(tmp_path, tmp_path / "out", quantization="fp8") == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    expected = sent | dict(quantised(mtp.items(), format))
+    assert {name: digest(tensor) for name, tensor in written.items()} == {n: digest(t) for n, t in expected.items()}
+    assert sum(name.endswith("_scale_inv") for name in written) == sum(map(format.quantises, weights | mtp))
+    if family == "qwen3_moe":  # transformers spreads the scales of kv_a_proj_with_mqa evenly, and its blocks are not
+        dequantise = FineGrainedFP8Config(dequantize=True)
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=dequantise).state_dict()
+        rounded = wide_models.model_of(wide_models.save(config, wide_models.dequantised(weights), tmp_path / "rounded"))
+        assert all(torch.equal(read[name], tensor) for name, tensor in rounded.state_dict().items())
 
 
 def test_a_damaged_checkpoint_is_not_exported_and_the_one_before_serves(
