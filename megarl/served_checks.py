@@ -241,7 +241,14 @@ def _check_deterministic(config: Config, model: PretrainedConfig) -> None:
                     f"server.tp_size, and servers on CPU would pad this model's {name}={size} to {there}; lower the "
                     "sizes, or set it to false"
                 )
-    if tp > 1 and any(block.output_bias for block in decoder(model).attentions):
+    if (ep := config.sglang.get("ep_size", 1)) != 1 and summands:
+        raise UserError(f"deterministic=true takes sglang.ep_size=1, and it is {ep}: leave it out, ranks cut experts")
+    if summands and (mode := getattr(config.algorithm, "routing_replay", "off")) != "off":
+        raise UserError(
+            f"algorithm.routing_replay={mode} has nothing to replay with deterministic=true, whose trainer chooses the "
+            "servers' experts; set it to off"
+        )
+    if summands and tp > 1 and any(block.output_bias for block in decoder(model).attentions):
         raise UserError(
             f"deterministic=true with server.tp_size={tp} does not cover the bias of attention's output, which servers "
             "add before the ranks' sum; set server.tp_size=1"

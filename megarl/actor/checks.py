@@ -261,11 +261,17 @@ def _check_deterministic(
             f"deterministic=true does not cover the gated delta nets of a '{model.model_type}' model: set it to false, "
             "or train a model without them"
         )
-    if decoder(model).experts is not None:
-        raise UserError(
-            f"deterministic=true does not cover the experts of a '{model.model_type}' model: set it to false, or "
-            "train a dense model"
-        )
+    if (experts := decoder(model).experts) is not None:
+        if experts.score != "softmax" or experts.shared_width or experts.biased:
+            raise UserError(
+                "deterministic=true covers experts that a softmax chooses, without shared experts and biases, and a "
+                f"'{model.model_type}' model has others: set it to false"
+            )
+        if config.experts == "grouped" or parallel.expert_tp_size > 2:
+            raise UserError(
+                f"deterministic=true takes actor.experts=auto and parallel.etp_size of 1 or 2, and they are "
+                f"{config.experts} and {parallel.expert_tp_size}; change them"
+            )
     if config.dtype != "float32":
         raise UserError(f"actor.dtype={config.dtype} must be float32 with deterministic=true; change one of them")
     if parallel.tp_size.bit_count() != 1:

@@ -6,8 +6,8 @@ differently, and log-probs differ in their last digits. These operations prevent
 With more threads, rows and reductions would be split at places that depend on the batch. RMSNorm and rotary embedding
 are not here, because torch's versions are row-invariant already.
 
-Nor does a result depend on how tensor parallelism cuts weights. Each element of a product has the same bits beside
-any other columns. A sum that may be spread over ranks has fixed summands, added in a fixed tree of pairs.
+Nor does a result depend on how tensor parallelism cuts weights. Each element of a product has the same bits beside any
+other columns. A sum that may be spread over ranks has fixed summands, added in a fixed tree of pairs.
 """
 
 from __future__ import annotations
@@ -63,6 +63,18 @@ def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
     dist.all_gather_into_tensor(gathered, partial.contiguous(), group=group)
     return sum_in_pairs(gathered.chunk(group.size()))
+
+
+def route(logits: Tensor, topk: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    """Chooses the `topk` experts of each token by `logits` `[tokens, experts]`.
+
+    Returns their weights, float32, and their ids in ascending order, int64; both are `[tokens, topk]`. Weights are a
+    softmax over all experts, or over the chosen ones where they are `normalized`.
+    """
+    ids = logits.topk(topk).indices.sort(dim=-1).values
+    if normalized:
+        return logits.gather(1, ids).softmax(dim=-1), ids
+    return logits.softmax(dim=-1).gather(1, ids), ids
 
 
 def silu(x: Tensor) -> Tensor:

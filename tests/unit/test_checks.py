@@ -286,7 +286,7 @@ def test_servers_on_cpu_may_pad_their_heads() -> None:
     assert of_model(config_of(RL, "server.tp_size=3", "server.device=cpu")) == []
 
 
-def test_a_deterministic_run_refuses_padding_and_biases_inside_its_sums() -> None:
+def test_a_deterministic_run_refuses_what_its_sums_do_not_cover() -> None:
     exact = config_of(RL, "deterministic=true", "server.tp_size=4")
     assert any("would pad this model's num_attention_heads=4 to 8; lower the sizes" in text for text in of_model(exact))
     biased = LlamaConfig(attention_bias=True)
@@ -294,6 +294,13 @@ def test_a_deterministic_run_refuses_padding_and_biases_inside_its_sums() -> Non
     assert any(message in text for text in checks.failures(served_checks.served_checks(exact, biased)))
     on_trainer = config_of(RL, "deterministic=true", "parallel.tp_size=4")
     assert not any("bias" in text for text in checks.failures(served_checks.served_checks(on_trainer, biased)))
+    for override, message in (
+        ("+sglang.ep_size=2", "deterministic=true takes sglang.ep_size=1, and it is 2"),
+        ("algorithm.routing_replay=rollout", "has nothing to replay with deterministic=true"),
+    ):
+        config = config_of(RL, "deterministic=true", override)
+        found = checks.failures(served_checks.served_checks(config, Qwen3MoeConfig(num_experts=4)))
+        assert any(message in text for text in found), found
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from megarl.actor.model.delta_net import PackedDeltaNet
 from megarl.actor.model.deterministic_layers import (
     RowInvariantAttention,
     RowInvariantColumnLinear,
+    RowInvariantRouter,
     RowInvariantRowLinear,
 )
 from megarl.actor.model.latent_attention import LatentParts, LatentSelfAttention, ReplicatedLinear
@@ -133,6 +134,9 @@ class LayerBackend:
     biased_row_linear: Any = BiasedRowParallelLinear
     mlp: Any = MLP
     gated_activation: Any = None
+    router: Any = TopKRouter
+    expert_column_linear: Any = ColumnParallelLinear  # of experts one after another, like the next
+    expert_row_linear: Any = RowParallelLinear
     experts: ExpertsBuilder | None = None  # builds a rank's experts as one module; None: one after another
     fused_delta_rule: bool = False  # True: gated delta nets run on the kernels of flash-linear-attention
     dispatcher: str = "alltoall"  # of `actor.moe_dispatcher`
@@ -192,9 +196,9 @@ class LayerBackend:
         return partial(self.mlp.as_mlp_submodule, submodules=parts)
 
     def _experts(self, block: Experts) -> Callable[..., torch.nn.Module]:
-        """Experts as one module or one after another. The latter have Megatron's own linear layers in every backend."""
-        row_linear = ExpertRowLinear if block.biased else RowParallelLinear
-        parts = MLPSubmodules(ColumnParallelLinear, row_linear, self.gated_activation)
+        """Experts as one module or one after another."""
+        row_linear = ExpertRowLinear if block.biased else self.expert_row_linear
+        parts = MLPSubmodules(self.expert_column_linear, row_linear, self.gated_activation)
         experts = self.experts or partial(SequentialMLP, submodules=parts)
         shared = MLPSubmodules(self.column_linear, self.row_linear, self.gated_activation)
         return partial(
@@ -202,7 +206,7 @@ class LayerBackend:
             submodules=MoESubmodules(
                 experts=experts,
                 shared_experts=partial(SharedExpertMLP, submodules=shared) if block.shared_width else None,
-                router=FrozenBiasRouter if block.selection_bias else TopKRouter,
+                router=FrozenBiasRouter if block.selection_bias else self.router,
             ),
         )
 
@@ -288,6 +292,9 @@ def _deterministic(summands: int) -> LayerBackend:
         column_linear=RowInvariantColumnLinear,
         row_linear=partial(RowInvariantRowLinear, summands=summands),
         biased_row_linear=partial(BiasedRowInvariantLinear, summands=summands),
+        router=RowInvariantRouter,
+        expert_column_linear=RowInvariantColumnLinear,
+        expert_row_linear=partial(RowInvariantRowLinear, summands=summands),
         config_fields={"activation_func": row_invariant.silu},
         logprobs=heads.row_invariant_logprobs,
         one_thread=True,

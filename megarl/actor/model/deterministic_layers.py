@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.actor.model.packed_attention import PackedAttention
@@ -64,7 +65,10 @@ class RowInvariantColumnLinear(ColumnParallelLinear):
 
 
 class RowInvariantRowLinear(RowParallelLinear):
-    """Output projection of attention or of an MLP, as a sum of `summands` over all ranks."""
+    """Output projection of attention, of an MLP or of an expert, as a sum of `summands` over all ranks.
+
+    Experts' sums over ranks are the dispatcher's, of two ranks at most: there is one order for them.
+    """
 
     def __init__(self, *args: Any, summands: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,11 +77,26 @@ class RowInvariantRowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Computes the output of this rank's tokens, and the bias where the caller adds it."""
         output = row_invariant.linear_of_summands(input_, self.weight, summands=self.summands)
-        if self.tp_group.size() > 1:
+        if self.tp_group.size() > 1 and not self.explicit_expert_comm:
             output = _SumInPairs.apply(output, self.tp_group, self.sequence_parallel)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
+
+
+class RowInvariantRouter(TopKRouter):
+    """Router by a softmax. Its choice has no order, so that weights do not depend on how torch sorts."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Computes logits `[tokens, 1, experts]`."""
+        return row_invariant.linear(input, self.weight, self.bias)
+
+    def routing(self, logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Computes weights, and True for a token's experts; both are `[tokens, experts]`."""
+        logits = logits.flatten(0, -2)
+        weights, ids = row_invariant.route(logits, self.topk, not self.config.moe_router_pre_softmax)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+        return torch.zeros_like(logits).scatter(1, ids, weights), chosen
 
 
 class RowInvariantAttention(PackedAttention):

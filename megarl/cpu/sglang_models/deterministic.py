@@ -11,17 +11,18 @@ import os
 from typing import Any
 
 import torch
-from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.moe import fused_moe_native, topk
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import Sampler
 
 from megarl.cpu.sglang_platform import DETERMINISTIC
-from megarl.ops.row_invariant import attention, linear, linear_of_summands, logprobs, silu, sum_over_ranks
+from megarl.ops.row_invariant import attention, linear, linear_of_summands, logprobs, route, silu, sum_over_ranks
 
 log = logging.getLogger(__name__)
 SUMMANDS = int(os.environ.get(DETERMINISTIC) or 0)
@@ -99,6 +100,34 @@ def _all_reduce(self: Any, input_: torch.Tensor) -> torch.Tensor:
     return input_.copy_(sum_over_ranks(input_, self.device_group))
 
 
+def _route(
+    hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = route(gating_output, topk, renormalize)
+    return weights, ids.int()
+
+
+def _experts(layer: Any, x: torch.Tensor, topk_output: Any, *_: Any) -> torch.Tensor:
+    """Computes the experts' outputs `[tokens, hidden]` in the trainer's order: weight, project, add by ranks, by id.
+
+    Ranks hold a part of each expert. SGLang adds their results later: the first one returns the sum, others zeros.
+    """
+    weights, ids, _ = topk_output
+    ranks = layer.moe_tp_size
+    outputs = x.new_zeros(*ids.shape, x.shape[-1])
+    for expert in range(layer.num_experts):
+        tokens, choices = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[tokens], layer.w13_weight[expert]).chunk(2, dim=-1)
+        inner = silu(gate) * up * weights[tokens, choices, None]
+        outputs[tokens, choices] = linear_of_summands(inner, layer.w2_weight[expert], summands=SUMMANDS // ranks)
+    if ranks > 1:
+        outputs = sum_over_ranks(outputs, get_tp_group().device_group)
+    total = outputs[:, 0]
+    for choice in range(1, ids.shape[1]):
+        total = total + outputs[:, choice]
+    return total if layer.moe_tp_rank == 0 else torch.zeros_like(total)
+
+
 def _silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return silu(gate) * up
@@ -129,6 +158,8 @@ if SUMMANDS:
 
     UnquantizedLinearMethod.apply = _linear
     GroupCoordinator.all_reduce = _all_reduce
+    topk.fused_topk = topk.fused_topk_native = _route
+    fused_moe_native.moe_forward_native = _experts
     SiluAndMul.forward = _silu_and_mul
     LogitsProcessor._compute_lm_head = _lm_head
     Sampler.forward = _sample_and_score

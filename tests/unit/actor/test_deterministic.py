@@ -110,7 +110,14 @@ def test_an_update_is_that_of_the_usual_layers(checkpoints: Callable[..., Path])
 @pytest.mark.parametrize(
     ("family", "knobs", "layout", "message"),
     [
-        ("qwen3_moe", {}, {}, "does not cover the experts of a 'qwen3_moe' model"),
+        (
+            "glm4_moe",
+            {},
+            {},
+            "covers experts that a softmax chooses, without shared experts and biases, and a 'glm4_moe'",
+        ),
+        ("qwen3_moe", {"experts": "grouped"}, {}, "takes actor.experts=auto and parallel.etp_size of 1 or 2"),
+        ("qwen3_moe", {}, {"dp_size": 4, "etp_size": 4}, "and they are auto and 4; change them"),
         ("qwen3", {"dtype": "bfloat16"}, {}, "actor.dtype=bfloat16 must be float32 with deterministic=true"),
     ],
 )
