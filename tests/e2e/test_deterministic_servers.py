@@ -95,4 +95,6 @@ def check_run(tmp_path: Path, *overrides: str) -> None:
     assert len(steps) == STEPS
     for name in ("train/logprob_diff_max", "train/rollout_kl", "sync/canary_logprob_diff_max"):
         assert [step[name] for step in steps] == [0.0] * STEPS, name
-    assert all(step["train/grad_norm"] > 0 and step["sync/verified"] == 1 for step in steps)
+    assert all(step["sync/verified"] == 1 for step in steps)
+    # Weights move. A batch of 64 in which all rewards are alike has no gradient.
+    assert sum(step["train/grad_norm"] > 0 for step in steps) >= STEPS / 2
