@@ -121,7 +121,7 @@ def test_steps_are_those_of_a_straight_through_estimator(
     model, batch = make_wide(6), batch_of()
     actor = actor_of(model, format)
     optimizer = torch.optim.Adam(model.parameters(), LR, betas=(0.9, 0.999), eps=EPS)
-    for atol in (5e-6, 1e-4, 1e-4):  # after the first step, a weight near a tie rounds either way
+    for atol in (1e-5, 3e-3, 3e-3):  # after the first step, a weight near a tie rounds either way
         optimizer.zero_grad()
         loss = -reference_logprobs(model, batch, format).mean()
         loss.backward()
