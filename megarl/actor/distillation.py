@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.actor.batch.microbatch import Microbatch, shift_right
@@ -19,6 +18,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import heads
 from megarl.actor.reference import MegatronReference
 from megarl.ops.divergence import FullTeacher, TopKTeacher, top_k_logprobs
+from megarl.ops.gather import gather_rows
 from megarl.ops.linear_logprob import product
 from megarl.types import PackedBatch
 
@@ -53,9 +53,7 @@ class MegatronTeacher(MegatronReference):
         self.onload()
         weight = heads.weight_of(self.stages[-1]).detach()
         if self.groups.tp_size > 1:
-            whole = weight.new_empty(self.groups.tp_size * weight.shape[0], weight.shape[1])
-            dist.all_gather_into_tensor(whole, weight.contiguous(), group=self.groups.tp)
-            weight = whole
+            weight = gather_rows(weight, self.groups.tp)
         part = weight[vocab_start : vocab_start + columns]
         missing = columns - part.shape[0]
         return torch.nn.functional.pad(part, (0, 0, 0, missing)).clone()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.ops.first_derivative import first_derivative_only
+from megarl.ops.gather import gather_rows
 from megarl.ops.linear_logprob import add_weight_grad, product
 from megarl.ops.logprob_kernels import inverse_temperature, stats_dtype
 
@@ -324,9 +325,7 @@ def _gathered(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Values of all ranks, `[ranks, ...]`, in rank order, so that sums do not depend on the order of arrival."""
     if group is None or group.size() == 1:
         return values.unsqueeze(0)
-    out = values.new_empty(group.size() * values.shape[0], *values.shape[1:])
-    dist.all_gather_into_tensor(out, values.contiguous(), group=group)
-    return out.view(group.size(), *values.shape)
+    return gather_rows(values, group).view(group.size(), *values.shape)
 
 
 def _taken(values: Tensor, place: Tensor, here: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.ops.gather import gather_rows
 from megarl.ops.logprob import vocab_parallel_logprobs
 
 BLOCK_ROWS = 64  # rows of every matrix product; libraries choose code, and thereby the bits, by this number
@@ -60,9 +61,7 @@ def sum_in_pairs(terms: Sequence[Tensor]) -> Tensor:
 
 def sum_over_ranks(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Adds the ranks' `partial` in pairs. Gathers them: the order of an all-reduce is its library's."""
-    gathered = partial.new_empty(group.size() * len(partial), *partial.shape[1:])
-    dist.all_gather_into_tensor(gathered, partial.contiguous(), group=group)
-    return sum_in_pairs(gathered.chunk(group.size()))
+    return sum_in_pairs(gather_rows(partial, group).chunk(group.size()))
 
 
 def route(logits: Tensor, topk: int, normalized: bool) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.ops.first_derivative import first_derivative_only
+from megarl.ops.gather import gather_rows
 from megarl.parallel.groups import Groups
 from megarl.types import cu_seqlens_of, to_device
 
@@ -121,19 +122,13 @@ def local_tokens(cu_seqlens: Tensor, padded: Tensor, cut: Cut) -> LocalTokens:
     return LocalTokens(token_of.chunk(cut.cp_size)[cut.cp_rank], rows)
 
 
-def _all_gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = values.new_empty(values.shape[0] * group.size(), *values.shape[1:])
-    dist.all_gather_into_tensor(out, values.contiguous(), group=group)
-    return out
-
-
 class _GatherSlicingGradient(torch.autograd.Function):
     """All-gather of rows. In backward every rank has the same full gradient and takes its own slice."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gather(values, group)
+        return gather_rows(values, group)
 
     @staticmethod
     @first_derivative_only("context parallelism", "parallel.cp_size=1")
@@ -147,7 +142,7 @@ class _GatherSummingGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gather(values, group)
+        return gather_rows(values, group)
 
     @staticmethod
     @first_derivative_only("context parallelism", "parallel.cp_size=1")

@@ -22,6 +22,7 @@ from torch import Tensor
 from megarl.actor.model.packed_attention import PackedAttention
 from megarl.ops import row_invariant
 from megarl.ops.first_derivative import first_derivative_only
+from megarl.ops.gather import gather_rows
 
 
 class _SumInPairs(torch.autograd.Function):
@@ -36,11 +37,7 @@ class _SumInPairs(torch.autograd.Function):
     @staticmethod
     @first_derivative_only("deterministic=true", "deterministic=false")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.own_tokens:
-            return grad, None, None
-        gathered = grad.new_empty(ctx.group.size() * len(grad), *grad.shape[1:])
-        dist.all_gather_into_tensor(gathered, grad.contiguous(), group=ctx.group)
-        return gathered, None, None
+        return gather_rows(grad, ctx.group) if ctx.own_tokens else grad, None, None
 
 
 class RowInvariantColumnLinear(ColumnParallelLinear):
