@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megarl.launcher.local import run_ranks
 from tests import rows
-from tests.distributed.test_layouts import SP, make_batch, reference_logprobs, reference_steps
+from tests.distributed.test_layouts import SP, make_batch, reference_logprobs, reference_steps, run_world
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one rank": {}},
@@ -80,19 +79,11 @@ def cases(checkpoints: Callable[..., Path]) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def world(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """`world(ranks)` runs all layouts of that many ranks, once, and returns the folder with their results."""
-
-    def run(ranks: int) -> Path:
-        work, logs = tmp_path_factory.mktemp(f"world{ranks}"), tmp_path_factory.mktemp("logs")
-        for name, case in cases.items():
-            (work / name).mkdir()
-            (work / name / "model").symlink_to(case["folder"])
-            save_file(case["batch"], work / name / "batch.safetensors")
-        arguments = [str(work), json.dumps(LAYOUTS[ranks]), json.dumps(runs_of(ranks))]
-        code = run_ranks("tests.distributed.deterministic_worker", arguments, ranks, logs)
-        assert code == 0, "\n".join(p.read_text()[-2000:] for p in logs.iterdir())
-        return work
-
-    return functools.cache(run)
+    return functools.cache(
+        lambda ranks: run_world(
+            ranks, cases, tmp_path_factory, LAYOUTS[ranks], runs_of(ranks), worker="deterministic_worker"
+        )
+    )
 
 
 @pytest.mark.parametrize(("ranks", "layout", "name"), CASES)

@@ -155,6 +155,7 @@ def run_world(
     tmp_path_factory: pytest.TempPathFactory,
     layouts: dict[str, dict[str, Any]] | None = None,
     runs: dict[str, list[str]] | None = None,
+    worker: str = "layout_worker",
 ) -> Path:
     """Runs layouts, by default this file's, and the models of each. Returns the folder of results."""
     work = tmp_path_factory.mktemp(f"world{ranks}")
@@ -166,7 +167,7 @@ def run_world(
         save_file(cases[name]["batch"], work / name / "batch.safetensors")
     logs = tmp_path_factory.mktemp("logs")
     arguments = [str(work), json.dumps(layouts), json.dumps(models)]
-    code = run_ranks("tests.distributed.layout_worker", arguments, ranks, logs)
+    code = run_ranks(f"tests.distributed.{worker}", arguments, ranks, logs)
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in logs.iterdir())
     return work
 

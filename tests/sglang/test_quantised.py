@@ -83,7 +83,7 @@ def test_a_quantised_server_computes_with_the_values_it_was_sent(served: Served)
     for name, tensor in weights.items():
         if format.quantises(name):  # 8 bits for 32, and the scales, on each rank that has some of their rows
             rows, columns = format.scales.shape(*tensor.shape)
-            ranks = tp_size if format.scales.block[1] == WHOLE and shares_rows(name) else 1
+            ranks = tp_size if format.scales.of_whole_rows and shares_rows(name) else 1
             narrow += tensor.numel() + 4 * rows * columns * ranks
         else:
             rest += tensor.nbytes * (1 if "embed" in name else tp_size)

@@ -195,6 +195,11 @@ def save_quantised(model: torch.nn.Module, folder: Path, format: ServedFormat = 
     save_tokenizer(folder)
     tensors = dict(quantised(((name, p.detach()) for name, p in model.named_parameters()), format))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name_format(folder, format)
+    return folder
+
+
+def name_format(folder: Path, format: ServedFormat) -> None:
+    """Writes a format's entry into a checkpoint's config."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(format.config)}))
-    return folder

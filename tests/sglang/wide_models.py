@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megarl.families.weight_formats import FORMATS
 from megarl.ops.quantize import dequantise
 from megarl.reshard.quantised_weights import quantised
 from tests.latent_shapes import SIGMOID_EXPERTS
-from tests.sglang.tiny_models import CONFIGS, ROPE, save_tokenizer
+from tests.sglang.tiny_models import CONFIGS, ROPE, name_format, save_tokenizer
 
 BLOCKS = FORMATS["fp8"]
 SIZES = {
@@ -85,8 +84,7 @@ def save(config: PretrainedConfig, tensors: dict[str, Tensor], folder: Path) -> 
 def save_quantised(config: PretrainedConfig, tensors: dict[str, Tensor], folder: Path) -> Path:
     """Writes the checkpoint in block FP8."""
     save(config, dict(quantised(tensors.items(), BLOCKS)), folder)
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": dict(BLOCKS.config)}))
+    name_format(folder, BLOCKS)
     return folder
 
 
