@@ -210,6 +210,11 @@ def server_arguments(config: Config) -> dict[str, Any]:
     return {**head, **config.sglang, **routes}
 
 
+def server_ep_size(config: Config) -> int:
+    """Expert-parallel ranks of a server."""
+    return int(config.sglang.get("ep_size", 1))
+
+
 def replays_rollout(config: Config) -> bool:
     """True if servers return the experts of their tokens, which the trainer replays."""
     return config.method == "rl" and getattr(config.algorithm, "routing_replay", "off") == "rollout"

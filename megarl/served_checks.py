@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.actor.weights.shards import world_table
 from megarl.algorithms import OPDConfig
-from megarl.config import Config, longest_sequence, server_arguments
+from megarl.config import Config, longest_sequence, server_arguments, server_ep_size
 from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation, without_mtp
 from megarl.families.adapters import SERVED
 from megarl.families.blocks import Attention
@@ -198,9 +198,8 @@ def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
                 "or server.quantization=none"
             )
     padded = model if servers_on_gpu(config) else padded_for_cpu(model, server.tp_size)
-    ep_size = int(config.sglang.get("ep_size", 1))
     for rank in range(server.tp_size):
-        Geometry.of(padded, rank, server.tp_size, ep_size, server.format)
+        Geometry.of(padded, rank, server.tp_size, server_ep_size(config), server.format)
     sources = source_holdings(world_table(without_mtp(model), config.parallel))
     quantised_sources(sources, server.format, config.parallel)
 
@@ -241,7 +240,7 @@ def _check_deterministic(config: Config, model: PretrainedConfig) -> None:
                     f"server.tp_size, and servers on CPU would pad this model's {name}={size} to {there}; lower the "
                     "sizes, or set it to false"
                 )
-    if (ep := config.sglang.get("ep_size", 1)) != 1 and summands:
+    if (ep := server_ep_size(config)) != 1 and summands:
         raise UserError(f"deterministic=true takes sglang.ep_size=1, and it is {ep}: leave it out, ranks cut experts")
     if summands and (mode := getattr(config.algorithm, "routing_replay", "off")) != "off":
         raise UserError(

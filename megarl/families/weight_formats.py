@@ -74,7 +74,8 @@ class ServedFormat:
     @property
     def weight_bytes(self) -> float:
         """Bytes of a weight and its share of the scales, in large matrices."""
-        return BYTES[self.values.dtype] + (BYTES[self.scales.dtype] / BLOCK**2 if self.scales.block[1] else 0.0)
+        scales = 0.0 if self.scales.of_whole_rows else BYTES[self.scales.dtype] / BLOCK**2
+        return BYTES[self.values.dtype] + scales
 
 
 BYTES = {"float8_e4m3fn": 1, "float32": 4}

@@ -81,7 +81,12 @@ def quantise(weight: Tensor, format: ServedFormat, pieces: Sequence[Tensor], giv
 def dequantise(format: ServedFormat, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The weight with which a server computes, rounded from float32 to `dtype`."""
     values, scales = pieces
-    for dim, block in enumerate(format.scales.block):
-        size = values.shape[dim]
-        scales = scales.repeat_interleave(size if block == WHOLE else block, dim).narrow(dim, 0, size)
+    return widened(values, scales, format.scales.block, dtype)
+
+
+def widened(values: Tensor, scales: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Computes `values * scales` in float32, with a scale for each `block` rows and columns, and rounds to `dtype`."""
+    for dim, size in enumerate(block):
+        if size != WHOLE:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
     return (values.float() * scales).to(dtype)

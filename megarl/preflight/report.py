@@ -30,7 +30,7 @@ from megarl.actor.memory import TrainerMemory, host_memory
 from megarl.actor.parameter_counts import count_parameters
 from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights.shards import world_table
-from megarl.config import Config, longest_sequence
+from megarl.config import Config, longest_sequence, server_ep_size
 from megarl.families import read_config, with_adapters, without_mtp
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
@@ -274,7 +274,7 @@ def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapte
     }
     trained = without_mtp(model)
     if adapters is None:
-        shape |= {"ep_size": int(config.sglang.get("ep_size", 1)), "format": server.format}
+        shape |= {"ep_size": server_ep_size(config), "format": server.format}
         held = server_holdings(model, **shape)
     else:
         trained = with_adapters(trained, adapters.shape)

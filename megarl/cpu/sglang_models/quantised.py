@@ -21,6 +21,9 @@ from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megarl.families.weight_formats import WHOLE
+from megarl.ops.quantize import widened
+
 
 class _NoCpu:
     """SGLang's platform for its choice of a cache: on CPU it takes E4M3 with AMX's own attention only."""
@@ -36,13 +39,6 @@ def _as_loaded(method: Any, layer: Any) -> None:
     """No-op after loading."""
 
 
-def _widened(weight: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
-    rows, columns = block
-    size, width = weight.shape
-    wide = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    return (weight.float() * wide[:size, :width]).to(dtype)
-
-
 class WidenedExperts:
     """Weights `[experts, rows, columns]` and their scales, of which an expert's are widened when it is asked for."""
 
@@ -50,12 +46,12 @@ class WidenedExperts:
         self.weights, self.scales, self.block, self.dtype = weights, scales, block, dtype
 
     def __getitem__(self, expert: int) -> Tensor:
-        return _widened(self.weights[expert], self.scales[expert], self.block, self.dtype)
+        return widened(self.weights[expert], self.scales[expert], self.block, self.dtype)
 
 
 def _blocks(method: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     block = method.quant_config.weight_block_size
-    return linear(x, _widened(layer.weight, layer.weight_scale_inv, block, x.dtype), bias)
+    return linear(x, widened(layer.weight, layer.weight_scale_inv, block, x.dtype), bias)
 
 
 def _experts(method: Fp8MoEMethod, layer: Any, dispatch_output: Any) -> StandardCombineInput:
@@ -81,11 +77,11 @@ def _create(method: Fp8LinearMethod, layer: Any, *args: Any, **kwargs: Any) -> N
 
 def _arranged(weight: Tensor, scales: Any, block: list[int]) -> tuple[Tensor, float]:
     """Stands in for `block_quant_to_tensor_quant`: the weight itself, and a scale of 1."""
-    return _widened(weight, scales, block, scales.wide_dtype), 1.0
+    return widened(weight, scales, block, scales.wide_dtype), 1.0
 
 
 def _channels(_: CompressedTensorsW8A8Fp8, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return linear(x, (layer.weight.float() * layer.weight_scale).to(x.dtype), bias)
+    return linear(x, widened(layer.weight, layer.weight_scale, (1, WHOLE), x.dtype), bias)
 
 
 def _dtypes(kind: type) -> list[torch.dtype]:
