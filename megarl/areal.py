@@ -266,8 +266,7 @@ class FSDPPPOActor(_Connected, MegatronPPOActor):
     def __init__(self, config: EngineConfig) -> None:
         algorithm = algorithm_of(getattr(config, "algorithm", GRPOConfig()))
         trainable = getattr(config, "trainable", True)
-        MegatronEngine.__init__(self, config, getattr(config, "parallel", None), trainable=trainable)
-        self.algorithm = algorithm
+        super().__init__(config, algorithm, getattr(config, "parallel", None), trainable=trainable)
         self._rollout: sglang_client.RemoteSGLangEngine | None = None
 
     def connect_engine(self, engine: sglang_client.RemoteSGLangEngine, meta: WeightUpdateMeta | None = None) -> None:

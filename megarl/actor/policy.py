@@ -51,9 +51,10 @@ class MegatronPPOActor(MegatronEngine):
         algorithm: PolicyAlgorithm,
         parallel: ParallelConfig | None = None,
         *,
+        trainable: bool = True,
         deterministic: int = 0,
     ) -> None:
-        super().__init__(config, parallel, deterministic=deterministic)
+        super().__init__(config, parallel, trainable=trainable, deterministic=deterministic)
         self.algorithm = algorithm
         self._around_passes: Callable[[], AbstractContextManager[None]] = nullcontext
 
