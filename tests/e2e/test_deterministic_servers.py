@@ -68,7 +68,7 @@ def experts_model(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("row", rows.only("trainer tp 2 sp with server tp 2", ROWS))
+@pytest.mark.parametrize("row", rows.only("", ROWS))
 def test_no_bit_differs_between_rollout_and_trainer(row: str, tmp_path: Path) -> None:
     check_run(tmp_path, *ROWS[row])
 
