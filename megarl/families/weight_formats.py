@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK = 128  # rows and columns of a block of FP8
+GROUP = 128  # columns of a group of 4-bit weights
+PACKED = 8  # 4-bit weights in an int32
 WEIGHT = ".weight"
 SCALE = "_scale_inv"  # of blocks, after the weight's name
 WHOLE = 0  # a block as long as the dimension
@@ -30,6 +32,7 @@ class Piece:
     suffix: str  # in place of the weight's `.weight`
     dtype: str  # as torch names it
     block: tuple[int, int]  # rows and columns of the weight for each element; WHOLE: all of them
+    widens: bool = False  # servers keep it in the dtype of their other weights
 
     @property
     def of_whole_rows(self) -> bool:
@@ -51,6 +54,7 @@ class ServedFormat:
     scales: Piece
     config: Mapping[str, Any]  # the entry `quantization_config` of a checkpoint's config.json
     families: tuple[str, ...] = DENSE  # whose servers have rules for it
+    shape: str = ""  # suffix of a tensor with the weight's rows and columns, which checkpoints have beside the pieces
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -64,21 +68,31 @@ class ServedFormat:
         """Names of the tensors that stand for a weight, in the order of `pieces`."""
         return tuple(weight.removesuffix(WEIGHT) + piece.suffix for piece in self.pieces)
 
-    def dtype_of(self, name: str, plain: str) -> str:
-        """Dtype of a tensor of a quantised model; `plain` is that of weights which stay as they are."""
+    def piece_of(self, name: str) -> Piece | None:
+        """The piece that a tensor of a quantised model is; None for one that stays as it is."""
         for piece in self.pieces:
             if name.endswith(piece.suffix) and self.quantises(name.removesuffix(piece.suffix) + WEIGHT):
-                return piece.dtype
-        return plain
+                return piece
+        return None
+
+    def dtype_of(self, name: str, plain: str) -> str:
+        """Dtype of a trainer's tensor; `plain` is that of weights which stay as they are."""
+        piece = self.piece_of(name)
+        return plain if piece is None else piece.dtype
+
+    def served_dtype_of(self, name: str, plain: str) -> str:
+        """Dtype of a server's tensor; `plain` is that of weights which stay as they are."""
+        piece = self.piece_of(name)
+        return plain if piece is None or piece.widens else piece.dtype
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of a weight and its share of the scales, in large matrices."""
-        scales = 0.0 if self.scales.of_whole_rows else BYTES[self.scales.dtype] / BLOCK**2
-        return BYTES[self.values.dtype] + scales
+        shares = (0.0 if p.of_whole_rows else BYTES[p.dtype] / (p.block[0] * p.block[1]) for p in self.pieces)
+        return sum(shares)
 
 
-BYTES = {"float8_e4m3fn": 1, "float32": 4}
+BYTES = {"float8_e4m3fn": 1, "float32": 4, "int32": 4, "bfloat16": 2}
 FP8, FLOAT = "float8_e4m3fn", "float32"
 
 
@@ -122,6 +136,20 @@ FORMATS = {
                 },
                 "float-quantized",
             ),
+        ),
+        ServedFormat(
+            "int4",
+            Piece(".weight_packed", "int32", (1, PACKED)),
+            Piece(".weight_scale", "bfloat16", (1, GROUP), widens=True),
+            _compressed_tensors(
+                {
+                    "weights": {
+                        "num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True,
+                    },
+                },
+                "pack-quantized",
+            ),
+            shape=".weight_shape",
         ),
     )
 }  # fmt: skip

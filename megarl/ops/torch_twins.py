@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from megarl.ops.advantage import Aggregation, GroupMode
 from megarl.ops.loss import PolicyLoss, PolicyLossSettings
-from megarl.ops.quantize import LARGEST, LEAST
+from megarl.ops.quantize import INT4_STEPS, INT4_ZERO, LARGEST, LEAST
 
 
 def vocab_parallel_logprobs(
@@ -204,3 +204,14 @@ def quantize_fp8(weight: Tensor, block: tuple[int, int], values: Tensor, scales:
         scales.copy_(blocks.abs().amax(dim=(1, 3)).clamp(min=LEAST) / LARGEST)
     scale = scales[:, None, :, None]
     values.copy_((blocks * (1 / scale)).flatten(2, 3).flatten(0, 1)[:rows, :columns])
+
+
+def quantize_int4(weight: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
+    """See `megarl.ops.quantize.quantize_int4`."""
+    groups = weight.float().unflatten(1, (-1, group))  # [rows, groups, columns]
+    scale = (groups.abs().amax(dim=2) / INT4_STEPS).bfloat16()
+    scales.copy_(scale.where(scale != 0, torch.finfo(torch.bfloat16).eps))
+    quotient = (groups / scales.float()[..., None]).round().nan_to_num(0).clamp(-INT4_ZERO, INT4_ZERO - 1)
+    numbers = (quotient + INT4_ZERO).flatten(1).long().unflatten(1, (-1, 8))
+    words = (numbers << torch.arange(0, 32, 4)).sum(dim=2)
+    codes.copy_(torch.where(words >= 2**31, words - 2**32, words))

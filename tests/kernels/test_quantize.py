@@ -1,14 +1,18 @@
-"""Quantisation to block FP8: every float rounds as torch's own cast, and blocks are those of plain torch."""
+"""Quantisation to 8 and 4 bits: the kernels' rounding and scales are those of torch and of compressed-tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 from oracle import Guarded
 from torch import Tensor
 
 from megarl.ops import torch_twins
-from megarl.ops.quantize import FP8, quantize_fp8, scale_of, scales_shape
+from megarl.ops.quantize import FP8, GROUPS, quantize_fp8, quantize_int4, scale_of, scales_shape, unpacked
 
 SHAPES = ((1, 1), (128, 128), (129, 127), (300, 640), (7, 1000))
 BLOCKS = ((128, 128), (1, 4096), (3, 5))
@@ -113,3 +117,94 @@ def test_given_scales_are_read_and_left(dtype: torch.dtype) -> None:
         assert torch.equal(kept, scales)
         assert torch.equal(bits(own), bits(values[:, columns]))
         assert torch.equal(bits(own), bits(by_twin))
+
+
+def packed(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales by the kernel, into guarded buffers."""
+    rows, columns = weight.shape
+    codes = Guarded((rows, columns // 8), torch.int32)
+    scales = Guarded((rows, columns // group), torch.bfloat16)
+    quantize_int4(weight, group, codes.tensor, scales.tensor)
+    return codes.check(), scales.check()
+
+
+def packed_by_torch(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    codes = torch.empty(rows, columns // 8, dtype=torch.int32)
+    scales = torch.empty(rows, columns // group, dtype=torch.bfloat16)
+    torch_twins.quantize_int4(weight, group, codes, scales)
+    return codes, scales
+
+
+def spread_weight(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Random weights whose rows differ in size by up to 2^40, one of them all 0, and quotients that are ties."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    sizes = torch.randint(-30, 10, (rows, 1), generator=generator).float().exp2()
+    weight = torch.randn(rows, columns, generator=generator) * sizes
+    weight[0] = 0
+    weight[-1] = torch.arange(columns) % 16 / 2 - 4  # halves
+    weight[-1, 0] = 7.5  # the scale is 1
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", GROUPS)
+def test_groups_of_4_bits_are_those_of_compressed_tensors_to_the_bit(group: int, dtype: torch.dtype) -> None:
+    weight = spread_weight(37, 768, dtype)
+    codes, scales = packed(weight, group)
+    groups = (
+        weight.bfloat16().unflatten(1, (-1, group)) if dtype == torch.bfloat16 else weight.unflatten(1, (-1, group))
+    )
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
+    expected, zeros = calculate_qparams(groups.amin(dim=2), groups.amax(dim=2), args)
+    expected = expected.bfloat16()
+    expected[0] = 2**-7  # float32 weights have a smaller one for zeros
+    assert torch.equal(bits(scales), bits(expected))
+    numbers = quantize(weight.float(), expected.float(), zeros.float(), args, dtype=torch.int8)
+    assert torch.equal(codes, pack_to_int32(numbers, 4))
+    assert torch.equal(unpacked(codes), unpack_from_int32(codes, 4, weight.shape))
+    assert torch.equal(unpacked(codes), numbers)
+    for one, other in zip((codes, scales), packed_by_torch(weight, group), strict=True):
+        assert torch.equal(bits(one), bits(other))
+    error = (numbers.unflatten(1, (-1, group)) * scales.float()[..., None]).flatten(1) - weight.float()
+    steps = scales.float().repeat_interleave(group, 1)
+    assert bool((error.abs() <= 0.53 * steps).all()), "half a step, and the rounding of the scale"
+
+
+def test_groups_with_nan_or_infinity_have_such_a_scale_and_their_neighbours_do_not() -> None:
+    weight = torch.ones(3, 256)
+    weight[1, 5], weight[2, 200] = torch.nan, -torch.inf
+    codes, scales = packed(weight, 128)
+    assert scales.isnan().tolist() == [[False, False], [True, False], [False, False]]
+    assert scales.isinf().tolist() == [[False, False], [False, False], [False, True]]
+    assert not unpacked(codes)[1, :128].any()
+    assert not unpacked(codes)[2, 128:].any()
+    assert bool((unpacked(codes)[0] == 7).all())
+    for one, other in zip((codes, scales), packed_by_torch(weight, 128), strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_part_of_a_wider_matrix_is_packed_in_place() -> None:
+    whole = spread_weight(8, 768, torch.float32)
+    part = whole[3:, 256:512]
+    for one, of_whole in zip(packed(part, 128), packed(whole, 128), strict=True):
+        per_column = of_whole.shape[1] / 768
+        assert torch.equal(one, of_whole[3:, int(256 * per_column) : int(512 * per_column)])
+
+
+def test_what_the_kernel_of_4_bits_cannot_take_is_refused() -> None:
+    codes, scales = torch.empty(4, 16, dtype=torch.int32), torch.empty(4, 1, dtype=torch.bfloat16)
+    for weight, group, error in (
+        (torch.zeros(4, 128).half(), 128, "float16"),
+        (
+            torch.zeros(4, 96),
+            128,
+            r"shape \(4, 96\) and groups of 128; it must be a matrix, its columns a multiple of 32",
+        ),
+        (torch.zeros(4, 128), 48, "groups of 48"),
+        (torch.zeros(128, 4).t(), 128, "rows must be contiguous"),
+        (torch.zeros(4, 256), 128, r"codes has shape \(4, 16\), expected \(4, 32\)"),
+        (torch.zeros(4, 128), 64, r"scales has shape \(4, 1\), expected \(4, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            quantize_int4(weight, group, codes, scales)
