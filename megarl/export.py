@@ -53,7 +53,7 @@ class ExportConfig:
     engine: str = knob(ACTOR, "which engine of the checkpoint: actor, or critic where the run trained one")
     merge: bool = knob(False, "adapters: add them to their base and write a whole model, not PEFT's files")
     quantization: str = knob(
-        "", "fp8 or fp8_channel: linear layers in 8 bits, as servers of server.quantization hold them"
+        "", "fp8, fp8_channel or int4: linear layers in 8 or 4 bits, as servers of server.quantization hold them"
     )
 
 
@@ -85,7 +85,7 @@ def parse(arguments: list[str]) -> ExportConfig:
         raise UserError(f"dtype={config.dtype} must be one of {', '.join(DTYPES)}")
     if config.quantization and config.quantization not in FORMATS:
         raise UserError(
-            f"quantization={config.quantization} is not known; use {' or '.join(FORMATS)}, or leave it out for plain "
+            f"quantization={config.quantization} is not known; use {', '.join(FORMATS)}, or leave it out for plain "
             "weights"
         )
     if config.quantization and (config.merge or config.engine != ACTOR):

@@ -16,6 +16,7 @@ from megarl.config import Config, longest_sequence, server_arguments, server_ep_
 from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation, without_mtp
 from megarl.families.adapters import SERVED
 from megarl.families.blocks import Attention
+from megarl.families.weight_formats import ServedFormat
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.reshard.plan.megatron_layout import source_holdings
@@ -183,12 +184,18 @@ def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
         ("reshard.path=full", config.reshard.path == "full", "whole tensors travel unquantised", "exact"),
         ("reshard.transport=disk", config.reshard.transport == "disk", "files hold unquantised tensors", "auto"),
         ("server.colocate=true", server.colocate, "trainer and servers on one GPU have not been tried", "false"),
-        ("deterministic=true", config.deterministic, "8-bit products depend on the batch", "false"),
+        ("deterministic=true", config.deterministic, "products with them depend on the batch", "false"),
         ("actor.lora.sync=adapters", adapters is not None, "the base would never be quantised", "merged"),
         (
             f"server.dtype={server.dtype}",
             servers_on_gpu(config) and server.dtype not in ("bfloat16", "float16"),
-            "SGLang's 8-bit layers on GPUs take 16-bit activations",
+            "SGLang's quantised layers on GPUs take 16-bit activations",
+            "bfloat16",
+        ),
+        (
+            "server.dtype=float16",
+            server.dtype == "float16" and server.format.scales.dtype == "bfloat16",
+            "scales in bfloat16 lose bits there",
             "bfloat16",
         ),
     ):
@@ -199,9 +206,24 @@ def _check_quantisation(config: Config, model: PretrainedConfig) -> None:
             )
     padded = model if servers_on_gpu(config) else padded_for_cpu(model, server.tp_size)
     for rank in range(server.tp_size):
-        Geometry.of(padded, rank, server.tp_size, server_ep_size(config), server.format)
+        geometry = Geometry.of(padded, rank, server.tp_size, server_ep_size(config), server.format)
+        if servers_on_gpu(config):
+            _check_tiles(geometry, server.format)
     sources = source_holdings(world_table(without_mtp(model), config.parallel))
     quantised_sources(sources, server.format, config.parallel)
+
+
+def _check_tiles(geometry: Geometry, format: ServedFormat) -> None:
+    """Refuses layers whose rows on a rank are no whole tiles of SGLang's kernel for the format."""
+    for layer, padded in set(geometry.layers):
+        for parameter in geometry.layer_parameters(layer, padded):
+            rows = parameter.shape[0]
+            if format.piece_of(parameter.parts[0].box.name) is format.values and rows % format.tile_rows:
+                raise UserError(
+                    f"server.quantization={format.name}: a server rank at server.tp_size={geometry.rank.tp_size} holds "
+                    f"{rows} rows of {parameter.name}, and SGLang's kernel takes multiples of {format.tile_rows}; take "
+                    "a tp_size that leaves such, or set server.quantization=none"
+                )
 
 
 def _check_cache(config: Config, model: PretrainedConfig) -> None:

@@ -79,8 +79,8 @@ def quantize_int4(weight: Tensor, group: int, codes: Tensor, scales: Tensor) -> 
     """
     if weight.dim() != 2 or group not in GROUPS or weight.shape[1] % group:
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)} and groups of {group}; it must be a matrix, its columns a multiple "
-            f"of {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}"
+            f"weight has shape {tuple(weight.shape)} and groups of {group}; it must be a matrix, its columns a "
+            f"multiple of {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}"
         )
     rows, columns, device = weight.shape[0], weight.shape[1], weight.device
     check(
@@ -110,10 +110,15 @@ def _check_rows(weight: Tensor) -> None:
         raise ValueError(f"weight has strides {weight.stride()}, its rows must be contiguous; call .contiguous() first")
 
 
-def unpacked(codes: Tensor) -> Tensor:
+def codes_of(words: Tensor) -> Tensor:
+    """Unpacks the 4-bit codes of an int32 tensor `[..., words]`, as uint8 `[..., words * 8]`."""
+    pairs = words.contiguous().view(torch.uint8)  # little-endian: the lowest bits come first
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)
+
+
+def unpacked(words: Tensor) -> Tensor:
     """Unpacks 4-bit numbers of -8..7 from int32 `[rows, columns / 8]`, as int8 `[rows, columns]`."""
-    pairs = codes.contiguous().view(torch.uint8)  # little-endian: the first columns come first
-    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2).to(torch.int8) - INT4_ZERO
+    return codes_of(words).to(torch.int8) - INT4_ZERO
 
 
 def new_pieces(weight: Tensor, format: ServedFormat) -> list[Tensor]:

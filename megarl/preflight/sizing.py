@@ -133,8 +133,8 @@ def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
         other_models["teacher"] = teacher
     if needs_critic(config):
         other_models["critic"] = model_beside(config.actor, stage)
-    if config.server.quantization != "none":  # at most: head and embedding stay as they are
-        other_models["weights in 8 bits"] = stage.weights // ITEM_BYTES[config.actor.dtype]
+    if (format := config.server.format) is not None:  # at most: head and embedding stay as they are
+        other_models["quantised weights"] = int(stage.weights // ITEM_BYTES[config.actor.dtype] * format.weight_bytes)
     if config.server.quantization_aware:  # full weights wait while passes have rounded ones
         other_models["full weights beside rounded"] = stage.weights
     if config.adapters:

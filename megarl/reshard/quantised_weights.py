@@ -1,7 +1,7 @@
 """The trainer's weights in a server's format, as a source of weight syncs: quantised where they are, before sending.
 
-Each rank quantises its own parts, at each sync, into buffers that stay: a byte per weight, beside the trainer's own.
-A plan, its digests and deltas then see tensors in 8 bits and their scales.
+Each rank quantises its own parts, at each sync, into buffers that stay, beside the trainer's own weights. A plan, its
+digests and deltas then see the quantised tensors and their scales.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.families.weight_formats import ServedFormat
+from megarl.families.weight_formats import WEIGHT, ServedFormat
 from megarl.ops.quantize import dequantise, new_pieces, quantise, scale_of
 from megarl.reshard.plan.holdings import Box, read
 from megarl.reshard.plan.quantised import boxes_of, merged
@@ -155,3 +155,5 @@ def quantised(tensors: Iterable[tuple[str, Tensor]], format: ServedFormat) -> It
         pieces = new_pieces(tensor, format)
         quantise(tensor, format, pieces)
         yield from zip(format.names(name), pieces, strict=True)
+        if format.shape:
+            yield name.removesuffix(WEIGHT) + format.shape, torch.tensor(tensor.shape)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized import unpack_from_int32
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
@@ -34,9 +35,11 @@ def dequantised(model: nn.Module, format: ServedFormat) -> nn.Module:
         for name, parameter in model.named_parameters():
             if format.quantises(name):
                 values, scales = (tensors[piece] for piece in format.names(name))
+                if format.name == "int4":
+                    values = unpack_from_int32(values, 4, parameter.shape)
                 for dim, block in enumerate(format.scales.block):
                     scales = scales.repeat_interleave(parameter.shape[dim] if block == WHOLE else block, dim)
-                parameter.copy_(values.float() * scales)
+                parameter.copy_(values.float() * scales.float())
     return model
 
 
@@ -48,7 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SERVERS = [("fp8", 1), ("fp8", 2), ("fp8_channel", 2), ("fp8_channel", 1)]
+SERVERS = [("fp8", 1), ("int4", 2), ("fp8", 2), ("fp8_channel", 2), ("fp8_channel", 1), ("int4", 1)]
 
 
 @pytest.fixture(scope="module", params=rows.every(2, SERVERS), ids=lambda server: f"{server[0]}-tp{server[1]}")
@@ -81,10 +84,11 @@ def test_a_quantised_server_computes_with_the_values_it_was_sent(served: Served)
     weights = weights_of(model).tensors
     narrow, rest = 0, 0
     for name, tensor in weights.items():
-        if format.quantises(name):  # 8 bits for 32, and the scales, on each rank that has some of their rows
+        if format.quantises(name):  # a few bits for 32, and the scales, on each rank that has some of their rows
             rows, columns = format.scales.shape(*tensor.shape)
             ranks = tp_size if format.scales.of_whole_rows and shares_rows(name) else 1
-            narrow += tensor.numel() + 4 * rows * columns * ranks
+            bits = 4 if format.name == "int4" else 8
+            narrow += tensor.numel() * bits // 8 + 4 * rows * columns * ranks  # the server's other dtype is float32
         else:
             rest += tensor.nbytes * (1 if "embed" in name else tp_size)
     assert report.bytes == narrow + rest

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from megarl import export
 from megarl.actor.config import EngineConfig
@@ -19,6 +19,7 @@ from megarl.config import SaverConfig
 from megarl.families import load_config
 from megarl.families.weight_formats import FORMATS, ServedFormat, format_of
 from megarl.ops.digest import digest
+from megarl.ops.quantize import dequantise
 from megarl.parallel import groups
 from megarl.reshard.quantised_weights import QuantisedWeights, quantised
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
@@ -132,9 +133,19 @@ def test_a_quantised_export_is_what_a_sync_of_the_trained_weights_sends(
         groups.destroy()
     assert exported(tmp_path, tmp_path / "out", quantization=format.name) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
+    shapes = {name: written.pop(name).tolist() for name in list(written) if name.endswith(".weight_shape")}
+    weights = {n: list(t.shape) for n, t in model.state_dict().items() if format.quantises(n)} if format.shape else {}
+    assert shapes == {name.removesuffix("weight") + "weight_shape": shape for name, shape in weights.items()}
     assert {name: digest(tensor) for name, tensor in written.items()} == {n: digest(t) for n, t in sent.items()}
     config = load_config(tmp_path / "out")
     assert format_of(config) is format
+    if format.name == "int4":  # transformers and compressed-tensors read the same weights
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(run_compressed=False)
+        ).state_dict()
+        for name in weights:
+            pieces = [written[piece] for piece in format.names(name)]
+            assert torch.equal(loaded[name].float(), dequantise(format, pieces, torch.float32)), name
     if format.name != "fp8":
         return
     name = "model.layers.1.mlp.down_proj.weight"
@@ -207,7 +218,7 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_one_before_serves(
         (["checkpoint={saved}/absent", "output={tmp}/out"], "absent is not a folder"),
         (
             ["checkpoint={saved}/run", "output={tmp}/out", "quantization=int3"],
-            "quantization=int3 is not known; use fp8 or fp8_channel, or",
+            "quantization=int3 is not known; use fp8, fp8_channel, int4, or",
         ),
         (
             ["checkpoint={saved}/run", "output={tmp}/out", "quantization=fp8", "engine=critic"],

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
+from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8, CompressedTensorsWNA16
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megarl.families.weight_formats import WHOLE
-from megarl.ops.quantize import widened
+from megarl.ops.quantize import unpacked, widened
 
 
 class _NoCpu:
@@ -84,6 +84,11 @@ def _channels(_: CompressedTensorsW8A8Fp8, layer: Any, x: Tensor, bias: Tensor |
     return linear(x, widened(layer.weight, layer.weight_scale, (1, WHOLE), x.dtype), bias)
 
 
+def _groups(scheme: CompressedTensorsWNA16, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    block = (1, scheme.group_size)
+    return linear(x, widened(unpacked(layer.weight_packed), layer.weight_scale, block, x.dtype), bias)
+
+
 def _dtypes(kind: type) -> list[torch.dtype]:
     return [torch.float32, torch.bfloat16, torch.float16]
 
@@ -100,6 +105,8 @@ Fp8MoEMethod.process_weights_after_loading, Fp8MoEMethod.apply = _as_loaded, _ex
 deepseek_weight_loader.block_quant_to_tensor_quant = _arranged
 CompressedTensorsW8A8Fp8.process_weights_after_loading = _as_loaded
 CompressedTensorsW8A8Fp8.apply_weights = _channels
+CompressedTensorsWNA16.process_weights_after_loading = _as_loaded
+CompressedTensorsWNA16.apply_weights = _groups
 CompressedTensorsConfig._check_scheme_supported = _is_supported
 Fp8Config.get_supported_act_dtypes = classmethod(_dtypes)
 CompressedTensorsConfig.get_supported_act_dtypes = classmethod(_dtypes)

@@ -47,7 +47,8 @@ def boxes_of(box: Box, format: ServedFormat, whose: str) -> list[Box]:
     Raises:
         UserError: see `box_of`.
     """
-    return [box_of(piece, box, format.name, whose) for piece in format.pieces]
+    scales_first = [box_of(piece, box, format.name, whose) for piece in reversed(format.pieces)]  # the larger blocks
+    return scales_first[::-1]
 
 
 def quantised_parameters(parameter: ServerParameter, format: ServedFormat, rank: TpRank) -> Iterator[ServerParameter]:
@@ -65,6 +66,8 @@ def quantised_parameters(parameter: ServerParameter, format: ServedFormat, rank:
     if rank.ep_size > 1:
         whose += f" and sglang.ep_size={rank.ep_size}"
     lead = len(parameter.shape) - 2
+    for part in parameter.parts:
+        boxes_of(part.box, format, whose)
     for piece in format.pieces:
         parts = []
         for part in parameter.parts:

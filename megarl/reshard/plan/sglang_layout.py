@@ -227,7 +227,7 @@ def server_holdings(
             corners.append(inner_corners)
         rows.append(len(tensor) - before)
     start, stop = np.moveaxis(np.concatenate(corners), 1, 0)
-    dtypes = [dtype if format is None else format.dtype_of(name, dtype) for name in names]
+    dtypes = [dtype if format is None else format.served_dtype_of(name, dtype) for name in names]
     codes = {name: code for code, name in enumerate(dict.fromkeys(dtypes))}
     return Holdings(
         names=tuple(names),

@@ -21,7 +21,10 @@ REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged
     "use_marlin": "packed for Marlin; FP8 needs GPUs of compute capability 8.9 or higher",
     "block_fp8_as_mxfp8": "copied to MXFP8; use --fp8-gemm-backend triton",
 }
-CACHE_SCALES = (".k_scale", ".v_scale")  # of the KV cache: 1 unless a checkpoint has them
+UNTOUCHED = (  # tensors of a quantised server that no trainer has
+    ".k_scale", ".v_scale",  # of the KV cache: 1 unless a checkpoint has them
+    ".weight_shape", ".weight_g_idx", ".weight_zero_point",  # of 4-bit weights: not read by kernels, or empty
+)  # fmt: skip
 
 
 class LayoutError(ValueError):
@@ -53,7 +56,7 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
         if name.startswith(FAMILIES[geometry.family].sglang_untouched):
             continue
         if geometry.format is not None:
-            if name.endswith(CACHE_SCALES):
+            if name.endswith(UNTOUCHED):
                 continue
             parameter = as_loaded(parameter)
         rule = rules.pop(name, None)
@@ -87,7 +90,7 @@ def as_loaded(parameter: Tensor) -> Tensor:
 
 def _check_dtype(name: str, parameter: Tensor, rule: ServerParameter, format: ServedFormat) -> None:
     """Refuses a quantised server's parameter in another dtype than the trainer sends, or with requantised scales."""
-    expected = format.dtype_of(rule.parts[0].box.name, "")
+    expected = format.served_dtype_of(rule.parts[0].box.name, "")
     found = str(parameter.dtype).removeprefix("torch.")
     if found != (expected or found):
         raise LayoutError(f"SGLang holds {name} in {found}, and {format.name} has it in {expected}", name)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,12 +34,44 @@ log = logging.getLogger(__name__)
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]  # the model's own loader of checkpoint tensors
 
 
+class Arrangement(Protocol):
+    """Weights that the model computes with in another arrangement than they travel in; fragments are of plain copies.
+
+    `open` comes before a sync, `settle` after its last message, `close` at its end, also after a failure.
+    """
+
+    def open(self) -> None: ...
+    def settle(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class AsLoaded:
+    """No weight is rearranged: the fragments are views of the live parameters."""
+
+    def open(self) -> None:
+        """No-op."""
+
+    def settle(self) -> None:
+        """No-op."""
+
+    def close(self) -> None:
+        """No-op."""
+
+
+@dataclass(frozen=True)
+class LiveWeights:
+    """A rank's weights as a sync sees them."""
+
+    fragments: Sequence[Fragment]
+    arrangement: Arrangement = AsLoaded()
+
+
 class ServerRank:
     """This rank in one group: from the order that made it join, to a failure or the order of another group."""
 
-    def __init__(self, order: ServerOrder, fragments: Sequence[Fragment], rank: int, size: int):
+    def __init__(self, order: ServerOrder, live: LiveWeights, rank: int, size: int):
         self.order = order
-        self.fragments = fragments
+        self.fragments, self.arrangement = live.fragments, live.arrangement
         self.rank = rank
         self.server_group = ServerGroup(order.server, order.epoch, size)
         self.store = join_store(order.address, order.port, order.deadline_ms / 1000)
@@ -50,7 +82,7 @@ class ServerRank:
         self._receiver: ShardReceiver | None = None
         self._world = ""  # name of the world that the plan is for
         self._plan_hash = ""
-        write(self.private_store, f"layout/{rank}", {"size": size, **publish_fragments(self.store, fragments)})
+        write(self.private_store, f"layout/{rank}", {"size": size, **publish_fragments(self.store, self.fragments)})
 
     def receive_weights(self, attempt_number: int, deadline: Deadline, load: LoadWeights) -> dict[str, Any]:
         """Receives the weights of one attempt. Returns the report for the trainer, JSON.
@@ -79,8 +111,13 @@ class ServerRank:
         if spec.delta:
             for source in sorted({m.peer for m in receiver.messages}):
                 counts.update(read_bulk(self.store, key(attempt_number, "counts", source), deadline))
-        received = receiver.receive(deadline, counts)
-        return {"bytes": received, "held": list(receiver.read_back(sample).items())}
+        try:
+            self.arrangement.open()
+            received = receiver.receive(deadline, counts)
+            self.arrangement.settle()
+            return {"bytes": received, "held": list(receiver.read_back(sample).items())}
+        finally:
+            self.arrangement.close()
 
     def _prepare(self, attempt_number: int, spec: AttemptSpec, deadline: Deadline) -> ShardReceiver:
         """Joins the group, makes the plan, and waits until all ranks are known to have the same one."""
@@ -128,10 +165,8 @@ class ServerRank:
 _server_rank: ServerRank | None = None
 
 
-def carry_out(
-    order: ServerOrder, fragments: Callable[[], Sequence[Fragment]], rank: int, size: int, load: LoadWeights
-) -> None:
-    """Carries out one order. `fragments` lists this rank's live fragments; called once per group."""
+def carry_out(order: ServerOrder, live: Callable[[], LiveWeights], rank: int, size: int, load: LoadWeights) -> None:
+    """Carries out one order. `live` lists this rank's weights; called once per group."""
     global _server_rank
     deadline = Deadline(order.deadline_ms / 1000)
     try:
@@ -143,7 +178,7 @@ def carry_out(
                 "it is not in the trainer's group: it was restarted, or another trainer pushed to it since"
             )
         if _server_rank is None:
-            _server_rank = ServerRank(order, fragments(), rank, size)
+            _server_rank = ServerRank(order, live(), rank, size)
         result = _server_rank.receive_weights(order.attempt_number, deadline, load)
     except Exception as error:
         log.exception("attempt %d failed in rank %d", order.attempt_number, rank)

@@ -11,19 +11,20 @@ import io
 import logging
 import pickle
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megarl.families.weight_formats import format_of
-from megarl.reshard.plan.holdings import Fragment
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync import server_rank
 from megarl.reshard.sync.live_adapters import live_adapters
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments
+from megarl.reshard.sync.marlin_weights import MarlinWeights
 from megarl.reshard.sync.server_order import ORDER, ServerOrder
+from megarl.reshard.sync.server_rank import LiveWeights
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +89,14 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
     parallel = get_parallel()
     sleep_while_paused()
 
-    def fragments() -> Sequence[Fragment]:
+    def live() -> LiveWeights:
         check_plain(model)
         ranks = parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size
         geometry = Geometry.of(model.config, *ranks, format_of(model.config))
-        return [*live_fragments(model.named_parameters(), geometry), *live_adapters(model, geometry)]
+        arrangement = MarlinWeights(model)
+        parameters = arrangement.plain(model.named_parameters())
+        return LiveWeights([*live_fragments(parameters, geometry), *live_adapters(model, geometry)], arrangement)
 
-    server_rank.carry_out(order, fragments, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
+    server_rank.carry_out(order, live, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
     if (rearrange := getattr(model, "post_load_weights", None)) is not None:
         rearrange()  # latent attention: SGLang keeps other arrangements of kv_b_proj

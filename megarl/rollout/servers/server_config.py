@@ -70,8 +70,8 @@ class SGLangServerConfig:
     )
     quantization: str = knob(
         "none",
-        "weights of linear layers: none | fp8, a scale per 128 x 128 block | fp8_channel, a scale per output row; the "
-        "trainer quantises before it sends",
+        "weights of linear layers: none | fp8, a scale per 128 x 128 block | fp8_channel, a scale per output row | "
+        "int4, a scale per 128 columns of a row; the trainer quantises before it sends",
         choices=QUANTIZATIONS,
     )
     quantization_aware: bool = knob(

@@ -38,7 +38,7 @@ WIDE = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512,
     "num_hidden_layers": 2, "vocab_size": 128,
 }  # fmt: skip
-BLOCKS, CHANNELS = FORMATS["fp8"], FORMATS["fp8_channel"]
+BLOCKS, CHANNELS, GROUPS = (FORMATS[name] for name in ("fp8", "fp8_channel", "int4"))
 LAYOUTS = (ParallelConfig(), ParallelConfig(tp_size=2), ParallelConfig(tp_size=2, pp_size=2, dp_size=2))
 LATENT = {  # the last block of kv_a_proj_with_mqa has 32 rows
     "moe_intermediate_size": 256, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64,
@@ -188,7 +188,8 @@ def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
             for i in rows
         ]
         boxes = [Box(b.name, b.start[: whole[b.name].dim()], b.stop[: whole[b.name].dim()]) for b in boxes]
-        targets = [torch.zeros(box.shape, dtype=whole[box.name].dtype) for box in boxes]
+        dtypes = [dtype_of(servers.dtypes[servers.dtype[i]]) for i in rows]
+        targets = [torch.zeros(box.shape, dtype=dtype) for box, dtype in zip(boxes, dtypes, strict=True)]
         for message in made.receives(rank):
             source, sent = outgoing[message.index]
             wire = packed([fragment.view for fragment in held[source]], sent)
@@ -197,7 +198,7 @@ def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
                 at = message.offset[i]
                 target.copy_(wire[at : at + target.nbytes].view(target.dtype).view(target.shape))
         for box, target in zip(boxes, targets, strict=True):
-            assert torch.equal(bits(target), bits(box.of(whole[box.name]))), box
+            assert torch.equal(bits(target), bits(box.of(whole[box.name]).to(target.dtype))), box
     assert (
         made.bytes_needed.sum()
         < 0.45

@@ -16,7 +16,7 @@ from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync import server_rank
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, write_spec
 from megarl.reshard.sync.server_order import ServerOrder
-from megarl.reshard.sync.server_rank import ServerRank
+from megarl.reshard.sync.server_rank import LiveWeights, ServerRank
 from megarl.reshard.transfer.shard_transfer import TransferError
 from megarl.reshard.transfer.store import Deadline, open_store, read
 
@@ -48,7 +48,7 @@ def receive() -> Callable[[str], None]:
         order = ServerOrder.of(
             "127.0.0.1", port=store.port, server=0, session=1, epoch=0, join=1, attempt_number=1, deadline_ms=60000
         )
-        rank = ServerRank(order, [Fragment(0, "a", Box("a", (0,), (2,)), torch.zeros(2))], 0, 1)
+        rank = ServerRank(order, LiveWeights([Fragment(0, "a", Box("a", (0,), (2,)), torch.zeros(2))]), 0, 1)
         rank.group = SimpleNamespace()  # joined in an earlier attempt
         path = transport if transport in ("full", "disk") else "exact"
         server = replace(rank.server_group, transport_name=transport)
@@ -98,7 +98,7 @@ def test_a_failure_is_reported_with_its_tensor(
         raise error
 
     monkeypatch.setattr(ServerRank, "receive_weights", fail)
-    server_rank.carry_out(order, list, 0, 1, lambda tensors: None)
+    server_rank.carry_out(order, lambda: LiveWeights([]), 0, 1, lambda tensors: None)
     told = read(ServerGroup(0, 0, 1).private_store(store), key(1, "result", 0), Deadline(60.0))
     assert told.pop("error").endswith(report.pop("error"))
     assert told == report
