@@ -23,7 +23,8 @@ REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged
 }
 UNTOUCHED = (  # tensors of a quantised server that no trainer has
     ".k_scale", ".v_scale",  # of the KV cache: 1 unless a checkpoint has them
-    ".weight_shape", ".weight_g_idx", ".weight_zero_point",  # of 4-bit weights: not read by kernels, or empty
+    ".weight_shape",  # of 4-bit weights: no kernel reads it
+    ".weight_g_idx", ".weight_zero_point", ".g_idx_sort_indices",  # of other forms of 4-bit weights: empty
 )  # fmt: skip
 
 

@@ -66,11 +66,10 @@ class MarlinLayer:
 
     @classmethod
     def of(cls, arranged: Tensor, scales: Tensor) -> MarlinLayer:
+        """Makes plain tensors, with memory and without values."""
         groups, rows = scales.shape
         codes = arranged.new_empty(rows, groups * GROUP // PACKED)
-        layer = cls(arranged, scales, codes, scales.new_empty(rows, groups))
-        layer.close()
-        return layer
+        return cls(arranged, scales, codes, scales.new_empty(rows, groups))
 
     def open(self) -> None:
         """Gives the plain tensors memory, and the live values."""
@@ -87,13 +86,16 @@ class MarlinLayer:
         self.arranged_scales.copy_(permuted_scales(self.scales.t()))
 
     def close(self) -> None:
-        """Frees the memory of the plain tensors. Views of them stay valid for the next `open`."""
+        """Frees the memory of the plain tensors. Views of them are valid again after the next `open`."""
         for plain in (self.codes, self.scales):
             plain.untyped_storage().resize_(0)
 
 
 class MarlinWeights:
-    """The layers of a live model that are in Marlin's arrangement. An `Arrangement` of `server_rank.py`."""
+    """The layers of a live model that are in Marlin's arrangement. An `Arrangement` of `server_rank.py`.
+
+    Views of the plain tensors can be made while they have memory: after `__init__` until `close`, and after `open`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[str, MarlinLayer] = {}  # by the name of the module

@@ -60,7 +60,7 @@ class AsLoaded:
 
 @dataclass(frozen=True)
 class LiveWeights:
-    """A rank's weights as a sync sees them."""
+    """A rank's weights as a sync sees them. The arrangement is closed; `open` makes the fragments' values valid."""
 
     fragments: Sequence[Fragment]
     arrangement: Arrangement = AsLoaded()
@@ -106,13 +106,13 @@ class ServerRank:
             received = receive_full(self.private_store, group, attempt_number, deadline, load)
             digests = [digest(f.view) for f in self.fragments] if sample.modulus else []
             return {"bytes": received, "held": digests}
-        receiver = self._prepare(attempt_number, spec, deadline)
-        counts: Counts = {}
-        if spec.delta:
-            for source in sorted({m.peer for m in receiver.messages}):
-                counts.update(read_bulk(self.store, key(attempt_number, "counts", source), deadline))
         try:
             self.arrangement.open()
+            receiver = self._prepare(attempt_number, spec, deadline)
+            counts: Counts = {}
+            if spec.delta:
+                for source in sorted({m.peer for m in receiver.messages}):
+                    counts.update(read_bulk(self.store, key(attempt_number, "counts", source), deadline))
             received = receiver.receive(deadline, counts)
             self.arrangement.settle()
             return {"bytes": received, "held": list(receiver.read_back(sample).items())}

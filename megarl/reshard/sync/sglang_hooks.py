@@ -95,7 +95,9 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
         geometry = Geometry.of(model.config, *ranks, format_of(model.config))
         arrangement = MarlinWeights(model)
         parameters = arrangement.plain(model.named_parameters())
-        return LiveWeights([*live_fragments(parameters, geometry), *live_adapters(model, geometry)], arrangement)
+        fragments = [*live_fragments(parameters, geometry), *live_adapters(model, geometry)]
+        arrangement.close()
+        return LiveWeights(fragments, arrangement)
 
     server_rank.carry_out(order, live, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
     if (rearrange := getattr(model, "post_load_weights", None)) is not None:
