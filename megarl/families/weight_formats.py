@@ -150,6 +150,7 @@ FORMATS = {
                 },
                 "pack-quantized",
             ),
+            DENSE + EXPERTS,
             tile_rows=64,  # of the Marlin kernel
             shape=".weight_shape",
         ),

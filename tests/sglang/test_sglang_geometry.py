@@ -127,26 +127,35 @@ def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_a_quantis
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "ep_size"),
-    [pytest.param(*ranks, marks=pytest.mark.long) for ranks in ((2, 1), (1, 1), (2, 2))],
+    ("name", "tp_size", "ep_size"),
+    [
+        pytest.param(name, *ranks, marks=pytest.mark.long)
+        for name in ("fp8", "int4")
+        for ranks in ((2, 1), (1, 1), (2, 2))
+    ],
 )
-def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_experts_in_block_fp8(
-    tp_size: int, ep_size: int, tmp_path: Path
+def test_fragments_hold_the_bytes_that_sglangs_own_loader_put_there_of_quantised_experts(
+    name: str, tp_size: int, ep_size: int, tmp_path: Path
 ) -> None:
     """Experts spread over ranks run on GPUs alone, so those are without the CPU's padding."""
-    configs = {family: wide_models.wide_config(family) for family in wide_models.FIELDS}
+    format = FORMATS[name]
+    families = wide_models.FIELDS if name == "fp8" else [f for f in wide_models.FIELDS if f in format.families]
+    configs = {family: wide_models.wide_config(family) for family in families}
     checkpoints = [
-        wide_models.save_quantised(config, wide_models.wide_weights(config, 4), tmp_path / family)
+        wide_models.save_quantised(config, wide_models.wide_weights(config, 4), tmp_path / family, format)
         for family, config in configs.items()
     ]
     reports = ranks_of(checkpoints, tp_size, ep_size, padded=ep_size == 1)
     check(reports, len(checkpoints))
+    suffix = format.scales.suffix
     for rank in reports:
         for report in rank:
-            scaled = {name.removesuffix("_scale_inv") for name in report["names"] if name.endswith("_scale_inv")}
+            scaled = {name.removesuffix(suffix) + ".weight" for name in report["names"] if name.endswith(suffix)}
             assert sum(".experts." in name for name in scaled) >= 3 * 4 // ep_size
-            assert scaled == {name for name in report["names"] if FORMATS["fp8"].quantises(name)}
-            assert report["elements"] - report["held"] <= 8  # scales of caches, 4 a layer with latent attention
+            valued = {n.removesuffix(format.values.suffix) + ".weight" for n in report["names"]}
+            assert scaled == {name for name in valued if format.quantises(name)}
+            if name == "fp8":
+                assert report["elements"] - report["held"] <= 8  # scales of caches, 4 a layer with latent attention
 
 
 def test_blocks_are_those_of_sglangs_own_function_with_plain_scales() -> None:

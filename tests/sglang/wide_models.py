@@ -1,4 +1,4 @@
-"""Random checkpoints of models whose parts for each of two ranks are whole blocks of FP8, by family."""
+"""Random checkpoints of models whose parts for each of two ranks are whole blocks, by family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfi
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import load_config
 from megarl.families.deepseek import KimiK2Config
-from megarl.families.weight_formats import FORMATS
+from megarl.families.weight_formats import FORMATS, ServedFormat
 from megarl.ops.quantize import dequantise
 from megarl.reshard.quantised_weights import quantised
 from tests.latent_shapes import SIGMOID_EXPERTS
@@ -60,12 +60,12 @@ def wide_weights(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def dequantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def dequantised(tensors: dict[str, Tensor], format: ServedFormat = BLOCKS) -> dict[str, Tensor]:
     """The weights that a quantised server computes with."""
-    stored = dict(quantised(tensors.items(), BLOCKS))
+    stored = dict(quantised(tensors.items(), format))
     return {
-        name: dequantise(BLOCKS, [stored[piece] for piece in BLOCKS.names(name)], tensor.dtype)
-        if BLOCKS.quantises(name)
+        name: dequantise(format, [stored[piece] for piece in format.names(name)], tensor.dtype)
+        if format.quantises(name)
         else tensor
         for name, tensor in tensors.items()
     }
@@ -81,10 +81,12 @@ def save(config: PretrainedConfig, tensors: dict[str, Tensor], folder: Path) -> 
     return folder
 
 
-def save_quantised(config: PretrainedConfig, tensors: dict[str, Tensor], folder: Path) -> Path:
-    """Writes the checkpoint in block FP8."""
-    save(config, dict(quantised(tensors.items(), BLOCKS)), folder)
-    name_format(folder, BLOCKS)
+def save_quantised(
+    config: PretrainedConfig, tensors: dict[str, Tensor], folder: Path, format: ServedFormat = BLOCKS
+) -> Path:
+    """Writes the quantised checkpoint."""
+    save(config, dict(quantised(tensors.items(), format)), folder)
+    name_format(folder, format)
     return folder
 
 

@@ -19,6 +19,8 @@ from megarl.preflight.shapes import folder_of
 RL, SFT, DPO = "+experiment=gsm8k_grpo", "+experiment=gsm8k_sft", "+experiment=dpo"
 LLAMA_70B = "+experiment=grpo_70b"
 FP8_70B = (LLAMA_70B, "server.quantization=fp8")
+GPU_SERVER = ("server.device=cuda", "server.dtype=bfloat16")
+INT4_70B = (LLAMA_70B, "server.quantization=int4")
 ADAPTERS = (RL, "actor.lora.rank=4", "actor.lora.sync=adapters")
 TINY = cli.ASSETS / "tiny"
 
@@ -205,6 +207,14 @@ def test_backends_and_transports_that_serve_are_accepted(overrides: list[str]) -
             "actor.lora.sync=adapters does not go with server.quantization=fp8: the base would never be quantised",
         ),
         (
+            [*INT4_70B, "server.dtype=float16"],
+            "server.dtype=float16 does not go with server.quantization=int4: scales in bfloat16 lose bits there",
+        ),
+        (
+            [RL, "server.quantization=int4", "server.device=cuda", "server.dtype=bfloat16"],
+            "server ranks at server.tp_size=1 hold columns 0 to 64 of self_attn.q_proj.weight, no whole blocks; take a",
+        ),
+        (
             [RL, "server.quantization_aware=true"],
             "server.quantization_aware=true rounds as server.quantization=none says: not at all; set that to a format",
         ),
@@ -236,6 +246,14 @@ def test_quantised_experts_that_server_ranks_would_cut_are_accepted_where_they_a
     assert len(cut) == 1
     assert "server ranks at server.tp_size=8 hold rows 0 to 192 of mlp.experts.0.gate_proj.weight" in cut[0]
     assert checks.failures(checks.model_checks(config_of(*recipe, "+sglang.ep_size=8"), model)) == []
+
+
+def test_layers_that_sglangs_kernel_for_4_bits_would_cut_are_refused_on_gpus() -> None:
+    model = read_config(str(folder_of("Qwen/Qwen3-0.6B")))
+    model.num_key_value_heads, model.head_dim = 2, 40
+    model.num_attention_heads = 16
+    (failed,) = checks.failures(checks.model_checks(config_of(RL, *GPU_SERVER, "server.quantization=int4"), model))
+    assert "server.tp_size=1 holds 800 rows of self_attn.qkv_proj.weight_packed, and SGLang's kernel takes" in failed
 
 
 def test_an_evaluation_without_a_trainer_has_no_quantised_servers() -> None:

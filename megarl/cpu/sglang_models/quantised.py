@@ -7,6 +7,7 @@ Latent attention multiplies by other arrangements of `kv_b_proj`. On GPUs SGLang
 bfloat16; here they are in the dtype of the model. On CPUs it would round to one scale for the whole weight.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,12 @@ import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8, CompressedTensorsWNA16
+from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Fp8,
+    CompressedTensorsWNA16,
+    CompressedTensorsWNA16MoE,
+    CompressedTensorsWNA16TritonMoE,
+)
 from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
@@ -40,13 +46,19 @@ def _as_loaded(method: Any, layer: Any) -> None:
 
 
 class WidenedExperts:
-    """Weights `[experts, rows, columns]` and their scales, of which an expert's are widened when it is asked for."""
+    """Weights `[experts, rows, columns]` and their scales, of which an expert's are widened when it is asked for.
 
-    def __init__(self, weights: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> None:
+    4-bit weights are packed, uint8 `[experts, rows, columns / 2]`.
+    """
+
+    def __init__(self, weights: Tensor, scales: Tensor, block: Sequence[int], dtype: torch.dtype) -> None:
         self.weights, self.scales, self.block, self.dtype = weights, scales, block, dtype
 
     def __getitem__(self, expert: int) -> Tensor:
-        return widened(self.weights[expert], self.scales[expert], self.block, self.dtype)
+        values = self.weights[expert]
+        if values.dtype == torch.uint8:
+            values = unpacked(values.view(torch.int32))
+        return widened(values, self.scales[expert], self.block, self.dtype)
 
 
 def _blocks(method: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,17 +66,31 @@ def _blocks(method: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None 
     return linear(x, widened(layer.weight, layer.weight_scale_inv, block, x.dtype), bias)
 
 
-def _experts(method: Fp8MoEMethod, layer: Any, dispatch_output: Any) -> StandardCombineInput:
+def _experts(
+    layer: Any, dispatch_output: Any, runner: Any, weights: str, scales: str, block: Sequence[int]
+) -> StandardCombineInput:
     """Computes experts as SGLang does in 16 bits on a CPU without AMX (`UnquantizedFusedMoEMethod.forward_cpu`)."""
-    x, block = dispatch_output.hidden_states, method.quant_config.weight_block_size
-    widened = SimpleNamespace(
-        num_experts=layer.num_experts,
-        w13_weight=WidenedExperts(layer.w13_weight, layer.w13_weight_scale_inv, block, x.dtype),
-        w2_weight=WidenedExperts(layer.w2_weight, layer.w2_weight_scale_inv, block, x.dtype),
-    )
-    return StandardCombineInput(
-        hidden_states=moe_forward_native(widened, x, dispatch_output.topk_output, method.moe_runner_config)
-    )
+    x = dispatch_output.hidden_states
+    of_layer = SimpleNamespace(num_experts=layer.num_experts)
+    for name in ("w13_weight", "w2_weight"):
+        held = getattr(layer, name + weights), getattr(layer, name + scales)
+        setattr(of_layer, name, WidenedExperts(*held, block, x.dtype))
+    return StandardCombineInput(hidden_states=moe_forward_native(of_layer, x, dispatch_output.topk_output, runner))
+
+
+def _expert_blocks(method: Fp8MoEMethod, layer: Any, dispatch_output: Any) -> StandardCombineInput:
+    block = method.quant_config.weight_block_size
+    return _experts(layer, dispatch_output, method.moe_runner_config, "", "_scale_inv", block)
+
+
+def _expert_groups(scheme: CompressedTensorsWNA16MoE, layer: Any, dispatch_output: Any) -> StandardCombineInput:
+    block = (1, scheme.group_size)
+    return _experts(layer, dispatch_output, scheme.moe_runner_config, "_packed", "_scale", block)
+
+
+def _keep_config(scheme: CompressedTensorsWNA16MoE, layer: Any, moe_runner_config: Any) -> None:
+    """Makes no runner: those for 4-bit experts are of GPUs."""
+    scheme.moe_runner_config = moe_runner_config
 
 
 _create_weights = Fp8LinearMethod.create_weights
@@ -101,12 +127,16 @@ current_platform = kv_cache_configurator.current_platform
 kv_cache_configurator.current_platform = _NoCpu()
 Fp8LinearMethod.process_weights_after_loading = _as_loaded
 Fp8LinearMethod.create_weights, Fp8LinearMethod.apply = _create, _blocks
-Fp8MoEMethod.process_weights_after_loading, Fp8MoEMethod.apply = _as_loaded, _experts
+Fp8MoEMethod.process_weights_after_loading, Fp8MoEMethod.apply = _as_loaded, _expert_blocks
 deepseek_weight_loader.block_quant_to_tensor_quant = _arranged
 CompressedTensorsW8A8Fp8.process_weights_after_loading = _as_loaded
 CompressedTensorsW8A8Fp8.apply_weights = _channels
 CompressedTensorsWNA16.process_weights_after_loading = _as_loaded
 CompressedTensorsWNA16.apply_weights = _groups
+# As on GPUs with moe_runner_backend=triton, which megarl's servers have.
+CompressedTensorsWNA16MoE.process_weights_after_loading = CompressedTensorsWNA16TritonMoE.process_weights_after_loading
+CompressedTensorsWNA16MoE.create_moe_runner = _keep_config
+CompressedTensorsWNA16MoE.apply_weights = _expert_groups
 CompressedTensorsConfig._check_scheme_supported = _is_supported
 Fp8Config.get_supported_act_dtypes = classmethod(_dtypes)
 CompressedTensorsConfig.get_supported_act_dtypes = classmethod(_dtypes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from megarl.families import FAMILIES
@@ -19,12 +20,13 @@ REPACKED = {  # flags of a module or its quant_method: how SGLang has rearranged
     "use_triton_kernels": "transposed; use --moe-runner-backend triton",
     "use_flashinfer_trtllm_moe": "in blocks; use --moe-runner-backend triton",
     "use_marlin": "packed for Marlin; FP8 needs GPUs of compute capability 8.9 or higher",
+    "is_marlin_converted": "packed for Marlin; use --moe-runner-backend triton",
     "block_fp8_as_mxfp8": "copied to MXFP8; use --fp8-gemm-backend triton",
 }
 UNTOUCHED = (  # tensors of a quantised server that no trainer has
     ".k_scale", ".v_scale",  # of the KV cache: 1 unless a checkpoint has them
-    ".weight_shape",  # of 4-bit weights: no kernel reads it
-    ".weight_g_idx", ".weight_zero_point", ".g_idx_sort_indices",  # of other forms of 4-bit weights: empty
+    "weight_shape",  # of 4-bit weights: no kernel reads it
+    "weight_g_idx", "weight_zero_point", "g_idx_sort_indices",  # of other forms of 4-bit weights
 )  # fmt: skip
 
 
@@ -84,7 +86,12 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
 
 
 def as_loaded(parameter: Tensor) -> Tensor:
-    """A matrix `[rows, columns]` as it was loaded. SGLang keeps FP8 with a scale a row as a transposed view of it."""
+    """A parameter as it was loaded.
+
+    SGLang keeps FP8 with a scale a row as a transposed view of `[rows, columns]`, and 4-bit experts by bytes.
+    """
+    if parameter.dtype == torch.uint8:
+        return parameter.view(torch.int32)
     is_transposed = parameter.dim() == 2 and not parameter.is_contiguous() and parameter.t().is_contiguous()
     return parameter.t() if is_transposed else parameter
 

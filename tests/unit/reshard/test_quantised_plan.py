@@ -58,9 +58,12 @@ SPREAD = (
 )
 CASES = [("qwen3", parallel, tp, 1, format) for parallel in LAYOUTS for tp in (1, 2) for format in FORMATS.values()]
 CASES += [
-    (family, parallel, tp, ep, BLOCKS)
+    (family, parallel, tp, ep, format)
+    for format in (BLOCKS, GROUPS)
     for family in EXPERTS
+    if family in format.families
     for parallel, (tp, ep) in zip(SPREAD, ((1, 1), (2, 1), (2, 2)), strict=True)
+    if format is BLOCKS or (family, ep) == ("qwen3_moe", 2)
 ]
 
 
@@ -211,14 +214,17 @@ def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3", *EXPERTS])
-def test_preflight_counts_the_bytes_of_a_quantised_server(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "format"), [*((f, BLOCKS) for f in ("qwen3", *EXPERTS)), ("qwen3", GROUPS), ("qwen3_moe", GROUPS)]
+)
+def test_preflight_counts_the_bytes_of_a_quantised_server(family: str, format: ServedFormat) -> None:
     config = model_of(family, vocab_size=8192)
-    parameters = Geometry.of(config, 0, 1, format=BLOCKS).parameters()
+    parameters = Geometry.of(config, 0, 1, format=format).parameters()
     counted = sum(
-        math.prod(p.shape) * dtype_of(BLOCKS.dtype_of(p.parts[0].box.name, "bfloat16")).itemsize for p in parameters
+        math.prod(p.shape) * dtype_of(format.served_dtype_of(p.parts[0].box.name, "bfloat16")).itemsize
+        for p in parameters
     )
-    assert server_memory(config, 1, "bfloat16", 0, BLOCKS).weights == pytest.approx(counted, rel=0.002)
+    assert server_memory(config, 1, "bfloat16", 0, format).weights == pytest.approx(counted, rel=0.002)
 
 
 def test_the_buffers_stay_and_follow_the_weights() -> None:
@@ -261,6 +267,16 @@ def test_parts_that_cut_a_block_are_refused_with_their_sizes() -> None:
         server_holdings(model_of("deepseek_v3", q_lora_rank=192), tp_size=1, format=BLOCKS)
     with pytest.raises(UserError, match="fp8_channel is for models of llama, mistral, qwen2, qwen3, not qwen3_moe"):
         server_holdings(narrow, tp_size=1, format=CHANNELS)
+    for sizes, what in (
+        ({"intermediate_size": 384}, "columns 0 to 192 of mlp.down_proj.weight"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, "columns 0 to 64 of self_attn.o_proj.weight"),
+    ):
+        with pytest.raises(
+            UserError, match=f"int4 has blocks of 1 x 128, .* {what}, no whole blocks; .* multiples of 128"
+        ):
+            server_holdings(model_of(**sizes), tp_size=2, format=GROUPS)
+    with pytest.raises(UserError, match=r"int4 is for models of llama, .*glm4_moe, not deepseek_v3"):
+        server_holdings(model_of("deepseek_v3"), tp_size=1, format=GROUPS)
     with pytest.raises(UserError, match="hold 2 pieces of w with gaps"):
         merged([Box("w", (0, 0), (128, 128)), Box("w", (256, 0), (384, 128))], BLOCKS, "trainer ranks")
     with pytest.raises(UserError, match=r"is for models of llama, .*qwen3_moe.*, not gpt_oss; set it to none"):
