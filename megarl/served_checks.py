@@ -218,7 +218,8 @@ def _check_tiles(geometry: Geometry, format: ServedFormat) -> None:
     for layer, padded in set(geometry.layers):
         for parameter in geometry.layer_parameters(layer, padded):
             rows = parameter.shape[0]
-            if format.piece_of(parameter.parts[0].box.name) is format.values and rows % format.tile_rows:
+            is_layer = len(parameter.shape) == 2 and format.piece_of(parameter.parts[0].box.name) is format.values
+            if is_layer and rows % format.tile_rows:  # experts have other kernels
                 raise UserError(
                     f"server.quantization={format.name}: a server rank at server.tp_size={geometry.rank.tp_size} holds "
                     f"{rows} rows of {parameter.name}, and SGLang's kernel takes multiples of {format.tile_rows}; take "

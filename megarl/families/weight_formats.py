@@ -54,7 +54,7 @@ class ServedFormat:
     scales: Piece
     config: Mapping[str, Any]  # the entry `quantization_config` of a checkpoint's config.json
     families: tuple[str, ...] = DENSE  # whose servers have rules for it
-    tile_rows: int = 1  # on GPUs, a parameter's rows on a server rank are a multiple of this
+    tile_rows: int = 1  # on GPUs, a linear layer's rows on a server rank are a multiple of this
     shape: str = ""  # suffix of a tensor with the weight's rows and columns, which checkpoints have beside the pieces
 
     @property
@@ -150,7 +150,7 @@ FORMATS = {
                 },
                 "pack-quantized",
             ),
-            DENSE + EXPERTS,
+            (*DENSE, "qwen3_moe", "mixtral"),  # SGLang 0.5.23 looks for a plain weight in GLM-4.5's shared experts
             tile_rows=64,  # of the Marlin kernel
             shape=".weight_shape",
         ),

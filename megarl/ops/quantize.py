@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, as SGLang serves block FP8 checkpoints and those of compressed-tensors.
+"""Weights in 8 and 4 bits, in the formats of block FP8 and of compressed-tensors, as SGLang serves them.
 
 `quantize_fp8` and `quantize_int4` are one kernel each on CPU and CUDA. The first has the arithmetic of
 `per_block_cast_to_fp8` of DeepGEMM, of which SGLang 0.5.23 has a copy, with scales that are not rounded to powers of

@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SERVERS = [("fp8", 1), ("int4", 2), ("fp8", 2), ("fp8_channel", 2), ("fp8_channel", 1), ("int4", 1)]
+SERVERS = [("fp8", 1), ("fp8", 2), ("int4", 2), ("int4", 1), ("fp8_channel", 2), ("fp8_channel", 1)]
 
 
 @pytest.fixture(scope="module", params=rows.every(2, SERVERS), ids=lambda server: f"{server[0]}-tp{server[1]}")

@@ -241,11 +241,13 @@ def test_knobs_that_contradict_the_model_are_refused(overrides: list[str], messa
 
 def test_quantised_experts_that_server_ranks_would_cut_are_accepted_where_they_are_spread() -> None:
     recipe = ["+experiment=grpo_moe_235b", "server.quantization=fp8"]
+    packed = [*recipe[:1], "server.quantization=int4"]
     model = read_config(str(folder_of("Qwen/Qwen3-235B-A22B")))
     cut = checks.failures(checks.model_checks(config_of(*recipe), model))
     assert len(cut) == 1
     assert "server ranks at server.tp_size=8 hold rows 0 to 192 of mlp.experts.0.gate_proj.weight" in cut[0]
     assert checks.failures(checks.model_checks(config_of(*recipe, "+sglang.ep_size=8"), model)) == []
+    assert checks.failures(checks.model_checks(config_of(*packed, "+sglang.ep_size=8"), model)) == []
 
 
 def test_layers_that_sglangs_kernel_for_4_bits_would_cut_are_refused_on_gpus() -> None:

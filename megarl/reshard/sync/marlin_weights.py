@@ -30,8 +30,8 @@ def packed(codes: Tensor) -> Tensor:
 def to_marlin(words: Tensor) -> Tensor:
     """Permutes packed codes, int32 `[rows, columns / 8]`, to Marlin's `[columns / 16, rows * 2]`.
 
-    A tile has 64 rows and 16 columns. Its words go by row within 8, then by pair of columns, then by 16 rows; the
-    codes of a word by parity of the column, then by 8 rows, then by 8 columns.
+    A tile has 64 rows and 16 columns. Its words go by row within 8, then by pair of columns, then by 16 rows. The codes
+    of a word go by parity of the column, then by 8 rows, then by 8 columns.
     """
     rows, columns = words.shape[0], words.shape[1] * PACKED
     tiles = codes_of(words).view(rows // TILE_ROWS, 4, 2, 8, columns // TILE_COLUMNS, 2, 4, 2)
@@ -48,7 +48,7 @@ def from_marlin(arranged: Tensor) -> Tensor:
 def permuted_scales(scales: Tensor) -> Tensor:
     """Permutes scales `[groups, rows]` as Marlin has them. It is its own inverse.
 
-    Rows of several groups are transposed in squares of 8; those of a single one in squares of 4 pairs.
+    With several groups, rows are transposed in squares of 8; with a single one, in squares of 4 pairs.
     """
     groups, rows = scales.shape
     square = (8, 8) if groups > 1 else (4, 4, 2)

@@ -275,7 +275,7 @@ def test_parts_that_cut_a_block_are_refused_with_their_sizes() -> None:
             UserError, match=f"int4 has blocks of 1 x 128, .* {what}, no whole blocks; .* multiples of 128"
         ):
             server_holdings(model_of(**sizes), tp_size=2, format=GROUPS)
-    with pytest.raises(UserError, match=r"int4 is for models of llama, .*glm4_moe, not deepseek_v3"):
+    with pytest.raises(UserError, match=r"int4 is for models of llama, .*mixtral, not deepseek_v3"):
         server_holdings(model_of("deepseek_v3"), tp_size=1, format=GROUPS)
     with pytest.raises(UserError, match="hold 2 pieces of w with gaps"):
         merged([Box("w", (0, 0), (128, 128)), Box("w", (256, 0), (384, 128))], BLOCKS, "trainer ranks")
