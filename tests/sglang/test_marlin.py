@@ -7,14 +7,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megarl.families.weight_formats import FORMATS
 from megarl.ops.quantize import codes_of
-from megarl.reshard.sync.marlin_weights import MarlinLayer, from_marlin, packed, permuted_scales, to_marlin
+from megarl.reshard.sync import marlin_weights
+from megarl.reshard.sync.marlin_weights import (
+    MarlinLayer,
+    MarlinWeights,
+    from_marlin,
+    packed,
+    permuted_scales,
+    to_marlin,
+)
 from megarl.rollout.servers.server_config import free_ports
 from tests.sglang.tiny_models import make_wide, save_quantised
 
@@ -61,6 +70,21 @@ def test_a_layer_of_one_group_has_its_scales_permuted_in_pairs() -> None:
     layer.open()
     assert layer.scales[:10, 0].tolist() == [0, 1, 8, 9, 16, 17, 24, 25, 2, 3]
     layer.close()
+
+
+def test_live_weights_that_differ_from_the_sent_ones_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layer = nn.Module(), nn.Module()
+    model.layer, layer.scheme = layer, SimpleNamespace(workspace=None)  # as SGLang leaves a layer it has rearranged
+    layer.weight_packed = nn.Parameter(to_marlin(words_of(64, 256)), requires_grad=False)
+    layer.weight_scale = nn.Parameter(torch.rand(2, 64), requires_grad=False)
+    weights, sent = MarlinWeights(model), words_of(128, 128).view(64, 32)
+    (copies,) = weights.layers.values()
+    copies.codes.copy_(sent)
+    weights.settle()
+    assert torch.equal(copies.codes, sent)
+    monkeypatch.setattr(marlin_weights, "to_marlin", lambda words: to_marlin(words ^ 1))
+    weights.settle()
+    assert torch.equal(copies.codes, sent ^ 1), "their digests show the difference"
 
 
 def test_a_sync_into_sglangs_arranged_layers_leaves_what_a_fresh_load_leaves(tmp_path: Path) -> None:
