@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant import Bugs, unit
 
 KERNELS = ("tests/kernels/test_quantize.py",)
-MARLIN = ("tests/sglang/test_marlin.py",)
+MARLIN = ("tests/sglang/test_arranged_weights.py",)
 
 QUANTISED: Bugs = {
     "csrc/quantize/int4.h": {

@@ -110,12 +110,41 @@ def resident(make_pool: Any) -> Any:
     return make_filled_pool
 
 
+def keep_arrangement(updater: Any) -> None:
+    """Patches SGLang's `WeightUpdater`: quantised weights stay as they were arranged when the server started.
+
+    SGLang undoes the arrangement when an update begins, and makes it again at its end. megarl's syncs write arranged
+    weights. A second time would transpose FP8 weights with a scale a row, and fail on 4-bit ones.
+    """
+    from sglang.srt.model_executor.model_runner_components.weight_updater import post_load_weights
+
+    from megarl.families.weight_formats import format_of
+
+    begin, end = updater.begin_weight_update, updater.end_weight_update
+
+    @functools.wraps(begin)
+    def begin_as_arranged(self: Any) -> None:
+        if format_of(self.get_model().config) is None:
+            begin(self)
+
+    @functools.wraps(end)
+    def end_as_arranged(self: Any, *, run_post_load: bool) -> None:
+        if format_of(self.get_model().config) is None:
+            end(self, run_post_load=run_post_load)
+        elif run_post_load:
+            post_load_weights(self.get_model())
+
+    updater.begin_weight_update, updater.end_weight_update = begin_as_arranged, end_as_arranged
+
+
 def run_scheduler(*arguments: Any) -> None:
     """Runs a scheduler process, whose failed control requests are answered."""
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     LoRAManager.init_memory_pool = resident(LoRAManager.init_memory_pool)
+    keep_arrangement(WeightUpdater)
 
     make_dispatcher = Scheduler.init_request_dispatcher
 

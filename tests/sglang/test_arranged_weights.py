@@ -1,4 +1,4 @@
-"""4-bit weights in Marlin's arrangement: its permutations, and a sync into SGLang's own layers."""
+"""Weights that SGLang arranges on GPUs: Marlin's permutations, and syncs into SGLang's own layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.rollout.servers.server_config import free_ports
 from tests.sglang.tiny_models import make_wide, save_quantised
 
 ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "tests/sglang/marlin_worker.py"
+WORKER = ROOT / "tests/sglang/arranged_worker.py"
 SIZES = ((64, 128), (128, 128), (192, 512))
 
 
@@ -87,15 +87,23 @@ def test_live_weights_that_differ_from_the_sent_ones_are_read_back(monkeypatch: 
     assert torch.equal(copies.codes, sent ^ 1), "their digests show the difference"
 
 
-def test_a_sync_into_sglangs_arranged_layers_leaves_what_a_fresh_load_leaves(tmp_path: Path) -> None:
-    first, other = (save_quantised(make_wide(seed), tmp_path / str(seed), FORMATS["int4"]) for seed in (3, 4))
+@pytest.mark.parametrize(
+    ("name", "copied", "arranged"), [("int4", 2 * 4, [512 // 16, 256 * 2]), ("fp8_channel", 0, [512, 256])]
+)
+def test_a_sync_into_sglangs_arranged_layers_leaves_what_a_fresh_load_leaves(
+    name: str, copied: int, arranged: list[int], tmp_path: Path
+) -> None:
+    """SGLang ends each update by arranging the weights once more, which megarl's servers leave out."""
+    first, other = (save_quantised(make_wide(seed), tmp_path / str(seed), FORMATS[name]) for seed in (3, 4))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, WORKER, *map(str, (free_ports("127.0.0.1", 1)[0], first, other))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["arranged"] == [[512 // 16, 256 * 2]] * 2, "SGLang has rearranged the layers"
+    assert report["arranged"] == [arranged] * 2, "SGLang has rearranged the layers"
+    assert report["copied"] == copied
     assert len(report["changed"]) > 2 * 8
-    assert report["quantised_before_settling"] == [], "live weights change when all messages have come"
+    if copied:
+        assert report["quantised_before_settling"] == [], "live weights change when all messages have come"
     assert report["unread"] == report["wrong"] == []
     assert report["differing"] == report["moved"] == []

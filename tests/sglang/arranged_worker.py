@@ -1,6 +1,6 @@
-"""SGLang's own 4-bit layers in Marlin's arrangement, and syncs into them; prints a line of JSON.
+"""SGLang's own quantised layers, arranged as on GPUs, and syncs into them; prints a line of JSON.
 
-Run with `python marlin_worker.py PORT CHECKPOINT OTHER`, two quantised checkpoints of one model. SGLang's loader and
+Run with `python arranged_worker.py PORT CHECKPOINT OTHER`, two quantised checkpoints of one model. SGLang's loader and
 its `process_weights_after_loading` run as they are. Only the CUDA kernel that permutes codes is replaced, by SGLang's
 own function to test it (`sglang.test.test_marlin_utils`). Products need a GPU and do not run.
 """
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from megarl.cpu import sglang_launch
 
@@ -24,20 +25,26 @@ from sglang.srt.configs.device_config import DeviceConfig  # noqa: E402
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed import bootstrap  # noqa: E402
-from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16  # noqa: E402
+from sglang.srt.layers.quantization.compressed_tensors.schemes import (  # noqa: E402
+    CompressedTensorsW8A8Fp8,
+    CompressedTensorsWNA16,
+)
 from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16 as wna16  # noqa: E402
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater  # noqa: E402
 from sglang.srt.model_loader import get_model  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.test.test_marlin_utils import get_weight_perm, marlin_weights  # noqa: E402
 
-process = CompressedTensorsWNA16.process_weights_after_loading
+ARRANGED = (CompressedTensorsWNA16, CompressedTensorsW8A8Fp8)
+process = [kind.process_weights_after_loading for kind in ARRANGED]
 from megarl.cpu.sglang_models import quantised as _  # noqa: E402, F401
 from megarl.families.weight_formats import format_of  # noqa: E402
 from megarl.ops.digest import digest  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry  # noqa: E402
 from megarl.reshard.sync.live_parameters import check_plain, live_fragments  # noqa: E402
 from megarl.reshard.sync.marlin_weights import MarlinWeights  # noqa: E402
+from megarl.rollout.servers import guarded_launch  # noqa: E402
 
 
 def repack(words: torch.Tensor, perm: torch.Tensor, size_k: int, size_n: int, num_bits: object) -> torch.Tensor:
@@ -47,7 +54,9 @@ def repack(words: torch.Tensor, perm: torch.Tensor, size_k: int, size_n: int, nu
     return marlin_weights(codes, size_k, size_n, 4, get_weight_perm(4))  # num_bits is of CUDA alone
 
 
-CompressedTensorsWNA16.process_weights_after_loading = process
+for kind, own in zip(ARRANGED, process, strict=True):
+    kind.process_weights_after_loading = own
+guarded_launch.keep_arrangement(WeightUpdater)
 wna16.gptq_marlin_repack = repack
 wna16.marlin_make_workspace = lambda device: torch.zeros(1, dtype=torch.int32)
 
@@ -71,9 +80,10 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
 
 def sync(model: torch.nn.Module, checkpoint: str, settle: bool = True) -> list[str]:
     """Writes a checkpoint's tensors into the fragments, as a sync does. Returns the parts that read back otherwise."""
+    updater = SimpleNamespace(get_model=lambda: model, device="cpu")
+    WeightUpdater.begin_weight_update(updater)
     check_plain(model)
     arrangement = MarlinWeights(model)
-    assert len(arrangement.layers) == 2 * 4, "the linear layers of two layers"
     geometry = Geometry.of(model.config, 0, 1, 1, format_of(model.config))
     fragments = list(live_fragments(arrangement.plain(model.named_parameters()), geometry))
     arrangement.close()
@@ -85,13 +95,14 @@ def sync(model: torch.nn.Module, checkpoint: str, settle: bool = True) -> list[s
         arrangement.settle()
     found = [(f.box, f.view.clone()) for f in fragments]
     arrangement.close()
+    WeightUpdater.end_weight_update(updater, run_post_load=False)
     plain = [tensor for layer in arrangement.layers.values() for tensor in (layer.codes, layer.scales)]
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in plain), "copies have memory during a sync alone"
     return [str(box) for box, view in found if not torch.equal(view, box.of(tensors[box.name]).to(view.dtype))]
 
 
 first, other = load(CHECKPOINT), load(OTHER)
-arranged = [p.shape for n, p in first.named_parameters() if n.endswith("down_proj.weight_packed")]
+arranged = [p.shape for n, p in first.named_parameters() if n.endswith(("down_proj.weight_packed", "down_proj.weight"))]
 addresses = {name: p.data_ptr() for name, p in first.named_parameters()}
 before, expected = digests(first), digests(other)
 unread = sync(first, OTHER, settle=False)
@@ -100,6 +111,7 @@ wrong = sync(first, OTHER)
 print(
     json.dumps(
         {
+            "copied": len(MarlinWeights(first).layers),
             "arranged": [list(shape) for shape in arranged],
             "changed": sorted(name for name in before if before[name] != expected[name]),
             "quantised_before_settling": sorted(n for n in left if "proj" in n and left[n] != before[n]),
