@@ -102,10 +102,10 @@ def sync(model: torch.nn.Module, checkpoint: str, settle: bool = True) -> list[s
 
 
 first, other = load(CHECKPOINT), load(OTHER)
-arranged = [p.shape for n, p in first.named_parameters() if n.endswith(("down_proj.weight_packed", "down_proj.weight"))]
 addresses = {name: p.data_ptr() for name, p in first.named_parameters()}
 before, expected = digests(first), digests(other)
 unread = sync(first, OTHER, settle=False)
+arranged = [p.shape for n, p in first.named_parameters() if n.endswith(("down_proj.weight_packed", "down_proj.weight"))]
 left = digests(first)
 wrong = sync(first, OTHER)
 print(
