@@ -28,7 +28,15 @@ from megarl.rollout.servers.server_config import quantisation_arguments
 
 MOST_ADAPTERS = 64
 # ServerArgs without which SGLang records no experts. Of its backends for experts, megarl takes two that record them.
-REPLAY_OPTIONS: dict[str, Any] = {"enable_return_routed_experts": True, "speculative_algorithm": None}
+# Caches outside the GPU bring tokens back without their routes, and overlapped batches write theirs over each other.
+REPLAY_OPTIONS: dict[str, Any] = {
+    "enable_return_routed_experts": True,
+    "speculative_algorithm": None,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_two_batch_overlap": False,
+}
 PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a name that can be a folder's
 
 
@@ -39,6 +47,7 @@ def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[
         _check_windows,
         _check_sinks,
         _check_class,
+        _check_sparse,
         _check_weights,
         _check_adapters,
         _check_replay,
@@ -109,6 +118,19 @@ def _check_class(config: Config, model: PretrainedConfig) -> None:
             f"SGLang does not serve {container or model.model_type} on CPUs; serve it on GPUs (server.device=cuda), or "
             "train without rollouts (method=sft)"
         )
+
+
+def _check_sparse(config: Config, model: PretrainedConfig) -> None:
+    """Refuses models whose layers with experts are others than SGLang's: it reads no list of them."""
+    family, sparse = FAMILIES[model.model_type], decoder(model).sparse
+    served = tuple(family.experts and index >= family.sglang_dense(model) for index in range(len(sparse)))
+    for index, (here, there) in enumerate(zip(sparse, served, strict=True)):
+        if here != there:
+            has, lacks = ("an MLP", "experts") if there else ("experts", "an MLP")
+            raise UserError(
+                f"layer {index} of this {model.model_type} model has {has}, and SGLang gives it {lacks}: it reads no "
+                "mlp_only_layers, decoder_sparse_step or mlp_layer_types; train without rollouts (method=sft)"
+            )
 
 
 def _check_weights(config: Config, model: PretrainedConfig) -> None:

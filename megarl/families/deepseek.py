@@ -73,9 +73,14 @@ def sigmoid_experts(config: PretrainedConfig) -> Experts:
     )
 
 
+def first_dense_layers(config: PretrainedConfig) -> int:
+    """Counts the dense layers before the first with experts. GLM-4.7-Flash may list its layers instead."""
+    return getattr(config, "first_k_dense_replace", None) or 0
+
+
 def behind_dense_layers(config: PretrainedConfig, block: Attention | LatentAttention) -> Decoder:
     """Builds a decoder whose first `first_k_dense_replace` layers have an MLP, and the others experts."""
-    dense = config.first_k_dense_replace or 0
+    dense = first_dense_layers(config)
     mlp, experts = Mlp(config.intermediate_size), sigmoid_experts(config)
     return decoder_of(config, [Layer(block, mlp if i < dense else experts) for i in range(config.num_hidden_layers)])
 

@@ -25,6 +25,8 @@ class Family:
     sglang_untouched: tuple[str, ...] = ()  # prefixes of SGLang's parameters that training does not change
     sglang_ties_head: bool = True  # False: SGLang stores tied embeddings twice, as embed_tokens and as lm_head
     sglang_shards_embedding: bool = True  # False: every rank of a server holds the whole embedding
+    # Number of first layers to which SGLang gives no experts; it gives them to all others of a mixture of experts.
+    sglang_dense: Callable[[PretrainedConfig], int] = lambda config: 0
     sglang_windows: bool = False  # True: SGLang's model attends in sliding windows; others see all tokens
     fields: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})  # of the config, as supported
     quantisation: str = "fp8"  # method whose weights are read, besides plain ones
@@ -45,6 +47,14 @@ GPT_OSS_FIELDS = {
     "tie_word_embeddings": False,
 }
 REFUSED = {"gemma2": "logit soft-capping"}  # families that are often asked for, and the trait that is missing
+
+
+def _behind_dense_layers(read: Callable[[PretrainedConfig], Decoder]) -> Family:
+    """Describes a family with experts behind dense layers, and numbered layers of multi-token prediction."""
+    return Family(
+        read, experts=True, mtp=mtp.numbered, sglang_ties_head=False, sglang_dense=deepseek.first_dense_layers
+    )
+
 
 FAMILIES = {
     "gemma3_text": Family(
@@ -67,10 +77,10 @@ FAMILIES = {
     "qwen2": Family(qwen.qwen2),
     "qwen3": Family(qwen.qwen3),
     "qwen3_moe": Family(qwen.qwen3_moe, experts=True, sglang_ties_head=False),
-    "deepseek_v3": Family(deepseek.deepseek_v3, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
-    "glm4_moe": Family(glm.glm4_moe, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
-    "glm4_moe_lite": Family(glm.glm4_moe_lite, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
-    "kimi_k2": Family(deepseek.deepseek_v3, experts=True, mtp=mtp.numbered, sglang_ties_head=False),
+    "deepseek_v3": _behind_dense_layers(deepseek.deepseek_v3),
+    "glm4_moe": _behind_dense_layers(glm.glm4_moe),
+    "glm4_moe_lite": _behind_dense_layers(glm.glm4_moe_lite),
+    "kimi_k2": _behind_dense_layers(deepseek.deepseek_v3),
     "qwen3_next": Family(
         qwen3_next.qwen3_next,
         experts=True,

@@ -55,7 +55,7 @@ for operation in ("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma
 torch.ops.sgl_kernel.fused_qkvzba_split_reshape_cat_contiguous_cpu = None
 
 
-def arguments(checkpoint: str) -> ServerArgs:
+def arguments(checkpoint: str, **more: Any) -> ServerArgs:
     args = ServerArgs(
         model_path=checkpoint,
         device="cpu",
@@ -65,6 +65,7 @@ def arguments(checkpoint: str) -> ServerArgs:
         disable_cuda_graph=True,
         mamba_radix_cache_strategy="no_buffer",  # of gated delta nets; others need a GPU
         disable_overlap_schedule=True,  # as that asks
+        **more,
     )
     args.resolve_once()
     return args

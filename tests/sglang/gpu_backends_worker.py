@@ -87,7 +87,16 @@ def verdict(checkpoint: Path, architecture: str, dtype: str, ours: bool) -> dict
         except LayoutError as error:
             return {"refused": str(error)}
         dtypes = sorted({str(fragment.view.dtype) for fragment in fragments})
-        return {"fragments": len(fragments), "dtypes": dtypes} | ({"norm": norm(model)} if dtype == "float32" else {})
+        told = {"fragments": len(fragments), "dtypes": dtypes, "routers": routers(model)}
+        return told | ({"norm": norm(model)} if dtype == "float32" else {})
+
+
+def routers(model: torch.nn.Module) -> list[tuple[int, int, str]]:
+    """Layer, experts a token, and format of the output of each router that may record its choice."""
+    from sglang.srt.layers.moe.topk import TopK
+
+    configs = [module.topk_config for module in model.modules() if isinstance(module, TopK)]
+    return [(c.layer_id, c.top_k, c.output_format.name) for c in configs if c.allow_routed_experts_capture]
 
 
 def norm(model: torch.nn.Module) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megarl.cli import CONFIGS
-from megarl.families import FAMILIES
+from megarl.families import FAMILIES, decoder, read_config
 from megarl.rollout.servers.gpu_backends import FLOAT32_ATTENTION, PLAIN_EXPERTS
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,17 @@ def test_the_receiver_takes_every_family_as_sglang_builds_it(verdicts: list[dict
         assert set(verdict["dtypes"]) == {"torch." + verdict["dtype"]} | own
     on = {verdict["architecture"] for verdict in built if verdict["family"] == "qwen3_moe"}
     assert on == ARCHITECTURES
+
+
+def test_every_router_records_its_experts_on_every_architecture(
+    verdicts: list[dict[str, Any]], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Of the formats of a router's output, `STANDARD` alone passes SGLang's capturer (topk.py:916)."""
+    for verdict in [v for v in verdicts if v["ours"] and FAMILIES[v["family"]].experts]:
+        model = decoder(read_config(str(tiny_checkpoint(verdict["family"], tied=False))))
+        assert model.experts is not None
+        sparse = [index for index, is_sparse in enumerate(model.sparse) if is_sparse]
+        assert verdict["routers"] == [[index, model.experts.topk, "STANDARD"] for index in sparse], verdict
 
 
 def test_the_receiver_refuses_what_sglang_would_choose_for_experts_on_sm100(verdicts: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def moe(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, logs: Path) -> Iterator[RemoteSGLangEngine]:
-    """A client of a server that returns routes."""
+def serving(folder: Path, logs: Path) -> Iterator[tuple[RemoteSGLangEngine, SGLangServers]]:
+    """A client of a server that returns routes, and the server."""
     config = SGLangServerConfig(device="cpu", max_total_tokens=16384)
     servers = SGLangServers(config, folder, logs, WEIGHT_LOADER, {"enable_return_routed_experts": True})
     engine = RemoteSGLangEngine(RolloutConfig())
@@ -49,16 +50,29 @@ def serving(folder: Path, logs: Path) -> Iterator[RemoteSGLangEngine]:
         servers.start()
         servers.wait_ready()
         engine.initialize(servers.addresses, api_key=servers.api_key)
-        yield engine
+        yield engine, servers
     finally:
         engine.destroy()
         servers.stop()
 
 
 @pytest.fixture(scope="module")
-def client(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteSGLangEngine]:
-    with serving(moe, tmp_path_factory.mktemp("logs")) as engine:
-        yield engine
+def served(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RemoteSGLangEngine, SGLangServers]]:
+    with serving(moe, tmp_path_factory.mktemp("logs")) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def client(served: tuple[RemoteSGLangEngine, SGLangServers]) -> RemoteSGLangEngine:
+    return served[0]
+
+
+def post(servers: SGLangServers, route: str, **body: Any) -> Any:
+    """The server's answer to a request of its own."""
+    headers = {"Authorization": f"Bearer {servers.api_key}", "Content-Type": "application/json"}
+    call = urllib.request.Request(f"http://{servers.addresses[0]}/{route}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(call, timeout=300) as response:
+        return json.loads(response.read())
 
 
 @pytest.fixture
@@ -146,6 +160,56 @@ def test_a_shared_prompt_is_read_once_where_its_routes_agree(moe: Path, batch: P
     assert torch.equal(chosen(actor, other)[routed], other[ROUTED_EXPERTS].sort(-1).values[routed])
 
 
+def test_a_cached_prompt_has_the_routes_of_the_pass_that_read_it(
+    moe: Path, served: tuple[RemoteSGLangEngine, SGLangServers]
+) -> None:
+    client, servers = served
+    prompt, gconfig = [9, 33, 120, 7, 7, 250], GenerationHyperparameters(max_new_tokens=20)
+    first = client.submit(client.agenerate(ModelRequest(prompt, gconfig))).result(120)
+    read = [*prompt, *first.output_tokens]  # a later turn continues them; no pass has read the last one
+    asked = {"input_ids": [*read, 61, 62, 63], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    answer = post(servers, "generate", return_routed_experts=True, **asked)
+    assert answer["meta_info"]["cached_tokens"] == len(read) - 1
+    encoded, tokens = answer["meta_info"]["routed_experts"], len(asked["input_ids"]) + 2
+    routes = RouteShape.of(decoder(read_config(str(moe)))).parse(encoded, tokens)
+    assert first.routed_experts is not None
+    assert torch.equal(routes[: len(read) - 1], first.routed_experts)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_routes_of_interrupted_completions_of_several_versions_are_replayed(
+    moe: Path, served: tuple[RemoteSGLangEngine, SGLangServers]
+) -> None:
+    """The new version is a label here, with the same weights, so log-probs can be compared."""
+    client, servers = served
+    gconfig = GenerationHyperparameters(n_samples=4, max_new_tokens=200)
+
+    async def ask(version: int) -> list[Any]:
+        asking = asyncio.gather(*(client.agenerate_group(ModelRequest(ids, gconfig)) for ids in PROMPTS))
+        await asyncio.sleep(0.3)
+        label = {"new_version": str(version), "abort_all_requests": True}
+        await asyncio.to_thread(post, servers, "update_weight_version", **label)
+        return list(await asking)
+
+    for version in range(1, 31):  # on a machine that stalls, completions may end before the label comes
+        answers = client.submit(ask(version)).result(300)
+        packed = [pad_responses(group, [0.0] * len(group)) for group in answers]
+        batch = PackedBatch.concat([pack(group, "test") for group in packed])
+        versions = batch["versions"][batch["loss_mask"].bool()]
+        mixed = [len(part[part >= 0].unique()) > 1 for part in batch.split(batch["versions"])]
+        if any(mixed):
+            break
+    assert any(mixed)
+    assert {version - 1, version} <= set(versions.tolist())
+    actor = actor_of(moe, max_tokens_per_mb=1000)
+    drift(actor)
+    given = batch[ROUTED_EXPERTS].sort(-1).values
+    routed = given[..., 0] >= 0
+    assert int(routed.all(1).sum()) == batch.total_tokens - batch.num_seqs
+    assert torch.equal(chosen(actor, batch)[routed], given[routed])
+    assert float(error(actor, batch).max()) < 3e-5
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_sequence_without_a_route_is_refused_by_name(moe: Path, batch: PackedBatch) -> None:
     actor, holed = actor_of(moe), copy_of(batch)
@@ -214,7 +278,7 @@ def test_other_families_return_and_replay_routes(
     family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = tiny_checkpoint(family, tied=False)
-    with serving(folder, tmp_path) as engine:
+    with serving(folder, tmp_path) as (engine, _):
         batch = sampled(engine)
     actor = actor_of(folder)
     given = batch[ROUTED_EXPERTS].sort(-1).values

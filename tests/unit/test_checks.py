@@ -8,7 +8,16 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from megarl import checks, cli, evaluate, served_checks
 from megarl.config import Config
@@ -338,6 +347,14 @@ def test_a_deterministic_run_refuses_what_its_sums_do_not_cover() -> None:
             "algorithm.routing_replay=rollout: with sglang.speculative_algorithm=NGRAM SGLang does not record experts; "
             "leave speculative_algorithm out",
         ),
+        *(
+            (
+                ["algorithm.routing_replay=rollout", f"+sglang.{option}=true"],
+                f"algorithm.routing_replay=rollout: with sglang.{option}=True SGLang does not record experts; leave "
+                f"{option} out",
+            )
+            for option in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_two_batch_overlap")
+        ),
         (
             ["algorithm.routing_replay=rollout", "+sglang.enable_return_routed_experts=false"],
             "algorithm.routing_replay=rollout: with sglang.enable_return_routed_experts=False SGLang does not record "
@@ -353,6 +370,43 @@ def test_replay_of_experts_wants_their_choice(overrides: list[str], message: str
     assert found == [
         f"{overrides[0]} replays the choice of experts, and qwen3 is dense; set it to off",
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "has", "lacks"),
+    [
+        (Qwen3MoeConfig(num_experts=4, num_hidden_layers=4, mlp_only_layers=[2]), 2, "an MLP", "experts"),
+        (Qwen3MoeConfig(num_experts=4, num_hidden_layers=4, decoder_sparse_step=2), 0, "an MLP", "experts"),
+        (Qwen3NextConfig(num_experts=4, num_hidden_layers=4, mlp_only_layers=[3]), 3, "an MLP", "experts"),
+        (
+            Glm4MoeLiteConfig(mlp_layer_types=["sparse"] * 4, num_hidden_layers=4, first_k_dense_replace=1),
+            *(0, "experts", "an MLP"),
+        ),
+    ],
+)
+def test_servers_want_experts_in_the_layers_that_sglang_gives_them(
+    model: PretrainedConfig, layer: int, has: str, lacks: str
+) -> None:
+    """As test_recorded_routes.py finds in SGLang's own classes."""
+    found = checks.failures(served_checks.served_checks(config_of(RL, "server.device=cuda"), model))
+    message = f"layer {layer} of this {model.model_type} model has {has}, and SGLang gives it {lacks}: it reads no "
+    assert len([text for text in found if text.startswith(message)]) == 1, found
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Qwen3MoeConfig(num_experts=4),
+        Qwen3NextConfig(num_experts=4),
+        Glm4MoeConfig(num_hidden_layers=4, first_k_dense_replace=2),
+        Glm4MoeLiteConfig(num_hidden_layers=4, first_k_dense_replace=1),
+        GptOssConfig(num_hidden_layers=2),
+        DeepseekV3Config(num_hidden_layers=4),
+    ],
+)
+def test_servers_take_every_family_with_experts_where_sglang_has_them(model: PretrainedConfig) -> None:
+    found = checks.failures(served_checks.served_checks(config_of(RL, "server.device=cuda"), model))
+    assert not [text for text in found if "SGLang gives it" in text]
 
 
 def test_proximal_replay_wants_a_pass_of_its_own() -> None:
