@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mutant_table_adapters as adapters
 import mutant_table_csrc as csrc
+import mutant_table_fidelity as fidelity
 import mutant_table_quantised as quantised
 import mutant_table_systems as systems
 import mutant_table_training as training
@@ -24,6 +25,7 @@ MUTANTS: list[Mutant] = [
         ),
         adapters.ADAPTERS,
         quantised.QUANTISED,
+        *fidelity.FIDELITY,
         csrc.HEADERS,
     )
     for mutant in flat(bugs)
