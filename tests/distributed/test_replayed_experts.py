@@ -46,7 +46,12 @@ RUNS = {  # experts with biases take no tensor parallelism of their own
     for layouts in LAYOUTS.values()
     for layout in layouts
 }
-CASES = [(size, layout, name) for size, layouts in LAYOUTS.items() for layout in layouts for name in RUNS[layout]]
+CASES = [
+    pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 1 else [], id=f"{size}-{layout}-{name}")
+    for size, layouts in LAYOUTS.items()
+    for layout in layouts
+    for name in RUNS[layout]
+]
 
 
 def made_routes(layers: int, experts: int, topk: int) -> Tensor:

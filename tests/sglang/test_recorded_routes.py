@@ -27,6 +27,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": [0]},
     "glm4_moe_lite": {"mlp_layer_types": ["sparse", "sparse"]},
 }
+pytestmark = pytest.mark.long  # SGLang is pinned
+
 SERVED = ("gpt_oss", "qwen3_next", "qwen3_5_moe", "qwen3_moe")
 
 

@@ -67,6 +67,11 @@ def test_an_answer_without_its_routes_is_refused_by_completion(routes: str | Non
         parse_answer(orjson.dumps([answer(good), answer(routes)]), 2, "host:1", SHAPE, [2, 2])
 
 
+def test_an_expert_may_not_come_twice_wherever_it_stands() -> None:
+    with pytest.raises(ValueError, match="name an expert twice for a token"):
+        RouteShape(layers=1, sparse=(0,), topk=3, experts=5).parse(encoded([[[4, 0, 4]]]), 2)
+
+
 def test_a_partial_rollout_keeps_the_route_of_the_pass_that_sampled_the_next_token() -> None:
     draft = Draft()  # of a prompt of 3 tokens
     draft.add(CompletionPart([10, 11, 12], [-1.0] * 3, [0] * 3, "abort", of_version(0, 6)), 8)

@@ -54,12 +54,15 @@ def test_the_ring_has_the_last_batches_within_its_length_and_size(tmp_path: Path
     assert list(kept_steps(ring.folder)) == [3, 4, 5]
     size = sum(t.nbytes for t in kept_batches._tensors(random_batch()).values())
     notes: list[str] = []
+    room = 2 * kept_steps(ring.folder)[5].stat().st_size + size // 2  # for two files, and not for another batch
+    BatchRing(config_of(f"saver.batches_gb={room / 1e9}"), ring.folder, notes.append).keep(6, random_batch())
+    assert list(kept_steps(ring.folder)) == [5, 6]
     ring = BatchRing(config_of(f"saver.batches_gb={2.5 * size / 1e9}"), ring.folder, notes.append)
-    ring.keep(6, random_batch())
-    assert list(kept_steps(ring.folder)) == [6], "files are larger than their tensors"
-    BatchRing(config_of(f"saver.batches_gb={0.5 * size / 1e9}"), ring.folder, notes.append).keep(7, random_batch())
-    assert list(kept_steps(ring.folder)) == [6]
-    assert "step 7" in notes[0]
+    ring.keep(7, random_batch())
+    assert list(kept_steps(ring.folder)) == [7], "files are larger than their tensors"
+    BatchRing(config_of(f"saver.batches_gb={0.5 * size / 1e9}"), ring.folder, notes.append).keep(8, random_batch())
+    assert list(kept_steps(ring.folder)) == [7]
+    assert "step 8" in notes[0]
     assert "saver.batches_gb" in notes[0]
 
 
