@@ -11,8 +11,9 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from oracle import Guarded
 from torch import Tensor
 
+from megarl.families.weight_formats import WHOLE
 from megarl.ops import torch_twins
-from megarl.ops.quantize import FP8, GROUPS, quantize_fp8, quantize_int4, scale_of, scales_shape, unpacked
+from megarl.ops.quantize import FP8, GROUPS, quantize_fp8, quantize_int4, scale_of, scales_shape, unpacked, widened
 
 SHAPES = ((1, 1), (128, 128), (129, 127), (300, 640), (7, 1000))
 BLOCKS = ((128, 128), (1, 4096), (3, 5))
@@ -208,3 +209,15 @@ def test_what_the_kernel_of_4_bits_cannot_take_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=error):
             quantize_int4(weight, group, codes, scales)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (3, 5), (1, WHOLE)])
+def test_a_weight_is_made_again_from_each_value_and_its_own_blocks_scale(block: tuple[int, int]) -> None:
+    rows, columns = 200, 300
+    down, along = block[0], block[1] or columns
+    values = (torch.randn(rows, columns) * 100).to(FP8)
+    scales = torch.rand(-(-rows // down), -(-columns // along)) + 0.01
+    own = scales[torch.arange(rows)[:, None] // down, torch.arange(columns) // along]
+    exact = values.double() * own.double()
+    assert torch.equal(widened(values, scales, block, torch.float32), exact.float())
+    assert torch.equal(widened(values, scales, block, torch.bfloat16), exact.float().bfloat16())

@@ -141,6 +141,18 @@ def test_attention_does_not_depend_on_batch_padding_or_how_many_tokens_come_at_o
         assert torch.equal(decoded[:, :, 0], whole[torch.arange(5), :, sizes - 1])
 
 
+def test_blocks_of_a_long_context_are_summed_in_order() -> None:
+    """torch sums five terms of few elements in another order than those of many."""
+    length = 350
+    query, key, value = (torch.randn(3, heads, length, 16) for heads in (4, 2, 2))
+    whole = row_invariant.attention(query, key, value, causal(length), SCALE)
+    for last in (257, 300, 350):
+        last_one = query[:1, :, last - 1 : last]
+        visible = torch.ones(1, 1, last, dtype=torch.bool)
+        decoded = row_invariant.attention(last_one, key[:1, :, :last], value[:1, :, :last], visible, SCALE)
+        assert torch.equal(decoded, whole[:1, :, last - 1 : last])
+
+
 def test_gradients_match_torch() -> None:
     query, key, value = (torch.randn(3, n, 70, 16, requires_grad=True) for n in (4, 2, 2))
     weight, x = torch.randn(64, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)

@@ -129,8 +129,6 @@ QUANTISED: Bugs = {
     "megarl/ops/quantize.py": {
         QUANTISE: [
             ("the last part of a block has no scale", "-(-shape[1] // block[1])", "shape[1] // block[1]"),
-        ],
-        unit("actor/test_quantization_aware"): [
             (
                 "blocks have their neighbour's scale",
                 "scales = scales.repeat_interleave(",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,21 +89,30 @@ def test_prompts_that_a_group_shares_change_no_bit(checkpoints: Callable[..., Pa
     assert bool((apart[mask] != 0).all())
 
 
-def test_an_update_is_that_of_the_usual_layers(checkpoints: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("qwen3", {"tied": True}), *(("qwen3_moe", {"tied": False, "norm_topk_prob": sums}) for sums in (True, False))],
+    ids=["dense", "weights of the chosen experts", "weights of all experts"],
+)
+def test_an_update_is_that_of_the_usual_layers(
+    checkpoints: Callable[..., Path], family: str, fields: dict[str, Any]
+) -> None:
     batch = batch_of()
     rewards = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 0])
     batch.set_sequences("rewards", rewards)
     batch.set_sequences("group_ids", torch.arange(8) // 4)
-    metrics = []
+    metrics, logprobs = [], []
     for deterministic in (True, False):
-        config = EngineConfig(path=str(checkpoints("qwen3", tied=True)))
+        config = EngineConfig(path=str(checkpoints(family, **fields)))
         actor = MegatronPPOActor(config, GRPO(GRPOConfig()), deterministic=deterministic)
         actor.initialize()
-        batch.set_tokens("prox_logp", actor.compute_logp(batch))
+        logprobs.append(actor.compute_logp(batch))
+        batch.set_tokens("prox_logp", logprobs[-1])
         batch.set_tokens("rollout_logprobs", batch["prox_logp"].clone())
         actor.compute_advantages(batch)
         metrics.append(actor.ppo_update(batch))
         actor.destroy()
+    torch.testing.assert_close(logprobs[0], logprobs[1], atol=2e-5, rtol=0)
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-3, abs=1e-5)
     assert metrics[0]["grad_norm"] > 1e-3
 
