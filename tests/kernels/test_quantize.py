@@ -221,3 +221,8 @@ def test_a_weight_is_made_again_from_each_value_and_its_own_blocks_scale(block: 
     exact = values.double() * own.double()
     assert torch.equal(widened(values, scales, block, torch.float32), exact.float())
     assert torch.equal(widened(values, scales, block, torch.bfloat16), exact.float().bfloat16())
+
+
+def test_a_scale_that_ranks_agree_on_is_the_kernels_own() -> None:
+    weight = torch.randn(6, 300) * torch.tensor([0.0, 1e-9, 1e-3, 1.0, 50.0, 1e6])[:, None]
+    assert torch.equal(scale_of(weight.abs().amax(dim=1)), quantised(weight, (1, 300))[1][:, 0])

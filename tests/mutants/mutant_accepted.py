@@ -23,6 +23,7 @@ ACCEPTED: dict[str, str] = {
     "megarl/trainer/checkpoints/manifest.py: a file of another size passes": "such a file has another digest too",
     "megarl/trainer/checkpoints/saver.py: sizes are not checked": "a file of another size has another digest too",
     "megarl/actor/model/heads.py: comparison: groups.tp_size > 1 -> groups.tp_size >= 1": ONE_RANK,
+    "megarl/actor/layer_states.py: all layers have the first microbatch's rows": ONE_RANK,
     "megarl/algorithms/preference.py: statement: chosen, rejected = chosen.detach(), rejected.detach() -> pass": (
         "the engine detaches every metric before it is kept"
     ),

@@ -139,8 +139,6 @@ QUANTISED: Bugs = {
                 "(values.float() * scales).to(dtype)",
                 "(values.to(dtype) * scales.to(dtype))",
             ),
-        ],
-        unit("reshard/test_quantised_plan"): [
             ("rows of zeros have no least scale", "largest.clamp(min=LEAST)", "largest"),
         ],
     },

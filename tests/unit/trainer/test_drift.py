@@ -97,6 +97,15 @@ def test_a_tokens_gap_is_found_at_its_sequence_and_position() -> None:
     assert "a server tells log-probs over HTTP, and no hidden states" in lines[1]
 
 
+def test_a_layers_error_is_relative_to_the_first_sides_state() -> None:
+    data = batch()
+    logprobs, hidden = torch.zeros(data.total_tokens), torch.tensor([[30.0, 40.0]]).repeat(data.total_tokens, 1)
+    one = {LOGPROBS: logprobs, f"{HIDDEN}001": hidden}
+    other = {LOGPROBS: logprobs, f"{HIDDEN}001": hidden * torch.tensor([1.0, 1.125])}
+    (layer,) = drift_of(data, one, other, data["loss_mask"]).layers
+    assert layer.median == layer.largest == pytest.approx(0.1)
+
+
 def test_the_page_shows_texts_as_text_and_loads_nothing(tmp_path: Path) -> None:
     data = batch()
     one = {LOGPROBS: torch.zeros(data.total_tokens)}
