@@ -121,10 +121,11 @@ class Threads:
     def size(self) -> int:
         return self.ranks
 
-    def largest(self, tensor: Tensor) -> None:
+    def reduce(self, tensor: Tensor, op: Any) -> None:
         self.given.append(tensor.clone())
         self.barrier.wait()
-        tensor.copy_(torch.stack(self.given).amax(dim=0))
+        ranks = torch.stack(self.given)
+        tensor.copy_({dist.ReduceOp.MAX: ranks.amax(dim=0), dist.ReduceOp.SUM: ranks.sum(dim=0)}[op])
 
 
 def quantised_ranks(
@@ -144,7 +145,7 @@ def quantised_ranks(
 
 @pytest.fixture(autouse=True)
 def threads_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: group.largest(tensor))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op, group: group.reduce(tensor, op))
 
 
 def weights(config: Any, seed: int = 0) -> dict[str, Tensor]:
