@@ -120,7 +120,7 @@ class MarlinWeights:
             layer.open()
 
     def settle(self) -> None:
-        """Writes the live tensors from the plain ones, and reads them again: digests are then of what is live."""
+        """Writes the live tensors from the plain ones, and reads them again: digests then prove the live ones."""
         for layer in self.layers.values():
             layer.write()
             layer.read()

@@ -30,7 +30,7 @@ from megarl.reshard.plan.planner import plan
 from megarl.reshard.plan.quantised import merged, quantised_sources
 from megarl.reshard.plan.sglang_layout import Geometry, server_holdings
 from megarl.reshard.quantised_weights import QuantisedWeights, quantised
-from megarl.reshard.sync.live_parameters import LayoutError, check_plain, live_fragments
+from megarl.reshard.sync.live_parameters import LayoutError, check_plain, live_fragments, view_of
 from megarl.reshard.sync.trainer_rank import fragments_of
 from megarl.reshard.sync.world import describe_fragments, described_boxes
 
@@ -291,6 +291,17 @@ def live_parameters(config: Any) -> dict[str, Tensor]:
     return {
         p.name: torch.zeros(p.shape, dtype=dtypes[BLOCKS.quantises(p.parts[0].box.name)]) for p in geometry.parameters()
     }
+
+
+@pytest.mark.parametrize(("family", "format"), [("qwen3", BLOCKS), ("qwen3_moe", BLOCKS), ("qwen3_moe", GROUPS)])
+def test_the_parts_of_a_quantised_server_fill_its_parameters_once(family: str, format: ServedFormat) -> None:
+    geometry = Geometry.of(model_of(family, num_hidden_layers=1), 0, 2, format=format)
+    live = {p.name: torch.zeros(p.shape) for p in geometry.parameters()}
+    for parameter in geometry.parameters():
+        for part in parameter.parts:
+            view_of(part, live[parameter.name]).add_(1)
+    padded = {name for name, tensor in live.items() if not bool((tensor == 1).all())}
+    assert padded <= {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_a_live_server_with_other_scales_or_weights_is_refused() -> None:
