@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +128,18 @@ def replaced(text: str, node: Any, new: str) -> str:
     return (text.encode()[:start] + new.encode() + text.encode()[end:]).decode()
 
 
-def sample(tree: Path, reach: dict[str, Any], size: int, seed: int, budget_s: float) -> list[Mutant]:
-    """Draws `size` mutants, as many from each folder, of functions that a test of one process calls."""
+def sample(
+    tree: Path, reach: dict[str, Any], size: int, seed: int, areas: Sequence[str], budget_s: float
+) -> list[Mutant]:
+    """Draws mutants of functions that a test of one process calls, as many from each folder.
+
+    `size` are of all folders; `areas` names those to draw from, and the others' share is left out.
+    """
     tests_of = _tests_of(reach, budget_s)
     chosen: list[Mutant] = []
     for number, folder in enumerate(FOLDERS):
+        if Path(folder).name not in areas:
+            continue
         pool = [
             (path, *candidate)
             for path in sorted((tree / folder).rglob("*.py"))
@@ -140,7 +147,7 @@ def sample(tree: Path, reach: dict[str, Any], size: int, seed: int, budget_s: fl
             if (str(path.relative_to(tree)), candidate[3]) in reach_of(reach)
         ]
         random.Random(f"{seed} {folder}").shuffle(pool)
-        wanted = size * (number + 1) // len(FOLDERS) - len(chosen)
+        wanted = size * (number + 1) // len(FOLDERS) - size * number // len(FOLDERS)
         for path, operator, node, new, function in pool[:wanted]:
             chosen.append(_mutant(path, str(path.relative_to(tree)), operator, node, new, function, tests_of))
     return chosen

@@ -1,12 +1,14 @@
 """Plants bugs in a copy of the tree, one at a time, and runs the tests that should notice each.
 
     python tests/mutants/run_mutants.py [--only TEXT] [--again] [--table] [--deadline-min N] [--sampled N] [--seed N]
-        [--reach]
+        [--areas NAME ...] [--reach]
 
 Mutants come from `mutant_table.py`, written by hand with their tests, and from a seeded sample of the operators in
-`mutant_operators.py`. Tests of a sampled mutant are those that call its function, the quickest first (`--reach` records
-the calls again). Results are kept in build/mutants, so a run that was stopped goes on where it was. Each test run is
-forked from this process, which has imported torch and Megatron but nothing of megarl.
+`mutant_operators.py`. Those written by hand run first, in the order in which git last changed their files, newest
+first. Tests of a sampled mutant are those that call its function, the quickest first. The calls are recorded an area at
+a time, such as `actor`: `--areas` records and samples only some of them, `--reach` records again. Results and records
+are kept in build/mutants, so a run that was stopped goes on where it was. Each test run is forked from this process,
+which has imported torch and Megatron but nothing of megarl.
 """
 
 from __future__ import annotations
@@ -35,12 +37,11 @@ from mutant_table import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Path(os.environ.get("MEGARL_MUTANTS", ROOT / "build" / "mutants"))
-TREE, RESULTS, REACH = WORK / "tree", WORK / "results.jsonl", WORK / "reach.json"
+TREE, RESULTS = WORK / "tree", WORK / "results.jsonl"
 DEADLINE_MIN = 10.0  # of one mutant's tests
 TEST_BUDGET_S = 120.0  # tests of a sampled mutant are those that took at most so long together, unmutated
 BUILD_DEADLINE_S = 7200.0  # for a hang alone
 PRELOAD = ("torch", "transformers", "megatron.core", "hypothesis", "datasets", "aiohttp", "pytest", "sympy")
-REACHED = tuple(f"tests/unit/{name}" for name in ("algorithms", "actor", "rollout", "rewards", "reshard", "trainer"))
 NOTICED, SURVIVED, DEADLINE, INVALID = "noticed", "survived", "deadline", "invalid"
 
 
@@ -168,20 +169,44 @@ def key_of(mutant: Mutant) -> str:
     return hashlib.sha256(f"{mutant.file}\0{text}".encode()).hexdigest()[:16]
 
 
-def recorded_reach(again: bool) -> dict[str, Any]:
-    """Reads the functions that each test calls; records them if `again`, or if a source file has changed since."""
+def recorded_reach(area: str, again: bool) -> dict[str, Any]:
+    """Reads the functions that each unit test of an area calls.
+
+    Records them if `again`, or if megarl or these tests have changed since.
+    """
+    tests, path = f"tests/unit/{area}", WORK / f"reach-{area}.json"
     digest = hashlib.sha256()
-    for path in sorted(path for folder in ("megarl", *REACHED) for path in (TREE / folder).rglob("*.py")):
-        digest.update(path.read_bytes())
-    if again or not REACH.exists() or json.loads(REACH.read_text()).get("sources") != digest.hexdigest():
-        print("recording which functions each test calls, in about the time of the unit tests", flush=True)
-        arguments = ["-p", "mutant_reach", "-m", "not long", *REACHED]
-        os.environ["MEGARL_REACH"] = str(REACH)
-        if run_tests(arguments, WORK / "reach.log", 3 * 3600.0) not in (0, 1):
-            raise SystemExit(f"the tests cannot be run: see {WORK / 'reach.log'}")
-        REACH.write_text(json.dumps({**json.loads(REACH.read_text()), "sources": digest.hexdigest()}))
-    reach: dict[str, Any] = json.loads(REACH.read_text())
+    for source in sorted(source for folder in ("megarl", tests) for source in (TREE / folder).rglob("*.py")):
+        digest.update(source.read_bytes())
+    if again or not path.exists() or json.loads(path.read_text()).get("sources") != digest.hexdigest():
+        print(f"recording which functions the tests of {area} call, in about the time that they take", flush=True)
+        log, recorded = WORK / f"reach-{area}.log", WORK / "reach.json"
+        os.environ["MEGARL_REACH"] = str(recorded)
+        if run_tests(["-p", "mutant_reach", "-m", "not long", tests], log, 3 * 3600.0) not in (0, 1):
+            raise SystemExit(f"the tests cannot be run: see {log}")
+        path.write_text(json.dumps({**json.loads(recorded.read_text()), "sources": digest.hexdigest()}))
+    reach: dict[str, Any] = json.loads(path.read_text())
     return reach
+
+
+def joined_reach(areas: list[str], again: bool) -> dict[str, Any]:
+    """Joins the records of several areas."""
+    records = [recorded_reach(area, again) for area in areas]
+    return {
+        "calls": {owner: called for record in records for owner, called in record["calls"].items()},
+        "seconds": {test: seconds for record in records for test, seconds in record["seconds"].items()},
+        "passed": [test for record in records for test in record["passed"]],
+    }
+
+
+def newest_first(mutants: list[Mutant]) -> list[Mutant]:
+    """Sorts mutants by the last change of their files: a rule that is new is the likeliest to lack a test."""
+    command = ["git", "log", "--format=", "--name-only", "--", "megarl", "csrc"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    place: dict[str, int] = {}
+    for number, file in enumerate(listed):
+        place.setdefault(file, number)
+    return sorted(mutants, key=lambda mutant: place.get(mutant.file, -1))
 
 
 def results() -> dict[str, Result]:
@@ -213,6 +238,8 @@ def report(mutants: list[Mutant], known: dict[str, Result]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
     parser.add_argument("--reach", action="store_true", help="record again which functions each test calls")
+    names = [Path(folder).name for folder in mutant_operators.FOLDERS]
+    parser.add_argument("--areas", nargs="+", choices=names, default=names, help="of the sample and its tests")
     parser.add_argument("--only", default="", help="mutants whose name or file contains this text")
     parser.add_argument("--sampled", type=int, default=mutant_operators.SAMPLE, help="mutants from operators")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
@@ -223,10 +250,11 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     copied_tree()
-    mutants = list(MUTANTS)
+    mutants = newest_first(MUTANTS)
     if arguments.sampled:
-        reach = recorded_reach(arguments.reach)
-        mutants += mutant_operators.sample(TREE, reach, arguments.sampled, arguments.seed, TEST_BUDGET_S)
+        reach = joined_reach(arguments.areas, arguments.reach)
+        sampled = (arguments.sampled, arguments.seed, arguments.areas, TEST_BUDGET_S)
+        mutants += mutant_operators.sample(TREE, reach, *sampled)
     mutants = [m for m in mutants if arguments.only in m.name or arguments.only in m.file]
     known = results()
     if not arguments.table:
