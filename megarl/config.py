@@ -20,7 +20,7 @@ from megarl.reshard.config import ReshardConfig
 from megarl.rewards.pool import RewardConfig
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.evaluate import EvaluatorConfig
-from megarl.rollout.servers.server_config import SGLangServerConfig
+from megarl.rollout.servers.server_config import SGLangServerConfig, check_numbers
 from megarl.types import GenerationHyperparameters
 
 METHODS = ("rl", "sft", "preference")
@@ -211,8 +211,13 @@ def server_arguments(config: Config) -> dict[str, Any]:
 
 
 def server_ep_size(config: Config) -> int:
-    """Expert-parallel ranks of a server."""
-    return int(config.sglang.get("ep_size", 1))
+    """Expert-parallel ranks of a server.
+
+    Raises:
+        UserError: `sglang.ep_size` is no number of ranks.
+    """
+    check_numbers(config.sglang)
+    return int(config.sglang.get("ep_size") or 1)
 
 
 def replays_rollout(config: Config) -> bool:

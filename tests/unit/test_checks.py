@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from megarl import checks, cli, evaluate, served_checks
-from megarl.config import Config
+from megarl.config import Config, server_ep_size
 from megarl.families import read_config
 from megarl.knobs import UserError, run_all
 from megarl.preflight.shapes import folder_of
@@ -265,6 +265,10 @@ def test_layers_that_sglangs_kernel_for_4_bits_would_cut_are_refused_on_gpus() -
     model.num_attention_heads = 16
     (failed,) = checks.failures(checks.model_checks(config_of(RL, *GPU_SERVER, "server.quantization=int4"), model))
     assert "server.tp_size=1 holds 800 rows of self_attn.qkv_proj.weight_packed, and SGLang's kernel takes" in failed
+
+
+def test_servers_whose_ep_size_is_null_have_sglangs_own() -> None:
+    assert server_ep_size(config_of("+sglang.ep_size=null")) == 1
 
 
 def test_an_evaluation_without_a_trainer_has_no_quantised_servers() -> None:

@@ -227,6 +227,7 @@ def test_a_knob_without_a_range_still_takes_no_infinity() -> None:
         (["+sglang.mem_fraction_static=1.5"], "sglang.mem_fraction_static=1.5 must be above 0 and below 1"),
         (["+sglang.mem_fraction_static=most"], "sglang.mem_fraction_static=most must be above 0 and below 1"),
         (["+sglang.schedule_conservativeness=-0.1"], "sglang.schedule_conservativeness=-0.1 must be at least 0"),
+        (["+sglang.ep_size=1.5"], "sglang.ep_size=1.5 must be a whole number"),
         (["+sglang.mem_fraction_static=nan"], "sglang={'mem_fraction_static': nan} must be finite"),
     ],
 )

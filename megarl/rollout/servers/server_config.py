@@ -51,6 +51,7 @@ NUMBERS = {
     "ep_size": Range(least=1, most=1024),
     "context_length": Range(least=1, most=MAX_COUNT),
 }
+COUNTS = ("ep_size", "context_length")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
@@ -130,6 +131,8 @@ def check_numbers(sglang: Mapping[str, Any]) -> None:
         declared = NUMBERS.get(key, Range(least=0 if isinstance(value, float) else -1))  # -1 turns many a limit off
         if (is_number and not declared.holds(value)) or (key in NUMBERS and value is not None and not is_number):
             raise UserError(f"sglang.{key}={shown(value)} must be {declared}; change it or leave it out")
+        if key in COUNTS and isinstance(value, float):
+            raise UserError(f"sglang.{key}={shown(value)} must be a whole number; change it or leave it out")
 
 
 @functools.cache

@@ -158,6 +158,22 @@ def test_a_policy_equal_to_its_reference_starts_at_log_2() -> None:
     assert float(metrics["margin"]) == 0.0
 
 
+def test_a_completion_at_the_kl_of_kto_is_not_on_the_desirable_side() -> None:
+    batch = make_batch()
+    batch["kto_label"] = torch.tensor([True, True, True, True, False, False])
+    batch["kto_kl"] = torch.zeros(6)
+    _, metrics = algorithm_of(ALGORITHMS["kto"][0]()).loss(batch["ref_logp"], batch["ref_logp"], batch)
+    assert float(metrics["accuracy"]) == pytest.approx(2 / 6)
+
+
+def test_simpo_tells_the_negative_log_likelihood_that_its_loss_has() -> None:
+    batch, config = make_batch(), ALGORITHMS["simpo"][0](cpo_alpha=0.5)  # type: ignore[call-arg]
+    _, metrics = algorithm_of(config).loss(batch["logprobs"], torch.zeros_like(batch["logprobs"]), batch)
+    sizes = [n - p for n, p in zip(LENGTHS, PROMPTS, strict=True)]
+    means = [float(a) / size for a, size in zip(sums(batch["logprobs"], batch), sizes, strict=True)]
+    assert float(metrics["nll"]) == pytest.approx(-sum(means[0::2]) / 3, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 @pytest.mark.parametrize("cut", [[[0, 1], [2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]]])
 def test_metrics_do_not_depend_on_the_microbatches(name: str, cut: list[list[int]]) -> None:

@@ -254,6 +254,16 @@ def test_advantages_loss_and_gradient_match_the_paper(name: str, knobs: dict[str
     assert all(0 < float(metrics[name]) < 1 for name in ("corrected", "rejected") if name in metrics)
 
 
+def test_the_share_of_rejected_tokens_is_1_where_the_only_token_is_rejected() -> None:
+    algorithm, batch = algorithm_of(ALGORITHMS["grpo"][0](reject_high=1.2)), make_batch()  # type: ignore[call-arg]
+    batch["advantages"] = algorithm.advantages(batch)
+    only = int(batch["loss_mask"].nonzero()[0])
+    batch["loss_mask"] = torch.arange(batch.total_tokens) == only
+    batch["rollout_logprobs"] = batch["prox_logp"] - 1
+    _, metrics = algorithm.loss(batch["prox_logp"], torch.ones(batch.total_tokens), batch)
+    assert float(metrics["rejected"]) == 1.0
+
+
 @pytest.mark.parametrize(
     ("knobs", "needed"),
     [

@@ -177,6 +177,7 @@ def test_it_needs_seconds_and_loads_no_megatron() -> None:
          r"warmup_steps=10 \+ wsd_decay_steps=500 exceed the run's 200 steps"),
         ([BIG, "actor.optimizer.warmup_steps=200"], "warmup_steps=200 must be below total_train_steps=200"),
         ([BIG, "parallel.timeout_s=100"], "parallel.timeout_s=100 must exceed rollout.batch_timeout_s=1800"),
+        ([GRPO, "+sglang.ep_size=two"], "sglang.ep_size=two must be at least 1"),
         ([GRPO, "cluster.gpus_per_node=0", "actor.path=Qwen/Qwen2.5-72B-Instruct"],
          "ranks and servers need .* of this machine's .*, or plan for GPUs"),
     ],

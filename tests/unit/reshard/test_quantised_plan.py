@@ -215,6 +215,16 @@ def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3", *EXPERTS])
+def test_parts_fill_each_parameter_of_a_quantised_server_once(family: str) -> None:
+    for parameter in Geometry.of(model_of(family), 0, 1, format=BLOCKS).parameters():
+        filled = torch.zeros(parameter.shape)
+        for part in parameter.parts:
+            shape = (*[1] * (len(part.at) - len(part.box.shape)), *part.box.shape)
+            filled[tuple(slice(at, at + size) for at, size in zip(part.at, shape, strict=True))] += 1
+        assert filled.unique().tolist() == [1], parameter.name
+
+
 @pytest.mark.parametrize(
     ("family", "format"), [*((f, BLOCKS) for f in ("qwen3", *EXPERTS)), ("qwen3", GROUPS), ("qwen3_moe", GROUPS)]
 )

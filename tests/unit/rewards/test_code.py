@@ -80,6 +80,7 @@ def test_a_sample_reaches_its_limit_of_processor_time_before_the_pools_limit() -
 def test_tests_after_the_samples_limit_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "SAMPLE_LIMIT_S", 0.1)
     monkeypatch.setattr(code, "TEST_LIMIT_S", 0.5)
+    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # a busy machine gives a loop its processor time late
     slow = "def add(a, b):\n    while a == 0: pass\n    return a + b"
     tests: list[dict[str, str] | str] = [TEST, "assert add(0, 1) == 1", TEST, TEST]
     assert code_reward_fn("", slow, [], [], tests=tests) == 0.25

@@ -61,7 +61,7 @@ def test_a_thousand_rewards_of_which_many_fail_leave_the_others_exact() -> None:
         ("text", "functions.double failed, TypeError: it returned the text '1.0'; return a number"),
         ("none", "no reward function applies"),
         ("exit", "died"),
-        ("hang", "rewards.time_limit_s=2"),
+        ("hang", r"rewards.time_limit_s=2$"),
         ("twice the limit", "rewards.time_limit_s=2"),
     ],
 )
@@ -74,6 +74,20 @@ def test_a_failure_is_named_and_the_pool_goes_on(what: str, message: str) -> Non
     limits = RewardConfig(time_limit_s=2.0 if message.startswith("rewards") else 60.0, memory_limit_mb=1024)
     with RewardPool([double], limits) as pool:
         assert run(both) == 14.0
+
+
+def test_a_failing_group_has_an_error_for_each_completion() -> None:
+    async def group(what: str) -> list[Any]:
+        return await pool.score_group("", [], ["a", "b"], [[1], [2]], {"i": 7, "what": what})
+
+    async def both() -> list[Any]:
+        return [*await group("raise"), *await group("exit")]
+
+    with RewardPool([double], RewardConfig(time_limit_s=60.0)) as pool:
+        errors = run(both)
+        assert dict(pool.failures) == {"raised": 2, "died": 1}, "each error of a function, each death of a process"
+    assert all(isinstance(error, RewardError) for error in errors)
+    assert ["no 7" in str(error) for error in errors] == [True, True, False, False]
 
 
 def test_memory_below_the_limit_is_given() -> None:

@@ -74,7 +74,11 @@ def test_a_changed_layer_is_where_the_sides_part(actor: MegatronPPOActor) -> Non
     assert drift.layers[2].same_experts == 1
     same = [layer.same_experts for layer in drift.layers[3:]]
     assert all(share is not None and 0 < share < 1 for share in same), "other hidden states choose other experts"
-    lines = report(drift, data, Words(), is_server=False).lines
+    shown = report(drift, data, Words(), is_server=False)
+    assert [row[-1] for row in shown.tables[0][1][:4]] == ["same experts", "-", "-", "100.00%"]
+    dense = replace(drift, layers=[replace(layer, same_experts=None) for layer in drift.layers])
+    assert "same experts" not in report(dense, data, Words(), is_server=False).tables[0][1][0]
+    lines = shown.lines
     assert any("they part at layer 3" in line for line in lines)
     assert any(line.startswith("experts   2 layers choose others") for line in lines)
 
@@ -93,7 +97,9 @@ def test_a_tokens_gap_is_found_at_its_sequence_and_position() -> None:
     (found,) = [part for part in drift.positions if part.largest]
     assert found.first <= 30 <= found.last
     assert sum(part.tokens for part in drift.positions) == drift.tokens
-    lines = report(drift, data, Words(), is_server=True).lines
+    shown = report(drift, data, Words(), is_server=True)
+    assert [row[0] for row in shown.panels[0][3]] == [(part.first + part.last) / 2 for part in drift.positions]
+    lines = shown.lines
     assert "a server tells log-probs over HTTP, and no hidden states" in lines[1]
 
 

@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megarl import cli
+from megarl.actor.checkpoint.stored_state import key_of
 from megarl.algorithms import algorithm_of
 from megarl.config import SaverConfig
 from megarl.knobs import UserError
@@ -19,7 +22,7 @@ from megarl.observe.run_folder import RunFolder
 from megarl.parallel import groups
 from megarl.preflight.invariance import batch as random_batch
 from megarl.replay import Replayed, parse, verdict
-from megarl.trainer import rl
+from megarl.trainer import replayed_steps, rl
 from megarl.trainer.checkpoints.saver import Saver
 from megarl.trainer.kept_batches import BatchRing, read_batch
 from megarl.trainer.replay_checks import changed_knobs, check_replay, overrides_of
@@ -122,6 +125,24 @@ def test_another_batch_or_state_is_told_from_the_runs(run: Taken, tmp_path: Path
     count, largest, scale = replayed.gaps["critic"]["exp_avg"]
     assert count > 1000
     assert 0 < largest < scale
+
+
+def test_gaps_of_a_state_are_summed_and_their_maxima_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"a": torch.tensor([10.0, 2.0]), "b": torch.tensor([3.0, 4.0])}
+    stored = {"a": torch.tensor([9.0, 2.0]), "b": torch.tensor([2.5, 4.5])}
+    boxes = [{"start": [0], "stop": [2], "runs": [(0, 2, 0)]}]
+    index = {name: {"boxes": boxes} for name in own}
+    tensors = {key_of("exp_avg", name, [0]): values for name, values in own.items()}
+    engine: Any = SimpleNamespace(snapshot_state=lambda: SimpleNamespace(index=index, tensors=tensors, rank=0))
+    read = SimpleNamespace(read=lambda kind, name, start, stop, bounds: stored[name])
+    monkeypatch.setattr(replayed_steps, "StoredState", lambda folder: read)
+    assert replayed_steps.state_gaps(engine, Path()) == {"exp_avg": [3, 1.0, 9.0]}
+
+
+def test_a_batch_without_what_a_preference_method_reads_is_refused(run: Taken) -> None:
+    config = cli.load(["+experiment=dpo"])
+    with pytest.raises(UserError, match=r"batch lacks is_chosen and ref_logp, which algorithm=dpo reads; choose"):
+        check_replay(config, config, batch_of(1), None)
 
 
 REFUSED = {
