@@ -212,10 +212,10 @@ def test_a_step_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) ->
         f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
         "time.sleep(600)"
     )
-    hangs, good = python("hangs", code, deadline_s=10), python("good", write_figures(GOOD), figures=JSON_LINES)
+    hangs, good = python("hangs", code, deadline_s=20), python("good", write_figures(GOOD), figures=JSON_LINES)
     results = runner.run_all([hangs, good], tmp_path)
     assert [result.status for result in results] == ["failed", "passed"]
-    assert results[0].reason == "killed at its deadline of 10 s"
+    assert results[0].reason == "killed at its deadline of 20 s"
     assert [pid for pid in map(int, pids.read_text().split()) if psutil.pid_exists(pid)] == []
 
 

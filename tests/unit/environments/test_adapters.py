@@ -318,12 +318,12 @@ def task(tmp_path: Path) -> Path:
     return tmp_path / "task"
 
 
-def harbor(tmp_path: Path) -> EnvironmentConfig:
+def harbor(tmp_path: Path, command_limit_s: float = 300.0) -> EnvironmentConfig:
     """`docker` is a stand-in: commands run in a folder of this machine. It covers images and isolation, not megarl."""
     docker = tmp_path / "docker"
     docker.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "stand_in_docker.py"} {tmp_path} "$@"\n')
     docker.chmod(0o755)
-    return EnvironmentConfig(kind="harbor", harbor=HarborConfig(docker=str(docker), command_limit_s=5.0))
+    return EnvironmentConfig(kind="harbor", harbor=HarborConfig(docker=str(docker), command_limit_s=command_limit_s))
 
 
 def test_a_task_of_harbor_is_played_and_scored_by_its_tests(task: Path, tmp_path: Path) -> None:
@@ -335,7 +335,8 @@ def test_a_task_of_harbor_is_played_and_scored_by_its_tests(task: Path, tmp_path
     assert [(step.reward, step.done) for step in steps] == [(None, False), (1.0, True)]
     assert play(config, row, "Done.")[1] == [Step(None, 0.0, True)]
     assert play(config, row, write)[2] == 1.0  # cut off before it was done: the tests decide
-    assert texts(play(config, row, "```sh\nsleep 1000\n```")[1]) == ["exit code 124\n"]
+    limited = harbor(tmp_path, command_limit_s=2.0)
+    assert texts(play(limited, row, "```sh\nsleep 1000\n```")[1]) == ["exit code 124\n"]
 
 
 def test_a_reward_or_test_that_the_policy_wrote_does_not_count(task: Path, tmp_path: Path) -> None:

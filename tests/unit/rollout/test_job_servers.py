@@ -47,7 +47,7 @@ def served() -> Iterator[http.server.ThreadingHTTPServer]:
 
 
 def test_servers_are_found_as_they_become_ready(tmp_path: Path, served: http.server.ThreadingHTTPServer) -> None:
-    servers = JobServers(tmp_path, 2, "key", LOADER, ready_timeout_s=20)
+    servers = JobServers(tmp_path, 2, "key", LOADER, ready_timeout_s=300)
     address = f"127.0.0.1:{served.server_port}"
     publish(tmp_path, "server_1", address)
     threading.Timer(0.2, publish, (tmp_path, "server_0", address)).start()
@@ -60,14 +60,14 @@ def test_a_server_that_does_not_come_is_named(tmp_path: Path, served: http.serve
     with pytest.raises(ServerError, match="SGLang server 1 of this job did not become ready"):
         JobServers(tmp_path, 2, "key", LOADER, ready_timeout_s=0.3).wait_ready()
     with pytest.raises(UserError, match="cannot be brought weights"):
-        JobServers(tmp_path, 1, "key", "another.loader", ready_timeout_s=5).wait_ready()
+        JobServers(tmp_path, 1, "key", "another.loader", ready_timeout_s=300).wait_ready()
 
 
 def test_a_server_that_dies_is_told_at_once_and_waited_for_until_it_answers_again() -> None:
     served = serve()
     port = served.server_port
-    server = JobServer(3, f"127.0.0.1:{port}", "key", ready_timeout_s=20)
-    assert server.answers(5)
+    server = JobServer(3, f"127.0.0.1:{port}", "key", ready_timeout_s=300)
+    assert server.answers(300)
     assert server.fault() is None
     served.shutdown()
     served.server_close()
@@ -79,7 +79,7 @@ def test_a_server_that_dies_is_told_at_once_and_waited_for_until_it_answers_agai
     assert not server.answers(5)
     assert not server.late
     again = serve(port)
-    assert server.answers(5)
+    assert server.answers(300)
     assert server.late  # from now on silence counts
     again.shutdown()
     again.server_close()

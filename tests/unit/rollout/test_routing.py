@@ -43,7 +43,7 @@ def routed(max_per_server: int = 1024) -> Router:
 
 
 def on_a_loop(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 20))
+    asyncio.run(asyncio.wait_for(work, 300))
 
 
 def test_a_group_and_later_turns_go_to_the_server_that_has_read_their_beginning() -> None:

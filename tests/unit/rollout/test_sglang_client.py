@@ -158,11 +158,11 @@ def test_a_silent_server_meets_the_request_deadline_and_is_not_asked_again(start
 
 def test_waiting_for_a_free_connection_does_not_count_as_waiting_for_the_server(start_server, connect):
     async def slow(body, request):
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0.6)
         return web.json_response(tokens_of(body))
 
-    engine = connect(start_server(slow), request_timeout_s=1.5, max_connections=1)
-    assert len(ask(engine, *(request(i) for i in range(1, 9)))) == 8  # the last waits for 1.75 s
+    engine = connect(start_server(slow), request_timeout_s=4.0, max_connections=1)
+    assert len(ask(engine, *(request(i) for i in range(1, 9)))) == 8  # the last waits for 4.2 s
 
 
 def test_a_failed_episode_closes_the_connections_of_the_others(start_server, connect):
