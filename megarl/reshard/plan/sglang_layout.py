@@ -244,4 +244,4 @@ def server_holdings(
 def _corners(boxes: list[Box], dims: int) -> Ints:
     """`[boxes, start or stop, dims]`; a dimension that a tensor lacks is `[0, 1)`."""
     rows = [((*b.start, 0, 0)[:dims], (*b.stop, 1, 1)[:dims]) for b in boxes]
-    return np.array(rows, dtype=np.int64).reshape(-1, 2, dims)
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 2, dims)

@@ -133,7 +133,7 @@ def test_neighbouring_buckets_leave_in_distant_rounds_and_take_turns_among_strip
         assert [turns.stripe(bucket) for bucket in by_turn[:8]] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("fault", ["late", "never", "other source"])
+@pytest.mark.parametrize("fault", ["late", "never", "itself", "other source"])
 def test_a_relay_without_the_bucket_is_an_error_of_the_plan(fault: str) -> None:
     good = of_alike_servers(2, 16, 1)
     _check_relays(good)
@@ -142,6 +142,8 @@ def test_a_relay_without_the_bucket_is_an_error_of_the_plan(fault: str) -> None:
     relay, source = messages.relay.copy(), messages.source.copy()
     if fault == "never":
         relay[index] = 99
+    elif fault == "itself":
+        relay[index] = messages.destination[index]
     elif fault == "late":
         last = np.flatnonzero(messages.bucket == messages.bucket[index])[-1]
         relay[index] = messages.destination[last]

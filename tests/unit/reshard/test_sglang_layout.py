@@ -185,6 +185,7 @@ def test_dense_layers_between_experts_are_planned() -> None:
         ),
         ("llama", {"intermediate_size": 49}, (2, 1), "share 49 MLP neurons out to 2 ranks"),
         ("mixtral", {}, (4, 3), "ep_size=3 must divide its tp_size=4"),
+        ("mixtral", {"intermediate_size": 49}, (2, 1), "share 49 neurons of an expert out to 2 ranks"),
         ("mixtral", {"num_local_experts": 3}, (2, 2), "share 3 experts out to 2 ranks"),
         (
             "gpt2",

@@ -299,6 +299,7 @@ def test_padded_samples_keep_the_order_of_their_segments_and_drop_those_never_sa
     padded = pad_samples([first, second], [1.0, 0.0])
     assert padded["sample_ids"].tolist() == [0, 0, 1]
     assert padded["rewards"].tolist() == [1.0, 1.0, 0.0]
+    assert pad_samples([[*second, *first]], [1.0])["sample_ids"].tolist() == [0, 0]
     with pytest.raises(ValueError, match="2 samples need as many rewards, got 1"):
         pad_samples([first, second], [1.0])
     assert json.dumps(padded["loss_mask"].any(1).tolist()) == "[true, true, false]"
