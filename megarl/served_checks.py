@@ -17,7 +17,7 @@ from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation, without
 from megarl.families.adapters import SERVED
 from megarl.families.blocks import Attention
 from megarl.families.weight_formats import ServedFormat
-from megarl.knobs import UserError
+from megarl.knobs import UserError, shown
 from megarl.parallel import platform
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.quantised import quantised_sources
@@ -167,8 +167,8 @@ def _check_replay(config: Config, model: PretrainedConfig) -> None:
         return
     if config.rollout.rollout_func:
         raise UserError(
-            f"{knob} needs the servers' choice of experts, and rollout.rollout_func={config.rollout.rollout_func} "
-            "returns tokens alone; use a workflow, or set it to off"
+            f"{knob} needs the servers' choice of experts, and "
+            f"rollout.rollout_func={shown(config.rollout.rollout_func)} returns tokens alone; use a workflow, or set it to off"
         )
     for option, needed in REPLAY_OPTIONS.items():
         if (value := config.sglang.get(option, needed)) != needed:

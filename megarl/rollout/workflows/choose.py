@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.environments.pool import EnvironmentPool
-from megarl.knobs import UserError, class_of, does_not_exist, function_of
+from megarl.knobs import UserError, class_of, does_not_exist, function_of, shown
 from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.reward_call import RewardFn
@@ -43,22 +43,23 @@ def check_workflow(config: RolloutConfig, algorithm_workflow: str, algorithm: st
     """
     workflow, function = config.workflow, config.rollout_func
     if workflow not in WORKFLOWS and "." not in workflow:
-        known = does_not_exist(f"rollout.workflow={workflow}", workflow, WORKFLOWS)
+        known = does_not_exist(f"rollout.workflow={shown(workflow)}", workflow, WORKFLOWS)
         raise UserError(f"{known}, and MODULE.CLASS of your own")
     if function and workflow != DEFAULT:
         raise UserError(
-            f"rollout.rollout_func={function} and rollout.workflow={workflow} both make the completions; leave one out"
+            f"rollout.rollout_func={shown(function)} and rollout.workflow={shown(workflow)} both make the completions; "
+            "leave one out"
         )
     if algorithm_workflow != DEFAULT:
         if function:
             raise UserError(
-                f"rollout.rollout_func={function}: {algorithm} samples in a way of its own; choose another algorithm, "
-                "or no function"
+                f"rollout.rollout_func={shown(function)}: {algorithm} samples in a way of its own; choose another "
+                "algorithm, or no function"
             )
         if workflow not in (DEFAULT, algorithm_workflow):
             raise UserError(
-                f"rollout.workflow={workflow}: {algorithm} samples in a way of its own ({algorithm_workflow}); choose "
-                "another algorithm, or leave rollout.workflow out"
+                f"rollout.workflow={shown(workflow)}: {algorithm} samples in a way of its own ({algorithm_workflow}); "
+                "choose another algorithm, or leave rollout.workflow out"
             )
     if workflow == "tool_use":
         config.tool_use.check()
@@ -130,4 +131,4 @@ def _user_class(name: str) -> Any:
 
 
 def _rollout_func(config: RolloutConfig) -> Callable[..., Any]:
-    return function_of(config.rollout_func, f"rollout.rollout_func={config.rollout_func}")
+    return function_of(config.rollout_func, f"rollout.rollout_func={shown(config.rollout_func)}")

@@ -158,6 +158,10 @@ def test_an_algorithms_own_workflow_wins_over_the_default_in_training_and_not_in
             "rollout.rollout_func=a.b and rollout.workflow=multi_turn both make the completions; leave one out",
         ),
         (
+            ["rollout.workflow=multi_turn", f"rollout.rollout_func=a.{'b' * 3000}"],
+            "bbb... and rollout.workflow=multi_turn both make the completions; leave one out",
+        ),
+        (
             ["rollout.workflow=multi_turn", "algorithm=remax"],
             "rollout.workflow=multi_turn: ReMax samples in a way of its own (remax); choose another algorithm",
         ),
