@@ -168,7 +168,8 @@ def _check_replay(config: Config, model: PretrainedConfig) -> None:
     if config.rollout.rollout_func:
         raise UserError(
             f"{knob} needs the servers' choice of experts, and "
-            f"rollout.rollout_func={shown(config.rollout.rollout_func)} returns tokens alone; use a workflow, or set it to off"
+            f"rollout.rollout_func={shown(config.rollout.rollout_func)} returns tokens alone; use a workflow, "
+            "or set it to off"
         )
     for option, needed in REPLAY_OPTIONS.items():
         if (value := config.sglang.get(option, needed)) != needed:
