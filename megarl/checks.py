@@ -31,6 +31,7 @@ from megarl.data.checks import data_checks
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.rollout.client.sglang_client import ADDRESSES_VARIABLE, addresses_in_environment
+from megarl.rollout.servers import batch_invariance
 from megarl.rollout.servers.gpu_backends import check_backends
 from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.server_config import check_numbers, check_server_config, gpu_count, uses_gpu
@@ -79,7 +80,7 @@ def size_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
         partial(check_numbers, config.sglang),
         *_engine_checks(config),
         config.parallel.world_size,
-        *actor_checks.model_checks(config.actor, config.parallel, model, config.deterministic),
+        *actor_checks.model_checks(config.actor, config.parallel, model, config.determinism),
     ]
 
 
@@ -104,7 +105,7 @@ def machine_checks(config: Config) -> Sequence[Check]:
     return [
         _check_driver,
         _check_kernels,
-        *actor_checks.device_checks(config.actor, config.parallel, config.deterministic),
+        *actor_checks.device_checks(config.actor, config.parallel, config.determinism),
     ]
 
 
@@ -121,7 +122,7 @@ def gpu_count_checks(config: Config) -> Sequence[Check]:
 
 
 def _engine_checks(config: Config) -> Sequence[Check]:
-    return actor_checks.knob_checks(config.actor, config.parallel, config.deterministic)
+    return actor_checks.knob_checks(config.actor, config.parallel, config.determinism)
 
 
 def failures(checks: Iterable[Check]) -> list[str]:
@@ -161,13 +162,21 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_deterministic(config: Config) -> None:
-    """Refuses deterministic runs without rollouts, and servers that would round differently."""
-    if not config.deterministic:
+    """Refuses deterministic runs without rollouts, and servers that would compute otherwise than the form asks."""
+    if not config.determinism.is_on:
         return
     if config.method != "rl":
         raise UserError(f"deterministic=true is about rollouts, which method={config.method} has none of; leave it out")
-    if config.server.device == "cuda":
-        raise UserError("deterministic=true holds on CPU only: set server.device=cpu, or deterministic=false")
+    on_gpu = config.determinism.by_library
+    if config.server.device == ("cpu" if on_gpu else "cuda"):
+        trainer = "runs on GPUs" if on_gpu else "has no GPU"
+        raise UserError(
+            f"server.device={config.server.device} does not go with deterministic=true, whose servers are on "
+            f"devices like the trainer's, which {trainer}; set it to auto, or deterministic=false"
+        )
+    if on_gpu:
+        batch_invariance.check(config.server, config.sglang)
+        return
     for name, only in (("dtype", "float32"), ("kv_cache_dtype", "auto"), ("cpu_threads", 1)):
         if (value := getattr(config.server, name)) != only:
             raise UserError(f"server.{name}={value} must be {only} with deterministic=true; change one of them")

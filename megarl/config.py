@@ -15,6 +15,7 @@ from megarl.data.config import CurriculumConfig, DataConfig, DatasetConfig
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, check_ranges, knob
 from megarl.observe.logger import LoggerConfig
 from megarl.observe.run_folder import check_name
+from megarl.parallel import determinism, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.rewards.pool import RewardConfig
@@ -151,7 +152,9 @@ class Config:
     )
     run_root: str = knob("runs", "folder that run folders are made in", path=True)
     deterministic: bool = knob(
-        False, "log-probs of rollout and trainer equal in every bit, or the run stops; method=rl on CPU, and slower"
+        False,
+        "method=rl, and slower: on CPU log-probs of rollout and trainer are equal in every bit, or the run stops; on "
+        "GPUs each side repeats its own bits",
     )
     resume: str | None = knob(None, "run folder to go on from, at its last checkpoint", path=True)
     launcher: str = knob(
@@ -191,9 +194,10 @@ class Config:
         check_name(self.experiment_name)
 
     @property
-    def summands(self) -> int:
-        """Summands of products that tensor parallelism may cut, on both sides of a deterministic run; 0 in others."""
-        return max(self.parallel.tp_size, self.server.tp_size) if self.deterministic else 0
+    def determinism(self) -> determinism.Determinism:
+        """The form of `deterministic`, by where the trainer runs."""
+        on_gpu = self.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
+        return determinism.choose(self.deterministic, max(self.parallel.tp_size, self.server.tp_size), on_gpu)
 
 
 def longest_sequence(config: Config) -> int | None:

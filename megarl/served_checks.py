@@ -275,8 +275,8 @@ def _check_quantization_aware(config: Config) -> None:
 
 
 def _check_deterministic(config: Config, model: PretrainedConfig) -> None:
-    """Refuses models that a deterministic run's summands do not divide, and biases that servers add before the sum."""
-    summands, tp = config.summands, config.server.tp_size
+    """Refuses models that the summands of a run with same bits do not divide, and biases added before the sum."""
+    summands, tp = config.determinism.summands, config.server.tp_size
     if summands > 1:
         padded = padded_for_cpu(model, summands)
         for name in ("num_attention_heads", "num_key_value_heads", *NEURONS):

@@ -62,7 +62,7 @@ def check_teacher(config: Config) -> None:
         )
     _check_source(config, teacher, algorithm)
     _check_hint(config, teacher, algorithm)
-    if config.deterministic and algorithm.divergence != "sampled":
+    if config.determinism.same_bits and algorithm.divergence != "sampled":
         raise UserError(
             f"deterministic=true holds for algorithm.divergence=sampled, and {algorithm.divergence} computes the "
             "student's log-probs by other functions than the servers; set it to sampled"
@@ -155,7 +155,7 @@ def check_teacher_model(config: Config, model: PretrainedConfig, teacher: Pretra
     path = config.teacher.path
     if config.teacher.source == "trainer":
         try:
-            run_all(actor_checks.model_checks(teacher_engine(config), config.parallel, teacher, config.deterministic))
+            run_all(actor_checks.model_checks(teacher_engine(config), config.parallel, teacher, config.determinism))
         except UserError as error:
             raise UserError(f"teacher.path={path} does not fit the trainer's ranks: {error}") from error
     common = min(model.vocab_size, teacher.vocab_size)

@@ -7,11 +7,12 @@ preflight to list every problem. Imports no Megatron.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from megarl.actor import fp8, userbuffers
+from megarl.actor import fp8, gpu_determinism, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
 from megarl.actor.trait_checks import check_expert_biases, check_mtp, check_mtp_knobs, check_windows
 from megarl.actor.weights import quantised
@@ -21,6 +22,7 @@ from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention
 from megarl.knobs import UserError, check_ranges
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import OFF, Determinism
 
 # Numbers of ranks that DeepEP 2.1 has settings for (`Buffer.get_dispatch_config`)
 DEEP_EP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
@@ -29,9 +31,9 @@ FLASH_CAPABILITY = (8, 0)  # compute capability that it needs
 
 
 def knob_checks(
-    config: EngineConfig, parallel: ParallelConfig, deterministic: bool = False
+    config: EngineConfig, parallel: ParallelConfig, deterministic: Determinism = OFF
 ) -> tuple[Callable[[], None], ...]:
-    """Lists the checks of an engine's knobs, to be called one by one. `deterministic` is the run's knob.
+    """Lists the checks of an engine's knobs, to be called one by one. `deterministic` is the run's form.
 
     They need no model, so that a mistyped knob is refused before a checkpoint is downloaded. Each raises UserError,
     naming the knob, the rule and the remedy.
@@ -39,20 +41,21 @@ def knob_checks(
     return (
         functools.partial(check_ranges, config, "actor"),
         functools.partial(config.optimizer.check, "actor.optimizer"),
-        functools.partial(_check_backend, config, deterministic),
+        functools.partial(_check_backend, config, deterministic.same_bits),
         parallel.check,
         functools.partial(_check_shared_prefix, config, parallel),
         functools.partial(_check_float32_attention, config, parallel),
         functools.partial(_check_dispatcher, config, parallel),
         functools.partial(check_mtp_knobs, config, parallel),
-        functools.partial(fp8.check_knobs, config, deterministic),
-        functools.partial(userbuffers.check_knobs, config, parallel, deterministic),
-        functools.partial(_check_offloaded_activations, config, parallel, deterministic),
+        functools.partial(fp8.check_knobs, config, deterministic.is_on),
+        functools.partial(userbuffers.check_knobs, config, parallel, deterministic.is_on),
+        functools.partial(_check_offloaded_activations, config, parallel, deterministic.same_bits),
+        functools.partial(gpu_determinism.check_knobs, config, deterministic),
     )
 
 
 def model_checks(
-    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: bool = False
+    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: Determinism = OFF
 ) -> tuple[Callable[[], None], ...]:
     """Lists the checks of an engine's knobs against its model; like `knob_checks`."""
     return (
@@ -60,24 +63,31 @@ def model_checks(
         functools.partial(check_layout, model, parallel),
         functools.partial(check_expert_biases, model, parallel),
         functools.partial(check_mtp, config, model),
-        functools.partial(check_adapters, config, parallel, model, deterministic),
+        functools.partial(check_adapters, config, parallel, model, deterministic.is_on),
         functools.partial(quantised.check_cuts, config.lora, parallel, model),
         functools.partial(check_windows, config, parallel, model, deterministic),
-        functools.partial(_check_deterministic, config, parallel, model, deterministic),
+        functools.partial(_check_same_bits, config, parallel, model, deterministic.same_bits),
+        functools.partial(gpu_determinism.check_model, model, deterministic),
         functools.partial(fp8.check_layout, config, parallel, model),
-        functools.partial(_check_shared_heads, config, model, deterministic),
+        functools.partial(_check_shared_heads, config, model, deterministic.same_bits),
         functools.partial(_check_offloaded_layers, config, model),
     )
 
 
 def device_checks(
-    config: EngineConfig, parallel: ParallelConfig, deterministic: bool
+    config: EngineConfig, parallel: ParallelConfig, deterministic: Determinism
 ) -> tuple[Callable[[], None], ...]:
     """Lists the checks of an engine's knobs against this machine's devices; like `knob_checks`."""
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     has_deep_ep, capability = platform.has_deep_ep(), platform.compute_capability()
     return (
-        functools.partial(check_device, config, has_gpu, has_te, deterministic, has_deep_ep, capability),
+        functools.partial(check_device, config, has_gpu, has_te, deterministic.same_bits, has_deep_ep, capability),
+        functools.partial(
+            gpu_determinism.check_gpu,
+            *(config, deterministic, has_gpu, has_te, capability),
+            platform.has_flash_attention(),
+            os.environ,
+        ),
         functools.partial(userbuffers.check_device, parallel, has_te),
         functools.partial(fp8.check_gpu, config, capability, platform.cuda_version()),
         functools.partial(quantised.check_library, config.lora),
@@ -88,7 +98,7 @@ def check_device(
     config: EngineConfig,
     has_gpu: bool,
     has_te: bool = False,
-    deterministic: bool = False,
+    same_bits: bool = False,
     has_deep_ep: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> None:
@@ -98,7 +108,7 @@ def check_device(
         UserError: naming the knob.
     """
     missing = "the package" if has_gpu else "a GPU"
-    backend = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic)
+    backend = backend_of(config, has_gpu=has_gpu, has_te=has_te, same_bits=same_bits)
     if config.backend == "te" and not has_te:
         raise UserError(
             f"actor.backend=te needs the package transformer_engine and a GPU, and {missing} was not found; set it to "
@@ -111,8 +121,8 @@ def check_device(
         )
     if config.backend == "cpu" and has_gpu:
         raise UserError("actor.backend=cpu is for machines without a GPU, and this one has one; set it to auto or te")
-    if deterministic and has_gpu:
-        raise UserError("deterministic=true holds on CPU only, and this machine has a GPU; set it to false")
+    if same_bits and has_gpu:
+        raise UserError("deterministic=true gives rollout and trainer the same bits on CPU only; set it to false")
     if config.fp8 != "off" and not has_te:
         raise UserError(
             f"actor.fp8={config.fp8} needs the package transformer_engine and a GPU, and {missing} was not found; set "
@@ -196,10 +206,10 @@ def _check_divides(name: str, value: int, tp: int) -> None:
         )
 
 
-def _check_backend(config: EngineConfig, deterministic: bool) -> None:
+def _check_backend(config: EngineConfig, same_bits: bool) -> None:
     if config.backend == "cpu" and config.dtype != "float32":
         raise UserError(f"actor.backend=cpu is float32 only, and actor.dtype={config.dtype}; change one of them")
-    if deterministic and config.backend not in ("auto", "torch"):
+    if same_bits and config.backend not in ("auto", "torch"):
         raise UserError(
             f"actor.backend={config.backend} does not give the rollout servers' bits, as deterministic=true requires; "
             "set it to auto"
@@ -218,11 +228,11 @@ def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> 
             )
 
 
-def _check_offloaded_activations(config: EngineConfig, parallel: ParallelConfig, deterministic: bool) -> None:
+def _check_offloaded_activations(config: EngineConfig, parallel: ParallelConfig, same_bits: bool) -> None:
     """Refuses what Megatron's `cpu_offloading` does not cover (transformer_config.py:1707-1721)."""
     if not config.offload_activations:
         return
-    backend = backend_of(config, has_gpu=True, has_te=True, deterministic=deterministic)
+    backend = backend_of(config, has_gpu=True, has_te=True, same_bits=same_bits)
     if backend != "te":
         _refuse_offloaded_activations(config, backend)
     if parallel.pp_size > 1:
@@ -250,11 +260,9 @@ def _check_offloaded_layers(config: EngineConfig, model: PretrainedConfig) -> No
         )
 
 
-def _check_deterministic(
-    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: bool
-) -> None:
+def _check_same_bits(config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, same_bits: bool) -> None:
     """Refuses models and layouts without row-invariant operations (`ops/row_invariant.py`)."""
-    if not deterministic:
+    if not same_bits:
         return
     if decoder(model).delta_net is not None:
         raise UserError(
@@ -289,9 +297,9 @@ def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None
         )
 
 
-def _check_shared_heads(config: EngineConfig, model: PretrainedConfig, deterministic: bool) -> None:
+def _check_shared_heads(config: EngineConfig, model: PretrainedConfig, same_bits: bool) -> None:
     """Refuses heads that flash attention does not compute, on the layers that a GPU would take."""
-    on_te = backend_of(config, has_gpu=True, has_te=True, deterministic=deterministic) == "te"
+    on_te = backend_of(config, has_gpu=True, has_te=True, same_bits=same_bits) == "te"
     if config.shared_prefix and on_te and (head_dim := decoder(model).attention.head_dim) > FLASH_HEAD_DIM:
         raise UserError(
             f"actor.shared_prefix=true on Transformer Engine's layers takes heads of at most {FLASH_HEAD_DIM}, and the "

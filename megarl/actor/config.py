@@ -188,14 +188,14 @@ class EngineConfig:
     optimizer: OptimizerConfig = knob(factory=OptimizerConfig, meaning="Adam and its schedule")
 
 
-def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, deterministic: bool = False) -> str:
+def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, same_bits: bool = False) -> str:
     """Name of an engine's layer backend: torch, te, cpu or deterministic.
 
     `auto` takes Transformer Engine if it can run, except in float32: flash-attn and cuDNN compute 16 bits only, and
     what is left stores all scores. Without a GPU, float32 models take the kernels of `megarl/cpu`. All other cases
-    take plain torch.
+    take plain torch. A run of `same_bits` has layers of its own.
     """
-    if deterministic:
+    if same_bits:
         return "deterministic"
     if config.backend != "auto":
         return config.backend

@@ -50,6 +50,7 @@ from megarl.parallel import groups as process_groups
 from megarl.parallel import megatron_patches, platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import OFF, Determinism
 from megarl.parallel.groups import Groups
 from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates, to_device
 
@@ -64,14 +65,14 @@ class MegatronEngine(TrainEngine):
         *,
         scalar: bool = False,
         trainable: bool = True,
-        deterministic: int = 0,
+        deterministic: Determinism = OFF,
     ) -> None:
         """Checks everything that needs no process group.
 
         Args:
             scalar: gives the model one output per token instead of the vocabulary (see `critic.py`).
             trainable: False builds no gradients and no optimizer (see `reference.py`).
-            deterministic: the run's `Config.summands`; above 0 selects the backend `deterministic`.
+            deterministic: the run's `Config.determinism`. On GPUs it holds for the whole process, until it ends.
 
         Raises:
             UserError: see `read_config` and `actor/checks.py`.
@@ -79,8 +80,7 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
-        run_all(knob_checks(config, self.parallel, deterministic > 0))
-        run_all(device_checks(config, self.parallel, deterministic > 0))
+        run_all([c for checks in (knob_checks, device_checks) for c in checks(config, self.parallel, deterministic)])
         self.hf_config = read_config(config.path)
         if scalar:
             self.hf_config = as_scalar(self.hf_config)
@@ -88,7 +88,7 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         elif trainable:
             self.hf_config = trained_model(config, self.hf_config)
-        run_all(model_checks(config, self.parallel, self.hf_config, deterministic > 0))
+        run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
         self.backend = choose_backend(config, self.hf_config, deterministic, trainable)
         self._cost = SequenceCost.of(self.hf_config)
         if config.debug_kernels:
@@ -129,10 +129,10 @@ class MegatronEngine(TrainEngine):
             torch.set_num_threads(1)
         self._cut = self._make_cut()
         dtype = build.DTYPES[self.config.dtype]
-        offloaded_layers = self.config.offload_activations if self.trainable else 0
-        stages = () if base is None else base.stages
+        offloaded = self.config.offload_activations if self.trainable else 0
         self.modules = build.build_model(
-            self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded_layers, stages
+            *(self.hf_config, self.groups, dtype, self.backend, self.config.recompute, offloaded),
+            base.stages if base else (),
         )
         self._weights = EngineWeights(
             self.config, self.hf_config, self.groups, self.modules, self.trainable, on_base=self._on_base

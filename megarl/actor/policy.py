@@ -20,6 +20,7 @@ from megarl.actor.engine import MegatronEngine
 from megarl.actor.model.routing import RoutingReplay
 from megarl.families import decoder
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import OFF, Determinism
 from megarl.types import ROUTED_EXPERTS, PackedBatch, trained_tokens_of_samples
 
 
@@ -52,7 +53,7 @@ class MegatronPPOActor(MegatronEngine):
         parallel: ParallelConfig | None = None,
         *,
         trainable: bool = True,
-        deterministic: int = 0,
+        deterministic: Determinism = OFF,
     ) -> None:
         super().__init__(config, parallel, trainable=trainable, deterministic=deterministic)
         self.algorithm = algorithm

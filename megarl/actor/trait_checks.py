@@ -11,6 +11,7 @@ from megarl.actor.weights.source_format import stored_names
 from megarl.families import decoder, is_scalar, with_mtp
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import Determinism
 
 
 def trained_model(config: EngineConfig, model: PretrainedConfig) -> PretrainedConfig:
@@ -65,7 +66,9 @@ def check_mtp_knobs(config: EngineConfig, parallel: ParallelConfig) -> None:
             raise UserError(f"{option} does not go with actor.mtp=train: {reason}; set one of them back")
 
 
-def check_windows(config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: bool) -> None:
+def check_windows(
+    config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: Determinism
+) -> None:
     """Refuses windows and sinks on layers and layouts that would leave them out, as a GPU would take them.
 
     Raises:
@@ -79,7 +82,7 @@ def check_windows(config: EngineConfig, parallel: ParallelConfig, model: Pretrai
         trait = f"a sliding window of {window} tokens"
     else:
         return
-    if deterministic:
+    if deterministic.same_bits:
         raise UserError(
             f"deterministic=true has no row-invariant attention with {trait}, as this {model.model_type} model has; "
             "set it to false"

@@ -35,7 +35,7 @@ def arguments(tp_size: int, deterministic: bool, given: Collection[str]) -> dict
 def environment(scratch: str, tp_size: int, threads: int, deterministic: int) -> dict[str, str]:
     """Environment variables of a server on CPU; `scratch` is a folder of its own, `threads` OpenMP threads a rank.
 
-    `deterministic` is the run's `Config.summands`.
+    `deterministic` is the number of the run's summands, `Config.determinism.summands`.
     """
     variables = {
         "OMP_NUM_THREADS": str(threads),

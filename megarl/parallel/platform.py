@@ -38,6 +38,11 @@ def has_deep_ep() -> bool:
     return takes_gpu_options() and importlib.util.find_spec("deep_ep") is not None
 
 
+def has_flash_attention() -> bool:
+    """True if Transformer Engine may choose flash-attn's kernels: the package is present."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
 def compute_capability() -> tuple[int, int] | None:
     """Lowest compute capability of the GPUs that this process sees; None without one."""
     count = torch.cuda.device_count() if has_gpu() else 0

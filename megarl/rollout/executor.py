@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout import reward_call
+from megarl.rollout import reward_call, sampling_seeds
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.types import ORIGIN, TEACHER_SAMPLED, Episode, PackedBatch, trained_tokens_of_samples
 
@@ -122,7 +122,8 @@ async def run_episode(
     failures: list[str] = []
     reward_call.causes.set(failures)
     try:
-        runs = (workflow.arun_episode(engine, dict(data)) for _ in range(group_size))
+        version = engine.get_version()
+        runs = (_run(workflow, engine, dict(data), version, index, run) for run in range(group_size))
         results = [result for result in await asyncio.gather(*runs) if result is not None]
         if not results:
             return Episode(prompt_id, None, f"rejected by {name}", origin=origin)
@@ -138,6 +139,14 @@ async def run_episode(
         return Episode(prompt_id, None, f"no sample can be trained on: {reasons}{cause}", dropped, origin)
     group.set_sequences("group_ids", torch.full((group.num_seqs,), index, dtype=torch.int64))
     return Episode(prompt_id, group, dropped=dropped, origin=origin)
+
+
+async def _run(
+    workflow: RolloutWorkflow, engine: InferenceEngine, data: dict[str, Any], version: int, index: int, run: int
+) -> Any:
+    """Runs the workflow on a prompt, with seeds of its own; `run` numbers the runs of one prompt."""
+    sampling_seeds.stream.set(sampling_seeds.SeedStream(version, index, run))
+    return await workflow.arun_episode(engine, data)
 
 
 def _join(groups: list[PackedBatch]) -> PackedBatch:

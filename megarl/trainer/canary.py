@@ -68,7 +68,7 @@ class Canary:
     def __init__(self, config: Config, inputs: Inputs) -> None:
         self.config = config.reshard
         self.enabled = self.config.canary_prompts > 0
-        self._exact = config.deterministic
+        self._exact = config.determinism.same_bits
         self._inputs = inputs
         # Sampled from the whole tempered distribution, whose log-probs the trainer computes.
         self._gconfig = config.gconfig.new(

@@ -34,7 +34,7 @@ def measure(file: Path) -> None:
     side = json.loads(file.read_text())
     config = cli.composed(side["overrides"])
     actor = replace(config.actor, path=side["weights"], init="checkpoint", shared_prefix=False)
-    engine = MegatronEngine(actor, config.parallel, trainable=False, deterministic=config.summands)
+    engine = MegatronEngine(actor, config.parallel, trainable=False, deterministic=config.determinism)
     engine.initialize()
     engine.eval()
     batch = first_sequences(Path(side["batch"]), side["sequences"])

@@ -39,7 +39,8 @@ class Rank0Rollouts:
     def __init__(self, config: Config, folder: RunFolder, inputs: Inputs, algorithm: Algorithm) -> None:
         self.config = config
         self.inputs = inputs
-        self.engine = RemoteSGLangEngine(config.rollout)
+        seed = config.server.random_seed if config.deterministic else None
+        self.engine = RemoteSGLangEngine(config.rollout, seed)
         self.engine.vocab_size = inputs.vocab_size
         self.engine.adapter = sampling_adapter(config)
         self.engine.routes = RouteShape.of(decoder(inputs.model)) if replays_rollout(config) else None

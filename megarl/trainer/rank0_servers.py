@@ -101,7 +101,7 @@ def choose_servers(config: Config, logs: Path) -> SGLangServers | ExternalServer
         logs,
         WEIGHT_LOADER,
         server_arguments(config),
-        config.summands,
+        config.determinism,
         first_gpu=first_gpu,
         adapters=adapters,
     )

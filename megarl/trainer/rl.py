@@ -48,7 +48,7 @@ class Models:
     ) -> Models:
         """Builds what the algorithm needs. Adapters are built on the frozen model of `base`, if there is one."""
         spec = FinetuneSpec(1, config.total_train_steps, 1)
-        models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel, deterministic=config.summands))
+        models = Models(MegatronPPOActor(config.actor, algorithm, config.parallel, deterministic=config.determinism))
         models.actor.initialize(ft_spec=spec, base=base)
         if config.server.quantization_aware:
             assert config.server.format is not None, "checked before the start"

@@ -226,10 +226,10 @@ class RolloutDriver:
         Call it after each update and before the next sync.
 
         Raises:
-            LogprobMismatchError: they differ by more than reshard.max_logprob_diff on average; deterministic=true: any
-                token sampled under the trainer's version differs at all.
+            LogprobMismatchError: they differ by more than reshard.max_logprob_diff on average; deterministic=true on
+                CPU: any token sampled under the trainer's version differs at all.
         """
-        if self.config.deterministic:
+        if self.config.determinism.same_bits:
             same = batch["loss_mask"].bool() & (batch["versions"] == self.version)
             check_equal_logprobs(batch["prox_logp"][same], batch["rollout_logprobs"][same])
         bound = self.config.reshard.max_logprob_diff

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import same_bits
 from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, gather_gradients, loss_fn, loss_weight_fn, run_layouts
 
@@ -26,7 +27,7 @@ def measure(folder: Path, parallel: ParallelConfig, out: Path) -> None:
     batch = PackedBatch(stored.pop("cu_seqlens"), stored)
     optimizer = OptimizerConfig(**ADAM, clip_grad=1.0)
     config = EngineConfig(path=str(folder / "model"), max_tokens_per_mb=60, optimizer=optimizer)
-    engine = MegatronEngine(config, parallel, deterministic=SUMMANDS)
+    engine = MegatronEngine(config, parallel, deterministic=same_bits(SUMMANDS))
     engine.initialize()
     result = {"logprobs": engine.eval().logprobs(batch)}
     engine.train()

@@ -55,7 +55,7 @@ def test_one_bit_stops_the_run() -> None:
         ("server.tp_size=3", "server.tp_size=3 must be a power of two with deterministic=true"),
         ("server.dtype=bfloat16", "server.dtype=bfloat16 must be float32"),
         ("server.cpu_threads=2", "server.cpu_threads=2 must be 1"),
-        ("server.device=cuda", "holds on CPU only"),
+        ("server.device=cuda", "whose servers are on devices like the trainer's, which has no GPU"),
     ],
 )
 def test_servers_that_would_not_be_exact_are_refused(override: str, says: str) -> None:

@@ -65,7 +65,8 @@ from megarl.families import decoder, rotary_inv_freq
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import rope_parameters
 from megarl.ops import row_invariant
-from megarl.parallel import megatron_patches, platform
+from megarl.parallel import determinism, megatron_patches, platform
+from megarl.parallel.determinism import Determinism
 
 Pack = Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams]
 
@@ -212,15 +213,16 @@ class LayerBackend:
 
 
 def choose_backend(
-    config: EngineConfig, model: PretrainedConfig, deterministic: int, trainable: bool = True
+    config: EngineConfig, model: PretrainedConfig, deterministic: Determinism, trainable: bool = True
 ) -> LayerBackend:
-    """Builds an engine's backend on this machine, by `actor.backend` and the run's `Config.summands`.
+    """Builds an engine's backend on this machine, by `actor.backend` and the run's `Config.determinism`.
 
-    Adapters, and the base under them, are a `trainable` engine's.
+    Adapters, and the base under them, are a `trainable` engine's. The form by library is entered here, by the process.
     """
+    determinism.enter(deterministic)
     quantization = config.lora.quantization if trainable else "none"
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
-    name = backend_of(config, has_gpu=has_gpu, has_te=has_te, deterministic=deterministic > 0)
+    name = backend_of(config, has_gpu=has_gpu, has_te=has_te, same_bits=deterministic.same_bits)
     if name == "te":
         te = _transformer_engine(config.shared_prefix, config.recompute, frozen=config.lora.rank > 0)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
@@ -231,7 +233,7 @@ def choose_backend(
     elif name == "cpu":
         backend = _cpu(decoder(model).attention, rotary_inv_freq(model))
     else:
-        backend = _deterministic(deterministic) if name == "deterministic" else _torch()
+        backend = _deterministic(deterministic.summands) if name == "deterministic" else _torch()
     backend = dataclasses.replace(backend, quantization=quantization)
     return _with_experts(_with_delta_nets(_fitted(backend, model), model), config)
 

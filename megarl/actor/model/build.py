@@ -21,7 +21,7 @@ from megarl.actor.weights.adapter_shards import linear_modules
 from megarl.actor.weights.shards import shard_specs
 from megarl.families import decoder, is_scalar, padded_vocab_size, rotary_inv_freq
 from megarl.families.blocks import Decoder, LatentAttention
-from megarl.parallel import megatron_patches, platform
+from megarl.parallel import determinism, megatron_patches, platform
 from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
@@ -89,6 +89,7 @@ def transformer_config(
         init_method=_no_init,  # hf_weights.py writes every element
         output_layer_init_method=_no_init,
         batch_p2p_comm=on_gpu and not crosswise,
+        deterministic_mode=determinism.entered(),
         **_recompute_fields(recompute, backend),
         cpu_offloading=offloaded_layers > 0,
         cpu_offloading_num_layers=offloaded_layers,

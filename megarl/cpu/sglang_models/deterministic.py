@@ -2,7 +2,7 @@
 
 SGLang imports every module of this package in its scheduler, before it builds the model. The trainer's own kernel then
 computes the log-probs of sampled tokens, from the same logits. Ranks of a server add their products in the trainer's
-order.
+order. Tokens are drawn by the seeds of their requests, as in SGLang's mode for GPUs.
 """
 
 import functools
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
+from sglang.srt.layers import sampler
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -20,6 +21,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.moe import fused_moe_native, topk
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from megarl.cpu.sglang_platform import DETERMINISTIC
 from megarl.ops.row_invariant import attention, linear, linear_of_summands, logprobs, route, silu, sum_over_ranks
@@ -137,6 +139,37 @@ def _lm_head(self: Any, hidden_states: torch.Tensor, lm_head: Any, *_: Any, **__
     return linear(hidden_states, lm_head.weight)
 
 
+def murmur_hash(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (32 bits) of each seed, position and column, as SGLang's kernel for GPUs computes it.
+
+    Returns `[seeds, columns]`, int64.
+    """
+    mask = 0xFFFFFFFF
+    seed = seed.view(torch.int64)
+    state = torch.zeros(len(seed), 1, dtype=torch.int64)
+    for word in ((seed & mask)[:, None], ((seed >> 32) & mask)[:, None], positions[:, None], columns[None]):
+        mixed = word.long() * 0xCC9E2D51 & mask
+        mixed = (mixed << 15 | mixed >> 17) & mask
+        state = state ^ (mixed * 0x1B873593 & mask)
+        state = (state << 13 | state >> 19) & mask
+        state = state * 5 + 0xE6546B64 & mask
+    state = state ^ 16  # bytes hashed
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ state >> shift) * factor & mask
+    return state ^ state >> 16
+
+
+_build_sampling = SamplingBatchInfo.from_schedule_batch.__func__
+
+
+def _with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
+    """Builds a batch's sampling parameters with the seeds of its requests, 42 for those without one."""
+    info = _build_sampling(cls, batch, vocab_size)
+    seeds = (request.sampling_params.sampling_seed for request in batch.reqs)
+    info.sampling_seed = torch.tensor([42 if seed is None else seed for seed in seeds], dtype=torch.int64)
+    return info
+
+
 _sample = Sampler.forward
 
 
@@ -163,6 +196,8 @@ if SUMMANDS:
     SiluAndMul.forward = _silu_and_mul
     LogitsProcessor._compute_lm_head = _lm_head
     Sampler.forward = _sample_and_score
+    SamplingBatchInfo.from_schedule_batch = classmethod(_with_seeds)
+    sampler.murmur_hash32 = murmur_hash
     log.info("operations whose bits do not depend on the batch, for a deterministic run")
 
     @register_attention_backend("torch_native")  # in place of batched_decode's

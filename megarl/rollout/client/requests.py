@@ -45,6 +45,7 @@ class Draft:
     versions: list[int] = field(default_factory=list)
     routes: Tensor | None = None  # of the prompt too, without the last token's
     reason: str = "abort"
+    seed: int | None = None  # of its samples, for servers in a deterministic mode
     empty_parts: int = 0  # in a row
 
     def add(self, part: CompletionPart, max_tokens: int) -> None:
@@ -82,8 +83,8 @@ class QueuedRequest:
     parts: asyncio.Future[list[CompletionPart]]
 
 
-def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[str, Any]:
-    """SGLang's `sampling_params` for a completion that already has `done` tokens."""
+def sampling_params(gconfig: GenerationHyperparameters, done: int = 0, seed: int | None = None) -> dict[str, Any]:
+    """SGLang's `sampling_params` for a completion that already has `done` tokens; `seed` only if there is one."""
     params: dict[str, Any] = {
         "max_new_tokens": gconfig.max_new_tokens - done,
         "min_new_tokens": max(gconfig.min_new_tokens - done, 0),
@@ -95,6 +96,8 @@ def sampling_params(gconfig: GenerationHyperparameters, done: int = 0) -> dict[s
         params["stop"] = list(gconfig.stop)
     if gconfig.stop_token_ids:
         params["stop_token_ids"] = list(gconfig.stop_token_ids)
+    if seed is not None:
+        params["sampling_seed"] = seed
     return params
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from megarl.knobs import UserError, class_of
 from megarl.observe.metrics import stats_tracker
+from megarl.rollout import sampling_seeds
 from megarl.rollout.api import GenerationError, InferenceEngine, RolloutWorkflow
 from megarl.rollout.bounded_staleness import RolloutStream, ShouldAccept, StreamLimits
 from megarl.rollout.client.connections import (
@@ -63,8 +64,10 @@ class RemoteSGLangEngine(InferenceEngine):
     `routing.Router` chooses. That saves both sides most of the HTTP and JSON work.
     """
 
-    def __init__(self, config: RolloutConfig):
+    def __init__(self, config: RolloutConfig, seed: int | None = None):
+        """With `seed`, each completion has a seed that follows from it and the episode, for deterministic servers."""
         self.config = config
+        self.seed = seed
         self.router = Router(config.max_per_server)
         self.adapter = ""  # name of the servers' adapter that samples; empty: the model without one
         self.routes: RouteShape | None = None  # of the model, if answers must have routes
@@ -274,10 +277,11 @@ class RemoteSGLangEngine(InferenceEngine):
         return await self._complete(req, req.gconfig.n_samples)
 
     async def _complete(self, req: ModelRequest, count: int) -> list[ModelResponse]:
-        drafts = [Draft() for _ in range(count)]
+        seeds = [None] * count if self.seed is None else sampling_seeds.stream.get().take(self.seed, count)
+        drafts = [Draft(seed=seed) for seed in seeds]
         unfinished = drafts
         while unfinished:
-            parts = await self._ask(req, [draft.tokens for draft in unfinished])
+            parts = await self._ask(req, unfinished)
             for draft, part in zip(unfinished, parts, strict=True):
                 draft.add(part, req.gconfig.max_new_tokens)
             unfinished = [draft for draft in unfinished if draft.reason == "abort"]
@@ -299,16 +303,16 @@ class RemoteSGLangEngine(InferenceEngine):
         await asyncio.gather(*(self._connections.check(address) for address in addresses))
         self.router.set(addresses)
 
-    async def _ask(self, req: ModelRequest, written: list[list[int]]) -> list[CompletionPart]:
-        """Queues completions that continue the prompt and the tokens already `written`.
+    async def _ask(self, req: ModelRequest, drafts: Sequence[Draft]) -> list[CompletionPart]:
+        """Queues completions that continue the prompt and the tokens already written.
 
         Completions of one prompt that are queued in one turn of the loop are sent together. That is a group when it
         starts, and the rest of it after a weight update aborted it.
         """
         loop = asyncio.get_running_loop()
         queued = QueuedRequest(
-            [req.input_ids + tokens for tokens in written],
-            [sampling_params(req.gconfig, len(tokens)) for tokens in written],
+            [req.input_ids + draft.tokens for draft in drafts],
+            [sampling_params(req.gconfig, len(draft.tokens), draft.seed) for draft in drafts],
             loop.create_future(),
         )
         key = tuple(req.input_ids)

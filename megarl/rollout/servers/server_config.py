@@ -16,7 +16,8 @@ from typing import Any
 
 from megarl.families.weight_formats import FORMATS, QUANTIZATIONS, ServedFormat
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, Range, UserError, check_ranges, knob, shown
-from megarl.rollout.servers import gpu_backends
+from megarl.parallel.determinism import Determinism
+from megarl.rollout.servers import batch_invariance, gpu_backends
 
 FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range: no outgoing connection takes one meanwhile
 # ServerArgs owned by a knob or by megarl, each with the way to change it.
@@ -270,16 +271,23 @@ class ServerPlatform:
     gpus: int = 0  # of this machine
 
 
-def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deterministic: int) -> ServerPlatform:
+def choose_platform(
+    config: SGLangServerConfig, sglang: Mapping[str, Any], deterministic: Determinism
+) -> ServerPlatform:
     """The platform of a run's servers, chosen once. `sglang` holds the user's own ServerArgs.
 
     Raises:
-        UserError: there is no GPU, and this megarl has no `megarl/cpu`.
+        UserError: there is no GPU, and this megarl has no `megarl/cpu`; or a deterministic run's mode does not take
+            the servers' arguments.
     """
     if uses_gpu(config):
         arguments, environment = gpu_backends.arguments(config.dtype), gpu_backends.environment(config.dtype)
         if config.colocate:
             arguments["enable_memory_saver"] = True
+        if deterministic.is_on:
+            batch_invariance.check(config, sglang)
+            arguments |= batch_invariance.ARGUMENTS
+            environment |= batch_invariance.ENVIRONMENT
         return ServerPlatform("cuda", "", arguments, lambda scratch: environment, gpu_count())
     if importlib.util.find_spec("megarl.cpu") is None:
         raise UserError("SGLang runs on CPU by the folder megarl/cpu, which is missing; restore it, or use a GPU")
@@ -288,6 +296,8 @@ def choose_platform(config: SGLangServerConfig, sglang: Mapping[str, Any], deter
     return ServerPlatform(
         "cpu",
         sglang_platform.PREPARE_MODULE,
-        sglang_platform.arguments(config.tp_size, deterministic > 0, given=sglang),
-        lambda scratch: sglang_platform.environment(scratch, config.tp_size, config.cpu_threads, deterministic),
+        sglang_platform.arguments(config.tp_size, deterministic.is_on, given=sglang),
+        lambda scratch: sglang_platform.environment(
+            scratch, config.tp_size, config.cpu_threads, deterministic.summands
+        ),
     )

@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from megarl.parallel.determinism import OFF, Determinism
 from megarl.processes import die_with_parent
 from megarl.rollout.servers import guarded_launch, served_adapters
 from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
@@ -243,7 +244,7 @@ class SGLangServers:
         log_dir: existing folder for logs and argument files.
         custom_weight_loader: import path of the function that receives weights inside a server.
         sglang: more of SGLang's ServerArgs, by field name.
-        deterministic: the run's `Config.summands`.
+        deterministic: the run's `Config.determinism`.
         api_key: key of all servers; a random one by default.
         first: number of the first server.
         first_gpu: first of the servers' GPUs, among those that this process sees; None gives each server all of them.
@@ -260,7 +261,7 @@ class SGLangServers:
         log_dir: str | Path,
         custom_weight_loader: str | None = None,
         sglang: Mapping[str, Any] | None = None,
-        deterministic: int = 0,
+        deterministic: Determinism = OFF,
         api_key: str = "",
         first: int = 0,
         first_gpu: int | None = None,

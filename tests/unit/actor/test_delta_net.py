@@ -16,6 +16,7 @@ from megarl.actor.model import delta_net
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import same_bits
 from tests.distributed.layout_worker import loss_fn, loss_weight_fn
 from tests.unit.actor.test_engine import config_of, gradients
 from tests.unit.actor.test_shared_prompts import shared_rollout
@@ -73,9 +74,7 @@ def test_ranks_that_do_not_divide_the_key_heads_are_refused(tp: int, cp: int, fo
 
 
 def test_deterministic_runs_are_refused(folder: Path) -> None:
-    checks = model_checks(
-        EngineConfig(path=str(folder)), ParallelConfig(), read_config(str(folder)), deterministic=True
-    )
+    checks = model_checks(EngineConfig(path=str(folder)), ParallelConfig(), read_config(str(folder)), same_bits(1))
     with pytest.raises(UserError, match="deterministic=true does not cover the gated delta nets of a 'qwen3_5_text'"):
         _ = [check() for check in checks]
 

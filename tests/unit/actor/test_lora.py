@@ -29,6 +29,7 @@ from megarl.actor.weights.peft_files import CONFIG, WEIGHTS
 from megarl.families import read_config
 from megarl.knobs import UserError, run_all
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import BY_LIBRARY, OFF
 from megarl.types import PackedBatch, cu_seqlens_of
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -238,8 +239,9 @@ def test_mistakes_are_refused_before_anything_starts(
     fields: dict[str, Any], parallel: dict[str, Any], deterministic: bool, message: str, base: Path
 ) -> None:
     config = EngineConfig(path=str(base), lora=dataclasses.replace(LORA, **fields))
+    form = BY_LIBRARY if deterministic else OFF
     with pytest.raises(UserError, match=message):
-        run_all(model_checks(config, ParallelConfig(**parallel), read_config(str(base)), deterministic))
+        run_all(model_checks(config, ParallelConfig(**parallel), read_config(str(base)), form))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.weights import hf_weights
 from megarl.algorithms import ALGORITHMS, algorithm_of
+from megarl.parallel.determinism import OFF, Determinism, same_bits
 from megarl.types import PackedBatch, cu_seqlens_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -50,7 +51,7 @@ def batch_of() -> PackedBatch:
     )
 
 
-def actor_of(folder: Path, algorithm: Any, deterministic: bool = False, **knobs: Any) -> MegatronPPOActor:
+def actor_of(folder: Path, algorithm: Any, deterministic: Determinism = OFF, **knobs: Any) -> MegatronPPOActor:
     config = EngineConfig(path=str(folder), optimizer=OptimizerConfig(lr=1e-3, clip_grad=1.0), **knobs)
     actor = MegatronPPOActor(config, algorithm, deterministic=deterministic)
     actor.initialize()
@@ -90,10 +91,10 @@ def test_an_update_without_them_is_the_update_with_those_that_it_finds(folder: P
     assert stats["grad_norm"] > 1e-3
 
 
-@pytest.mark.cpu_options("deterministic=true holds on CPU only")
+@pytest.mark.cpu_options("rollout and trainer compute the same bits on CPU only")
 def test_a_deterministic_update_finds_the_same_bits(folder: Path) -> None:
     batch = batch_of()
-    actor = actor_of(folder, algorithm_of(ALGORITHMS["grpo"][0]()), deterministic=True)
+    actor = actor_of(folder, algorithm_of(ALGORITHMS["grpo"][0]()), deterministic=same_bits(1))
     before = actor.compute_logp(batch)
     actor.ppo_update(batch)
     assert torch.equal(batch["prox_logp"], before)

@@ -14,6 +14,7 @@ from megarl.actor.config import EngineConfig, backend_of
 from megarl.knobs import UserError, run_all
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import same_bits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -214,7 +215,7 @@ def test_offloaded_activations_need_a_layer_more_and_transformer_engine() -> Non
             check_device(config, has_gpu, False, deterministic)
         one_line(error, "and this engine has those of 'torch'")
     with pytest.raises(UserError) as error:
-        run_all(knob_checks(config, ParallelConfig(), deterministic=True))
+        run_all(knob_checks(config, ParallelConfig(), same_bits(1)))
     one_line(error, "and this engine has those of 'deterministic'")
     check_device(config, True, True)
 
@@ -274,4 +275,4 @@ def test_shared_prompts_need_a_gpu_and_heads_that_flash_attention_takes(knobs: d
 def test_the_backend_follows_from_knob_machine_and_dtype(
     knobs: dict[str, Any], gpu: bool, te: bool, deterministic: bool, name: str
 ) -> None:
-    assert backend_of(EngineConfig(**knobs), has_gpu=gpu, has_te=te, deterministic=deterministic) == name
+    assert backend_of(EngineConfig(**knobs), has_gpu=gpu, has_te=te, same_bits=deterministic) == name
