@@ -83,7 +83,9 @@ def resolved(config: Config, model: Path) -> Any:
     """The arguments of a run's first server, as SGLang reads megarl's file and resolves it."""
     server_args = importlib.import_module("sglang.srt.server_args")
     with tempfile.TemporaryDirectory() as folder:
-        server = SGLangServers(config.server, model, folder, sglang=config.sglang).servers[0]
+        server = SGLangServers(
+            config.server, model, folder, sglang=config.sglang, deterministic=config.determinism
+        ).servers[0]
         options, file = server_arg_options(), Path(folder) / "arguments.yaml"
         file.write_text(json.dumps({options[name]: value for name, value in server.args.items()}))
         arguments = server_args.prepare_server_args(["--config", str(file), "--log-level", "error"])

@@ -15,7 +15,7 @@ from megarl.algorithms import OPDConfig
 from megarl.config import Config, longest_sequence, server_arguments, server_ep_size
 from megarl.families import CONTAINERS, FAMILIES, decoder, quantisation, without_mtp
 from megarl.families.adapters import SERVED
-from megarl.families.blocks import Attention
+from megarl.families.blocks import Attention, LatentAttention
 from megarl.families.weight_formats import ServedFormat
 from megarl.knobs import UserError, shown
 from megarl.parallel import platform
@@ -23,6 +23,7 @@ from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.quantised import quantised_sources
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
 from megarl.reshard.plan.sglang_layout import NEURONS, Geometry, padded_for_cpu
+from megarl.rollout.servers import batch_invariance
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_options
 from megarl.rollout.servers.server_config import quantisation_arguments
 
@@ -275,8 +276,11 @@ def _check_quantization_aware(config: Config) -> None:
 
 
 def _check_deterministic(config: Config, model: PretrainedConfig) -> None:
-    """Refuses models that the summands of a run with same bits do not divide, and biases added before the sum."""
+    """Refuses models that the run's summands do not divide, biases added before the sum, and kernels by the batch."""
     summands, tp = config.determinism.summands, config.server.tp_size
+    latent = any(isinstance(block, LatentAttention) for block in decoder(model).attentions)
+    if config.determinism.by_library and latent:
+        batch_invariance.check_latent(config.sglang)
     if summands > 1:
         padded = padded_for_cpu(model, summands)
         for name in ("num_attention_heads", "num_key_value_heads", *NEURONS):

@@ -71,6 +71,7 @@ def plan(machine: Machine, model: str = "") -> list[Step]:
         *_kernel_benchmarks(machine),
         *_transports(machine),
         *_runs(machine, model),
+        _deterministic(machine, model),
         _update(machine),
         *_sanitizer(machine),
     ]
@@ -208,6 +209,19 @@ def _runs(machine: Machine, model: str) -> list[Step]:
         )
         for layout, reason in layouts.items()
     ]
+
+
+def _deterministic(machine: Machine, model: str) -> Step:
+    """Two runs of a few steps that must have the same bits."""
+    layout = "colocated" if machine.gpus == 1 else "apart"
+    chosen = ("--model", model) if model else ()
+    return Step(
+        "grpo deterministic",
+        "two runs of 10 steps with deterministic=true have the same bits; their servers' distance from the trainer",
+        script("acceptance/deterministic_run.py", "--gpus", str(machine.gpus), "--layout", layout, *chosen),
+        310,
+        JSON_LINES,
+    )
 
 
 def _update(machine: Machine) -> Step:

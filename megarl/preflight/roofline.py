@@ -12,7 +12,8 @@
 FLOPs are counted as the trainer counts them to balance its ranks (`actor/batch/balance.py`): 2 a weight and token,
 active experts only, and attention over half of all pairs. Backward is twice forward (Kaplan et al. 2020). A decode step
 of b sequences reads the weights once and every sequence's cache. For a MoE it reads the experts that b tokens are
-expected to visit, E (1 - (1 - k/E)^b) of E.
+expected to visit, E (1 - (1 - k/E)^b) of E. A weight has the bytes of `server.quantization`; products are timed at the
+peak of 16 bits.
 
 Peaks and utilisations are knobs of `cluster`. Nothing here was measured on a GPU.
 """
@@ -155,11 +156,12 @@ def decode_speed(config: Config, model: PretrainedConfig) -> DecodeSpeed:
     """Speed of one server, by its layout and `cluster`."""
     server, cluster, cost, shape = config.server, config.cluster, SequenceCost.of(model), decoder(model)
     dtype = server_dtype(config, model)
-    weights, experts = float(server_memory(model, server.tp_size, dtype, 0).weights), 0.0
+    weights, experts = float(server_memory(model, server.tp_size, dtype, 0, server.format).weights), 0.0
     moe = shape.experts
     if moe is not None:
         count = sum(shape.sparse) * moe.count * 3 * shape.hidden * moe.width
-        experts = count * ITEM_BYTES[dtype] / server.tp_size
+        each = ITEM_BYTES[dtype] if server.format is None else server.format.weight_bytes
+        experts = count * each / server.tp_size
     memory = cluster.gpu_memory_gb_s * 1e9 * cluster.decode_utilisation
     compute = server.tp_size * cluster.gpu_tflops * 1e12 * cluster.train_utilisation
     reduces = 2 * model.num_hidden_layers if server.tp_size > 1 else 0

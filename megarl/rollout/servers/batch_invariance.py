@@ -43,6 +43,23 @@ TAKES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+LATENT = ("triton", "fa3", "fa4")  # for latent attention, with the prefix cache
+
+
+def check_latent(sglang: Mapping[str, Any]) -> None:
+    """Refuses latent attention on a backend that SGLang would choose: on Blackwell, one without the mode.
+
+    Raises:
+        UserError: naming the argument and the backends that serve.
+    """
+    backend = sglang.get("attention_backend")
+    if backend not in LATENT:
+        raise UserError(
+            f"sglang.attention_backend={backend or 'auto'} does not go with deterministic=true and latent attention; "
+            f"set it to one of {', '.join(LATENT)} (fa4 on Blackwell only)"
+        )
+
+
 def check(config: SGLangServerConfig, sglang: Mapping[str, Any]) -> None:
     """Refuses servers that the mode does not cover.
 

@@ -51,6 +51,22 @@ def test_an_update_takes_the_time_of_its_flops_on_the_slowest_stage() -> None:
     assert seconds(step(BIG), "update") == pytest.approx(by_hand, rel=0.01)
 
 
+@pytest.mark.parametrize("name", [BIG, "grpo_moe_235b"])
+def test_quantised_servers_read_fewer_bytes_for_the_weights(name: str) -> None:
+    """Linear layers and experts have a byte a weight and a float32 a block; head and embeddings stay in 16 bits."""
+    plain = cli.composed([f"+experiment={name}"])
+    model = read_config(str(report.folder_of(plain.actor.path)))
+    quantised = replace(plain, server=replace(plain.server, quantization="fp8"))
+    before, after = decode_speed(plain, model), decode_speed(quantised, model)
+    per_rank = plain.cluster.gpu_memory_gb_s * 1e9 * plain.cluster.decode_utilisation * plain.server.tp_size
+    whole = 2 * 2 * model.vocab_size * model.hidden_size / per_rank
+    linear = (before.weights_s - whole) * (1 + 4 / 128**2) / 2
+    assert after.weights_s == pytest.approx(linear + whole, rel=0.01)
+    assert after.experts_s == pytest.approx(before.experts_s * (1 + 4 / 128**2) / 2)
+    assert after.step(8, 4096) < before.step(8, 4096)
+    assert replace(after, weights_s=before.weights_s, experts_s=before.experts_s) == before
+
+
 def test_a_decode_step_reads_the_weights_and_every_cache_once() -> None:
     found = step(BIG, "rollout.max_connections=4")  # one completion a server
     weights, cache = 70.6e9 * 2 / 8, (256 + 1024) * 2 * 80 * 128 * 2
