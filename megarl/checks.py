@@ -175,7 +175,7 @@ def _check_deterministic(config: Config) -> None:
             f"devices like the trainer's, which {trainer}; set it to auto, or deterministic=false"
         )
     if on_gpu:
-        batch_invariance.check(config.server, config.sglang)
+        batch_invariance.check(config.server.dtype, config.server.kv_cache_dtype, config.sglang)
         return
     for name, only in (("dtype", "float32"), ("kv_cache_dtype", "auto"), ("cpu_threads", 1)):
         if (value := getattr(config.server, name)) != only:

@@ -36,8 +36,8 @@ class Determinism:
 
 OFF = Determinism()
 BY_LIBRARY = Determinism("by_library")
-# Variables of a trainer rank, each with the values that repeat bits; the first is set where there is none. They are
-# those of Megatron's own `--deterministic-mode`. NCCL adds in the order of its ring; its trees may differ between runs.
+# Variables of a trainer rank, each with the values that repeat bits; the first is set where there is none. Megatron's
+# own `--deterministic-mode` has the same. NCCL adds in the order of its ring; its trees may differ between runs.
 VARIABLES = {
     "NCCL_ALGO": ("Ring", "CollnetDirect", "CollnetChain", "^NVLS"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),

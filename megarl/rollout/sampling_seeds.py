@@ -25,6 +25,6 @@ class SeedStream:
         return [int.from_bytes(digest, "big") >> 1 for digest in digests]
 
 
-# Stream of the episode that runs in this context. Requests outside of episodes, as those of an HTTP endpoint, share
-# one: their seeds differ, in the order of their arrival.
+# Stream of the episode that runs in this context. Requests outside of episodes, such as an HTTP endpoint's, share one:
+# their seeds differ, in the order of their arrival.
 stream: ContextVar[SeedStream] = ContextVar("stream", default=SeedStream())  # noqa: B039 (see above)

@@ -9,12 +9,9 @@ all the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.knobs import UserError
-
-if TYPE_CHECKING:
-    from megarl.rollout.servers.server_config import SGLangServerConfig
 
 ARGUMENTS: dict[str, Any] = {"enable_deterministic_inference": True}
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for products that the mode leaves to cuBLAS
@@ -60,20 +57,20 @@ def check_latent(sglang: Mapping[str, Any]) -> None:
         )
 
 
-def check(config: SGLangServerConfig, sglang: Mapping[str, Any]) -> None:
+def check(dtype: str, kv_cache_dtype: str, sglang: Mapping[str, Any]) -> None:
     """Refuses servers that the mode does not cover.
 
     Raises:
         UserError: naming the knob or the argument, and the values that serve.
     """
-    if config.dtype not in DTYPES:
+    if dtype not in DTYPES:
         raise UserError(
-            f"server.dtype={config.dtype} must be {' or '.join(DTYPES)} with deterministic=true on GPUs, where "
+            f"server.dtype={dtype} must be {' or '.join(DTYPES)} with deterministic=true on GPUs, where "
             "SGLang's batch-invariant attention takes 16 bits; change one of them"
         )
-    if config.kv_cache_dtype != "auto":
+    if kv_cache_dtype != "auto":
         raise UserError(
-            f"server.kv_cache_dtype={config.kv_cache_dtype} must be auto with deterministic=true; change one of them"
+            f"server.kv_cache_dtype={kv_cache_dtype} must be auto with deterministic=true; change one of them"
         )
     for name, (values, reason) in TAKES.items():
         if name in sglang and sglang[name] not in values:

@@ -285,7 +285,7 @@ def choose_platform(
         if config.colocate:
             arguments["enable_memory_saver"] = True
         if deterministic.is_on:
-            batch_invariance.check(config, sglang)
+            batch_invariance.check(config.dtype, config.kv_cache_dtype, sglang)
             arguments |= batch_invariance.ARGUMENTS
             environment |= batch_invariance.ENVIRONMENT
         return ServerPlatform("cuda", "", arguments, lambda scratch: environment, gpu_count())

@@ -61,7 +61,9 @@ def test_quantised_servers_read_fewer_bytes_for_the_weights(name: str) -> None:
     per_rank = plain.cluster.gpu_memory_gb_s * 1e9 * plain.cluster.decode_utilisation * plain.server.tp_size
     whole = 2 * 2 * model.vocab_size * model.hidden_size / per_rank
     linear = (before.weights_s - whole) * (1 + 4 / 128**2) / 2
-    assert after.weights_s == pytest.approx(linear + whole, rel=0.01)
+    assert before.weights_s / 2 < after.weights_s < before.weights_s
+    if name == BIG:  # others have routers, which stay as they are
+        assert after.weights_s == pytest.approx(linear + whole, rel=0.01)
     assert after.experts_s == pytest.approx(before.experts_s * (1 + 4 / 128**2) / 2)
     assert after.step(8, 4096) < before.step(8, 4096)
     assert replace(after, weights_s=before.weights_s, experts_s=before.experts_s) == before
