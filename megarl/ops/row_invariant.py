@@ -128,3 +128,23 @@ def logprobs(
     return vocab_parallel_logprobs(
         logits, labels, vocab_valid=vocab_size, temperature=temperature.float(), with_entropy=with_entropy
     )
+
+
+def murmur_hash(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (32 bits) of each seed, position and column, as SGLang's kernel for GPUs computes it.
+
+    Returns `[seeds, columns]`, int64.
+    """
+    mask = 0xFFFFFFFF
+    seed = seed.view(torch.int64)
+    state = torch.zeros(len(seed), 1, dtype=torch.int64)
+    for word in ((seed & mask)[:, None], ((seed >> 32) & mask)[:, None], positions[:, None], columns[None]):
+        mixed = word.long() * 0xCC9E2D51 & mask
+        mixed = (mixed << 15 | mixed >> 17) & mask
+        state = state ^ (mixed * 0x1B873593 & mask)
+        state = (state << 13 | state >> 19) & mask
+        state = state * 5 + 0xE6546B64 & mask
+    state = state ^ 16  # bytes hashed
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ state >> shift) * factor & mask
+    return state ^ state >> 16

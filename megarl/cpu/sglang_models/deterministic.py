@@ -24,7 +24,16 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from megarl.cpu.sglang_platform import DETERMINISTIC
-from megarl.ops.row_invariant import attention, linear, linear_of_summands, logprobs, route, silu, sum_over_ranks
+from megarl.ops.row_invariant import (
+    attention,
+    linear,
+    linear_of_summands,
+    logprobs,
+    murmur_hash,
+    route,
+    silu,
+    sum_over_ranks,
+)
 
 log = logging.getLogger(__name__)
 SUMMANDS = int(os.environ.get(DETERMINISTIC) or 0)
@@ -137,26 +146,6 @@ def _silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _lm_head(self: Any, hidden_states: torch.Tensor, lm_head: Any, *_: Any, **__: Any) -> torch.Tensor:
     return linear(hidden_states, lm_head.weight)
-
-
-def murmur_hash(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (32 bits) of each seed, position and column, as SGLang's kernel for GPUs computes it.
-
-    Returns `[seeds, columns]`, int64.
-    """
-    mask = 0xFFFFFFFF
-    seed = seed.view(torch.int64)
-    state = torch.zeros(len(seed), 1, dtype=torch.int64)
-    for word in ((seed & mask)[:, None], ((seed >> 32) & mask)[:, None], positions[:, None], columns[None]):
-        mixed = word.long() * 0xCC9E2D51 & mask
-        mixed = (mixed << 15 | mixed >> 17) & mask
-        state = state ^ (mixed * 0x1B873593 & mask)
-        state = (state << 13 | state >> 19) & mask
-        state = state * 5 + 0xE6546B64 & mask
-    state = state ^ 16  # bytes hashed
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        state = (state ^ state >> shift) * factor & mask
-    return state ^ state >> 16
 
 
 _build_sampling = SamplingBatchInfo.from_schedule_batch.__func__
