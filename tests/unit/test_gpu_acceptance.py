@@ -278,8 +278,8 @@ def test_deterministic_runs_are_compared_in_every_bit_but_times() -> None:
     row = {"train/loss": 0.1, "time_s/update": 1.0, "time": 2.0, "rollout/tokens_per_s": 3.0, "rollout/truncated": 0.0}
     clock = {"time_s/update": 2.0, "time": 3.0, "rollout/tokens_per_s": 4.0, "rollout/truncated": 0.1}
     assert deterministic_run.different([row, row], [row, {**row, **clock}]) == []
-    assert deterministic_run.different([row, row], [row, {**row, "train/loss": 0.1 + 2e-17}]) == []
-    assert deterministic_run.different([row, row], [row, {**row, "train/loss": 0.1 + 2e-16}]) == ["step 2: train/loss"]
+    assert deterministic_run.different([row, row], [row, {**row, "train/loss": 0.1 + 1e-18}]) == []
+    assert deterministic_run.different([row, row], [row, {**row, "train/loss": 0.1 + 2e-17}]) == ["step 2: train/loss"]
     assert deterministic_run.different([row], [{**row, "train/kl": 0.0}]) == ["step 1: train/kl"]
     assert deterministic_run.different([row, row], [row]) == ["2 steps, then 1"]
 
