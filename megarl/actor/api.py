@@ -129,7 +129,8 @@ class TrainEngine(ABC):
           belongs to the same predicted token. Both are 0 outside the batch's `loss_mask`, if it has one. This needs far
           less memory than logits.
         - `values`: `loss_fn(values, data)`, see `critic.py`.
-        - a `LossSource`: as `logprobs`, with keys that it adds to `data` (see `distillation.py`).
+        - a `LossSource`: as `logprobs`, with keys that it adds to `data` (see `distillation.py`), or for a loss whose
+          gradients are known token by token (see `token_loss.py`).
 
         Metrics are averaged with the microbatches' weights. Metrics whose names end in `_max` take the maximum.
 

@@ -103,6 +103,7 @@ class MegatronEngine(TrainEngine):
         self.optimizer: Any = None
         self.scheduler: Any = None
         self._cut = Cut()
+        self._kept = heads.KeptLogits(config.kept_logits_mb, self.parallel.tp_size)
         self._state: EngineState | None = None
         self._mtp: MtpTraining | None = None
         self._replay: RoutingReplay | None = None  # of a policy whose routers replay
@@ -141,7 +142,7 @@ class MegatronEngine(TrainEngine):
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
         if trains_mtp(self.hf_config):
-            self._mtp = MtpTraining(self.config, self.hf_config, self.groups, self.backend, self.modules)
+            self._mtp = MtpTraining(self.config, self.hf_config, self.groups, self.backend, self.modules, self._kept)
         check_split_marks(self.modules, self._weights.table, self.groups)
         with megatron_patches.scope():
             self.ddps = self._weights.ddps = data_parallel.wrap(self.modules, self.groups)
@@ -209,11 +210,8 @@ class MegatronEngine(TrainEngine):
         if weigh is not None and not (total > 0 and math.isfinite(total)):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         targets = self._mtp.targets(batch, rows, weights) if weigh is not None and self._mtp is not None else []
-        dp_rank = groups.dp_rank
-        return [
-            self._microbatch(batch, part, weight / total, targets)
-            for part, weight in zip(rows[dp_rank], weights[dp_rank], strict=True)
-        ]
+        own = zip(rows[groups.dp_rank], weights[groups.dp_rank], strict=True)
+        return [self._microbatch(batch, part, weight / total, targets) for part, weight in own]
 
     def _microbatch(
         self, batch: PackedBatch, indices: list[int], weight: float, targets: Sequence[int] = ()
@@ -223,6 +221,7 @@ class MegatronEngine(TrainEngine):
 
     def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Runs the pipeline schedule. The last stage calls `process(output, microbatch)` for each microbatch."""
+        self._kept.begin()
         stages = self.ddps[: self.groups.vpp_size]
         passing = None if self._replay is None else self._replay.begin(trains=not forward_only)
         with timeline.span("forward" if forward_only else "forward and backward"):
@@ -246,10 +245,10 @@ class MegatronEngine(TrainEngine):
         return mb.gather(heads.values(self._hidden(output, mb), self.stages[-1]), self.groups.cp)
 
     def _logprobs(
-        self, output: Tensor, mb: Microbatch, labels: Labels, with_entropy: bool = True
+        self, output: Tensor, mb: Microbatch, labels: Labels, with_entropy: bool = True, told: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self._hidden(output, mb)
-        local = self.backend.logprobs(
+        logprobs, entropy = self.backend.logprobs(
             hidden,
             labels,
             heads.weight_of(self.stages[-1]),
@@ -257,12 +256,12 @@ class MegatronEngine(TrainEngine):
             self.hf_config.vocab_size,
             self.config.temperature,
             with_entropy,
-            heads.kept_logits_bytes(self.config.kept_logits_mb, hidden.device, self.groups),
+            self._kept,
             torch.float32 if self.config.float32_head else hidden.dtype,
+            told,
         )
-        logprobs, entropy = (mb.gather(x, self.groups.cp) if x is not None else None for x in local)
-        assert logprobs is not None
-        return logprobs, entropy
+        cp = self.groups.cp
+        return mb.gather(logprobs, cp), mb.gather(entropy, cp) if entropy is not None else None
 
     # -- training --------------------------------------------------------------------------------------------
 

@@ -37,9 +37,10 @@ class MtpTraining:
         groups: Groups,
         backend: LayerBackend,
         modules: Sequence[Any],
+        kept: heads.KeptLogits,
     ) -> None:
         """Takes this rank's modules: the model's stages, then `MtpLayers` on ranks with the last stage."""
-        self.config, self.groups, self.backend = config, groups, backend
+        self.config, self.groups, self.backend, self._kept = config, groups, backend, kept
         self.depths, self.vocab = len(decoder(model).mtp), model.vocab_size
         self._first, self._last = modules[0], modules[groups.vpp_size - 1]
         self._layers: MtpLayers | None = modules[groups.vpp_size] if groups.is_last_stage else None
@@ -94,7 +95,7 @@ class MtpTraining:
             self.vocab,
             1.0,  # a draft is compared with the policy's own distribution
             False,
-            heads.kept_logits_bytes(self.config.kept_logits_mb, hidden.device, self.groups),
+            self._kept,
             torch.float32 if self.config.float32_head else hidden.dtype,
         )
         return -mb.gather(logprobs, self.groups.cp).sum() / max(depth.targets, 1)

@@ -18,6 +18,7 @@ from megarl.actor.batch.microbatch import Microbatch
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model.routing import RoutingReplay
+from megarl.actor.token_loss import TokenLoss
 from megarl.families import decoder
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.determinism import OFF, Determinism
@@ -39,6 +40,9 @@ class PolicyAlgorithm(Protocol):
 
     def loss_weight(self, data: PackedBatch) -> Tensor:
         """Weight of the microbatch's mean loss."""
+
+    def by_token(self, given_prox_logp: bool) -> bool:
+        """True if the loss's gradient at a token depends on no other token's log-prob or entropy."""
 
 
 class MegatronPPOActor(MegatronEngine):
@@ -127,7 +131,8 @@ class MegatronPPOActor(MegatronEngine):
         algorithm = self.algorithm
         count, weight = algorithm.n_minibatches, algorithm.loss_weight
         if "prox_logp" in batch:
-            return update_in_minibatches(self, batch, count, algorithm.loss, weight, self.loss_input)
+            source = self._loss_input(algorithm.loss, given_prox_logp=True)
+            return update_in_minibatches(self, batch, count, algorithm.loss, weight, source)
         if count > 1:
             raise ValueError(
                 f"the batch has no prox_logp, and algorithm.n_minibatches={count} steps change the policy in between; "
@@ -135,18 +140,29 @@ class MegatronPPOActor(MegatronEngine):
             )
         current_logprobs = torch.zeros(batch.total_tokens, device=self.device)
 
-        def loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def own_loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
             data.set_tokens("prox_logp", logprobs.detach())
-            # 0 at positions without a trained token, including sequence ends, whose token index is 0.
-            current_logprobs.index_add_(0, data["token"], data["prox_logp"])
             return algorithm.loss(logprobs, entropy, data)
 
+        def loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            result = own_loss(logprobs, entropy, data)
+            # 0 at positions without a trained token, including sequence ends, whose token index is 0.
+            current_logprobs.index_add_(0, data["token"], data["prox_logp"])
+            return result
+
         tokens = {**batch.tokens, "token": torch.arange(batch.total_tokens)}
+        source = self._loss_input(own_loss, given_prox_logp=False)
         stats = update_in_minibatches(
-            self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, self.loss_input
+            self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, source
         )
         batch.set_tokens("prox_logp", rank_batches.rows_on_all_ranks(current_logprobs, self.groups))
         return stats
+
+    def _loss_input(self, loss: LossFn, given_prox_logp: bool) -> LossInput:
+        """Chooses how the head computes log-probs for a loss that changes nothing but its microbatch."""
+        if self.loss_input == "logprobs" and self.algorithm.by_token(given_prox_logp):
+            return TokenLoss(self, loss)
+        return self.loss_input
 
 
 def update_in_minibatches(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.token_loss import TokenLoss
 from megarl.knobs import UserError
 from megarl.types import PackedBatch
 
@@ -55,7 +56,7 @@ class MegatronLMEngine(MegatronEngine):
         """
         _check_keys("train_lm", data)
         self.train()
-        return self.train_batch(data, lm_loss, trained_tokens, loss_input="logprobs")
+        return self.train_batch(data, lm_loss, trained_tokens, loss_input=TokenLoss(self, lm_loss))
 
     def evaluate_lm(self, data: Any) -> dict[str, float]:
         """Computes the loss of `train_lm` without a step."""

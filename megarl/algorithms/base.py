@@ -166,6 +166,14 @@ class Algorithm(ABC):
     def loss_weight(self, data: PackedBatch) -> Tensor:
         """Returns the weight of a microbatch's mean in the global batch."""
 
+    def by_token(self, given_prox_logp: bool) -> bool:
+        """True if the loss's gradient at a token depends on no other token's log-prob or entropy.
+
+        The LM head then computes logits once where it does not keep them, and `loss` is called once more for each of
+        its chunks. Without `given_prox_logp`, the update's own log-probs are the proximal ones.
+        """
+        return False
+
     def should_accept(self, group: PackedBatch) -> bool:
         """True if the completions of a prompt are worth training on; otherwise another prompt is sampled."""
         return True

@@ -105,6 +105,13 @@ class PolicyGradient(Algorithm):
             return data["loss_mask"].sum()
         return shares(data).sum()
 
+    def by_token(self, given_prox_logp: bool) -> bool:
+        rejects, level = self.sequence_correction.rejects, self.sequence_correction.level
+        if self.settings.ratio == "token":
+            return given_prox_logp or not (rejects or level != "token")
+        # A sequence's ratio to its own log-probs is 1, whatever they are.
+        return not (given_prox_logp or rejects or self.settings.correction != "none")
+
     def groups(self, batch: PackedBatch) -> Tensor:
         """Returns group ids of the samples, int64 `[num_samples]`.
 

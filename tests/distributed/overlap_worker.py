@@ -1,12 +1,13 @@
 """Worker of every rank: steps with and without `parallel.overlap`, and the order of what overlaps.
 
 Arguments: the work folder, and the cases as JSON {"name": case}. A case has `model`, `layout`, `fields` of the engine,
-`reads` (what the loss takes) and the batch's `sequences`.
+`reads` (what the loss takes; `token loss` is `TokenLoss`) and the batch's `sequences`.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from megarl.actor import data_parallel
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.token_loss import TokenLoss
+from megarl.ops import linear_logprob
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
@@ -91,11 +94,12 @@ def outputs(engine: MegatronEngine, case: dict[str, Any], batch: PackedBatch) ->
 
 def trained(engine: MegatronEngine, case: dict[str, Any], batch: PackedBatch, events: Events) -> dict[str, Any]:
     """Statistics, outputs and weights of some steps, read in between or not, and the events of each."""
-    losses: dict[str, Any] = {"values": value_loss, "logits": logits_loss_fn, "logprobs": loss_fn}
+    losses: dict[str, Any] = {"values": value_loss, "logits": logits_loss_fn, "logprobs": loss_fn, "token loss": loss_fn}
     stats, logs, tensors = [], [], {}
     for step in range(STEPS):
         engine.train()
-        stats.append(engine.train_batch(batch, losses[case["reads"]], loss_weight_fn, loss_input=case["reads"]))
+        reads: Any = TokenLoss(engine, loss_fn) if case["reads"] == "token loss" else case["reads"]
+        stats.append(engine.train_batch(batch, losses[case["reads"]], loss_weight_fn, loss_input=reads))
         logs.append({"step": events.taken()})
         if step == 0:
             tensors["outputs"] = outputs(engine, case, batch)
@@ -104,6 +108,14 @@ def trained(engine: MegatronEngine, case: dict[str, Any], batch: PackedBatch, ev
             tensors |= {f"{step}.{name}": tensor.clone() for name, tensor in engine.named_weights()}
             logs[-1]["read"] = events.taken()
     return {"stats": stats, "logs": logs, "tensors": tensors, "buckets": list(events.names.values())}
+
+
+def digest_of(tensors: dict[str, Tensor]) -> str:
+    """Hash of the tensors' bits."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def measure(work: Path, name: str, case: dict[str, Any]) -> None:
@@ -129,6 +141,7 @@ def measure(work: Path, name: str, case: dict[str, Any]) -> None:
         "stats": [plain["stats"], overlapped["stats"]],
         "logs": [plain["logs"], overlapped["logs"]],
         "buckets": overlapped["buckets"],
+        "digest": digest_of(plain["tensors"]),
         "weights": [mb.weight for mb in engine._microbatches(batch, loss_weight_fn)],
     }
     (work / f"{name}.rank{engine.groups.rank}.json").write_text(json.dumps(facts))
@@ -137,6 +150,7 @@ def measure(work: Path, name: str, case: dict[str, Any]) -> None:
 
 def main(work: Path, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
+    linear_logprob.cpu_chunk_rows = lambda total: 9  # several chunks
     for name, case in cases.items():
         measure(work, name, case)
     groups.destroy()

@@ -26,9 +26,11 @@ MODELS: dict[str, dict[str, Any]] = {
 CHUNKED = {"kept_logits_mb": 0}  # the head adds its gradient to the main gradient itself
 EMPTY = {**CHUNKED, "max_tokens_per_mb": 36}  # rank 0 has a sequence of 33 tokens, rank 1 has 20 and 17
 VALUES: dict[str, Any] = {"model": "untied", "reads": "values"}
+ONCE: dict[str, Any] = {"fields": CHUNKED, "reads": "token loss"}  # the head adds it in the forward pass
 CASES: dict[int, dict[str, dict[str, Any]]] = {  # by ranks
     1: {"one rank": {"model": "untied", "layout": {}, "fields": CHUNKED}},
-    2: rows.only("dp2 chunked,dp2 kept,dp2 tied,dp2 empty,dp2 empty values,cp2,tp2 sp,pp2 vpp2,moe ep2", {
+    2: rows.only("dp2 chunked,dp2 kept,dp2 tied,dp2 empty,dp2 empty values,cp2,cp2 once,tp2 sp,tp2 sp once,pp2 vpp2,"
+                 "pp2 vpp2 once,moe ep2", {
         "dp2 chunked": {"model": "untied", "layout": {"dp_size": 2}, "fields": CHUNKED},
         "dp2 kept": {"model": "untied", "layout": {"dp_size": 2}},
         "dp2 tied": {"model": "tied", "layout": {"dp_size": 2}, "fields": CHUNKED},
@@ -40,6 +42,18 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # by ranks
         "dp2 recompute": {"model": "untied", "layout": {"dp_size": 2}, "fields": {**CHUNKED, "recompute": "full"}},
         "cp2": {"model": "untied", "layout": {"cp_size": 2}, "fields": CHUNKED},
         "tp2 sp": {"model": "tied", "layout": SP, "fields": CHUNKED},
+        "dp2 chunked once": {"model": "untied", "layout": {"dp_size": 2}, **ONCE},
+        "dp2 tied once": {"model": "tied", "layout": {"dp_size": 2}, **ONCE},
+        "dp2 empty once": {"model": "untied", "layout": {"dp_size": 2}, **ONCE, "fields": EMPTY, "sequences": [1, 3, 4]},
+        "cp2 once": {"model": "untied", "layout": {"cp_size": 2}, **ONCE},
+        "tp2 sp once": {"model": "tied", "layout": SP, **ONCE},
+        "pp2 once": {"model": "untied", "layout": {"pp_size": 2}, **ONCE},
+        "pp2 vpp2 once": {
+            "model": "tied",
+            "layout": {"pp_size": 2, "vpp_size": 2},
+            **ONCE,
+            "sequences": [0, 1, 2, 3, 4, 5],
+        },
         "pp2": {"model": "untied", "layout": {"pp_size": 2}, "fields": CHUNKED},
         "pp2 tied": {"model": "tied", "layout": {"pp_size": 2}, "fields": CHUNKED},
         "pp2 values": {**VALUES, "model": "tied", "layout": {"pp_size": 2}},
@@ -106,6 +120,14 @@ def test_each_bucket_is_reduced_once_a_step_within_the_last_backward_pass(name: 
                 assert any(b < i < e for b, e in zip(begins, ends, strict=True)), event
                 readied = [j for j, other in enumerate(events) if other == ("register_grad_ready", event[1])]
                 assert max(readied) < i, f"{event[1]} was reduced before its last gradient"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in NAMES if name.endswith(" once")])
+def test_logits_that_are_computed_once_give_the_bits_of_those_computed_twice(name: str, work: Path) -> None:
+    for rank in range(2):
+        once, twice = (facts_of(work, case, rank) for case in (name, name.removesuffix(" once")))
+        assert once["stats"][0] == twice["stats"][0]
+        assert once["digest"] == twice["digest"]
 
 
 @pytest.mark.parametrize("name", ["one rank", "dp2 chunked", "dp2 kept", "dp2 tied", "cp2"])

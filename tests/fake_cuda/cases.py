@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,21 @@ def on_device(engine: MegatronEngine) -> None:
         assert {p.device.type for p in group["params"]} <= {"cuda"}
 
 
+def asking(counts: Counter[str], name: str, call: Callable[[], Any]) -> Any:
+    """The result of `call`, which counts under `name` how often CUDA is asked for its free memory."""
+    plain = torch.cuda.mem_get_info
+
+    def counted(*arguments: Any) -> tuple[int, int]:
+        counts[name] += 1
+        return plain(*arguments)
+
+    torch.cuda.mem_get_info = counted
+    try:
+        return call()
+    finally:
+        torch.cuda.mem_get_info = plain
+
+
 def sft(path: str, layout: ParallelConfig | None = None, **fields: Any) -> dict[str, Any]:
     """The second of two supervised steps, log-probs after it, and the losses of both."""
     engine = MegatronLMEngine(config(path, **fields), layout)
@@ -42,8 +59,10 @@ def sft(path: str, layout: ParallelConfig | None = None, **fields: Any) -> dict[
     on_device(engine)
     data = without(batch(), *([] if fields.get("shared_prefix") else ["group_ids"]), "pair_ids")
     first = engine.train_lm(data)
-    second, waits = WATCH.counted(lambda: engine.train_lm(data))
-    logprobs, reading = WATCH.counted(lambda: engine.logprobs(data, trained_only=True))
+    asked = Counter[str]()
+    second, waits = WATCH.counted(lambda: asking(asked, "update", lambda: engine.train_lm(data)))
+    scored = lambda: engine.logprobs(data, trained_only=True)  # noqa: E731
+    logprobs, reading = WATCH.counted(lambda: asking(asked, "log-probs", scored))
     _, evaluation = WATCH.counted(lambda: engine.evaluate_lm(data))
     assert logprobs.device.type == "cpu"
     return {
@@ -53,6 +72,7 @@ def sft(path: str, layout: ParallelConfig | None = None, **fields: Any) -> dict[
         "waits": waits,
         "logprob_waits": reading,
         "evaluation_waits": evaluation,
+        "memory_questions": dict(asked),
     }
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megarl.ops.known_gradients import logprobs_of_token_loss
 from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
 
 TOKENS, VOCAB, HIDDEN = 16384, 151936, 4096
@@ -60,6 +61,14 @@ def _token_loss(x: Tensor, w: Tensor, labels: Tensor, **keys: Any) -> Tensor:
     return linear_token_loss(x, w, labels, lambda logprobs, *_: logprobs, vocab_valid=w.shape[0], **keys)[0]
 
 
+def _told(x: Tensor, w: Tensor, labels: Tensor, **keys: Any) -> Tensor:
+    def gradients(logprobs: Tensor, entropy: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(logprobs), torch.zeros_like(entropy)
+
+    keys |= {"rows": torch.arange(labels.numel(), device="cuda"), "vocab_valid": w.shape[0]}
+    return logprobs_of_token_loss(x, w.detach(), labels, gradients, **keys)[0].sum()
+
+
 def _logprobs(x: Tensor, w: Tensor, labels: Tensor, **keys: Any) -> Tensor:
     return linear_logprobs(x, w, labels, vocab_valid=w.shape[0], **keys)[0].sum()
 
@@ -72,6 +81,7 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
     "token loss": _token_loss,
     "token loss, sums in float32": lambda *inputs: _token_loss(*inputs, weight_grad_dtype=torch.float32),
     "token loss, main gradient": lambda *inputs: _token_loss(*inputs, main_grad=_main_grad(), loss_grad=1.0),
+    "told gradients, main gradient": lambda *inputs: _told(*inputs, main_grad=_main_grad()),
     "log-probs": _logprobs,
     "log-probs, main gradient": lambda *inputs: _logprobs(*inputs, main_grad=_main_grad()),
     "all logits": _all_logits,

@@ -51,6 +51,7 @@ STAGES = {
 HEAD = {
     "token loss": (0.10, 3),
     "token loss, main gradient": (0.10, 3),
+    "told gradients, main gradient": (0.10, 3),
     "log-probs": (0.10, 4),
     "log-probs, main gradient": (0.10, 4),
     "token loss, sums in float32": (0.51, 3),
@@ -77,6 +78,7 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "shared prompts": ("sft", {"path": dense, "shared_prefix": True}, {}),
         "GRPO": ("policy", sixteen, {}),
         "GSPO, recomputed logits": ("policy", {**sixteen, "algorithm": "GSPO", "kept_logits_mb": 0}, {}),
+        "GRPO, logits in chunks": ("policy", {**sixteen, "kept_logits_mb": 0, "max_tokens_per_mb": 30}, {}),
         "GRPO, float32 head": ("policy", {**sixteen, "float32_head": True, "recompute": "selective"}, {}),
         **{name: ("preference", {"path": dense, "name": name}, {}) for name in ("DPO", "KTO", "RewardModel")},
         "critic": ("critic", {"path": dense}, {}),
@@ -166,9 +168,14 @@ def test_an_update_by_transformer_engine_waits_three_times(te_outcomes: Any, nam
     assert waits == dict.fromkeys([*TE_STEP, *(LOGPROBS if name == "te, GRPO" else [])], 1)
 
 
-@pytest.mark.parametrize("name", ["GRPO", "GSPO, recomputed logits", "GRPO, float32 head"])
+@pytest.mark.parametrize("name", ["GRPO", "GSPO, recomputed logits", "GRPO, logits in chunks", "GRPO, float32 head"])
 def test_a_policy_update_also_hands_its_log_probs_to_the_host(outcomes: Any, name: str) -> None:
     assert result(outcomes, name)["waits"] == dict.fromkeys({**STEP, **LOGPROBS}, 1)
+
+
+@pytest.mark.parametrize("name", ["sft", "3 layers, 3 microbatches"])
+def test_cuda_is_asked_for_its_free_memory_once_an_update(outcomes: Any, name: str) -> None:
+    assert result(outcomes, name)["memory_questions"] == {"update": 1}
 
 
 @pytest.mark.parametrize("name", ["DPO", "KTO", "RewardModel", "critic", "logits"])

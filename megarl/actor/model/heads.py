@@ -24,6 +24,7 @@ from megarl.actor.batch.microbatch import Labels
 from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB
 from megarl.ops import row_invariant
 from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence
+from megarl.ops.known_gradients import TokenGradients, logprobs_of_token_loss
 from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
 from megarl.parallel.groups import Groups
@@ -115,19 +116,36 @@ def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) ->
     return local[:, :vocab_size]
 
 
-def kept_logits_bytes(megabytes: int, device: torch.device, groups: Groups) -> int:
+class KeptLogits:
     """Most bytes of logits to keep for backward, by `actor.kept_logits_mb`.
 
-    On a GPU the default follows the memory that is free at this moment, with what torch's allocator holds unused.
-    Ranks that share the vocabulary must decide alike, as the two ways differ in their collectives: they go by the GPU's
+    On a GPU the default follows the memory that is free, with what torch's allocator holds unused. CUDA is asked once a
+    pass, behind the layers of its first microbatch, whose activations are in memory then.
+    Ranks that share the vocabulary must decide alike, as the ways differ in their collectives: they go by the GPU's
     whole memory.
     """
-    if megabytes >= 0 or device.type != "cuda":
-        return (megabytes if megabytes >= 0 else KEPT_LOGITS_ON_CPU_MB) * 2**20
-    if groups.tp_size > 1:
-        return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE_OF_ALL)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int((torch.cuda.mem_get_info(device)[0] + unused) * KEPT_SHARE_OF_FREE)
+
+    def __init__(self, megabytes: int, tp_size: int) -> None:
+        self._megabytes, self._tp_size = megabytes, tp_size
+        self._bytes: int | None = None
+
+    def begin(self) -> None:
+        """Begins a pass."""
+        self._bytes = None
+
+    def holds(self, size: int, device: torch.device) -> bool:
+        """True if logits of `size` bytes are kept."""
+        if self._bytes is None:
+            self._bytes = self._most(device)
+        return size <= self._bytes
+
+    def _most(self, device: torch.device) -> int:
+        if self._megabytes >= 0 or device.type != "cuda":
+            return (self._megabytes if self._megabytes >= 0 else KEPT_LOGITS_ON_CPU_MB) * 2**20
+        if self._tp_size > 1:
+            return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE_OF_ALL)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + unused) * KEPT_SHARE_OF_FREE)
 
 
 def logprobs(
@@ -138,45 +156,38 @@ def logprobs(
     vocab_size: int,
     temperature: float,
     with_entropy: bool,
-    kept_bytes: int,
+    kept: KeptLogits,
     logits_dtype: torch.dtype,
+    gradients: TokenGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs of `labels` and entropies, float32 `[tokens]`, 0 where there is no label.
 
     `weight` is the rank's rows of the head (see `weight_of`); a detached one gets no gradient. Only rows with a label
-    are computed. Logits are kept for backward if they fit into `kept_bytes`. This costs 6 * rows * V * H operations in
-    total. Otherwise backward recomputes them, one chunk at a time, for 8 * rows * V * H operations. It then adds the
-    weight's gradient directly to the main gradient.
+    are computed. Logits are kept for backward if they fit into `kept`. This costs 6 * rows * V * H operations in
+    total. Otherwise they are computed one chunk at a time, and the weight's gradient is added directly to the main
+    gradient. With the loss's `gradients` this also costs 6, and the work of backward is done at once. Without them
+    backward computes the logits again, for 8 * rows * V * H operations.
     """
-    group = groups.tp if groups.tp_size > 1 else None
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     ids, rows = labels.ids, labels.rows
-    fits = rows.numel() * weight.shape[0] * logits_dtype.itemsize <= kept_bytes
-    if not (torch.is_grad_enabled() and fits):
-        return linear_logprobs(
-            _readying(hidden, weight),
-            weight if main_grad is None else weight.detach(),
-            ids,
-            vocab_valid=vocab_size,
-            vocab_start=groups.tp_rank * weight.shape[0],
-            temperature=temperature,
-            group=group,
-            with_entropy=with_entropy,
-            rows=rows,
-            main_grad=main_grad,
-            logits_dtype=logits_dtype,
+    options: dict[str, Any] = {
+        "vocab_valid": vocab_size,
+        "vocab_start": groups.tp_rank * weight.shape[0],
+        "temperature": temperature,
+        "group": groups.tp if groups.tp_size > 1 else None,
+    }
+    trains = torch.is_grad_enabled()
+    if trains and kept.holds(rows.numel() * weight.shape[0] * logits_dtype.itemsize, weight.device):
+        local_logits = _local_logits(hidden.index_select(0, rows), weight, groups, logits_dtype)
+        row_results = vocab_parallel_logprobs(
+            local_logits, ids[rows], with_entropy=with_entropy, inplace_backward=True, **options
         )
-    row_results = vocab_parallel_logprobs(
-        _local_logits(hidden.index_select(0, rows), weight, groups, logits_dtype),
-        ids[rows],
-        vocab_valid=vocab_size,
-        vocab_start=groups.tp_rank * weight.shape[0],
-        temperature=temperature,
-        group=group,
-        with_entropy=with_entropy,
-        inplace_backward=True,
-    )
-    return _spread(row_results, labels)
+        return _spread(row_results, labels)
+    inputs = _readying(hidden, weight), weight if main_grad is None else weight.detach(), ids
+    options |= {"rows": rows, "main_grad": main_grad, "logits_dtype": logits_dtype}
+    if trains and gradients is not None:
+        return logprobs_of_token_loss(*inputs, gradients, **options)
+    return linear_logprobs(*inputs, with_entropy=with_entropy, **options)
 
 
 def divergence(
@@ -218,8 +229,9 @@ def row_invariant_logprobs(
     vocab_size: int,
     temperature: float,
     with_entropy: bool,
-    kept_bytes: int,
+    kept: KeptLogits,
     logits_dtype: torch.dtype,
+    gradients: TokenGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`logprobs` by the rollout server's functions, of float32 models. Keeps all logits, gathered over tp."""
     rows = hidden.index_select(0, labels.rows)

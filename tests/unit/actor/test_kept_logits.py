@@ -9,14 +9,10 @@ import pytest
 import torch
 
 from megarl.actor.config import EngineConfig
-from megarl.actor.model.heads import kept_logits_bytes
+from megarl.actor.model.heads import KeptLogits
 
 GIB = 2**30
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
-
-
-def alone(tp_size: int = 1) -> Any:
-    return SimpleNamespace(tp_size=tp_size)
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +28,35 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, answer)
 
 
+def most(megabytes: int, device: torch.device, tp_size: int = 1) -> int:
+    """The largest number of bytes that is kept, which lies below 64 GiB."""
+    kept, low, high = KeptLogits(megabytes, tp_size), 0, 64 * GIB
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if kept.holds(middle, device) else (low, middle - 1)
+    return low
+
+
 def test_the_default_is_256_mib_on_the_cpu_and_a_quarter_of_free_memory_on_a_gpu() -> None:
     default = EngineConfig().kept_logits_mb
-    assert kept_logits_bytes(default, CPU, alone()) == kept_logits_bytes(default, CPU, alone(4)) == 256 * 2**20
-    assert kept_logits_bytes(default, GPU, alone()) == 6 * GIB
+    assert most(default, CPU) == most(default, CPU, 4) == 256 * 2**20
+    assert most(default, GPU) == 6 * GIB
 
 
 def test_ranks_that_share_the_vocabulary_go_by_what_is_equal_on_all() -> None:
-    assert kept_logits_bytes(-1, GPU, alone(2)) == 2 * GIB
+    assert most(-1, GPU, 2) == 2 * GIB
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
 @pytest.mark.parametrize("megabytes", [0, 300])
 def test_a_number_is_taken_on_every_device(device: torch.device, megabytes: int) -> None:
-    assert kept_logits_bytes(megabytes, device, alone(2)) == megabytes * 2**20
+    assert most(megabytes, device, 2) == megabytes * 2**20
+
+
+def test_free_memory_is_asked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([(20 * GIB, 64 * GIB), (4 * GIB, 64 * GIB)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: next(answers))
+    kept = KeptLogits(-1, 1)
+    assert [kept.holds(3 * GIB, GPU) for _ in range(3)] == [True] * 3
+    kept.begin()
+    assert [kept.holds(3 * GIB, GPU) for _ in range(3)] == [False] * 3
