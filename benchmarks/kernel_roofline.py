@@ -3,8 +3,8 @@
     python benchmarks/kernel_roofline.py [--tokens 16384] [--vocab 151936] [--hidden 4096] [--no-build]
 
 The first table is the report of ptxas. The others are arithmetic on the peak rates of NVIDIA's data sheets. The second
-compares the row kernel's bytes with the latency that its blocks must hide. The third has the LM head's chunks, by
-`megarl/ops/head_chunks.py`.
+compares the row kernel's bytes with the latency that its blocks must hide. The third has the other kernels' bytes, the
+fourth the LM head's chunks, by `megarl/ops/head_chunks.py`.
 Nothing here is measured; `benchmarks/logprob.py` and `benchmarks/linear_logprobs.py` measure on a GPU.
 """
 
@@ -207,6 +207,28 @@ def print_rows(tokens: int) -> None:
         record("slack of a row's block", slack, "x", gpu=name, vocab=vocab, threads=threads)
 
 
+STREAMS = {  # kernels that read and write each number once, but for what a cache holds: inputs, bytes of an input
+    "`leaf_digests`, a byte": (1 << 30, 1 + 16 / 65536),
+    "`quantize_fp8`, a bfloat16 weight": (1 << 29, 2 + 1 + 4 / 128**2),  # its second reading comes from the cache
+    "`policy_loss`, a float32 token": (1 << 20, 4 * 4 + 1 + 2 * 4),  # with entropy; no KL, no correction
+    "`gae`, a float32 token": (1 << 20, 2 * 4 + 1 + 2 * 4),
+    "`moments`, a float32 token": (1 << 20, 4 + 1),
+    "`whiten`, a float32 token": (1 << 20, 4 + 1 + 4),
+}
+
+
+def print_streams() -> None:
+    """Kernels that are bound by memory at most: bytes, and the time that these take at full bandwidth."""
+    print("| kernel, input | inputs | bytes | " + " | ".join(GPUS) + " |")
+    print("| --- | --- | --- |" + " --- |" * len(GPUS))
+    for name, (count, each) in STREAMS.items():
+        seconds = {gpu: count * each / speed.bandwidth for gpu, (speed, _) in GPUS.items()}
+        times = " | ".join(f"{time * 1e6:,.1f} us" for time in seconds.values())
+        print(f"| {name} | {count:,} | {count * each / 1e6:,.0f} MB | {times} |")
+        for gpu, time in seconds.items():
+            record("time at full bandwidth", time, "s", gpu=gpu, kernel=name)
+
+
 def print_chunks(tokens: int, vocab: int, hidden: int) -> None:
     """The LM head, forward and backward, by rows of a chunk: intensity and expected time over all logits at once."""
     sizes = [128 * 2**i for i in range(7)]
@@ -239,6 +261,8 @@ def main() -> None:
             print_kernels(compiled(Path(folder)))
     print("# Row kernel, forward, bfloat16, T = 4096; computed")
     print_rows(4096)
+    print("# The other kernels; computed. GAE is bound by latency, and the rest at most by memory.")
+    print_streams()
     print(f"# LM head, T = {args.tokens}, V = {args.vocab}, H = {args.hidden}, bfloat16; operations per byte of the")
     print(f"# weight's gradient, and time over all logits at once; computed. At least {LEAST_ROWS} rows may be taken.")
     print_chunks(args.tokens, args.vocab, args.hidden)

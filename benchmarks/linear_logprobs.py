@@ -110,6 +110,7 @@ def peaks_of_peers(args: argparse.Namespace) -> dict[str, int]:
     peaks = {}
     for name, (package, step) in PEERS.items():
         if not importlib.util.find_spec(package):
+            print(f"{name} is left out: {package} is not installed")
             continue
         try:
             peaks[name] = peak_bytes(step, args)
