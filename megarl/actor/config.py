@@ -116,10 +116,17 @@ class EngineConfig:
     )
     kept_logits_mb: int = knob(
         -1,
-        "MiB of logits kept for backward; where there are more, they are computed twice; -1: 256 on the CPU, a quarter "
-        "of the free memory on a GPU, 1/32 of its memory where tp_size is above 1",
+        "MiB of logits kept for backward; where there are more, they are computed in chunks; -1: 256 on the CPU, a "
+        "quarter of the free memory on a GPU, 1/32 of its memory where tp_size is above 1",
         least=-1,
         most=2**20,
+    )
+    skipped_gradient: float = knob(
+        0.0,
+        "share of a token's gradient (2-norm over the vocabulary) that the products of a head in chunks may leave out; "
+        "0 is exact; bfloat16 alone rounds by up to 2^-9",
+        least=0,
+        most=0.02,
     )
     shared_prefix: bool = knob(False, "compute prompts and turns that a group shares once a microbatch; cp_size=1 only")
     value_head_std: float = knob(

@@ -103,7 +103,7 @@ class MegatronEngine(TrainEngine):
         self.optimizer: Any = None
         self.scheduler: Any = None
         self._cut = Cut()
-        self._kept = heads.KeptLogits(config.kept_logits_mb, self.parallel.tp_size)
+        self._head = heads.HeadSettings.of(config, self.parallel.tp_size)
         self._state: EngineState | None = None
         self._mtp: MtpTraining | None = None
         self._replay: RoutingReplay | None = None  # of a policy whose routers replay
@@ -142,7 +142,7 @@ class MegatronEngine(TrainEngine):
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
         if trains_mtp(self.hf_config):
-            self._mtp = MtpTraining(self.config, self.hf_config, self.groups, self.backend, self.modules, self._kept)
+            self._mtp = MtpTraining(self.hf_config, self.groups, self.backend, self.modules, self._head)
         check_split_marks(self.modules, self._weights.table, self.groups)
         with megatron_patches.scope():
             self.ddps = self._weights.ddps = data_parallel.wrap(self.modules, self.groups)
@@ -221,7 +221,7 @@ class MegatronEngine(TrainEngine):
 
     def _run(self, microbatches: list[Microbatch], process: Callable[..., Any], forward_only: bool) -> list[Any]:
         """Runs the pipeline schedule. The last stage calls `process(output, microbatch)` for each microbatch."""
-        self._kept.begin()
+        self._head.kept.begin()
         stages = self.ddps[: self.groups.vpp_size]
         passing = None if self._replay is None else self._replay.begin(trains=not forward_only)
         with timeline.span("forward" if forward_only else "forward and backward"):
@@ -254,10 +254,8 @@ class MegatronEngine(TrainEngine):
             heads.weight_of(self.stages[-1]),
             self.groups,
             self.hf_config.vocab_size,
-            self.config.temperature,
+            self._head,
             with_entropy,
-            self._kept,
-            torch.float32 if self.config.float32_head else hidden.dtype,
             told,
         )
         cp = self.groups.cp

@@ -7,6 +7,7 @@ to a run without them. This keeps what they are for: to draft what the policy sa
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from transformers import PretrainedConfig
 
 from megarl.actor import data_parallel
 from megarl.actor.batch.microbatch import FutureTokens, Microbatch, future_targets
-from megarl.actor.config import EngineConfig
 from megarl.actor.model import heads
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.mtp import MtpLayers, embed
@@ -32,15 +32,16 @@ class MtpTraining:
 
     def __init__(
         self,
-        config: EngineConfig,
         model: PretrainedConfig,
         groups: Groups,
         backend: LayerBackend,
         modules: Sequence[Any],
-        kept: heads.KeptLogits,
+        head: heads.HeadSettings,
     ) -> None:
         """Takes this rank's modules: the model's stages, then `MtpLayers` on ranks with the last stage."""
-        self.config, self.groups, self.backend, self._kept = config, groups, backend, kept
+        self.groups, self.backend = groups, backend
+        # A draft is compared with the policy's own distribution.
+        self._head = dataclasses.replace(head, temperature=1.0)
         self.depths, self.vocab = len(decoder(model).mtp), model.vocab_size
         self._first, self._last = modules[0], modules[groups.vpp_size - 1]
         self._layers: MtpLayers | None = modules[groups.vpp_size] if groups.is_last_stage else None
@@ -93,10 +94,8 @@ class MtpTraining:
             heads.weight_of(self._last).detach(),
             self.groups,
             self.vocab,
-            1.0,  # a draft is compared with the policy's own distribution
+            self._head,
             False,
-            self._kept,
-            torch.float32 if self.config.float32_head else hidden.dtype,
         )
         return -mb.gather(logprobs, self.groups.cp).sum() / max(depth.targets, 1)
 

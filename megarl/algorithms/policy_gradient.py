@@ -109,7 +109,7 @@ class PolicyGradient(Algorithm):
         rejects, level = self.sequence_correction.rejects, self.sequence_correction.level
         if self.settings.ratio == "token":
             return given_prox_logp or not (rejects or level != "token")
-        # A sequence's ratio to its own log-probs is 1, whatever they are.
+        # A sequence's ratio to its own log-probs is always 1.
         return not (given_prox_logp or rejects or self.settings.correction != "none")
 
     def groups(self, batch: PackedBatch) -> Tensor:

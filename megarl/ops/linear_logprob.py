@@ -20,6 +20,7 @@ from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.head_chunks import ChunkCost, GpuSpeed, cpu_chunk_rows, gpu_chunk_rows
 from megarl.ops.logprob_kernels import as_labels, inverse_temperature, row_results
 from megarl.ops.native import check, values_checked
+from megarl.ops.skipped_columns import kept_columns
 
 # Takes log-probs `[rows]`, entropy `[rows]` or None, and the rows' positions. Returns their losses, which are summed.
 TokenLossFn = Callable[[Tensor, Tensor | None, Tensor], Tensor]
@@ -40,6 +41,7 @@ def linear_logprobs(
     main_grad: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     weight_grad_dtype: torch.dtype | None = None,
+    skipped: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs of `labels` under `hidden @ weight.T`, without a `[tokens, vocabulary]` tensor.
 
@@ -61,13 +63,15 @@ def linear_logprobs(
         weight_grad_dtype: dtype in which chunks of the weight's gradient are summed without `main_grad`, weight's or
             float32. None is float32 on the CPU, and on a GPU weight's: a float32 sum of a 16-bit weight takes twice
             the weight's memory. Each chunk then rounds the sum once more.
+        skipped: share of each row's gradient (its 2-norm) that backward may leave out; see `skipped_columns`. With 0
+            all is computed.
 
     Returns:
         float32 `[tokens]` log-probs and entropy (or None), 0 for rows without a label. Both are differentiable.
     """
     vocab, dtype = (vocab_valid, vocab_start), logits_dtype or hidden.dtype
     sums = _weight_sums(weight, main_grad, weight_grad_dtype)
-    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, sums, dtype)
+    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, sums, dtype, skipped)
     logprob, entropy = _LinearLogprobs.apply(hidden, weight, head, with_entropy)
     return logprob, entropy if with_entropy else None
 
@@ -88,6 +92,7 @@ def linear_token_loss(
     main_grad: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     weight_grad_dtype: torch.dtype | None = None,
+    skipped: float = 0.0,
     loss_grad: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes a token-level loss directly from the hidden states, and each chunk's gradient with it.
@@ -105,7 +110,7 @@ def linear_token_loss(
     """
     vocab, dtype = (vocab_valid, vocab_start), logits_dtype or hidden.dtype
     sums = _weight_sums(weight, main_grad, weight_grad_dtype)
-    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, sums, dtype)
+    head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, sums, dtype, skipped)
     if not torch.is_grad_enabled():  # autograd functions do not learn of it
         hidden, weight, loss_grad = hidden.detach(), weight.detach(), None
     loss, logprob, entropy = _LinearTokenLoss.apply(hidden, weight, head, with_entropy, loss_fn, loss_grad)
@@ -147,6 +152,7 @@ class _Head:
     group: dist.ProcessGroup | None
     sums: _WeightSums
     logits_dtype: torch.dtype
+    skipped: float
 
     @staticmethod
     def make(
@@ -160,6 +166,7 @@ class _Head:
         chunk_rows: int | None,
         sums: _WeightSums,
         logits_dtype: torch.dtype,
+        skipped: float,
     ) -> _Head:
         kernels.check_rows("hidden", hidden)
         weight_shape = (weight.shape[:1].numel(), hidden.shape[1])
@@ -170,9 +177,11 @@ class _Head:
         rows = _labelled_rows(labels) if rows is None else _check_rows(rows, labels)
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows is {chunk_rows}, it must be at least 1; None chooses")
+        if not 0 <= skipped < 1:
+            raise ValueError(f"skipped is {skipped}, a share of the gradient; it must be at least 0 and below 1")
         chunk = chunk_rows or _rows_of_chunk(rows.numel(), weight, logits_dtype.itemsize, sums.dtype.itemsize)
         inv_temp = inverse_temperature(temperature, hidden)
-        return _Head(labels, inv_temp, rows, chunk, vocab, group, sums, logits_dtype)
+        return _Head(labels, inv_temp, rows, chunk, vocab, group, sums, logits_dtype, skipped)
 
     def chunks(self) -> list[tuple[slice, Tensor]]:
         """Splits the labelled rows into chunks: the slice of `rows`, and the token positions in it."""
@@ -211,11 +220,15 @@ class _Head:
         labels, inv_temp = self.row_inputs(rows)
         h = h.contiguous() if h is not None else None
         kernels.logprob_backward_(logits, labels, inv_temp, context, g.contiguous(), h, *self.vocab)
+        columns = kept_columns(logits, self.skipped, self.group) if self.skipped else None
         logits = logits.to(x.dtype)  # the products below take one dtype
+        weight = grads.head_weight
+        if columns is not None:
+            logits, weight = logits.index_select(1, columns), weight.index_select(0, columns)
         if grads.hidden is not None:
-            grads.hidden.index_copy_(0, rows, torch.mm(logits, grads.head_weight, out=torch.empty_like(x)))
+            grads.hidden.index_copy_(0, rows, torch.mm(logits, weight, out=torch.empty_like(x)))
         if grads.weight is not None:
-            grads.add_weight(logits, x)
+            grads.add_weight(logits, x, columns)
 
     def finish(self, grads: _HeadGrads) -> None:
         if grads.hidden is not None and self.group is not None and dist.get_world_size(self.group) > 1:
@@ -269,10 +282,15 @@ class _HeadGrads:
         new = torch.empty_like if unwritten else torch.zeros_like
         return _HeadGrads(weight, for_hidden, new(weight, dtype=sums.dtype), unwritten)
 
-    def add_weight(self, d_logits: Tensor, hidden: Tensor) -> None:
-        """Adds a chunk to the weight's gradient."""
+    def add_weight(self, d_logits: Tensor, hidden: Tensor, columns: Tensor | None) -> None:
+        """Adds a chunk to the weight's gradient, or to its rows `columns`."""
         assert self.weight is not None
-        if self.unwritten:
+        if columns is not None:
+            if self.unwritten:
+                self.weight.zero_()
+            of_columns = self.weight.new_empty(columns.numel(), self.weight.shape[1])
+            self.weight.index_add_(0, columns, product(d_logits.t(), hidden.t(), of_columns))
+        elif self.unwritten:
             product(d_logits.t(), hidden.t(), self.weight)
         else:
             add_weight_grad(self.weight, d_logits, hidden)

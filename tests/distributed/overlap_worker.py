@@ -94,7 +94,12 @@ def outputs(engine: MegatronEngine, case: dict[str, Any], batch: PackedBatch) ->
 
 def trained(engine: MegatronEngine, case: dict[str, Any], batch: PackedBatch, events: Events) -> dict[str, Any]:
     """Statistics, outputs and weights of some steps, read in between or not, and the events of each."""
-    losses: dict[str, Any] = {"values": value_loss, "logits": logits_loss_fn, "logprobs": loss_fn, "token loss": loss_fn}
+    losses: dict[str, Any] = {
+        "values": value_loss,
+        "logits": logits_loss_fn,
+        "logprobs": loss_fn,
+        "token loss": loss_fn,
+    }
     stats, logs, tensors = [], [], {}
     for step in range(STEPS):
         engine.train()

@@ -21,7 +21,7 @@ from megarl.actor.offload import PARTS, EngineMemory
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.reference import MegatronReference
 from megarl.actor.supervised import MegatronLMEngine
-from megarl.ops.logprob import vocab_parallel_logprobs
+from megarl.ops.logprob import linear_token_loss, vocab_parallel_logprobs
 from megarl.ops.loss import segment_sum
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
@@ -167,6 +167,26 @@ def state(path: str, folder: str, **fields: Any) -> dict[str, Any]:
     exported.offload()
     assert torch.equal(before, exported.compute_logp(data))
     return {"straight": losses[1:], "resumed": again}
+
+
+def skipped(main: bool) -> dict[str, Any]:
+    """Errors of gradients without most columns, over the largest exact ones, and the share of rows without any."""
+    torch.manual_seed(5)
+    x, w = (torch.randn(n, 12) * 0.5 for n in (40, 400))
+    x[:, 0], w[:, 0] = 1.0, -6 * torch.arange(1, 401).log()
+    labels = (torch.arange(40) % 10).to("cuda")
+    found = []
+    for share in (0.0, 0.02):
+        hidden, weight = (t.to("cuda", torch.bfloat16).requires_grad_() for t in (x, w))
+        main_grad = torch.zeros(400, 12, device="cuda") if main else None
+        keys = {"vocab_valid": 400, "chunk_rows": 17, "skipped": share, "main_grad": main_grad, "loss_grad": 1.0}
+        loss, *_ = linear_token_loss(hidden, weight, labels, lambda logprobs, *_: logprobs, **keys)
+        loss.backward()
+        found.append([t.float().cpu() for t in (hidden.grad, main_grad if main else weight.grad)])
+    return {
+        "errors": [float((got - exact).abs().max() / exact.abs().max()) for exact, got in zip(*found, strict=True)],
+        "left out": float((found[1][1] == 0).all(1).float().mean()),
+    }
 
 
 def debug_kernels(path: str) -> dict[str, Any]:

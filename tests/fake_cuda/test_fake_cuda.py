@@ -37,6 +37,7 @@ RANKS = {
     "megarl/actor/health.py on_all_ranks: value": "all ranks leave a step out, or none",
     "megarl/parallel/broadcast.py gather_json: copy to the host": "metrics of all ranks: their sizes, then their text",
 }
+SKIPPED = {"megarl/ops/skipped_columns.py kept_columns: size": "which columns its products need"}
 EXPERTS = {
     "megatron/core/transformer/moe/token_dispatcher.py _maybe_dtoh_and_synchronize: synchronize": "tokens by expert"
 }
@@ -79,6 +80,8 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "GRPO": ("policy", sixteen, {}),
         "GSPO, recomputed logits": ("policy", {**sixteen, "algorithm": "GSPO", "kept_logits_mb": 0}, {}),
         "GRPO, logits in chunks": ("policy", {**sixteen, "kept_logits_mb": 0, "max_tokens_per_mb": 30}, {}),
+        "GRPO, skipped columns": ("policy", {**sixteen, "kept_logits_mb": 0, "skipped_gradient": 0.02}, {}),
+        **{f"skipped, {main}": ("skipped", {"main": main}, {}) for main in (False, True)},
         "GRPO, float32 head": ("policy", {**sixteen, "float32_head": True, "recompute": "selective"}, {}),
         **{name: ("preference", {"path": dense, "name": name}, {}) for name in ("DPO", "KTO", "RewardModel")},
         "critic": ("critic", {"path": dense}, {}),
@@ -178,6 +181,17 @@ def test_cuda_is_asked_for_its_free_memory_once_an_update(outcomes: Any, name: s
     assert result(outcomes, name)["memory_questions"] == {"update": 1}
 
 
+def test_a_head_that_skips_columns_waits_once_a_chunk(outcomes: Any) -> None:
+    assert result(outcomes, "GRPO, skipped columns")["waits"] == dict.fromkeys({**STEP, **LOGPROBS, **SKIPPED}, 1)
+
+
+@pytest.mark.parametrize("main", [False, True], ids=["gradient of the weight", "main gradient"])
+def test_skipped_columns_leave_the_device_the_same_gradients(outcomes: Any, main: bool) -> None:
+    found = result(outcomes, f"skipped, {main}")
+    assert max(found["errors"]) < 0.02
+    assert found["left out"] >= 0.5
+
+
 @pytest.mark.parametrize("name", ["DPO", "KTO", "RewardModel", "critic", "logits"])
 def test_the_other_methods_wait_four_times(outcomes: Any, name: str) -> None:
     assert result(outcomes, name)["waits"] == dict.fromkeys(STEP, 1)
@@ -223,6 +237,7 @@ def test_the_table_of_waits_stands_in_the_numbers() -> None:
         *((place, "1 a pass", why) for place, why in LOGPROBS.items()),
         *((place, f"{1 + ('gather' in place)} a step of several ranks", why) for place, why in RANKS.items()),
         *((place, "1 a layer with experts and microbatch", why) for place, why in EXPERTS.items()),
+        *((place, "1 a chunk, with `actor.skipped_gradient`", why) for place, why in SKIPPED.items()),
         *((place, "1 an exchange between stages", why) for place, why in STAGES.items()),
     ]
     text = NUMBERS.read_text()

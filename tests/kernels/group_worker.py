@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megarl.ops.advantage import moments, whiten
 from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
+from megarl.ops.skipped_columns import kept_columns
 
 VOCAB, PAD = 101, 7
 
@@ -22,6 +24,7 @@ def run(rank: int, world: int, init_file: str) -> None:
     try:
         check_split_vocabulary(rank, world, group)
         check_split_head(rank, world, group)
+        check_skipped_columns(rank, world, group)
         check_split_batch(rank, world, group)
     finally:
         dist.destroy_process_group()
@@ -65,6 +68,34 @@ def check_split_head(rank: int, world: int, group: dist.ProcessGroup) -> None:
         results.append((logprob, entropy, loss, first[0], second[0], first[1], second[1]))
     whole = [*results[1][:5], *(t[shard] for t in results[1][5:])]
     torch.testing.assert_close(list(results[0]), whole, rtol=1e-5, atol=1e-5)
+
+
+def check_skipped_columns(rank: int, world: int, group: dist.ProcessGroup) -> None:
+    """The last rank has the vocabulary's tail. Its share of a row's gradient is small, and it leaves columns out."""
+    torch.manual_seed(4)
+    vocab, rows, share = 400, 30, 0.02
+    hidden, weight = (torch.randn(n, 8, dtype=torch.float64) * 0.5 for n in (rows, vocab))
+    hidden[:, 0], weight[:, 0] = 1.0, -6 * torch.arange(1, vocab + 1).log()
+    labels, width = torch.arange(rows) % 10, vocab // world
+    shard = slice(rank * width, (rank + 1) * width)
+    found = []
+    for skipped, local, more in (
+        (0.0, weight, {}),
+        (share, weight[shard], {"vocab_start": rank * width, "group": group}),
+    ):
+        x, w = hidden.clone().requires_grad_(), local.clone().requires_grad_()
+        keys = {"vocab_valid": vocab, "with_entropy": True, "chunk_rows": 11, "skipped": skipped, **more}
+        loss, *_ = linear_token_loss(x, w, labels, lambda a, b, _: a + 0.1 * b, **keys)
+        found.append(torch.autograd.grad(loss, (x, w)))
+    probabilities = (hidden @ weight.t()).softmax(1)
+    d = torch.nn.functional.one_hot(labels, vocab) - probabilities  # the entropy's part is smaller
+    of_rows = torch.linalg.vector_norm(found[1][0] - found[0][0], dim=1)
+    allowed = 2 * share * torch.linalg.vector_norm(d, dim=1) * torch.linalg.matrix_norm(weight, 2)
+    assert (of_rows <= allowed).all(), (of_rows / allowed).max()
+    left_out = (found[1][1] == 0).all(1).double().mean()
+    assert left_out == (1 if rank else pytest.approx(0.8, abs=0.2)), left_out
+    tail = d[:, width:].contiguous()
+    assert kept_columns(tail, share, None) is None, "by its own norm, the tail keeps all"
 
 
 def check_split_batch(rank: int, world: int, group: dist.ProcessGroup) -> None:

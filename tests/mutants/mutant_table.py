@@ -5,6 +5,7 @@ from __future__ import annotations
 import mutant_table_adapters as adapters
 import mutant_table_csrc as csrc
 import mutant_table_fidelity as fidelity
+import mutant_table_head as head
 import mutant_table_quantised as quantised
 import mutant_table_systems as systems
 import mutant_table_training as training
@@ -27,6 +28,7 @@ MUTANTS: list[Mutant] = [
         quantised.QUANTISED,
         *fidelity.FIDELITY,
         csrc.HEADERS,
+        head.HEAD,
     )
     for mutant in flat(bugs)
 ]

@@ -154,17 +154,22 @@ ALGORITHMS: Bugs = {
 ACTOR: Bugs = {
     "megarl/actor/model/heads.py": {
         unit("actor/test_temperature"): [
+            ("the head ignores the temperature", '"temperature": settings.temperature', '"temperature": 1.0'),
+        ],
+        unit("actor/test_token_loss"): [
+            ("logits are computed twice", "if trains and gradients is not None:", "if False:"),
             (
-                "the head in chunks ignores the temperature",
-                "temperature=temperature,\n            group=group,\n            with_entropy=with_entropy,\n"
-                "            rows=rows,",
-                "temperature=1.0,\n            group=group,\n            with_entropy=with_entropy,\n"
-                "            rows=rows,",
+                "skipped_gradient is ignored",
+                "config.float32_head, kept, config.skipped_gradient",
+                "config.float32_head, kept, 0.0",
             ),
+        ],
+        unit("actor/test_kept_logits"): [
+            ("free memory is asked for each time", "if self._bytes is None:", "if True:"),
             (
-                "the head at once ignores the temperature",
-                "temperature=temperature,\n        group=group,",
-                "temperature=1.0,\n        group=group,",
+                "free memory is asked for once a run",
+                "\n        self._bytes = None\n\n    def holds",
+                "\n        pass\n\n    def holds",
             ),
         ],
     },

@@ -7,6 +7,7 @@ computed from one chunk of logits at a time, so the full `[tokens, vocabulary]` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from megarl.actor.batch.context_parallel import LocalTokens
 from megarl.actor.batch.microbatch import Labels
-from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB
+from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig
 from megarl.ops import row_invariant
 from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence
 from megarl.ops.known_gradients import TokenGradients, logprobs_of_token_loss
@@ -148,43 +149,60 @@ class KeptLogits:
         return int((torch.cuda.mem_get_info(device)[0] + unused) * KEPT_SHARE_OF_FREE)
 
 
+@dataclass(frozen=True)
+class HeadSettings:
+    """Settings of an engine's head, for log-probs from hidden states."""
+
+    temperature: float  # divides the logits
+    float32: bool  # logits in float32; False: in the hidden states' dtype
+    kept: KeptLogits
+    skipped: float  # share of a token's gradient that products of chunks may leave out
+
+    @staticmethod
+    def of(config: EngineConfig, tp_size: int) -> HeadSettings:
+        kept = KeptLogits(config.kept_logits_mb, tp_size)
+        return HeadSettings(config.temperature, config.float32_head, kept, config.skipped_gradient)
+
+    def dtype(self, hidden: Tensor) -> torch.dtype:
+        """Dtype of the logits."""
+        return torch.float32 if self.float32 else hidden.dtype
+
+
 def logprobs(
     hidden: Tensor,
     labels: Labels,
     weight: Tensor,
     groups: Groups,
     vocab_size: int,
-    temperature: float,
+    settings: HeadSettings,
     with_entropy: bool,
-    kept: KeptLogits,
-    logits_dtype: torch.dtype,
     gradients: TokenGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs of `labels` and entropies, float32 `[tokens]`, 0 where there is no label.
 
     `weight` is the rank's rows of the head (see `weight_of`); a detached one gets no gradient. Only rows with a label
-    are computed. Logits are kept for backward if they fit into `kept`. This costs 6 * rows * V * H operations in
-    total. Otherwise they are computed one chunk at a time, and the weight's gradient is added directly to the main
-    gradient. With the loss's `gradients` this also costs 6, and the work of backward is done at once. Without them
-    backward computes the logits again, for 8 * rows * V * H operations.
+    are computed. Logits are kept for backward if they fit into `settings.kept`: 6 * rows * V * H operations in total.
+    Otherwise they are computed one chunk at a time, and the weight's gradient is added directly to the main gradient.
+    With the loss's `gradients` this also costs 6, and the work of backward is done at once. Without them backward
+    computes the logits again, for 8 * rows * V * H operations.
     """
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    ids, rows = labels.ids, labels.rows
+    ids, rows, logits_dtype = labels.ids, labels.rows, settings.dtype(hidden)
     options: dict[str, Any] = {
         "vocab_valid": vocab_size,
         "vocab_start": groups.tp_rank * weight.shape[0],
-        "temperature": temperature,
+        "temperature": settings.temperature,
         "group": groups.tp if groups.tp_size > 1 else None,
     }
     trains = torch.is_grad_enabled()
-    if trains and kept.holds(rows.numel() * weight.shape[0] * logits_dtype.itemsize, weight.device):
+    if trains and settings.kept.holds(rows.numel() * weight.shape[0] * logits_dtype.itemsize, weight.device):
         local_logits = _local_logits(hidden.index_select(0, rows), weight, groups, logits_dtype)
         row_results = vocab_parallel_logprobs(
             local_logits, ids[rows], with_entropy=with_entropy, inplace_backward=True, **options
         )
         return _spread(row_results, labels)
     inputs = _readying(hidden, weight), weight if main_grad is None else weight.detach(), ids
-    options |= {"rows": rows, "main_grad": main_grad, "logits_dtype": logits_dtype}
+    options |= {"rows": rows, "main_grad": main_grad, "logits_dtype": logits_dtype, "skipped": settings.skipped}
     if trains and gradients is not None:
         return logprobs_of_token_loss(*inputs, gradients, **options)
     return linear_logprobs(*inputs, with_entropy=with_entropy, **options)
@@ -227,10 +245,8 @@ def row_invariant_logprobs(
     weight: Tensor,
     groups: Groups,
     vocab_size: int,
-    temperature: float,
+    settings: HeadSettings,
     with_entropy: bool,
-    kept: KeptLogits,
-    logits_dtype: torch.dtype,
     gradients: TokenGradients | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`logprobs` by the rollout server's functions, of float32 models. Keeps all logits, gathered over tp."""
@@ -241,7 +257,7 @@ def row_invariant_logprobs(
     if groups.tp_size > 1:
         logits = gather_from_tensor_model_parallel_region(logits, group=groups.tp)
     ids = labels.ids[labels.rows]
-    return _spread(row_invariant.logprobs(logits, ids, temperature, vocab_size, with_entropy), labels)
+    return _spread(row_invariant.logprobs(logits, ids, settings.temperature, vocab_size, with_entropy), labels)
 
 
 def _spread(row_results: tuple[Tensor, Tensor | None], labels: Labels) -> tuple[Tensor, Tensor | None]:

@@ -20,6 +20,7 @@ from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 
+REFUSED = "actor.skipped_gradient=0.01 needs a head in chunks, and deterministic=true holds all logits; set it to 0"
 LENGTHS = [9, 14, 7, 130, 11, 2, 70, 64]
 
 
@@ -149,3 +150,9 @@ def test_ranks_that_do_not_add_in_pairs_are_refused(checkpoints: Callable[..., P
 def test_a_gpu_is_refused() -> None:
     with pytest.raises(UserError, match="deterministic=true holds on CPU only, and this machine has a GPU"):
         check_device(EngineConfig(), has_gpu=True, deterministic=True)
+
+
+def test_a_head_that_leaves_gradients_out_is_refused(checkpoints: Callable[..., Path]) -> None:
+    with pytest.raises(UserError) as caught:
+        actor_of(checkpoints("qwen3", tied=True), skipped_gradient=0.01)
+    assert str(caught.value) == REFUSED

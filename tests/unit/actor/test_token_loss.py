@@ -137,7 +137,7 @@ def test_a_loss_that_reads_other_tokens_is_noticed(folder: Path, monkeypatch: py
     monkeypatch.setattr(linear_logprob, "cpu_chunk_rows", lambda total: 7)
     actor, batch = actor_of(folder, algorithm, **CHUNKS), batch_of()
     batch["prox_logp"] = batch["rollout_logprobs"]
-    with pytest.raises(RuntimeError, match="which depend on other tokens, by .*`by_token` must return False"):
+    with pytest.raises(RuntimeError, match=r"which depend on other tokens, by .*`by_token` must return False"):
         actor.ppo_update(batch)
 
 
@@ -156,3 +156,29 @@ def test_kept_logits_need_no_chunks(folder: Path, products: list[tuple[int, ...]
     assert isinstance(actor, MegatronPPOActor)
     actor.ppo_update(batch_of())
     assert products == []
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["logits once", "logits twice"])
+def test_skipped_gradient_reaches_the_head_of_every_loss(
+    folder: Path, once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new model is sure of nothing, so no column is left out."""
+    asked: list[tuple[float, Any]] = []
+    plain = linear_logprob.kept_columns
+
+    def noted(gradient: Tensor, share: float, group: Any) -> Tensor | None:
+        asked.append((share, group))
+        return plain(gradient, share, group)
+
+    monkeypatch.setattr(linear_logprob, "kept_columns", noted)
+    bits = []
+    for skipped in (0.0, 0.01):
+        algorithm = algorithm_of(ALGORITHMS["grpo"][0]())
+        actor, batch = actor_of(folder, algorithm, **CHUNKS, skipped_gradient=skipped), batch_of()
+        if once:
+            actor.ppo_update(batch)
+        else:
+            actor.train().train_batch(batch, lm_loss, trained_tokens, loss_input="logprobs")
+        bits.append(of_bits(actor))
+        assert set(asked) == ({(skipped, None)} if skipped else set())
+    assert all(torch.equal(*both) for both in zip(*bits, strict=True))
