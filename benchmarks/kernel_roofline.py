@@ -210,6 +210,7 @@ def print_rows(tokens: int) -> None:
 STREAMS = {  # kernels that read and write each number once, but for what a cache holds: inputs, bytes of an input
     "`leaf_digests`, a byte": (1 << 30, 1 + 16 / 65536),
     "`quantize_fp8`, a bfloat16 weight": (1 << 29, 2 + 1 + 4 / 128**2),  # its second reading comes from the cache
+    "`quantize_int4`, a bfloat16 weight": (1 << 29, 2 + 1 / 2 + 2 / 128),  # groups of 128
     "`policy_loss`, a float32 token": (1 << 20, 4 * 4 + 1 + 2 * 4),  # with entropy; no KL, no correction
     "`gae`, a float32 token": (1 << 20, 2 * 4 + 1 + 2 * 4),
     "`moments`, a float32 token": (1 << 20, 4 + 1),
