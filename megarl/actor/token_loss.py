@@ -37,7 +37,7 @@ class TokenLoss:
     def _gradients(self, mb: Microbatch, logprobs: Tensor, entropy: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the loss's gradients of a chunk, at `rows` of this rank's tokens. Other tokens' values are 0."""
         at = rows if mb.local is None else mb.local.source[rows]
-        data = PackedBatch(mb.aligned.cu_seqlens, dict(mb.aligned.tokens), mb.aligned.sequences, mb.aligned.bounds)
+        data = PackedBatch(mb.aligned.cu_seqlens, mb.aligned.tokens, mb.aligned.sequences, mb.aligned.bounds)
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (logprobs, entropy)]
             complete = (x.new_zeros(data.total_tokens).index_put((at,), x) for x in leaves)
