@@ -214,7 +214,7 @@ def _check_backend(config: EngineConfig, same_bits: bool) -> None:
             f"actor.backend={config.backend} does not give the rollout servers' bits, as deterministic=true requires; "
             "set it to auto"
         )
-    if deterministic and config.skipped_gradient:
+    if same_bits and config.skipped_gradient:
         raise UserError(
             f"actor.skipped_gradient={config.skipped_gradient} needs a head in chunks, and deterministic=true holds "
             "all logits; set it to 0"
