@@ -28,6 +28,7 @@ from megarl.preflight.sync_report import duration, size, summarise
 from megarl.reshard.plan.holdings import Topology
 from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.planner import plan
+from megarl.reshard.plan.relay import AUTO, OFF
 from megarl.reshard.plan.sglang_layout import server_holdings
 from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
 
@@ -58,7 +59,7 @@ HUNDREDS = (  # model, trainer's layout, SGLang's tp and ep, servers
 
 
 def planned(
-    model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_servers: int, relays: bool = False
+    model: str, parallel: ParallelConfig, tp_size: int, ep_size: int, n_servers: int, relay: str = OFF
 ) -> TransferPlan:
     config = AutoConfig.from_pretrained(CONFIGS / model)
     return plan(
@@ -66,7 +67,7 @@ def planned(
         server_holdings(config, tp_size=tp_size, ep_size=ep_size, n_servers=n_servers),
         Topology.of_sizes(parallel.world_size(), [tp_size] * n_servers, GPUS),
         BUCKET_BYTES,
-        relays=relays,
+        relay=relay,
     )
 
 
@@ -146,15 +147,15 @@ def relay_table(bandwidth: float) -> None:
     print(" | ".join((*columns, "simulated", "a server rank's own bytes", "planning")))
     for case in HUNDREDS:
         model, parallel, tp_size, _, n_servers = case
-        for relays in (False, True):
+        for relay in (OFF, AUTO):
             start = time.process_time()
-            transfer_plan = planned(*case, relays=relays)
+            transfer_plan = planned(*case, relay=relay)
             seconds = time.process_time() - start
             cells = (
                 model.partition("/")[2],
                 str(parallel.world_size()),
                 f"{n_servers} of TP {tp_size}",
-                "relays" if relays else "direct",
+                "direct" if relay == OFF else "relays",
                 size(int(transfer_plan.bytes_out.max())),
                 size(int(transfer_plan.bytes_forwarded.max())),
                 str(

@@ -12,6 +12,9 @@ TRANSPORTS = (AUTO, "gloo", "shm", "nccl", "cuda_ipc", "nixl", "disk")
 PAUSE_MODES = ("retract", "in_place", "abort")
 VERIFY = ("always", "sampled", "off")
 ON_FAILURE = ("stop", "drop_server")
+OFF = "off"
+RELAYED_FROM = 16  # servers from which on reshard.relay=auto lets servers send weights on
+RELAYING = (AUTO, "gloo", "nccl", "nixl")  # transports that reach from server to server
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class ReshardConfig:
         "bytes of a staging buffer; each rank has two, which bounds its memory in flight",
         least=16,
         most=2**36,
+    )
+    relay: str = knob(
+        AUTO,
+        f"auto (from {RELAYED_FROM} servers on, servers send weights on to others as far as the trainer cannot serve "
+        "all of them at full speed), off, or the number of servers that the trainer serves itself",
     )
     pause_mode: str = knob(
         "retract", "retract (exact: recomputes caches), in_place (keeps stale caches) or abort", choices=PAUSE_MODES
@@ -92,5 +100,17 @@ class ReshardConfig:
             raise UserError(f"reshard.transport={self.transport} moves shards; with reshard.path=full use gloo or disk")
         if self.delta and (self.path == "full" or self.transport == "disk"):
             raise UserError("reshard.delta=true needs reshard.path=exact and a transport other than disk")
+        counted = self.relay not in (AUTO, OFF)
+        if counted and not (self.relay.isascii() and self.relay.isdigit() and 0 < int(self.relay[:10]) <= MAX_COUNT):
+            raise UserError(f"reshard.relay={self.relay} must be auto, off, or a number of servers, at least 1")
+        if counted and (self.path == "full" or self.transport not in RELAYING):
+            raise UserError(
+                f"reshard.relay={self.relay} needs reshard.path=exact and one of the transports {', '.join(RELAYING)}: "
+                "others do not reach from server to server; use reshard.relay=auto or off"
+            )
         if self.transport == "disk" and not self.folder:
             raise UserError("reshard.transport=disk needs reshard.folder, a folder that the servers see too")
+
+    def relay_among(self, servers: int) -> str:
+        """The relays that a sync of so many servers is planned with: `auto` needs enough of them."""
+        return OFF if self.relay == AUTO and servers < RELAYED_FROM else self.relay

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,19 +22,21 @@ from torch import Tensor
 
 from megarl.parallel.broadcast import broadcast_json
 from megarl.parallel.rendezvous import own_address
-from megarl.reshard.config import ReshardConfig
+from megarl.reshard.config import OFF, ReshardConfig
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
-from megarl.reshard.sync.places import choose_transports
-from megarl.reshard.sync.server_link import ServerLink
+from megarl.reshard.sync.places import check_relay, choose_transports
+from megarl.reshard.sync.server_link import EXPLAIN_S, ServerLink
 from megarl.reshard.sync.shard_path import ShardAttempt
 from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
 from megarl.reshard.sync.world import adapters_held, check_adapters, local_address
 from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.store import Deadline, join_store, open_store, read, write, write_bulk
 from megarl.types import WeightUpdateMeta
+
+log = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
@@ -51,8 +54,9 @@ class SyncReport:
     """The result of a push. Only rank 0 has more than the version."""
 
     version: int
-    bytes: int = 0  # sent, over all servers
+    bytes: int = 0  # sent by the trainer, over all servers
     dense_bytes: int = 0  # the same without delta
+    forwarded: int = 0  # bytes that servers sent on to others
     verified: int = 0  # tensor parts proven equal, over all ranks of all servers
     received: tuple[int, ...] = ()  # bytes, by each rank of each server
     servers: tuple[str, ...] = ()  # addresses that serve the version now
@@ -90,6 +94,8 @@ class WeightSession:
         self._trainer_rank = TrainerRank(self._store, local_address(self._host, self._port), self.rank)
         self._last_world = ""  # on rank 0: name of the world of the last attempt
         self._transports = ""  # on rank 0: the transports of the last attempt, and why
+        self._relay = OFF  # on rank 0: of the last attempt
+        self._direct = False  # on rank 0: True once relays have failed in this sync
         self._attempts_since_anchor = 0
         self._futures: dict[int, Future[SyncReport]] = {}
 
@@ -184,15 +190,20 @@ class WeightSession:
         self._trainer_rank.leave()
 
     def _sync(self, weights: WeightSource, version: int, transport: str, folder: Path | None) -> SyncReport:
-        """Makes attempts until one succeeds or the failure is final."""
+        """Makes attempts until one succeeds or the failure is final. After one with relays the others have none."""
         transport_name = "disk" if transport == "disk" else "full" if self.config.path == "full" else transport
         if transport_name == "disk" and folder is None:
             folder = Path(self.config.folder)
+        self._direct = False
         while True:
             self.attempt_number += 1
+            self._relay = OFF
             report, again = self._attempt(weights, version, transport_name, folder)
             if not again:
                 return report
+            if self._relay != OFF:
+                self._direct = True
+                log.warning("attempt %d with relays failed; the trainer now sends to each server", self.attempt_number)
 
     def _attempt(
         self, weights: WeightSource, version: int, transport_name: str, folder: Path | None
@@ -237,6 +248,7 @@ class WeightSession:
                 version,
                 totals.nbytes,
                 totals.dense_nbytes,
+                totals.forwarded,
                 verified,
                 totals.received,
                 servers,
@@ -290,6 +302,8 @@ class WeightSession:
             keep=config.delta,
             modulus=sample.modulus,
             remainder=sample.remainder,
+            relays_connect_s=config.connect_deadline_s / 2,
+            relayed_s=max(config.transfer_deadline_s - EXPLAIN_S, config.transfer_deadline_s / 2),
             servers=tuple(link.server_group for link in coordinator.active),
         )
 
@@ -311,10 +325,13 @@ class WeightSession:
             check_adapters(link.address, adapters_held(link.layout), adapters)
         world["adapters_only"] = bool(adapters) and unchanged
         choice = choose_transports(transport_name, world)
+        world["relay"] = relay = OFF if self._direct else self.config.relay_among(len(coordinator.active))
+        check_relay(relay, choice)
         self._transports = str(choice)
         if not all(link.use(name) for link, name in zip(coordinator.active, choice.names, strict=True)):
             raise Retry
         groups = [str(link.server_group) for link in coordinator.active]
+        self._relay = relay
         name = hashlib.sha256(json.dumps([world, groups]).encode()).hexdigest()
         write_bulk(self._store, f"world/{name}", world)
         return name, world["adapters_only"]

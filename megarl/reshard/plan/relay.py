@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
 from megarl.reshard.plan.holdings import Holdings, Ints
-from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets
+from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Messages
 
+OFF, AUTO = "off", "auto"
 FAN_OUT = 2
 STRIPES = 2 * FAN_OUT  # trees over the same ranks; more of them would only add peers
 LAG = 4  # rounds from a rank to those that it forwards to: it takes turns with up to STRIPES others
@@ -28,6 +30,45 @@ def served_share(bytes_needed: Ints, sources: int) -> float:
     Its ranks then send as many bytes, on average, as the busiest destination receives.
     """
     return min(1.0, sources * int(bytes_needed.max()) / int(bytes_needed.sum()))
+
+
+@dataclass(frozen=True)
+class Served:
+    """Shares of the destinations that the trainer serves itself: on its own nodes, and on `other` nodes."""
+
+    near: float = 1.0
+    other: float = 1.0
+
+    @staticmethod
+    def of(relay: str, bytes_needed: Ints, sources: int, servers: int) -> Served:
+        """By `relay`: OFF; AUTO, which spares the trainer's own nodes; or how many servers the trainer serves."""
+        if relay == OFF:
+            return Served()
+        if relay == AUTO:
+            return Served(other=served_share(bytes_needed, sources))
+        share = min(1.0, int(relay) / servers)
+        return Served(share, share)
+
+    def roots(self, receivers: int, near: bool) -> int:
+        """Destinations out of `receivers` that the trainer serves itself, at least one."""
+        return max(1, int(receivers * (self.near if near else self.other) + 1e-9))
+
+
+def pairs_in_turn(messages: Messages) -> list[tuple[int, int]]:
+    """Every (relay, destination) that exchange messages, in an order in which ranks can connect one pair at a time.
+
+    Pairs are coloured so that no rank has a colour twice. Ranks that follow the order wait for few others.
+    """
+    sent_on = np.stack([messages.relay, messages.destination])[:, messages.relay != NO_RELAY]
+    colours: dict[int, set[int]] = {}
+    coloured: list[tuple[int, int, int]] = []
+    for relay, destination in np.unique(sent_on, axis=1).T.tolist():
+        taken = colours.setdefault(relay, set()), colours.setdefault(destination, set())
+        colour = next(colour for colour in count() if not any(colour in of_rank for of_rank in taken))
+        for of_rank in taken:
+            of_rank.add(colour)
+        coloured.append((colour, relay, destination))
+    return [(relay, destination) for _, relay, destination in sorted(coloured)]
 
 
 @dataclass(frozen=True, eq=False)

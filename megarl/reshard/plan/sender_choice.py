@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.reshard.plan.box_arrays import sum_by, within_groups
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
-from megarl.reshard.plan.relay import Forest, RelayRounds, forest
+from megarl.reshard.plan.relay import Forest, RelayRounds, Served, forest
 from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Messages
 
 SLACK_BUCKETS = 4  # a destination keeps its sender while loads stay within this many buckets of each other
@@ -63,18 +63,18 @@ def choose(
     replica_sets: ReplicaSets,
     topology: Topology,
     slack: int,
-    served: float = 1.0,
+    served: Served,
 ) -> Messages:
     """Picks a sender for every destination of every bucket; `slack` in bytes.
 
-    Buckets with the fewest candidates go first, so that buckets with a choice even the loads out. With `served` below 1
-    the trainer serves only this share of the destinations on other nodes, and these forward to the rest.
+    Buckets with the fewest candidates go first, so that buckets with a choice even the loads out. The trainer serves
+    only the share `served` of the destinations, and these forward to the rest.
     """
     loads = np.zeros(len(topology.source_node), dtype=np.int64)
     groups: dict[tuple[int, int], list[tuple[Ints, Ints, bool]]] = {}
     latest: dict[tuple[int, ...], Ints] = {}
     chosen: list[tuple[int, Ints, Forest]] = []
-    leaves = RelayRounds.of(buckets, destinations) if served < 1 else None
+    leaves = RelayRounds.of(buckets, destinations) if served != Served() else None
     forests: dict[tuple[bytes, int, int], Forest] = {}
     freedom = np.array([len(replica_sets[r]) for r in buckets.replicas], dtype=np.int64)
     for bucket in np.lexsort((np.arange(len(freedom)), freedom)):
@@ -84,7 +84,7 @@ def choose(
         size = int(buckets.nbytes[bucket])
         stripe = leaves.stripe(bucket) if leaves is not None else 0
         for number, (candidates, receivers, near) in enumerate(groups[key]):
-            roots = len(receivers) if near else max(1, int(len(receivers) * served))
+            roots = served.roots(len(receivers), near)
             shape = receivers.tobytes(), roots, stripe
             if shape not in forests:
                 forests[shape] = forest(receivers, roots, stripe)

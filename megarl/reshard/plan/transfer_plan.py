@@ -154,6 +154,10 @@ class TransferPlan:
                 relayed=bool(self.messages.relay[index] != NO_RELAY),
             )
 
+    def sources_of(self, rank: int) -> list[int]:
+        """Trainer ranks whose copies destination rank `rank` receives, from them or through relays."""
+        return sorted(set(self.messages.source[self.messages.destination == rank].tolist()))
+
     @cached_property
     def bytes_out(self) -> Ints:
         """Bytes sent by each source rank, `[source ranks]`."""

@@ -42,6 +42,8 @@ class AttemptSpec:
     keep: bool  # True: senders keep a copy of all sent buckets
     modulus: int  # of the sample that is read back
     remainder: int
+    relays_connect_s: float  # time for server ranks to connect with each other; after it they hear of the next attempt
+    relayed_s: float  # time for a server rank to receive and send on; less than the trainer waits
     servers: tuple[ServerGroup, ...]
 
     def server_ranks(self) -> Iterator[tuple[int, ServerGroup, int]]:
@@ -55,10 +57,11 @@ class AttemptSpec:
 
 @dataclass(frozen=True)
 class TransferTotals:
-    """An attempt's bytes sent, bytes without delta, tensor parts proven equal by server, bytes by server rank."""
+    """An attempt's bytes: sent, sent without delta, sent on by servers. Parts proven equal by server; bytes by rank."""
 
     nbytes: int = 0
     dense_nbytes: int = 0
+    forwarded: int = 0
     verified: dict[str, int] = field(default_factory=dict)
     received: tuple[int, ...] = ()
 

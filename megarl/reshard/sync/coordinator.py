@@ -244,7 +244,7 @@ class Coordinator:
         2. a silent server; if one of them has died, only that one, as the others may be slow and are asked again
         3. a trainer rank without a report
         4. a server rank, then a trainer rank, that failed without waiting for a peer
-        5. a server that a trainer rank waited for
+        5. a server that a trainer rank or another server waited for, and that waited for no other server itself
         """
         deadline = Deadline(EXPLAIN_S)
         server_errors = {link: error for link in self.active if (error := link.order_error(deadline)) is not None}
@@ -261,9 +261,16 @@ class Coordinator:
         if not at_fault and (without_peer := [outcome for outcome in rank_errors if not outcome.get("peer")]):
             cause = without_peer[0]
             raise self.sync_error(None, RuntimeError(cause["error"]), tensor=cause.get("tensor", ""))
-        at_fault = at_fault or [link for link in self.active if any(_names(outcome, link) for outcome in rank_errors)]
+        waits = {
+            link: {"error": str(error), "peer": error.peer, "tensor": error.tensor}
+            for link, error in server_errors.items()
+            if isinstance(error, RankFailure) and " of server " in error.peer
+        }
+        blames = [*rank_errors, *waits.values()]
+        named = [link for link in self.active if any(_names(blame, link) for blame in blames)]
+        at_fault = at_fault or [link for link in named if link not in waits] or named
         for link in at_fault or list(server_errors):
-            outcome: dict[str, Any] = next((outcome for outcome in rank_errors if _names(outcome, link)), {})
+            outcome: dict[str, Any] = next((blame for blame in blames if _names(blame, link)), {})
             words = "; ".join(str(part) for part in (server_errors.get(link), outcome.get("error")) if part)
             rank = str(outcome.get("peer", "")).partition(" of ")[0]
             self.drop(link, server_errors.get(link) or RuntimeError(words), rank, outcome.get("tensor", ""), words)

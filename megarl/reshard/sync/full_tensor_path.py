@@ -71,7 +71,7 @@ def run(
     if folder is not None:
         disk.remove(folder)
     received = tuple(rank["bytes"] for link in coordinator.active for rank in reports[link])
-    return TransferTotals(sender.nbytes, sender.nbytes, verified, received)
+    return TransferTotals(sender.nbytes, sender.nbytes, 0, verified, received)
 
 
 def _sender(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.reshard.config import AUTO
+from megarl.reshard.config import AUTO, OFF, RELAYING
 from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.plan.transfer_plan import Messages
 
@@ -55,6 +55,20 @@ def choose_transports(transport_name: str, world: dict[str, Any]) -> TransportCh
             return TransportChoice(("gloo",) * len(groups), f"{reason} all ranks")
     reasons = {"cuda_ipc": "on the trainer's machine, which maps GPU memory", "nccl": "between GPUs of their own"}
     return TransportChoice(tuple(names), "; ".join(f"{name} {reasons[name]}" for name in dict.fromkeys(names)))
+
+
+def check_relay(relay: str, choice: TransportChoice) -> None:
+    """Refuses a fixed number of relays by a transport that does not reach from server to server.
+
+    Raises:
+        PlanError: naming the transport.
+    """
+    if relay not in (AUTO, OFF) and (rest := sorted(set(choice.names) - set(RELAYING))):
+        raise PlanError(
+            f"reshard.relay={relay}: the weights travel by {', '.join(rest)} ({choice.reason}), which does not reach "
+            "from server to server; use reshard.relay=auto or off, or reshard.transport=gloo or nccl",
+            "",
+        )
 
 
 def _groups(world: dict[str, Any]) -> list[Group]:

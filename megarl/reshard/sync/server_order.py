@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
-PROTOCOL = 7  # raised with every change of an order or of a value in the store
+PROTOCOL = 8  # raised with every change of an order or of a value in the store
 ORDER = "megarl.order"  # name of the tensor that carries it
 
 

@@ -19,12 +19,13 @@ from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Fragment, sent
 from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, read_spec
+from megarl.reshard.sync.relay_groups import RelayGroups
 from megarl.reshard.sync.server_order import ServerOrder
 from megarl.reshard.sync.world import local_address, make_plan, publish_fragments
 from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.full_tensor_transfer import receive_full
 from megarl.reshard.transfer.shard_transfer import Counts, Route, ShardReceiver, TransferError
-from megarl.reshard.transfer.store import Deadline, join_store, read, read_bulk, write
+from megarl.reshard.transfer.store import AttemptDeadline, Deadline, join_store, read, read_bulk, write
 from megarl.reshard.transfer.transports import transport_named
 from megarl.reshard.transfer.transports.base import PlainStaging, Staging, Transport
 from megarl.reshard.transfer.transports.gloo import GlooTransport
@@ -75,6 +76,7 @@ class ServerRank:
         self.rank = rank
         self.server_group = ServerGroup(order.server, order.epoch, size)
         self.store = join_store(order.address, order.port, order.deadline_ms / 1000)
+        self._watched_store = join_store(order.address, order.port, order.deadline_ms / 1000)
         self.private_store = self.server_group.private_store(self.store)
         self.address = local_address(order.address, order.port)
         self.group: Transport | None = None
@@ -82,6 +84,8 @@ class ServerRank:
         self._receiver: ShardReceiver | None = None
         self._world = ""  # name of the world that the plan is for
         self._plan_hash = ""
+        self._sources: list[int] = []  # trainer ranks whose weights this rank gets
+        self._relay_groups = RelayGroups(self.store, self.address)
         write(self.private_store, f"layout/{rank}", {"size": size, **publish_fragments(self.store, self.fragments)})
 
     def receive_weights(self, attempt_number: int, deadline: Deadline, load: LoadWeights) -> dict[str, Any]:
@@ -103,19 +107,24 @@ class ServerRank:
                 size = self.server_group.size + 1
                 self.group = GlooTransport(self.private_store, self.address, self.rank + 1, size, deadline.left())
             group = self.group if isinstance(self.group, GlooTransport) else None
-            received = receive_full(self.private_store, group, attempt_number, deadline, load)
+            nbytes = receive_full(self.private_store, group, attempt_number, deadline, load)
             digests = [digest(f.view) for f in self.fragments] if sample.modulus else []
-            return {"bytes": received, "held": digests}
+            return {"bytes": nbytes, "held": digests}
         try:
             self.arrangement.open()
             receiver = self._prepare(attempt_number, spec, deadline)
             counts: Counts = {}
             if spec.delta:
-                for source in sorted({m.peer for m in receiver.messages}):
+                for source in self._sources:
                     counts.update(read_bulk(self.store, key(attempt_number, "counts", source), deadline))
+            seconds = deadline.left()
+            if receiver.relays.sources or receiver.relays.targets:  # names who it waits for before the trainer gives up
+                seconds = min(spec.relayed_s, seconds)
+            deadline = AttemptDeadline(seconds, self._watched_store, key(attempt_number, "verdict"))
             received = receiver.receive(deadline, counts)
             self.arrangement.settle()
-            return {"bytes": received, "held": list(receiver.read_back(sample).items())}
+            held = list(receiver.read_back(sample).items())
+            return {"bytes": received.nbytes, "forwarded": received.forwarded_nbytes, "held": held}
         finally:
             self.arrangement.close()
 
@@ -143,8 +152,9 @@ class ServerRank:
             plan = make_plan(self.store, read_bulk(self.store, f"world/{spec.world}", deadline), deadline)
             routes = {rank: Route(f"trainer rank {rank}", self.group, rank) for rank in range(spec.senders)}
             fragments = sent(self.fragments, spec.adapters_only)
-            self._receiver = ShardReceiver(plan, number, fragments, routes, self.staging)
-            self._world, self._plan_hash = spec.world, plan.hash
+            relays = self._relay_groups.join(plan, number, attempt_number, spec, self.staging)
+            self._receiver = ShardReceiver(plan, number, fragments, routes, self.staging, relays)
+            self._world, self._plan_hash, self._sources = spec.world, plan.hash, plan.sources_of(number)
         write(self.store, key(attempt_number, "hash", "server", number), {"hash": self._plan_hash})
         if not read(self.store, key(attempt_number, "go"), deadline):
             raise TransferError("trainer rank 0 called the push off", peer="trainer rank 0", tensor="")
@@ -157,6 +167,7 @@ class ServerRank:
         """Ends the group's connections and frees the staging memory."""
         if self.group is not None:
             self.group.abort()
+        self._relay_groups.leave()
         self.staging.close()
 
 

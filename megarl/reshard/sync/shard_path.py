@@ -13,11 +13,11 @@ from torch.distributed import Store
 
 from megarl.reshard.plan.planner import PlanError
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, key
-from megarl.reshard.sync.coordinator import FAILURES, Coordinator
+from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry
 from megarl.reshard.sync.places import check_visible
 from megarl.reshard.sync.server_link import EXPLAIN_S, ServerLink
 from megarl.reshard.sync.trainer_rank import TrainerRank
-from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages
+from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages, relays_at_fault
 from megarl.reshard.transfer.shard_transfer import TransferError
 from megarl.reshard.transfer.store import POLL_S, Deadline, read, read_bulk, write, write_bulk
 
@@ -106,7 +106,7 @@ def _agree_on_plan(attempt: ShardAttempt, coordinator: Coordinator) -> None:
         if isinstance(error, (PlanError, VerificationError)):
             raise
         attempt.trainer_rank.leave()
-        own = {"error": str(error), "tensor": getattr(error, "tensor", "")}
+        own = {"error": str(error), "tensor": getattr(error, "tensor", ""), "peer": getattr(error, "peer", "")}
         coordinator.attribute_failure([own, *(report for report in reports if "error" in report)])
     write(attempt.store, attempt.key("go"), True)
 
@@ -193,18 +193,54 @@ def _prove(attempt: ShardAttempt, coordinator: Coordinator, outcomes: list[dict[
             for server in attempt.spec.servers
         }
 
-        def check(link: ServerLink) -> None:
-            verified[link.address] = 0
+        def check(link: ServerLink) -> int:
+            compared = 0
             for rank, number in enumerate(ranks_of[link.index]):
                 if not attempt.spec.delta and reports[number]["bytes"] != plan.bytes_in[number]:
                     raise VerificationError(
                         f"rank {rank} received {reports[number]['bytes']} of {plan.bytes_in[number]} bytes", ""
                     )
                 held = {int(index): digests for index, digests in reports[number]["held"]}
-                verified[link.address] += check_messages(plan, sample, sent, number, held, f"rank {rank}")
+                compared += check_messages(plan, sample, sent, number, held, f"rank {rank}")
+            return compared
 
-        coordinator.for_each(check)
-    received = tuple(reports[number]["bytes"] for number in sorted(reports))
+        errors: dict[ServerLink, Exception] = {}
+        for link in coordinator.active:
+            try:
+                verified[link.address] = check(link)
+            except FAILURES as error:
+                errors[link] = error
+        _drop_wrong(attempt, coordinator, errors)
     return TransferTotals(
-        sum(o["bytes"] for o in outcomes), sum(o["dense_bytes"] for o in outcomes), verified, received
+        sum(outcome["bytes"] for outcome in outcomes),
+        sum(outcome["dense_bytes"] for outcome in outcomes),
+        sum(report["forwarded"] for report in reports.values()),
+        verified,
+        tuple(reports[number]["bytes"] for number in sorted(reports)),
     )
+
+
+def _drop_wrong(attempt: ShardAttempt, coordinator: Coordinator, errors: dict[ServerLink, Exception]) -> None:
+    """Drops the servers that hold other weights than were sent, by their `errors`.
+
+    Where a relay sent them on, it is dropped in their place, and all others are to be sent everything again.
+
+    Raises:
+        WeightSyncError: the policy is to stop, or no server is left.
+        Retry: a relay was at fault.
+    """
+    plan = attempt.trainer_rank.plan
+    assert plan is not None, "made before the transfer"
+    wrong = {index for error in errors.values() for index in getattr(error, "messages", ())}
+    relays = relays_at_fault(plan, wrong)
+    if not relays:
+        for link, error in errors.items():
+            coordinator.drop(link, error)
+        return
+    told = "; ".join(f"{link.address}: {error}" for link, error in errors.items())
+    tensor = next(tensor for error in errors.values() if (tensor := getattr(error, "tensor", "")))
+    ranks = {server.index: rank for number, server, rank in attempt.spec.server_ranks() if number in relays}
+    for link in [link for link in coordinator.active if link.index in ranks]:
+        cause = RuntimeError(f"weights that came through it differ from those sent: {told}")
+        coordinator.drop(link, cause, str(ranks[link.index]), tensor)
+    raise Retry

@@ -80,7 +80,7 @@ def described_boxes(described: Sequence[Any]) -> list[tuple[Box, str]]:
 def make_plan(store: Store, world: dict[str, Any], deadline: Deadline) -> TransferPlan:
     """Plans for a world: `sources` lists the trainer ranks, `servers` each server's ranks, as published.
 
-    With `adapters_only` the plan leaves out the base.
+    With `adapters_only` the plan leaves out the base; `relay` says which servers send on, see `planner.plan`.
 
     Raises:
         PlanError: the two sides do not fit together.
@@ -102,4 +102,4 @@ def make_plan(store: Store, world: dict[str, Any], deadline: Deadline) -> Transf
         node=np.array([nodes[rank["node"]] for rank in destinations], dtype=np.int64),
         server=np.repeat(np.arange(len(world["servers"])), [len(server) for server in world["servers"]]),
     )
-    return plan(holdings(sources), holdings(destinations), topology, world["bucket_bytes"])
+    return plan(holdings(sources), holdings(destinations), topology, world["bucket_bytes"], relay=world["relay"])

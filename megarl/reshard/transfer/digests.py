@@ -7,13 +7,13 @@ guards against faults, not against forgers: somebody who could forge a digest he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.reshard.plan.holdings import Box
-from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
 
 SAMPLED = 8  # with verify=sampled each sync reads back one bucket in 8, another eighth each time
 
@@ -39,11 +39,15 @@ class BucketSample:
 
 
 class VerificationError(RuntimeError):
-    """A server holds other weights than were sent. `tensor` names the first checkpoint tensor at fault."""
+    """A server holds other weights than were sent. `tensor` names the first checkpoint tensor at fault.
 
-    def __init__(self, message: str, tensor: str):
+    `messages` are the plan's messages that brought it other bits, where the fault lies in messages.
+    """
+
+    def __init__(self, message: str, tensor: str, messages: Collection[int] = ()):
         super().__init__(message)
         self.tensor = tensor
+        self.messages = frozenset(messages)
 
 
 def check_names(sent: Iterable[str], held: Iterable[str]) -> None:
@@ -75,7 +79,7 @@ def check_messages(
     `sent` has the digests of each source rank's buckets, `held` the digests of the destination's messages. Returns the
     number of tensor parts compared. Raises VerificationError naming the tensors that differ.
     """
-    compared, wrong = 0, set()
+    compared, wrong, wrong_messages = 0, set(), []
     for index in np.flatnonzero(plan.messages.destination == destination).tolist():
         bucket, source = int(plan.messages.bucket[index]), int(plan.messages.source[index])
         if not sample.takes(bucket):
@@ -84,13 +88,37 @@ def check_messages(
         names = [plan.destinations.names[i] for i in plan.destinations.tensor[rows]]
         sent_digests, held_digests = sent[source].get(bucket, ()), held.get(index, ())
         if len(sent_digests) != len(names) or len(held_digests) != len(names):
-            wrong.update(names)
-            continue
-        wrong.update(name for name, a, b in zip(names, sent_digests, held_digests, strict=True) if a != b)
-        compared += len(names)
+            differ = names
+        else:
+            differ = [name for name, a, b in zip(names, sent_digests, held_digests, strict=True) if a != b]
+            compared += len(names)
+        if differ:
+            wrong.update(differ)
+            wrong_messages.append(index)
     if wrong:
-        raise VerificationError(f"{where} does not hold what was sent of {_listing(sorted(wrong))}", min(wrong))
+        text = f"{where} does not hold what was sent of {_listing(sorted(wrong))}"
+        raise VerificationError(text, min(wrong), wrong_messages)
     return compared
+
+
+def relays_at_fault(plan: TransferPlan, wrong: Collection[int]) -> set[int]:
+    """The destination ranks at which the bits of the messages `wrong` went astray; empty if no relay sent one of them.
+
+    The first rank of a bucket's way whose own copy is wrong may have been given a wrong one. So the rank that sent it,
+    where that was a relay, is at fault; else the rank itself.
+    """
+    messages = plan.messages
+    if not any(messages.relay[index] != NO_RELAY for index in wrong):
+        return set()
+    at_fault: set[int] = set()
+    for index in wrong:
+        relay = int(messages.relay[index])
+        own_copy = np.flatnonzero((messages.bucket == messages.bucket[index]) & (messages.destination == relay))
+        if relay == NO_RELAY:
+            at_fault.add(int(messages.destination[index]))
+        elif int(own_copy[0]) not in wrong:
+            at_fault.add(relay)
+    return at_fault
 
 
 def _listing(names: list[str]) -> str:

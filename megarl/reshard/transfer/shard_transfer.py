@@ -8,6 +8,7 @@ once.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from megarl.reshard.plan.transfer_plan import RankMessage, TransferPlan
 from megarl.reshard.transfer import delta
 from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.store import Deadline
-from megarl.reshard.transfer.transports.base import PendingMessage, Staging, Transport
+from megarl.reshard.transfer.transports.base import PendingMessage, PlainStaging, Staging, Transport
 
 Counts = dict[int, list[int]]  # bucket -> changed elements of each op, for buckets that travel as a delta
 Digests = dict[int, list[str]]  # bucket, or message -> digest of each of its ops
@@ -104,6 +105,43 @@ def _waiting_for(route: Route, views: MessageViews) -> Iterator[None]:
         raise TransferError(what, peer=route.name, tensor=views.names[0]) from error
 
 
+class Outbox:
+    """Packed messages on their way: one slot is filled while the other is in flight.
+
+    `packed` is the bucket in the open slot, -1 if none is open yet.
+    """
+
+    def __init__(self, staging: Staging):
+        self.packed = -1
+        self._slots = staging.slots
+        self._slot = 0
+        self._in_flight: list[list[tuple[PendingMessage, Route, MessageViews]]] = [[] for _ in self._slots]
+
+    def open(self, bucket: int, deadline: Deadline) -> Tensor:
+        """The next slot, for `bucket`, once all messages from it are through."""
+        self._slot, self.packed = (self._slot + 1) % len(self._slots), bucket
+        self._await(self._slot, deadline)
+        return self._slots[self._slot]
+
+    def send(self, nbytes: int, route: Route, views: MessageViews, index: int) -> None:
+        """Starts to send the open slot as message `index`; nothing if it has no bytes."""
+        if nbytes:
+            with _waiting_for(route, views):
+                pending = route.transport.send(self._slot, nbytes, route.rank, index)
+            self._in_flight[self._slot].append((pending, route, views))
+
+    def finish(self, deadline: Deadline) -> None:
+        """Waits until all messages are through."""
+        for slot in range(len(self._slots)):
+            self._await(slot, deadline)
+
+    def _await(self, slot: int, deadline: Deadline) -> None:
+        while self._in_flight[slot]:
+            pending, route, views = self._in_flight[slot].pop()
+            with _waiting_for(route, views):
+                pending.wait(deadline)
+
+
 @dataclass
 class SentReport:
     """One rank's sends: bytes sent, bytes of the same messages without delta, digests of the sampled buckets."""
@@ -154,27 +192,20 @@ class ShardSender:
             TransferError: a server's rank left, or the deadline passed.
         """
         sent = SentReport()
-        slots = self.staging.slots
-        in_flight: list[list[tuple[PendingMessage, Route, MessageViews]]] = [[] for _ in slots]
-        slot, packed, nbytes = 0, -1, 0
+        outbox, nbytes = Outbox(self.staging), 0
         for number, (message, bucket) in enumerate(zip(self.messages, self.buckets, strict=True)):
             views, route = self.views[bucket], self.routes[message.peer]
-            if bucket != packed:
-                slot, packed = (slot + 1) % len(slots), bucket
-                _await_sent(in_flight[slot], deadline)
-                parts = views.pack(slots[slot])
+            if bucket != outbox.packed:
+                slot = outbox.open(bucket, deadline)
+                parts = views.pack(slot)
                 if sample.takes(bucket) and bucket not in sent.digests:
                     sent.digests[bucket] = [digest(part) for part in parts]
                 last = all(b == bucket for b in self.buckets[number : self.last[bucket] + 1])
-                nbytes = self._encode(bucket, message.nbytes, slots[slot], parts, counts.get(bucket), last)
+                nbytes = self._encode(bucket, message.nbytes, slot, parts, counts.get(bucket), last)
             sent.dense_nbytes += message.nbytes
             sent.nbytes += nbytes
-            if nbytes:
-                with _waiting_for(route, views):
-                    pending = route.transport.send(slot, nbytes, route.rank, message.index)
-                in_flight[slot].append((pending, route, views))
-        for messages in in_flight:
-            _await_sent(messages, deadline)
+            outbox.send(nbytes, route, views, message.index)
+        outbox.finish(deadline)
         return sent
 
     def _encode(
@@ -196,12 +227,90 @@ class ShardSender:
         return delta.encoded_bytes(counts, views.itemsizes)
 
 
-def _await_sent(messages: list[tuple[PendingMessage, Route, MessageViews]], deadline: Deadline) -> None:
-    """Waits until all messages from a slot are through, so that it may be filled again."""
-    while messages:
-        pending, route, views = messages.pop()
-        with _waiting_for(route, views):
-            pending.wait(deadline)
+@dataclass(frozen=True)
+class Relays:
+    """A server rank's ways to other servers: to ranks that send to it, and to `targets` that it sends to.
+
+    `staging` is packed for the targets; it must not be the memory that the rank receives into.
+    """
+
+    sources: Mapping[int, Route]
+    targets: Mapping[int, Route]
+    staging: Staging
+
+
+NO_RELAYS = Relays({}, {}, PlainStaging(0))
+
+
+class Forwarder:
+    """A server rank's sends to other servers. Made once per plan; `fragments` are this rank's, in the plan's order.
+
+    A bucket is packed from the rank's own weights, once it has arrived. A delta is sent on as it came.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int, fragments: Sequence[Fragment], relays: Relays):
+        self.relays = relays
+        self.messages = list(plan.forwards(rank))
+        self.buckets: list[int] = plan.messages.bucket[[m.index for m in self.messages]].tolist()
+        self.last = {bucket: number for number, bucket in enumerate(self.buckets)}  # a bucket may be packed again
+        self.views = {b: MessageViews(m, fragments) for b, m in zip(self.buckets, self.messages, strict=True)}
+
+
+class Forwarding:
+    """The sends of a `Forwarder` in one sync. `nbytes` are sent so far."""
+
+    def __init__(self, forwarder: Forwarder):
+        self.nbytes = 0
+        self._forwarder = forwarder
+        self._outbox = Outbox(forwarder.relays.staging)
+        self._sent = 0  # messages
+        self._deltas: dict[int, Tensor] = {}
+
+    def keep(self, bucket: int, payload: Tensor) -> None:
+        """Copies a delta that has arrived, if its bucket is sent on."""
+        if bucket in self._forwarder.views:
+            self._deltas[bucket] = payload.clone()
+
+    def due(self, index: float) -> int | None:
+        """The bucket of the next message, if that stands before message `index` in the plan; else None."""
+        messages = self._forwarder.messages
+        if self._sent == len(messages) or messages[self._sent].index > index:
+            return None
+        return self._forwarder.buckets[self._sent]
+
+    def send(self, deadline: Deadline, counts: Counts) -> None:
+        """Starts the next message; this rank holds its bucket.
+
+        Raises:
+            TransferError: the receiver left, or the deadline passed.
+        """
+        forwarder = self._forwarder
+        message, bucket = forwarder.messages[self._sent], forwarder.buckets[self._sent]
+        views, bucket_counts = forwarder.views[bucket], counts.get(bucket)
+        nbytes = message.nbytes if bucket_counts is None else delta.encoded_bytes(bucket_counts, views.itemsizes)
+        if nbytes and bucket != self._outbox.packed:
+            slot = self._outbox.open(bucket, deadline)
+            if bucket_counts is None:
+                views.pack(slot)
+            else:
+                slot[:nbytes] = self._deltas[bucket]
+        if self._sent == forwarder.last[bucket]:
+            self._deltas.pop(bucket, None)
+        self._outbox.send(nbytes, forwarder.relays.targets[message.peer], views, message.index)
+        self._sent += 1
+        self.nbytes += nbytes
+
+    def finish(self, deadline: Deadline) -> None:
+        """Waits until all messages are through. Raises TransferError as `send` does."""
+        self._outbox.finish(deadline)
+
+
+@dataclass(frozen=True)
+class ReceivedReport:
+    """One server rank's bytes: received, and sent on to other servers."""
+
+    nbytes: int
+    forwarded_nbytes: int
 
 
 class ShardReceiver:
@@ -214,51 +323,75 @@ class ShardReceiver:
         fragments: Sequence[Fragment],
         routes: Mapping[int, Route],
         staging: Staging,
+        relays: Relays = NO_RELAYS,
     ):
-        self.routes = routes
+        """`routes` lead to trainer ranks."""
         self.staging = staging
+        self.relays = relays
+        self.forwarder = Forwarder(plan, rank, fragments, relays)
         self.messages = list(plan.receives(rank))
-        self.buckets = plan.messages.bucket[[m.index for m in self.messages]].tolist()
+        self.buckets: list[int] = plan.messages.bucket[[m.index for m in self.messages]].tolist()
         self.views = [MessageViews(m, fragments) for m in self.messages]
+        self.routes = [(relays.sources if m.relayed else routes)[m.peer] for m in self.messages]
 
-    def receive(self, deadline: Deadline, counts: Counts) -> int:
-        """Receives every message into the fragments. Returns the bytes received.
+    def receive(self, deadline: Deadline, counts: Counts) -> ReceivedReport:
+        """Receives every message into the fragments, and sends on what other servers get from this rank.
+
+        Both follow the plan's order, so that ranks never wait for each other in a circle.
 
         Raises:
-            TransferError: a trainer rank left, or the deadline passed.
+            TransferError: a trainer rank or another server left, or the deadline passed.
         """
         received = 0
         free = deque(range(len(self.staging.slots)))
         in_flight: deque[tuple[PendingMessage, int, int]] = deque()
+        forwarding = Forwarding(self.forwarder)
+
+        def unpack_oldest() -> None:
+            pending, number, slot = in_flight.popleft()
+            self._unpack(pending, number, deadline, counts, forwarding)
+            free.append(slot)
+
+        def forward_before(index: float) -> None:
+            while (bucket := forwarding.due(index)) is not None:
+                while any(self.buckets[number] == bucket for _, number, _ in in_flight):
+                    unpack_oldest()
+                forwarding.send(deadline, counts)
+
         for number, message in enumerate(self.messages):
+            forward_before(message.index)
             if not free:
-                free.append(self._unpack(*in_flight.popleft(), deadline, counts))
+                unpack_oldest()
             bucket_counts = counts.get(self.buckets[number])
             nbytes = message.nbytes
             if bucket_counts is not None:
                 nbytes = delta.encoded_bytes(bucket_counts, self.views[number].itemsizes)
             if nbytes:
-                route, slot = self.routes[message.peer], free.popleft()
+                route, slot = self.routes[number], free.popleft()
                 with _waiting_for(route, self.views[number]):
                     pending = route.transport.receive(slot, nbytes, route.rank, message.index)
                 in_flight.append((pending, number, slot))
                 received += nbytes
+        forward_before(math.inf)
         while in_flight:
-            self._unpack(*in_flight.popleft(), deadline, counts)
-        return received
+            unpack_oldest()
+        forwarding.finish(deadline)
+        return ReceivedReport(received, forwarding.nbytes)
 
-    def _unpack(self, pending: PendingMessage, number: int, slot: int, deadline: Deadline, counts: Counts) -> int:
-        """Waits for message `number` and unpacks it. Returns its slot, which is free again."""
+    def _unpack(
+        self, pending: PendingMessage, number: int, deadline: Deadline, counts: Counts, forwarding: Forwarding
+    ) -> None:
+        """Waits for message `number` and unpacks it."""
         views, bucket_counts = self.views[number], counts.get(self.buckets[number])
-        with _waiting_for(self.routes[self.messages[number].peer], views):
+        with _waiting_for(self.routes[number], views):
             payload = pending.wait(deadline)
         if bucket_counts is None:
             views.unpack(payload)
         else:
             delta.apply(payload, bucket_counts, views.views)
-        with _waiting_for(self.routes[self.messages[number].peer], views):
+            forwarding.keep(self.buckets[number], payload)
+        with _waiting_for(self.routes[number], views):
             pending.release()
-        return slot
 
     def read_back(self, sample: BucketSample) -> Digests:
         """Digests of the sampled messages' tensors, read back from the live parameters."""

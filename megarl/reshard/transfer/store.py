@@ -34,6 +34,27 @@ class Deadline:
         return seconds_left
 
 
+class AttemptDeadline(Deadline):
+    """A deadline of waits that also end once `ended` stands in the store: nobody answers them any more.
+
+    `store` is a connection of its own: a wait of another thread would block it.
+    """
+
+    def __init__(self, seconds: float, store: Store, ended: str):
+        super().__init__(seconds)
+        self._store = store
+        self._ended = ended
+        self._next_look = time.monotonic()
+
+    def left(self) -> float:
+        """Seconds left. Raises TimeoutError when there are none, RuntimeError if the attempt has ended."""
+        if time.monotonic() >= self._next_look:
+            if self._store.check([self._ended]):
+                raise RuntimeError("the trainer has ended the attempt")
+            self._next_look = time.monotonic() + WATCH_S
+        return super().left()
+
+
 def open_store(host: str, timeout_s: float) -> TCPStore:
     """Serves a store from this process, on a free port of `host` alone; torch's own listener takes all addresses."""
     listener = socket.create_server((host, 0))

@@ -249,7 +249,7 @@ def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
     store = HashStore()
     write_bulk(store, "world/w", world([place("GPU-0")], [place("GPU-1")]))
     trainer_rank = SimpleNamespace(rank=0, prepare=lambda *_: "hash", plan=SimpleNamespace(messages=between((0, 0))))
-    spec = AttemptSpec("exact", 1, 16, "w", False, False, False, 0, 0, (ServerGroup(0, 0, 1, "cuda_ipc"),))
+    spec = AttemptSpec("exact", 1, 16, "w", False, False, False, 0, 0, 60.0, 60.0, (ServerGroup(0, 0, 1, "cuda_ipc"),))
     attempt = shard_path.ShardAttempt(store, 1, spec, trainer_rank, 60.0, 60.0)  # type: ignore[arg-type]
     coordinator = Coordinator(ReshardConfig(transport="cuda_ipc"), [], "key")
     with pytest.raises(PlanError, match="trainer rank 0 sends from GPU-0, and rank 0 of server 0 sees GPU-1"):

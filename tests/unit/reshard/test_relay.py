@@ -19,7 +19,7 @@ from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
 ROWS = 96
 
 
-def of_alike_servers(sources: int, servers: int, tp: int, relays: bool = True, per_node: int = 8) -> TransferPlan:
+def of_alike_servers(sources: int, servers: int, tp: int, relay: str = "auto", per_node: int = 8) -> TransferPlan:
     """A trainer that cuts two tensors by row, each part on one rank, and alike servers that cut them by column."""
     shapes = {f"t{i}": (ROWS, 8 * tp) for i in range(2)}
     part = ROWS // sources
@@ -28,14 +28,14 @@ def of_alike_servers(sources: int, servers: int, tp: int, relays: bool = True, p
     ]
     server = [[(Box(n, (0, 8 * r), (ROWS, 8 * r + 8)), "float32") for n in shapes] for r in range(tp)]
     topology = Topology.of_sizes(sources, [tp] * servers, per_node)
-    return plan(Holdings.of(trainer), Holdings.of(server * servers), topology, 256, relays=relays)
+    return plan(Holdings.of(trainer), Holdings.of(server * servers), topology, 256, relay=relay)
 
 
 @settings(max_examples=25)
 @given(worlds())
 def test_random_worlds_are_delivered_once_and_bit_equal_through_relays(world: World) -> None:
     with_relays = plan(
-        Holdings.of(world.sources), Holdings.of(world.destinations), world.topology(), world.bucket_bytes, relays=True
+        Holdings.of(world.sources), Holdings.of(world.destinations), world.topology(), world.bucket_bytes, relay="auto"
     )
     check_delivery(with_relays, checkpoint_of(world.shapes))
     assert (with_relays.bytes_in == with_relays.bytes_needed).all()
@@ -46,7 +46,7 @@ def test_random_worlds_are_delivered_once_and_bit_equal_through_relays(world: Wo
 def test_hundreds_of_servers_cost_the_trainer_no_more_than_one_server_receives(
     sources: int, servers: int, tp: int
 ) -> None:
-    relayed, direct = (of_alike_servers(sources, servers, tp, relays) for relays in (True, False))
+    relayed, direct = (of_alike_servers(sources, servers, tp, relay) for relay in ("auto", "off"))
     check_delivery(relayed, checkpoint_of({f"t{i}": (ROWS, 8 * tp) for i in range(2)}))
     assert (relayed.bytes_in == direct.bytes_in).all()
     assert (direct.messages.relay == NO_RELAY).all()
@@ -92,7 +92,7 @@ def test_every_message_waits_only_for_earlier_ones() -> None:
 def test_servers_beside_the_trainer_are_served_by_it_and_relay_nothing() -> None:
     topology = Topology(source_node=np.zeros(1, dtype=np.int64), node=np.arange(8) // 2, server=np.arange(8))
     everything = [(Box("a", (0,), (512,)), "float32")]
-    near = plan(Holdings.of([everything]), Holdings.of([everything] * 8), topology, 256, relays=True).messages
+    near = plan(Holdings.of([everything]), Holdings.of([everything] * 8), topology, 256, relay="auto").messages
     beside = near.destination < 2
     assert (near.relay[beside] == NO_RELAY).all()
     assert not np.isin(near.relay, (0, 1)).any()
@@ -101,7 +101,7 @@ def test_servers_beside_the_trainer_are_served_by_it_and_relay_nothing() -> None
 
 def test_few_servers_need_no_relays() -> None:
     assert (of_alike_servers(8, 4, 2).messages.relay == NO_RELAY).all()
-    assert of_alike_servers(8, 4, 2).hash == of_alike_servers(8, 4, 2, relays=False).hash
+    assert of_alike_servers(8, 4, 2).hash == of_alike_servers(8, 4, 2, relay="off").hash
     assert served_share(np.array([10, 10]), 2) == 1.0
     assert served_share(np.full(100, 10), 25) == 0.25
 

@@ -17,7 +17,7 @@ from megarl.reshard.sync import server_rank
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, write_spec
 from megarl.reshard.sync.server_order import ServerOrder
 from megarl.reshard.sync.server_rank import LiveWeights, ServerRank
-from megarl.reshard.transfer.shard_transfer import TransferError
+from megarl.reshard.transfer.shard_transfer import NO_RELAYS, ReceivedReport, TransferError
 from megarl.reshard.transfer.store import Deadline, open_store, read
 
 TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "full", "disk")
@@ -28,11 +28,11 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Order of the synchronisation of the device and of the first write. Both are recorded, neither is made."""
     events: list[str] = []
 
-    def written(*_: Any) -> int:
+    def written(*_: Any) -> ReceivedReport:
         events.append("write")
-        return 0
+        return ReceivedReport(0, 0)
 
-    receiver = SimpleNamespace(receive=written, read_back=lambda sample: {}, messages=[])
+    receiver = SimpleNamespace(receive=written, read_back=lambda sample: {}, relays=NO_RELAYS)
     monkeypatch.setattr(ServerRank, "_prepare", lambda *_: receiver)
     monkeypatch.setattr(server_rank, "receive_full", written)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
@@ -52,7 +52,7 @@ def receive() -> Callable[[str], None]:
         rank.group = SimpleNamespace()  # joined in an earlier attempt
         path = transport if transport in ("full", "disk") else "exact"
         server = replace(rank.server_group, transport_name=transport)
-        spec = AttemptSpec(path, 1, 16, "", False, False, False, 0, 0, (server,))
+        spec = AttemptSpec(path, 1, 16, "", False, False, False, 0, 0, 60.0, 60.0, (server,))
         write_spec(store, 1, spec)
         rank.receive_weights(1, Deadline(60.0), lambda tensors: None)
 

@@ -133,7 +133,7 @@ class Group:
         with ThreadPoolExecutor(len(self.ends)) as pool:
             sent = [pool.submit(s.send, Deadline(120), ALL, c) for s, c in zip(self.senders, by_sender, strict=True)]
             received = [pool.submit(r.receive, Deadline(120), by_bucket) for r in self.receivers]
-            return [f.result() for f in sent], [f.result() for f in received]
+            return [f.result() for f in sent], [f.result().nbytes for f in received]
 
     def close(self) -> None:
         for end in self.ends:

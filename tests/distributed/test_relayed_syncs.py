@@ -1,0 +1,197 @@
+"""Syncs in which servers send weights on to others: the same bits, fewer bytes from the trainer, every fault named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.reshard import config as reshard_config
+from megarl.reshard.config import ReshardConfig
+from megarl.reshard.plan.holdings import Box
+from megarl.reshard.session import SyncReport, WeightSession
+from megarl.reshard.sync.coordinator import WeightSyncError
+from tests.distributed.relay_worker import Server
+from tests.sglang.weights_support import SingleRankWeights
+
+SERVERS, TP = 4, 2
+SHAPES = {f"layer.{i}": (24, 64 * TP) for i in range(12)}
+BUCKET_BYTES = 4096
+MIDDLE = 5  # of the messages that a relay sends on
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Fleet:
+    """Servers that cut each tensor by column, and a trainer's session with them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.servers = [self.server() for _ in range(SERVERS)]
+        self.session: WeightSession | None = None
+        self.version = 0
+
+    def server(self, node: str = "") -> Server:
+        columns = [((0, 64 * rank), (24, 64 * rank + 64)) for rank in range(TP)]
+        return Server(self.folder, [[Box(name, *corner) for name in SHAPES] for corner in columns], node)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.address for server in self.servers]
+
+    def connect(self, **knobs: Any) -> WeightSession:
+        """A new trainer's session; faults planted before are gone with their servers."""
+        if self.session is not None:
+            self.session.close()
+        deadlines = {"connect_deadline_s": 60, "control_deadline_s": 60, "transfer_deadline_s": 120}
+        config = ReshardConfig(**({"bucket_bytes": BUCKET_BYTES} | deadlines | knobs))
+        self.session = WeightSession(config, self.addresses, "key")
+        return self.session
+
+    def push(self, tensors: dict[str, Tensor]) -> SyncReport:
+        assert self.session is not None
+        self.version += 1
+        return self.session.push(SingleRankWeights(tensors), self.version)
+
+    def assert_served(self, tensors: dict[str, Tensor], servers: list[int]) -> None:
+        for number in servers:
+            server = self.servers[number]
+            assert (server.version, server.paused) == (self.version, False)
+            assert all(box.of(tensors[box.name]).equal(held) for box, held in server.held()), f"server {number}"
+
+    def replace(self, number: int, node: str = "") -> None:
+        self.servers[number].stop()
+        self.servers[number] = self.server(node)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"))
+    yield fleet
+    if fleet.session is not None:
+        fleet.session.close()
+    for server in fleet.servers:
+        server.stop()
+
+
+def test_weights_through_relays_are_those_sent_directly_and_the_trainer_sends_them_once(fleet: Fleet) -> None:
+    tensors = weights(1)
+    fleet.connect(relay="off")
+    direct = fleet.push(tensors)
+    fleet.assert_served(tensors, list(range(SERVERS)))
+    fleet.connect(relay="1")
+    once = sum(tensor.nbytes for tensor in tensors.values())
+    for seed in (2, 3):  # the same groups and plan serve again
+        tensors = weights(seed)
+        relayed = fleet.push(tensors)
+        fleet.assert_served(tensors, list(range(SERVERS)))
+        assert (relayed.bytes, relayed.forwarded) == (once, (SERVERS - 1) * once)
+    assert (direct.bytes, direct.forwarded) == (SERVERS * once, 0)
+    assert relayed.received == direct.received
+    assert relayed.verified == direct.verified >= SERVERS * TP * len(SHAPES)
+
+
+def test_deltas_are_sent_on_as_deltas(fleet: Fleet) -> None:
+    fleet.connect(relay="2", delta=True)
+    tensors = weights(4)
+    fleet.push(tensors)
+    for step in (1, 2):
+        for number, tensor in enumerate(tensors.values()):
+            if number % 3:  # some buckets have no change at all
+                tensor.view(-1)[step :: tensor.numel() // 7] += step
+        report = fleet.push(tensors)
+        fleet.assert_served(tensors, list(range(SERVERS)))
+        assert report.forwarded > 0
+        assert report.bytes + report.forwarded == sum(report.received) < report.dense_bytes / 2
+    report = fleet.push(weights(5))  # a delta of everything is larger
+    fleet.assert_served(weights(5), list(range(SERVERS)))
+    assert sum(report.received) == SERVERS * sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_auto_spares_the_servers_on_the_trainers_machine_and_few_servers(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of the servers say that they are on other machines."""
+    for number in (2, 3):
+        fleet.replace(number, node=f"node-{number}")
+    fleet.connect()
+    assert fleet.push(weights(6)).forwarded == 0
+    monkeypatch.setattr(reshard_config, "RELAYED_FROM", SERVERS)
+    report = fleet.push(weights(7))
+    fleet.assert_served(weights(7), list(range(SERVERS)))
+    once = sum(tensor.nbytes for tensor in weights(7).values())
+    assert (report.bytes, report.forwarded) == (3 * once, once)
+
+
+def relay_of(fleet: Fleet) -> int:
+    """A server that sends on in the session's last plan, and receives some weights from another relay."""
+    assert fleet.session is not None
+    assert fleet.session.plan is not None
+    messages = fleet.session.plan.messages
+    relays = set((messages.relay[messages.relay >= 0] // TP).tolist())
+    relayed = set((messages.destination[messages.relay >= 0] // TP).tolist())
+    return min(relays & relayed)
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "limits"),
+    [
+        ("kill", "transfer", {}),
+        ("flip", "verify", {}),
+        ("hang", "transfer", {"transfer_deadline_s": 8.0, "connect_deadline_s": 8.0}),
+    ],
+)
+def test_a_relay_that_fails_is_named_and_those_behind_it_are_served_by_the_trainer(
+    fault: str, phase: str, limits: dict[str, float], fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that altered weights on the way, and has right ones itself, serves the version too."""
+    session = fleet.connect(relay="1", on_failure="drop_server", **limits)
+    fleet.push(weights(8))
+    bad = relay_of(fleet)
+    fleet.servers[bad].plant(0, fault, MIDDLE)
+    serving = [server for server in range(SERVERS) if server != bad or fault == "flip"]
+    caplog.clear()
+    report = fleet.push(weights(9))
+    assert report.servers == tuple(fleet.addresses[server] for server in serving)
+    assert report.forwarded == 0
+    assert session.dirty == [address for address in fleet.addresses if address not in report.servers]
+    fleet.assert_served(weights(9), serving)
+    assert fleet.servers[bad].paused == (fault != "flip")
+    dropped = [record.getMessage() for record in caplog.records if "going on without" in record.getMessage()]
+    assert f"failed at {fleet.addresses[bad]} in phase {phase}" in dropped[0]
+    assert all(fleet.addresses[bad] in text for text in dropped)
+    assert "attempt 2 with relays failed; the trainer now sends to each server" in caplog.text
+    fleet.replace(bad)
+    fleet.connect(relay="1")
+    assert fleet.push(weights(10)).forwarded > 0
+    fleet.assert_served(weights(10), list(range(SERVERS)))
+
+
+def test_a_relay_that_alters_weights_stops_the_run_where_the_policy_says_so(fleet: Fleet) -> None:
+    session = fleet.connect(relay="1")
+    fleet.push(weights(11))
+    bad = relay_of(fleet)
+    fleet.servers[bad].plant(1, "flip", MIDDLE)
+    with pytest.raises(WeightSyncError, match=r"weights that came through it differ from those sent: .*layer") as error:
+        fleet.push(weights(12))
+    assert (error.value.server, error.value.rank, error.value.phase) == (fleet.addresses[bad], "1", "verify")
+    assert error.value.tensor in SHAPES
+    assert session.healthy == []
+    assert [server.paused for server in fleet.servers] == [True] * SERVERS
+    fleet.replace(bad)
+
+
+def test_a_relay_that_dies_before_it_connects_is_named(fleet: Fleet) -> None:
+    fleet.connect(relay="1", on_failure="drop_server", connect_deadline_s=10.0)
+    fleet.servers[0].plant(0, "unconnected", 0)
+    report = fleet.push(weights(13))
+    assert report.servers == tuple(fleet.addresses[1:])
+    fleet.assert_served(weights(13), [1, 2, 3])
+    fleet.replace(0)
