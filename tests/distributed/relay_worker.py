@@ -1,7 +1,7 @@
 """Servers without SGLang for weight syncs: real processes as ranks, which carry orders out as a server's ranks do.
 
-`Fleet` answers the trainer's HTTP requests from the test's process and hands orders to the ranks over pipes. A rank can
-be told to flip a byte, stop or die before a message that it sends on.
+A `Server` answers the trainer's HTTP requests from the test's process and hands orders to its ranks over pipes. A rank
+can be told to flip a byte, stop or die before a message that it sends on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.reshard.config import ReshardConfig
 from megarl.reshard.plan.holdings import Box, Fragment
+from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.sync import server_rank, world
 from megarl.reshard.sync.relay_groups import RelayGroups
 from megarl.reshard.sync.server_order import ServerOrder
 from megarl.reshard.transfer.transports.gloo import GlooTransport
+from megarl.reshard.transfer.transports.nccl import NcclTransport
 from tests import warm
+from tests.nccl_semantics.sync_worker import emulate
+from tests.sglang.weights_support import SingleRankWeights
 
+SERVERS, TP = 4, 2
+SHAPES = {f"layer.{i}": (24, 64 * TP) for i in range(12)}
+BUCKET_BYTES = 4096
 POLL_S = 0.02
 ANSWER_S = 120.0
 
@@ -36,27 +44,30 @@ ANSWER_S = 120.0
 def plant(fault: str, message: int) -> None:
     """Makes this rank fail before its `message`-th send to another server, or before it connects with one."""
     sent: list[int] = []
+    transport: Any = NcclTransport if os.environ["EMULATES_NCCL"] == "1" else GlooTransport
+    original = transport.send
     signals = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unconnected": signal.SIGKILL}
 
-    def send(self: GlooTransport, slot: int, nbytes: int, peer: int, tag: int) -> Any:
+    def send(self: Any, slot: int, nbytes: int, peer: int, tag: int) -> Any:
         sent.append(tag)
-        assert self.staging is not None
         if len(sent) == message and fault == "flip":
             self.staging.slots[slot][nbytes // 2] ^= 1
         elif len(sent) == message:
             os.kill(os.getpid(), signals[fault])
-        return self.send_tensor(self.staging.slots[slot][:nbytes], peer, tag)
+        return original(self, slot, nbytes, peer, tag)
 
     if fault == "unconnected":
         RelayGroups.join = lambda *_: os.kill(os.getpid(), signals[fault])  # type: ignore[method-assign]
     else:
-        GlooTransport.send = send  # type: ignore[method-assign]
+        transport.send = send
 
 
 def run_rank(environment: dict[str, str], log: str, pipe: Connection, rank: int, size: int, boxes: list[Box]) -> None:
     """One rank: carries out orders, plants faults and tells what it holds, as the pipe says."""
     warm.become(environment, log)
-    node = environment.get("NODE") or socket.gethostname()
+    if environment["EMULATES_NCCL"] == "1":
+        emulate(noticed=False)
+    node = environment["NODE"] or socket.gethostname()
     world.socket.gethostname = lambda: node  # type: ignore[attr-defined]
     fragments = [Fragment(rank, box.name, box, torch.full(box.shape, torch.nan)) for box in boxes]
     while True:
@@ -74,7 +85,7 @@ def run_rank(environment: dict[str, str], log: str, pipe: Connection, rank: int,
 class Server:
     """One server: its ranks, and the address that answers for them."""
 
-    def __init__(self, folder: Path, boxes: Sequence[Sequence[Box]], node: str):
+    def __init__(self, folder: Path, boxes: Sequence[Sequence[Box]], node: str, emulates_nccl: bool):
         self.boxes = boxes
         self.version = 0
         self.paused = False
@@ -83,7 +94,14 @@ class Server:
         for rank, held in enumerate(boxes):
             own, other = warm.CONTEXT.Pipe()
             log = folder / f"rank-{id(self)}-{rank}.log"
-            arguments = ({**os.environ, "NODE": node}, str(log), other, rank, len(boxes), list(held))
+            arguments = (
+                {**os.environ, "NODE": node, "EMULATES_NCCL": str(int(emulates_nccl))},
+                str(log),
+                other,
+                rank,
+                len(boxes),
+                list(held),
+            )
             self.ranks.append(warm.CONTEXT.Process(target=run_rank, args=arguments))
             self.ranks[-1].start()
             self.pipes.append(own)
@@ -155,3 +173,68 @@ class Server:
         for process in self.ranks:
             process.kill()
             process.join(ANSWER_S)
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Fleet:
+    """Servers that cut each tensor by column, and a trainer's session with them."""
+
+    def __init__(self, folder: Path, emulates_nccl: bool = False):
+        self.folder = folder
+        self.emulates_nccl = emulates_nccl
+        self.servers = [self.server() for _ in range(SERVERS)]
+        self.session: WeightSession | None = None
+        self.version = 0
+
+    def server(self, node: str = "") -> Server:
+        columns = [((0, 64 * rank), (24, 64 * rank + 64)) for rank in range(TP)]
+        boxes = [[Box(name, *corner) for name in SHAPES] for corner in columns]
+        return Server(self.folder, boxes, node, self.emulates_nccl)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [server.address for server in self.servers]
+
+    def connect(self, **knobs: Any) -> WeightSession:
+        """A new trainer's session; faults planted before are gone with their servers."""
+        if self.session is not None:
+            self.session.close()
+        deadlines = {"connect_deadline_s": 60, "control_deadline_s": 60, "transfer_deadline_s": 120}
+        config = ReshardConfig(**({"bucket_bytes": BUCKET_BYTES} | deadlines | knobs))
+        self.session = WeightSession(config, self.addresses, "key")
+        return self.session
+
+    def push(self, tensors: dict[str, Tensor]) -> SyncReport:
+        assert self.session is not None
+        self.version += 1
+        return self.session.push(SingleRankWeights(tensors), self.version)
+
+    def assert_served(self, tensors: dict[str, Tensor], servers: list[int]) -> None:
+        for number in servers:
+            server = self.servers[number]
+            assert (server.version, server.paused) == (self.version, False)
+            assert all(box.of(tensors[box.name]).equal(held) for box, held in server.held()), f"server {number}"
+
+    def stop(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        for server in self.servers:
+            server.stop()
+
+    def replace(self, number: int, node: str = "") -> None:
+        self.servers[number].stop()
+        self.servers[number] = self.server(node)
+
+
+def relay_of(fleet: Fleet) -> int:
+    """A server that sends on in the session's last plan, and receives some weights from another relay."""
+    assert fleet.session is not None
+    assert fleet.session.plan is not None
+    messages = fleet.session.plan.messages
+    relays = set((messages.relay[messages.relay >= 0] // TP).tolist())
+    relayed = set((messages.destination[messages.relay >= 0] // TP).tolist())
+    return min(relays & relayed)

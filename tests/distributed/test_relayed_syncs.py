@@ -3,82 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from megarl.reshard import config as reshard_config
-from megarl.reshard.config import ReshardConfig
-from megarl.reshard.plan.holdings import Box
-from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.sync.coordinator import WeightSyncError
-from tests.distributed.relay_worker import Server
-from tests.sglang.weights_support import SingleRankWeights
+from tests.distributed.relay_worker import SERVERS, SHAPES, TP, Fleet, relay_of, weights
 
-SERVERS, TP = 4, 2
-SHAPES = {f"layer.{i}": (24, 64 * TP) for i in range(12)}
-BUCKET_BYTES = 4096
 MIDDLE = 5  # of the messages that a relay sends on
-
-
-def weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-class Fleet:
-    """Servers that cut each tensor by column, and a trainer's session with them."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.servers = [self.server() for _ in range(SERVERS)]
-        self.session: WeightSession | None = None
-        self.version = 0
-
-    def server(self, node: str = "") -> Server:
-        columns = [((0, 64 * rank), (24, 64 * rank + 64)) for rank in range(TP)]
-        return Server(self.folder, [[Box(name, *corner) for name in SHAPES] for corner in columns], node)
-
-    @property
-    def addresses(self) -> list[str]:
-        return [server.address for server in self.servers]
-
-    def connect(self, **knobs: Any) -> WeightSession:
-        """A new trainer's session; faults planted before are gone with their servers."""
-        if self.session is not None:
-            self.session.close()
-        deadlines = {"connect_deadline_s": 60, "control_deadline_s": 60, "transfer_deadline_s": 120}
-        config = ReshardConfig(**({"bucket_bytes": BUCKET_BYTES} | deadlines | knobs))
-        self.session = WeightSession(config, self.addresses, "key")
-        return self.session
-
-    def push(self, tensors: dict[str, Tensor]) -> SyncReport:
-        assert self.session is not None
-        self.version += 1
-        return self.session.push(SingleRankWeights(tensors), self.version)
-
-    def assert_served(self, tensors: dict[str, Tensor], servers: list[int]) -> None:
-        for number in servers:
-            server = self.servers[number]
-            assert (server.version, server.paused) == (self.version, False)
-            assert all(box.of(tensors[box.name]).equal(held) for box, held in server.held()), f"server {number}"
-
-    def replace(self, number: int, node: str = "") -> None:
-        self.servers[number].stop()
-        self.servers[number] = self.server(node)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path_factory.mktemp("fleet"))
     yield fleet
-    if fleet.session is not None:
-        fleet.session.close()
-    for server in fleet.servers:
-        server.stop()
+    fleet.stop()
 
 
 def test_weights_through_relays_are_those_sent_directly_and_the_trainer_sends_them_once(fleet: Fleet) -> None:
@@ -128,16 +67,6 @@ def test_auto_spares_the_servers_on_the_trainers_machine_and_few_servers(
     fleet.assert_served(weights(7), list(range(SERVERS)))
     once = sum(tensor.nbytes for tensor in weights(7).values())
     assert (report.bytes, report.forwarded) == (3 * once, once)
-
-
-def relay_of(fleet: Fleet) -> int:
-    """A server that sends on in the session's last plan, and receives some weights from another relay."""
-    assert fleet.session is not None
-    assert fleet.session.plan is not None
-    messages = fleet.session.plan.messages
-    relays = set((messages.relay[messages.relay >= 0] // TP).tolist())
-    relayed = set((messages.destination[messages.relay >= 0] // TP).tolist())
-    return min(relays & relayed)
 
 
 @pytest.mark.parametrize(

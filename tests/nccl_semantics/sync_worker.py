@@ -55,6 +55,7 @@ def emulate(noticed: bool) -> None:
     setattr(dist, "ProcessGroupNCCL", process_group_nccl.ProcessGroupNCCL)  # noqa: B010
     for name in ("current_stream", "stream"):
         setattr(torch.cuda, name, CUDA_ATTRIBUTES[name][0])
+    setattr(NcclTransport, "make_staging", PlainStaging)  # noqa: B010
 
 
 def trainer_rank(port: int, how: str, outcome: list[Any]) -> None:
