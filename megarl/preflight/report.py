@@ -285,7 +285,8 @@ def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapte
             sources = sources.of_adapters(adapters.names)
         elif server.format is not None:
             sources = quantised_sources(sources, server.format, config.parallel)
-        return plan(sources, held, topology, config.reshard.bucket_bytes)
+        relay = config.reshard.relay_among(server.n_servers)
+        return plan(sources, held, topology, config.reshard.bucket_bytes, relay=relay)
     except PlanError as error:
         raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megarl.reshard.plan.box_arrays import BoxArray, sum_by
 from megarl.reshard.plan.holdings import Ints
-from megarl.reshard.plan.transfer_plan import TransferPlan
+from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
 
 LISTED_RANKS = 16  # larger sides are summarised
 
@@ -31,10 +31,14 @@ class RankTraffic:
 
 @dataclass(frozen=True, eq=False)
 class PlanSummary:
-    """Figures of a plan. `full_bytes` is what each server rank receives if whole tensors are broadcast to all."""
+    """Figures of a plan. `forwarded [server ranks]` are bytes that a server rank sends on to others.
+
+    `full_bytes` is what each server rank receives if whole tensors are broadcast to all.
+    """
 
     sent: RankTraffic
     received: RankTraffic
+    forwarded: Ints
     needed: Ints
     full_bytes: int
     same_node_bytes: int
@@ -51,22 +55,27 @@ class PlanSummary:
 
     def seconds(self, bandwidth: float) -> float:
         """Seconds of the busiest rank at `bandwidth` bytes/s each way. A floor: latency and copies come on top."""
-        return float(max(self.sent.nbytes.max(), self.received.nbytes.max()) / bandwidth)
+        return float(max(side.max() for side in (self.sent.nbytes, self.received.nbytes, self.forwarded)) / bandwidth)
 
 
 def summarise(plan: TransferPlan) -> PlanSummary:
     """Adds up a plan's traffic."""
-    messages, ranks = plan.messages, len(plan.topology.node)
-    pairs = np.unique(messages.source * ranks + messages.destination)
+    messages, ranks, sources = plan.messages, len(plan.topology.node), len(plan.topology.source_node)
+    direct = messages.relay == NO_RELAY
+    sender = np.where(direct, messages.source, sources + messages.relay)
+    pairs = np.unique(sender * ranks + messages.destination)
+    sending = pairs[pairs < sources * ranks]
 
     def load(nbytes: Ints, rank_of: Ints, peer_of: Ints) -> RankTraffic:
         peer_count, message_count = (sum_by(index, np.ones_like(index), len(nbytes)) for index in (peer_of, rank_of))
         return RankTraffic(nbytes, peer_count, message_count)
 
-    near = plan.topology.source_node[messages.source] == plan.topology.node[messages.destination]
+    nodes = np.concatenate([plan.topology.source_node, plan.topology.node])
+    near = nodes[sender] == plan.topology.node[messages.destination]
     return PlanSummary(
-        sent=load(plan.bytes_out, messages.source, pairs // ranks),
+        sent=load(plan.bytes_out, messages.source[direct], sending // ranks),
         received=load(plan.bytes_in, messages.destination, pairs % ranks),
+        forwarded=plan.bytes_forwarded,
         needed=plan.bytes_needed,
         full_bytes=_full_bytes(plan),
         same_node_bytes=int(plan.buckets.nbytes[messages.bucket[near]].sum()),
@@ -125,6 +134,7 @@ def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float, transp
         ("to move", f"{size(int(summary.received.nbytes.sum()))}, of which within a node {_share(summary)}"),
         ("ratio to lower bound", f"{summary.ratio:.2f}: each server rank receives what it holds, once"),
         ("transport", transports),
+        ("relays", _relays(summary)),
         ("buckets", f"{len(plan.buckets.nbytes):,} of {size(plan.bucket_bytes)}, {_filled(plan):.0%} full"),
         ("messages", f"{len(plan.messages.bucket):,}"),
         ("staging", f"{size(2 * plan.bucket_bytes)} a rank, two buckets"),
@@ -135,6 +145,15 @@ def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float, transp
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _relays(summary: PlanSummary) -> str:
+    """Bytes that servers send on to others, in words."""
+    if not summary.forwarded.any():
+        return "none: the trainer sends to every server"
+    moved = int(summary.received.nbytes.sum())
+    share = int(summary.forwarded.sum()) / moved
+    return f"servers send {share:.0%} of it, at most {size(int(summary.forwarded.max()))} a rank"
 
 
 def _share(summary: PlanSummary) -> str:

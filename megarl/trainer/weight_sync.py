@@ -196,6 +196,7 @@ class WeightSync:
                 verified=float(report.verified > 0),
                 verified_parts=report.verified,
                 mbytes=report.bytes / 1e6,
+                relayed_mbytes=report.forwarded / 1e6,
                 delta_saving=1 - report.bytes / report.dense_bytes,
                 servers=len(report.servers),
             )

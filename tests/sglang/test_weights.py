@@ -130,6 +130,24 @@ def test_a_delta_sends_what_changed_and_the_anchor_sends_everything(fleet: SGLan
     served.session.close()
 
 
+def test_a_server_gets_from_another_server_what_the_trainer_sent_that_one(fleet: SGLangServers) -> None:
+    """The third server has another cut of the weights: its ranks share norms alone."""
+    served = Served(fleet, 3, bucket_bytes=65536, relay="1", delta=True)
+    model = make_model("qwen3", True, seed=6)
+    dense = sum(tensor.nbytes for tensor in weights_of(model).tensors.values())
+    for change in range(2):
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[change::16] += 0.01 * change
+        report = served.push(weights_of(model))
+        assert report.bytes + report.forwarded == sum(report.received)
+        assert report.received[0] == report.received[1] <= report.forwarded
+        assert (report.received[0] == dense) == (change == 0)
+        assert [served.difference(model, server) < TOLERANCE for server in range(3)] == [True] * 3
+        expected = expected_checksums(weights_of(model).tensors, rank=0, size=1)
+        assert [checksums(served.control(server), Deadline(120)) for server in range(2)] == [[expected]] * 2
+    served.session.close()
+
+
 def test_sglangs_own_checksums_agree_with_what_was_pushed(mended: Served) -> None:
     model = make_model("qwen3", True, seed=3)
     mended.push(weights_of(model))

@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.reshard.plan.box_arrays import BoxArray, distinct_rows, overlaps, split, sum_by, union_volume
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
-from megarl.reshard.plan.relay import OFF, Served
+from megarl.reshard.plan.relay import OFF, ServedShares
 from megarl.reshard.plan.sender_choice import SLACK_BUCKETS, ReplicaSets, choose, fill
 from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Ops, TransferPlan, bytes_held
 
@@ -45,8 +45,8 @@ def plan(
     buckets of each other, so that it has few peers.
 
     No bucket exceeds `bucket_bytes`. Bytes are counted in the destinations' dtypes: senders cast. `waived` names
-    trainer tensors that no server needs. Servers send on what they have received: with `relay="auto"` as far as the
-    trainer cannot serve all of them at the speed at which they receive; with a number, to all but so many servers.
+    trainer tensors that no server needs. With `relay="auto"` servers send on what they have received, as far
+    as the trainer cannot serve them at the speed at which they receive. With a number it serves only so many itself.
 
     Raises:
         PlanError: a destination holds elements that no source has; a server lacks a trainer tensor that is not waived;
@@ -78,7 +78,7 @@ def plan(
     before = np.concatenate([[0], np.cumsum(nbytes[order])])
     offset = before[:-1] - before[first[bucket[order]]]
     needed_bytes = bytes_held(destinations, len(topology.node))
-    served = Served.of(relay, needed_bytes, len(topology.source_node), len(np.unique(topology.server)))
+    served = ServedShares.of(relay, needed_bytes, len(topology.source_node), len(np.unique(topology.server)))
     unhashed = TransferPlan(
         sources=sources,
         destinations=destinations,

@@ -33,21 +33,21 @@ def served_share(bytes_needed: Ints, sources: int) -> float:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedShares:
     """Shares of the destinations that the trainer serves itself: on its own nodes, and on `other` nodes."""
 
     near: float = 1.0
     other: float = 1.0
 
     @staticmethod
-    def of(relay: str, bytes_needed: Ints, sources: int, servers: int) -> Served:
+    def of(relay: str, bytes_needed: Ints, sources: int, servers: int) -> ServedShares:
         """By `relay`: OFF; AUTO, which spares the trainer's own nodes; or how many servers the trainer serves."""
         if relay == OFF:
-            return Served()
+            return ServedShares()
         if relay == AUTO:
-            return Served(other=served_share(bytes_needed, sources))
+            return ServedShares(other=served_share(bytes_needed, sources))
         share = min(1.0, int(relay) / servers)
-        return Served(share, share)
+        return ServedShares(share, share)
 
     def roots(self, receivers: int, near: bool) -> int:
         """Destinations out of `receivers` that the trainer serves itself, at least one."""

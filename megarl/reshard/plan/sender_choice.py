@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.reshard.plan.box_arrays import sum_by, within_groups
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
-from megarl.reshard.plan.relay import Forest, RelayRounds, Served, forest
+from megarl.reshard.plan.relay import Forest, RelayRounds, ServedShares, forest
 from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Messages
 
 SLACK_BUCKETS = 4  # a destination keeps its sender while loads stay within this many buckets of each other
@@ -63,7 +63,7 @@ def choose(
     replica_sets: ReplicaSets,
     topology: Topology,
     slack: int,
-    served: Served,
+    served: ServedShares,
 ) -> Messages:
     """Picks a sender for every destination of every bucket; `slack` in bytes.
 
@@ -74,7 +74,7 @@ def choose(
     groups: dict[tuple[int, int], list[tuple[Ints, Ints, bool]]] = {}
     latest: dict[tuple[int, ...], Ints] = {}
     chosen: list[tuple[int, Ints, Forest]] = []
-    leaves = RelayRounds.of(buckets, destinations) if served != Served() else None
+    leaves = RelayRounds.of(buckets, destinations) if served != ServedShares() else None
     forests: dict[tuple[bytes, int, int], Forest] = {}
     freedom = np.array([len(replica_sets[r]) for r in buckets.replicas], dtype=np.int64)
     for bucket in np.lexsort((np.arange(len(freedom)), freedom)):

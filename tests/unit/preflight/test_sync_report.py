@@ -107,3 +107,20 @@ def test_sizes_are_decimal(nbytes: float, text: str) -> None:
 def test_durations_below_a_second_are_in_milliseconds() -> None:
     assert duration(2.35) == "2.4 s"
     assert duration(0.0124) == "12.4 ms"
+
+
+def test_bytes_that_servers_send_on_are_not_the_trainers_and_bound_the_time_too() -> None:
+    """One trainer rank, a chain of servers on other nodes: the first relay sends on twice what it receives."""
+    everything = [(Box("a", (0,), (64,)), "float32")]
+    relayed = plan(
+        Holdings.of([everything]), Holdings.of([everything] * 3), Topology.of_sizes(1, [1] * 3, 1), 256, relay="1"
+    )
+    summary = summarise(relayed)
+    assert summary.sent.nbytes.tolist() == [256]
+    assert summary.sent.peers.tolist() == [1]
+    assert sorted(summary.forwarded.tolist()) == [0, 0, 512]
+    assert summary.received.peers.tolist() == [1, 1, 1]
+    assert summary.seconds(1.0) == 512
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(relayed, bandwidth=2e6, transports="gloo to 3 servers"))
+    assert "servers send 67% of it, at most 512 B a rank" in out.getvalue()

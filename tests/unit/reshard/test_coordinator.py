@@ -17,9 +17,9 @@ LOST_ITS_PEER = RankFailure(0, {"error": "connection closed", "peer": "trainer r
 OUTCOMES = [{"error": "connection closed", "peer": "rank 0 of server 0"}]
 
 
-def coordinator_of(errors: dict[str, Exception], dead: set[str]) -> Coordinator:
+def coordinator_of(errors: dict[str, Exception], dead: set[str], on_failure: str = "stop") -> Coordinator:
     """Two servers in an attempt, with the error of each; `dead` have died and will be restarted."""
-    coordinator = Coordinator(ReshardConfig(), [FIRST, SECOND], "key")
+    coordinator = Coordinator(ReshardConfig(on_failure=on_failure), [FIRST, SECOND], "key")
     coordinator.active = list(coordinator.links)
     coordinator.death_probe = dead.__contains__
 
@@ -48,3 +48,23 @@ def test_a_server_that_is_silent_and_lives_stops_the_sync() -> None:
     with pytest.raises(WeightSyncError, match="did not answer within 2 s") as error:
         coordinator.attribute_failure(OUTCOMES)
     assert error.value.server == SECOND
+
+
+def waits_for(server: int) -> RankFailure:
+    return RankFailure(0, {"error": f"rank 0 of server {server} left", "peer": f"rank 0 of server {server}"})
+
+
+def test_a_server_that_another_waited_for_is_left_out_and_the_waiting_one_stays() -> None:
+    """Nobody else tells anything: the trainer has sent its part, and the relay says that it is done."""
+    coordinator = coordinator_of({SECOND: waits_for(0)}, dead=set(), on_failure="drop_server")
+    with pytest.raises(Retry):
+        coordinator.attribute_failure([{}])
+    assert [link.address for link in coordinator.active] == [SECOND]
+
+
+def test_of_servers_that_wait_for_each_other_in_a_row_the_last_is_left_out() -> None:
+    """The trainer waits for the first, which waits for the second: it is the second that has told nothing."""
+    coordinator = coordinator_of({FIRST: waits_for(1)}, dead=set(), on_failure="drop_server")
+    with pytest.raises(Retry):
+        coordinator.attribute_failure(OUTCOMES)
+    assert [link.address for link in coordinator.active] == [FIRST]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from megarl.knobs import UserError
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.plan.holdings import Box, Fragment
 from megarl.reshard.plan.planner import PlanError
@@ -19,7 +20,7 @@ from megarl.reshard.session import WeightSession
 from megarl.reshard.sync import shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup
 from megarl.reshard.sync.coordinator import Coordinator, Retry
-from megarl.reshard.sync.places import check_places, check_visible, choose_transports
+from megarl.reshard.sync.places import TransportChoice, check_places, check_relay, check_visible, choose_transports
 from megarl.reshard.sync.world import publish_fragments
 from megarl.reshard.transfer.store import Deadline, read, write, write_bulk
 from megarl.reshard.transfer.transports import transport_named
@@ -255,3 +256,20 @@ def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
     with pytest.raises(PlanError, match="trainer rank 0 sends from GPU-0, and rank 0 of server 0 sees GPU-1"):
         shard_path._agree_on_plan(attempt, coordinator)
     assert read(store, attempt.key("go"), Deadline(1.0)) is False
+
+
+def test_a_number_of_relays_is_refused_where_the_transport_does_not_reach_from_server_to_server() -> None:
+    mapped = TransportChoice(("cuda_ipc", "nccl"), "by places")
+    for relay in ("auto", "off"):
+        check_relay(relay, mapped)
+    check_relay("2", TransportChoice(("nccl", "nccl"), "by places"))
+    with pytest.raises(PlanError, match=r"reshard\.relay=2: the weights travel by cuda_ipc \(by places\), .* use "):
+        check_relay("2", mapped)
+    for knobs in ({"transport": "shm"}, {"transport": "cuda_ipc"}, {"path": "full"}):
+        with pytest.raises(UserError, match=r"reshard\.relay=2 needs reshard\.path=exact and one of the transports"):
+            ReshardConfig(relay="2", **knobs)
+    for value in ("0", "-1", "1.5", "many", "", "1000000001"):
+        with pytest.raises(UserError, match="must be auto, off, or a number of servers, at least 1"):
+            ReshardConfig(relay=value)
+    assert [ReshardConfig().relay_among(servers) for servers in (15, 16)] == ["off", "auto"]
+    assert [ReshardConfig(relay=relay).relay_among(2) for relay in ("off", "1")] == ["off", "1"]

@@ -13,8 +13,9 @@ from test_planner import World, worlds
 
 from megarl.reshard.plan.holdings import Box, Holdings, Topology
 from megarl.reshard.plan.planner import _check_relays, plan
-from megarl.reshard.plan.relay import FAN_OUT, STRIPES, RelayRounds, forest, served_share
+from megarl.reshard.plan.relay import FAN_OUT, STRIPES, RelayRounds, forest, pairs_in_turn, served_share
 from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
+from megarl.reshard.transfer.digests import relays_at_fault
 
 ROWS = 96
 
@@ -151,3 +152,45 @@ def test_a_relay_without_the_bucket_is_an_error_of_the_plan(fault: str) -> None:
         source[index] = 1 - source[index]
     with pytest.raises(AssertionError, match="would forward bucket"):
         _check_relays(replace(good, messages=replace(messages, relay=relay, source=source)))
+
+
+def test_a_number_of_servers_is_all_that_the_trainer_serves_on_any_machine() -> None:
+    everything = [(Box("a", (0,), (512,)), "float32")]
+    for per_node, roots in ((1, 3), (16, 3), (1, 20)):
+        topology = Topology.of_sizes(1, [1] * 12, per_node)
+        messages = plan(Holdings.of([everything]), Holdings.of([everything] * 12), topology, 256, relay=str(roots))
+        direct = messages.messages.relay == NO_RELAY
+        assert np.bincount(messages.messages.bucket[direct]).tolist() == [min(roots, 12)] * len(messages.buckets.nbytes)
+
+
+def test_pairs_connect_in_an_order_in_which_no_rank_waits_for_more_than_its_own_pairs() -> None:
+    """A rank connects its pairs one by one. Pairs of one turn are disjoint, so all ends in as many turns."""
+    messages = of_alike_servers(2, 40, 2).messages
+    sent_on = messages.relay != NO_RELAY
+    expected = set(zip(messages.relay[sent_on].tolist(), messages.destination[sent_on].tolist(), strict=True))
+    pairs = pairs_in_turn(messages)
+    assert len(pairs) == len(expected)
+    assert set(pairs) == expected
+    turns: dict[int, int] = {}
+    for pair in pairs:
+        turn = max(turns.get(rank, 0) for rank in pair) + 1
+        turns.update(dict.fromkeys(pair, turn))
+    most = max(Counter(rank for pair in pairs for rank in pair).values())
+    assert max(turns.values()) < 2 * most
+
+
+def test_the_rank_where_bits_went_astray_is_the_last_that_has_them_right() -> None:
+    planned = of_alike_servers(1, 12, 1)
+    messages = planned.messages
+    deep = next(i for i in np.flatnonzero(messages.relay != NO_RELAY)[::-1])
+    bucket = messages.bucket[deep]
+    way = [int(deep)]
+    while (relay := int(messages.relay[way[0]])) != NO_RELAY:
+        way.insert(0, int(np.flatnonzero((messages.bucket == bucket) & (messages.destination == relay))[0]))
+    ranks = messages.destination[way].tolist()
+    assert len(ranks) >= 3
+    assert relays_at_fault(planned, []) == set()
+    assert relays_at_fault(planned, way[:1]) == set()  # from the trainer: no relay has to do with it
+    assert relays_at_fault(planned, way[-1:]) == {ranks[-2]}
+    assert relays_at_fault(planned, way[1:]) == {ranks[0]}
+    assert relays_at_fault(planned, way) == {ranks[0]}  # it was given wrong ones, and sent those on

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from torch.distributed import PrefixStore, Store
 
-from megarl.reshard.transfer.store import Deadline, join_store, open_store, read, write
+from megarl.reshard.transfer.store import WATCH_S, AttemptDeadline, Deadline, join_store, open_store, read, write
 
 
 @pytest.fixture(params=["server", "client", "prefix"])
@@ -61,3 +62,14 @@ def test_an_error_of_the_watch_ends_the_wait(store: Store) -> None:
 def test_a_wait_ends_at_its_deadline(watch: Callable[[], None] | None, store: Store) -> None:
     with pytest.raises(TimeoutError, match=r"0\.3 s"):
         read(store, "key", Deadline(0.3), watch)
+
+
+def test_a_wait_of_an_attempt_ends_once_the_trainer_has_ended_that(store: Store) -> None:
+    deadline = AttemptDeadline(600.0, store, "7/verdict")
+    assert deadline.left() > 300
+    write(store, "7/verdict", {})
+    time.sleep(2 * WATCH_S)  # it looks at the store now and then
+    with pytest.raises(RuntimeError, match="the trainer has ended the attempt"):
+        deadline.left()
+    with pytest.raises(TimeoutError, match="deadline of 0 s passed"):
+        AttemptDeadline(0.0, store, "8/verdict").left()
