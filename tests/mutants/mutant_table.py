@@ -7,6 +7,7 @@ import mutant_table_csrc as csrc
 import mutant_table_fidelity as fidelity
 import mutant_table_head as head
 import mutant_table_quantised as quantised
+import mutant_table_relays as relays
 import mutant_table_systems as systems
 import mutant_table_training as training
 from mutant import Mutant, flat
@@ -27,6 +28,7 @@ MUTANTS: list[Mutant] = [
         adapters.ADAPTERS,
         quantised.QUANTISED,
         *fidelity.FIDELITY,
+        relays.RELAYS,
         csrc.HEADERS,
         head.HEAD,
     )
