@@ -9,14 +9,26 @@ SYNCS = ("tests/distributed/test_relayed_syncs.py",)
 RELAYS: Bugs = {
     "megarl/reshard/plan/relay.py": {
         unit("reshard/test_relay"): [
-            ("a number of servers spares the trainer's machine", "return ServedShares(share, share)", "return ServedShares(1.0, share)"),
-            ("a rank has a colour twice", "if not any(colour in of_rank for of_rank in taken)", "if colour not in taken[0]"),
+            (
+                "a number of servers spares the trainer's machine",
+                "return ServedShares(share, share)",
+                "return ServedShares(1.0, share)",
+            ),
+            (
+                "a rank has a colour twice",
+                "if not any(colour in of_rank for of_rank in taken)",
+                "if colour not in taken[0]",
+            ),
         ],
     },
     "megarl/reshard/transfer/digests.py": {
         unit("reshard/test_relay"): [
             ("a relay is blamed for what it was given", "elif int(own_copy[0]) not in wrong:", "else:"),
-            ("a relay is blamed for what the trainer sent", "        return set()\n    at_fault", "        pass\n    at_fault"),
+            (
+                "a relay is blamed for what the trainer sent",
+                "        return set()\n    at_fault",
+                "        pass\n    at_fault",
+            ),
         ],
     },
     "megarl/reshard/transfer/store.py": {
@@ -31,13 +43,21 @@ RELAYS: Bugs = {
                 "while any(self.buckets[number] == bucket for _, number, _ in in_flight):",
                 "while False:",
             ),
-            ("a delta is sent on as weights", "            if bucket_counts is None:\n                views.pack(slot)", "            if True:\n                views.pack(slot)"),
+            (
+                "a delta is sent on as weights",
+                "            if bucket_counts is None:\n                views.pack(slot)",
+                "            if True:\n                views.pack(slot)",
+            ),
             ("the last messages are not sent on", "forward_before(math.inf)", "forward_before(0)"),
         ],
     },
     "megarl/reshard/sync/coordinator.py": {
         unit("reshard/test_coordinator"): [
-            ("a server that only waited is left out", "[link for link in named if link not in waits] or named", "named"),
+            (
+                "a server that only waited is left out",
+                "[link for link in named if link not in waits] or named",
+                "named",
+            ),
             ("servers' reports name nobody", "blames = [*rank_errors, *waits.values()]", "blames = rank_errors"),
         ],
     },
