@@ -9,7 +9,8 @@ from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.parallel import platform
 from megarl.reshard.plan.planner import PlanError
-from megarl.reshard.sync.places import choose_transports
+from megarl.reshard.sync.places import TransportChoice, choose_transports
+from megarl.reshard.transfer.transports import largest_bucket
 from megarl.served_checks import servers_on_gpu
 
 
@@ -20,10 +21,29 @@ def planned_transports(config: Config) -> str:
         UserError: the machines rule reshard.transport out.
     """
     transport = config.reshard.transport
-    if config.reshard.path == "full" or transport == "disk":
+    if sends_full(config):
         return f"full tensors, {'as files' if transport == 'disk' else 'broadcast by gloo'}"
+    return str(_choice(config))
+
+
+def planned_bucket_bytes(config: Config) -> int:
+    """Bytes of a staging buffer, by `planned_transports` where the configuration leaves them open.
+
+    Raises:
+        UserError: the machines rule reshard.transport out.
+    """
+    names = ("gloo",) if sends_full(config) else _choice(config).names
+    return config.reshard.bucket_bytes or largest_bucket(names)
+
+
+def sends_full(config: Config) -> bool:
+    """True if servers get full tensors, without a plan."""
+    return config.reshard.path == "full" or config.reshard.transport == "disk"
+
+
+def _choice(config: Config) -> TransportChoice:
     try:
-        return str(choose_transports(transport, planned_world(config)))
+        return choose_transports(config.reshard.transport, planned_world(config))
     except PlanError as error:
         raise UserError(str(error)) from error
 

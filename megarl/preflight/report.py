@@ -40,7 +40,7 @@ from megarl.parallel.placement import places
 from megarl.preflight import sizing, sync_report
 from megarl.preflight.environment import environment_findings
 from megarl.preflight.findings import Finding, findings, has_sizes, refusals
-from megarl.preflight.planned_places import planned_transports
+from megarl.preflight.planned_places import planned_bucket_bytes, planned_transports
 from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.shapes import folder_of, teacher_of
 from megarl.preflight.sizing import size
@@ -286,7 +286,7 @@ def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapte
         elif server.format is not None:
             sources = quantised_sources(sources, server.format, config.parallel)
         relay = config.reshard.relay_among(server.n_servers)
-        return plan(sources, held, topology, config.reshard.bucket_bytes, relay=relay)
+        return plan(sources, held, topology, planned_bucket_bytes(config), relay=relay)
     except PlanError as error:
         raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error
 

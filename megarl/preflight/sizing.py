@@ -30,6 +30,7 @@ from megarl.config import Config
 from megarl.families import decoder, read_config
 from megarl.families.hf_config import padded_vocab_size
 from megarl.parallel.config import ParallelConfig
+from megarl.preflight.planned_places import planned_bucket_bytes
 from megarl.preflight.shapes import folder_of, teacher_of
 from megarl.reshard.plan.sglang_adapters import slot_elements
 from megarl.served_checks import adapters_on_servers
@@ -158,10 +159,10 @@ class Phase:
 def phases_of(config: Config, model: PretrainedConfig, stage: TrainerMemory) -> list[Phase]:
     """Memory of a co-located run on a GPU with pipeline stage `stage`, phase by phase.
 
-    Every process keeps its CUDA context. A sync's staging buffers are two of reshard.bucket_bytes on each side.
+    Every process keeps its CUDA context. A sync's staging buffers are two buckets on each side.
     """
     weights = _weights_of(config, stage)
-    server, staging = server_memory_of(config, model), 2 * config.reshard.bucket_bytes
+    server, staging = server_memory_of(config, model), 2 * planned_bucket_bytes(config)
     trained = stage.total + sum(beside_actor(config, stage).values())
     synced = weights + GPU_RUNTIME + staging, server.weights + GPU_RUNTIME + staging
     return [

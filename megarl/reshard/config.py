@@ -34,9 +34,10 @@ class ReshardConfig:
         "", "folder for transport=disk, which the servers must see too; emptied after each sync", path=True
     )
     bucket_bytes: int = knob(
-        64 * 2**20,
-        "bytes of a staging buffer; each rank has two, which bounds its memory in flight",
-        least=16,
+        0,
+        "bytes of a staging buffer; each rank has two, which bounds its memory in flight; 0: by the transport's speed, "
+        "64 MiB, with nccl and nixl 256 MiB",
+        least=0,
         most=2**36,
     )
     relay: str = knob(

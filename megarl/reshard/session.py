@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.parallel.broadcast import broadcast_json
 from megarl.parallel.rendezvous import own_address
-from megarl.reshard.config import OFF, ReshardConfig
+from megarl.reshard.config import AUTO, OFF, ReshardConfig
 from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
@@ -34,6 +34,7 @@ from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
 from megarl.reshard.sync.world import adapters_held, check_adapters, local_address
 from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.store import Deadline, join_store, open_store, read, write, write_bulk
+from megarl.reshard.transfer.transports import largest_bucket
 from megarl.types import WeightUpdateMeta
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class WeightSession:
         self._trainer_rank = TrainerRank(self._store, local_address(self._host, self._port), self.rank)
         self._last_world = ""  # on rank 0: name of the world of the last attempt
         self._transports = ""  # on rank 0: the transports of the last attempt, and why
+        self._bucket_bytes = 0  # on rank 0: of the last attempt
         self._relay = OFF  # on rank 0: of the last attempt
         self._direct = False  # on rank 0: True once relays have failed in this sync
         self._attempts_since_anchor = 0
@@ -295,7 +297,7 @@ class WeightSession:
         return AttemptSpec(
             path=transport_name if transport_name in ("full", "disk") else "exact",
             senders=self.world_size,
-            bucket_bytes=config.bucket_bytes,
+            bucket_bytes=self._bucket_bytes,
             world=world,
             adapters_only=adapters_only,
             delta=delta,
@@ -318,7 +320,6 @@ class WeightSession:
         world: dict[str, Any] = {
             "sources": [read(self._store, f"source/{rank}", deadline) for rank in range(self.world_size)],
             "servers": [link.layout for link in coordinator.active],
-            "bucket_bytes": self.config.bucket_bytes,
         }
         adapters = adapters_held(world["sources"])
         for link in coordinator.active:
@@ -328,7 +329,11 @@ class WeightSession:
         world["relay"] = relay = OFF if self._direct else self.config.relay_among(len(coordinator.active))
         check_relay(relay, choice)
         self._transports = str(choice)
-        if not all(link.use(name) for link, name in zip(coordinator.active, choice.names, strict=True)):
+        world["bucket_bytes"] = bucket_bytes = self.config.bucket_bytes or largest_bucket(choice.names)
+        kept = any(link.transport_name != AUTO for link in coordinator.active)  # groups have buckets of the last size
+        grown = kept and transport_name == AUTO and bucket_bytes != self._bucket_bytes
+        self._bucket_bytes = bucket_bytes
+        if not all(link.use(name) for link, name in zip(coordinator.active, choice.names, strict=True)) or grown:
             raise Retry
         groups = [str(link.server_group) for link in coordinator.active]
         self._relay = relay

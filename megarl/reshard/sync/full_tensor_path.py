@@ -17,6 +17,7 @@ from megarl.reshard.transfer.digests import check_digests, check_names
 from megarl.reshard.transfer.full_tensor_transfer import DeliveryError, FullTensorSender
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports import disk
+from megarl.reshard.transfer.transports.gloo import GlooTransport
 
 RankBoxes = list[list[tuple[Box, torch.dtype]]]  # boxes of each rank of a server, in the rank's own order
 
@@ -88,7 +89,7 @@ def _sender(
                 raise coordinator.sync_error(link, ValueError(words))
     return FullTensorSender(
         targets=list(coordinator.active),
-        bucket_bytes=coordinator.config.bucket_bytes,
+        bucket_bytes=coordinator.config.bucket_bytes or GlooTransport.bucket_bytes,
         deadline=deadline,
         dtypes=dtypes,
         boxes=boxes if verify != "off" else {},

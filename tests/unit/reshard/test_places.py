@@ -273,3 +273,30 @@ def test_a_number_of_relays_is_refused_where_the_transport_does_not_reach_from_s
             ReshardConfig(relay=value)
     assert [ReshardConfig().relay_among(servers) for servers in (15, 16)] == ["off", "auto"]
     assert [ReshardConfig(relay=relay).relay_among(2) for relay in ("off", "1")] == ["off", "1"]
+
+
+def test_buckets_fit_the_transport_and_servers_join_anew_for_others() -> None:
+    """A server that nccl reaches is admitted to a session whose servers receive by cuda_ipc, in smaller buckets."""
+    session = WeightSession(ReshardConfig(), ["127.0.0.1:1", "127.0.0.1:2"], "key")
+    coordinator = session._coordinator
+    assert coordinator is not None
+    write(session._store, "source/0", NODE_A[0])
+    first, second = coordinator.links
+    first.layout, first.transport_name = [NODE_A[1]], "auto"
+    coordinator.active = [first]
+    session._publish_world(coordinator, "auto", False, Deadline(60.0))
+    assert (first.transport_name, session._bucket_bytes) == ("cuda_ipc", 64 * 2**20)
+    second.layout, second.transport_name = [NODE_B[0]], "auto"
+    coordinator.active = [first, second]
+    with pytest.raises(Retry):
+        session._publish_world(coordinator, "auto", False, Deadline(60.0))
+    assert second.transport_name == "nccl"
+    coordinator.give_up(Retry())
+    for link, layout in ((first, NODE_A[1]), (second, NODE_B[0])):
+        link.layout, link.transport_name = [layout], "auto"
+    session._publish_world(coordinator, "auto", False, Deadline(60.0))
+    assert session._bucket_bytes == 256 * 2**20
+    session.config = ReshardConfig(bucket_bytes=4096)
+    first.transport_name = second.transport_name = "auto"
+    session._publish_world(coordinator, "auto", False, Deadline(60.0))
+    assert session._bucket_bytes == 4096

@@ -156,8 +156,8 @@ def test_a_relay_without_the_bucket_is_an_error_of_the_plan(fault: str) -> None:
 
 def test_a_number_of_servers_is_all_that_the_trainer_serves_on_any_machine() -> None:
     everything = [(Box("a", (0,), (512,)), "float32")]
-    for per_node, roots in ((1, 3), (16, 3), (1, 20)):
-        topology = Topology.of_sizes(1, [1] * 12, per_node)
+    alone = Topology(source_node=np.zeros(1, dtype=np.int64), node=np.zeros(12, dtype=np.int64), server=np.arange(12))
+    for topology, roots in ((Topology.of_sizes(1, [1] * 12, 1), 3), (alone, 3), (alone, 20)):
         messages = plan(Holdings.of([everything]), Holdings.of([everything] * 12), topology, 256, relay=str(roots))
         direct = messages.messages.relay == NO_RELAY
         assert np.bincount(messages.messages.bucket[direct]).tolist() == [min(roots, 12)] * len(messages.buckets.nbytes)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megarl.reshard.transfer.transports.base import Transport
 
 MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "nixl")
+
+
+def largest_bucket(names: Collection[str]) -> int:
+    """Bytes of a bucket that suits all these transports: the largest that one of them asks for."""
+    return max(transport_named(name).bucket_bytes for name in names)
 
 
 def transport_named(name: str) -> type[Transport]:

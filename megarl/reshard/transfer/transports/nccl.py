@@ -57,6 +57,7 @@ class NcclTransport(Transport):
     """
 
     memory = "gpu"
+    bucket_bytes = 256 * 2**20  # 5 ms at 50 GB/s: more than the 2 ms between two looks at a message
 
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
         from torch.distributed import ProcessGroupNCCL  # absent from builds of torch without CUDA
