@@ -284,9 +284,11 @@ def _check_transport(config: Config) -> None:
             f"reshard.transport={transport} moves weights between GPUs, and the servers run on the CPU (server.device="
             f"{config.server.device}, cluster.gpus_per_node={per_node}); use gloo or shm"
         )
-    if transport == "nixl" and importlib.util.find_spec("nixl") is None:
+    package = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}.get(transport)  # it has the module of this name
+    if package is not None and importlib.util.find_spec(transport) is None:
         raise UserError(
-            "reshard.transport=nixl needs the package nixl on trainer and servers: pip install nixl, or use auto"
+            f"reshard.transport={transport} needs the package {package} on trainer and servers: pip install {package}, "
+            "or use auto"
         )
     gpus = max(ranks, servers) if config.server.colocate else ranks + servers
     if transport in ("shm", "cuda_ipc") and 0 < per_node < gpus:

@@ -370,12 +370,12 @@ class WeightUpdateMeta:
     `model_version` is the version that the servers serve after the update.
     """
 
-    type: Literal["auto", "disk", "gloo", "nccl", "cuda_ipc", "nixl", "shm"]
+    type: Literal["auto", "disk", "gloo", "nccl", "cuda_ipc", "nixl", "mooncake", "shm"]
     path: str | None = None
     model_version: int = 0
 
     def __post_init__(self) -> None:
-        types = ("auto", "disk", "gloo", "nccl", "cuda_ipc", "nixl", "shm")
+        types = ("auto", "disk", "gloo", "nccl", "cuda_ipc", "nixl", "mooncake", "shm")
         if self.type not in types:
             raise UserError(f"WeightUpdateMeta(type={self.type!r}) is not one of {', '.join(types)}")
         if (self.type == "disk") != (self.path is not None):

@@ -8,13 +8,13 @@ from megarl.knobs import MAX_COUNT, MAX_SECONDS, UserError, check_ranges, knob
 
 PATHS = ("exact", "full")
 AUTO = "auto"
-TRANSPORTS = (AUTO, "gloo", "shm", "nccl", "cuda_ipc", "nixl", "disk")
+TRANSPORTS = (AUTO, "gloo", "shm", "nccl", "cuda_ipc", "nixl", "mooncake", "disk")
 PAUSE_MODES = ("retract", "in_place", "abort")
 VERIFY = ("always", "sampled", "off")
 ON_FAILURE = ("stop", "drop_server")
 OFF = "off"
 RELAYED_FROM = 16  # servers from which on reshard.relay=auto lets servers send weights on
-RELAYING = (AUTO, "gloo", "nccl", "nixl")  # transports that reach from server to server
+RELAYING = (AUTO, "gloo", "nccl", "nixl", "mooncake")  # transports that reach from server to server
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ReshardConfig:
     transport: str = knob(
         AUTO,
         "auto (cuda_ipc on the trainer's machine, nccl to GPUs of others, gloo without GPUs), gloo, shm (same "
-        "machine), nccl, cuda_ipc (same machine's GPUs), nixl (RDMA) or disk (full tensors as files)",
+        "machine), nccl, cuda_ipc (same machine's GPUs), nixl or mooncake (RDMA), or disk (full tensors as files)",
         choices=TRANSPORTS,
     )
     folder: str = knob(

@@ -218,7 +218,7 @@ def test_a_digest_that_differs_or_was_never_sent_names_its_tensor() -> None:
         ({"pause_mode": "stop"}, r"reshard\.pause_mode=stop must be one of retract, in_place, abort"),
         ({"verify": "sometimes"}, "must be one of always, sampled, off"),
         ({"path": "some"}, "must be one of exact, full"),
-        ({"transport": "tcp"}, "must be one of auto, gloo, shm, nccl, cuda_ipc, nixl, disk"),
+        ({"transport": "tcp"}, "must be one of auto, gloo, shm, nccl, cuda_ipc, nixl, mooncake, disk"),
         ({"on_failure": "hope"}, "must be one of stop, drop_server"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 must be at least 16"),
         ({"bucket_bytes": 100}, "bucket_bytes=100 must be a multiple of 16"),

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from megarl.reshard.transfer.transports.base import Transport
 
-MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "nixl")
+MESSAGE_TRANSPORTS = ("gloo", "shm", "nccl", "cuda_ipc", "nixl", "mooncake")
 
 
 def largest_bucket(names: Collection[str]) -> int:
@@ -36,4 +36,8 @@ def transport_named(name: str) -> type[Transport]:
         from megarl.reshard.transfer.transports.nixl import NixlTransport
 
         return NixlTransport
+    if name == "mooncake":
+        from megarl.reshard.transfer.transports.mooncake import MooncakeTransport
+
+        return MooncakeTransport
     raise ValueError(f"transport {name!r} is not one of {', '.join(MESSAGE_TRANSPORTS)}")
