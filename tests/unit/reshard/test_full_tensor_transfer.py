@@ -220,7 +220,7 @@ def test_a_digest_that_differs_or_was_never_sent_names_its_tensor() -> None:
         ({"path": "some"}, "must be one of exact, full"),
         ({"transport": "tcp"}, "must be one of auto, gloo, shm, nccl, cuda_ipc, nixl, mooncake, disk"),
         ({"on_failure": "hope"}, "must be one of stop, drop_server"),
-        ({"bucket_bytes": 0}, "bucket_bytes=0 must be at least 16"),
+        ({"bucket_bytes": -16}, "bucket_bytes=-16 must be at least 0"),
         ({"bucket_bytes": 100}, "bucket_bytes=100 must be a multiple of 16"),
         ({"anchor_every": 0}, "anchor_every=0 must be at least 1"),
         ({"transfer_deadline_s": 0.0}, r"transfer_deadline_s=0\.0 must be above 0"),
