@@ -28,6 +28,7 @@ from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.sync import server_rank, world
 from megarl.reshard.sync.relay_groups import RelayGroups
 from megarl.reshard.sync.server_order import ServerOrder
+from megarl.reshard.sync.server_rank import LiveWeights
 from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.reshard.transfer.transports.nccl import NcclTransport
 from tests import warm
@@ -74,7 +75,7 @@ def run_rank(environment: dict[str, str], log: str, pipe: Connection, rank: int,
         what, *arguments = pipe.recv()
         if what == "order":
             order = ServerOrder.parse(arguments[0])
-            server_rank.carry_out(order, lambda: fragments, rank, size, lambda tensors: None)
+            server_rank.carry_out(order, lambda: LiveWeights(fragments), rank, size, lambda tensors: None)
             pipe.send("done")
         elif what == "plant":
             plant(*arguments)
