@@ -55,6 +55,9 @@ def rotate_and_store(
 
     Returns:
         The queries `[rows, heads, head_dim]`, a view of `qkv`.
+
+    Raises:
+        IndexError: a slot or a position is none of the cache's or of `cos_sin`'s.
     """
     rows, width = qkv.shape
     _, kv_heads, dim = keys.shape
@@ -74,7 +77,8 @@ def rotate_and_store(
             check_on_cpu(name, norm, (dim,))
     _C.rotate_store(
         *(torch.get_num_threads(), rows, heads, kv_heads, dim, qkv.data_ptr(), address(q_norm), address(k_norm)),
-        *(eps, cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        *(eps, cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), cos_sin.shape[0], keys.shape[0]),
+        *(keys.data_ptr(), values.data_ptr()),
     )
     return qkv.view(rows, heads + 2 * kv_heads, dim)[:, :heads]
 
@@ -97,6 +101,9 @@ def paged_attention(
         requests, positions: int64 `[rows]`; row i attends to tokens 0..positions[i] of request requests[i].
         scale: factor of the scores before the softmax.
         window: attends only to this many last tokens, including the row's own; 0 is all.
+
+    Raises:
+        IndexError: a request, a position or a slot in the table is outside of the table or the cache.
     """
     rows, heads, dim = queries.shape
     dtype = queries.dtype
@@ -119,7 +126,7 @@ def paged_attention(
     _C.paged_attention(
         *(torch.get_num_threads(), DTYPE_CODES[dtype], rows, heads, kv_heads, dim),
         *(queries.data_ptr(), queries.stride(0), keys.data_ptr(), values.data_ptr(), table.data_ptr()),
-        *(table.stride(0), requests.data_ptr(), positions.data_ptr(), window, scale, out.data_ptr()),
+        *(*table.shape, keys.shape[0], requests.data_ptr(), positions.data_ptr(), window, scale, out.data_ptr()),
     )
     return out
 

@@ -159,3 +159,37 @@ def test_error_messages_name_the_argument_and_the_rule():
         decode.rotate_and_store(randn(2, 40, seed=0), keys, values, requests, positions, randn(40, 16, seed=0))
     with pytest.raises(ValueError, match="uniform has dtype"):
         decode.sample(randn(2, 5, seed=0), torch.ones(2), torch.rand(2))
+
+
+@pytest.mark.parametrize(
+    ("what", "index", "size"),
+    [("position", -1, 8), ("position", 8, 8), ("request", 2, 2), ("slot", 16, 16), ("slot", -1, 16)],
+)
+def test_attention_refuses_indices_outside_of_the_table_or_the_cache(what: str, index: int, size: int) -> None:
+    keys, values = (torch.zeros(16, 1, 16) for _ in range(2))
+    table, requests, positions = torch.zeros(2, 8, dtype=torch.int32), torch.tensor([1, 0]), torch.tensor([7, 3])
+    for changed, place in ((positions, 1), (requests, 1), (table[0], 3)):
+        if what == ("position", "request", "slot")[(changed is not positions) + (changed.dtype == torch.int32)]:
+            changed[place] = index
+    queries = torch.zeros(2, 1, 16)
+    with pytest.raises(IndexError, match=rf"^row 1 has {what} {index}, which is not in \[0, {size}\)$"):
+        decode.paged_attention(queries, keys, values, table, requests, positions, 1.0)
+
+
+def test_attention_reads_no_slot_before_its_window() -> None:
+    keys, values = (torch.ones(16, 1, 16) for _ in range(2))
+    table = torch.tensor([[99, 99, 0, 1]], dtype=torch.int32)
+    attended = decode.paged_attention(
+        torch.zeros(1, 1, 16), keys, values, table, torch.tensor([0]), torch.tensor([3]), 1.0, window=2
+    )
+    assert torch.equal(attended, torch.ones_like(attended))
+
+
+@pytest.mark.parametrize(("what", "index", "size"), [("position", 4, 4), ("position", -1, 4), ("slot", 16, 16)])
+def test_the_cache_refuses_positions_and_slots_that_it_does_not_have(what: str, index: int, size: int) -> None:
+    keys, values = (torch.zeros(16, 1, 16) for _ in range(2))
+    slots, positions = torch.tensor([0, 1]), torch.tensor([0, 1])
+    (slots if what == "slot" else positions)[1] = index
+    with pytest.raises(IndexError, match=rf"^row 1 has {what} {index}, which is not in \[0, {size}\)$"):
+        decode.rotate_and_store(torch.zeros(2, 48), keys, values, slots, positions, torch.zeros(4, 16))
+    assert not keys.any(), "nothing is stored"

@@ -17,7 +17,7 @@ struct AddNormArgs {
 
 // qkv [rows, (heads + 2 kv_heads) * dim]. Queries and keys are normalised by q_norm and k_norm [dim], unless
 // null, then rotated by cos_sin[positions[row]] [dim / 2 cosines, dim / 2 sines]. Queries stay in qkv. Keys
-// and values go to row slots[row] of the caches [*, kv_heads, dim].
+// and values go to row slots[row] of the caches [num_slots, kv_heads, dim]. Indices are checked.
 struct RotateStoreArgs {
   int64_t rows, heads, kv_heads, dim;
   float* qkv;
@@ -25,12 +25,13 @@ struct RotateStoreArgs {
   float eps;
   const float* cos_sin;
   const int64_t *positions, *slots;
+  int64_t num_positions, num_slots;
   float *keys, *values;
 };
 
 // Row i of `queries` attends to the tokens 0..positions[i] of request requests[i], or only to the last
-// `window` of them (0: all). Token j is in row table[requests[i] * table_stride + j] of the caches. Strides
-// are in elements from row to row. Sums are in float.
+// `window` of them (0: all). Token j is in row table[requests[i] * table_width + j] of the caches [num_slots,
+// kv_heads, dim]. Strides are in elements from row to row. Sums are in float. Indices are checked.
 struct PagedAttentionArgs {
   int dtype;  // DType of queries, keys, values and out: float32, bfloat16 or float16
   int64_t rows, heads, kv_heads, dim;
@@ -38,7 +39,7 @@ struct PagedAttentionArgs {
   int64_t query_stride;
   const void *keys, *values;
   const int32_t* table;
-  int64_t table_stride;
+  int64_t num_requests, table_width, num_slots;
   const int64_t *requests, *positions;
   int64_t window;
   float scale;

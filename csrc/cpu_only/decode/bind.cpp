@@ -19,23 +19,24 @@ void register_decode(py::module_& m) {
       "rotate_store",
       [](int threads, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, uintptr_t qkv,
          uintptr_t q_norm, uintptr_t k_norm, float eps, uintptr_t cos_sin, uintptr_t positions,
-         uintptr_t slots, uintptr_t keys, uintptr_t values) {
-        rotate_store_cpu({rows, heads, kv_heads, dim, pointer<float>(qkv), pointer<float>(q_norm),
-                          pointer<float>(k_norm), eps, pointer<float>(cos_sin), pointer<int64_t>(positions),
-                          pointer<int64_t>(slots), pointer<float>(keys), pointer<float>(values)},
-                         threads);
+         uintptr_t slots, int64_t num_positions, int64_t num_slots, uintptr_t keys, uintptr_t values) {
+        rotate_store_cpu(
+            {rows, heads, kv_heads, dim, pointer<float>(qkv), pointer<float>(q_norm), pointer<float>(k_norm),
+             eps, pointer<float>(cos_sin), pointer<int64_t>(positions), pointer<int64_t>(slots),
+             num_positions, num_slots, pointer<float>(keys), pointer<float>(values)},
+            threads);
       },
       unlocked);
   m.def(
       "paged_attention",
       [](int threads, int dtype, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
          uintptr_t queries, int64_t query_stride, uintptr_t keys, uintptr_t values, uintptr_t table,
-         int64_t table_stride, uintptr_t requests, uintptr_t positions, int64_t window, float scale,
-         uintptr_t out) {
+         int64_t num_requests, int64_t table_width, int64_t num_slots, uintptr_t requests,
+         uintptr_t positions, int64_t window, float scale, uintptr_t out) {
         paged_attention_cpu(
             {dtype, rows, heads, kv_heads, dim, pointer(queries), query_stride, pointer(keys),
-             pointer(values), pointer<int32_t>(table), table_stride, pointer<int64_t>(requests),
-             pointer<int64_t>(positions), window, scale, pointer(out)},
+             pointer(values), pointer<int32_t>(table), num_requests, table_width, num_slots,
+             pointer<int64_t>(requests), pointer<int64_t>(positions), window, scale, pointer(out)},
             threads);
       },
       unlocked);

@@ -124,7 +124,7 @@ void paged_attention(const PagedAttentionArgs& a, int64_t row, float* scores) {
   const int64_t end = a.positions[row] + 1;
   const int64_t begin = a.window > 0 && end > a.window ? end - a.window : 0;
   const int64_t stride = a.kv_heads * a.dim, group = a.heads / a.kv_heads;
-  const int32_t* slots = a.table + a.requests[row] * a.table_stride + begin;
+  const int32_t* slots = a.table + a.requests[row] * a.table_width + begin;
   const int64_t visible = end - begin;
   for (int64_t h = 0; h < a.heads; ++h) {
     const T* query = static_cast<const T*>(a.queries) + row * a.query_stride + h * a.dim;
