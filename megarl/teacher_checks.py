@@ -62,6 +62,11 @@ def check_teacher(config: Config) -> None:
         )
     _check_source(config, teacher, algorithm)
     _check_hint(config, teacher, algorithm)
+    if config.determinism.is_on and teacher.source == "server":
+        raise UserError(
+            "deterministic=true does not cover teacher.source=server, whose log-probs depend on how requests are "
+            "batched; set it to trainer or policy"
+        )
     if config.determinism.same_bits and algorithm.divergence != "sampled":
         raise UserError(
             f"deterministic=true holds for algorithm.divergence=sampled, and {algorithm.divergence} computes the "

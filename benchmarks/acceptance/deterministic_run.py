@@ -25,7 +25,7 @@ from acceptance.plan import benchmarks_on_path, overrides
 from megarl.observe import metrics
 from megarl.observe.logger import read_metrics
 
-TRAIN_DEADLINE_S = 150  # of one run
+TRAIN_DEADLINE_S = 220  # of one run
 # Figures of what happened until the step was written: the next step's completions, some of them, may have ended too.
 BY_THE_CLOCK = (metrics.TIME, "time", "rollout/truncated")
 
@@ -65,9 +65,11 @@ def main() -> int:
         for name in ("first", "second"):
             root = Path(scratch) / name
             train = command(args, args.model or Path(scratch) / "model", root)
-            done = subprocess.run(train, env=benchmarks_on_path(), timeout=TRAIN_DEADLINE_S)
-            if done.returncode:
-                print(f"megarl.train ended with {done.returncode}")
+            try:
+                subprocess.run(train, env=benchmarks_on_path(), timeout=TRAIN_DEADLINE_S, check=True)
+            except subprocess.SubprocessError as error:  # its command line would hide the cause above
+                ended = getattr(error, "returncode", f"no code within {TRAIN_DEADLINE_S} s")
+                print(f"megarl.train ended with {ended}")
                 return 1
             runs.append(read_metrics(root / "deterministic" / "latest" / "metrics.jsonl"))
     labels = {"layout": args.layout, "gpus": args.gpus}

@@ -219,7 +219,7 @@ def _deterministic(machine: Machine, model: str) -> Step:
         "grpo deterministic",
         "two runs of 10 steps with deterministic=true have the same bits; their servers' distance from the trainer",
         script("acceptance/deterministic_run.py", "--gpus", str(machine.gpus), "--layout", layout, *chosen),
-        310,
+        450,
         JSON_LINES,
     )
 

@@ -88,6 +88,7 @@ class ServerMemory:
     weights: int
     kv_cache: int
     adapters: int = 0  # slots of SGLang's pool
+    copies: int = 0  # plain ones of rearranged layers, during a sync; not in `total`
 
     @property
     def total(self) -> int:
@@ -192,7 +193,8 @@ def server_memory(
     if format is not None:
         weights -= math.floor((parameters.matrices + parameters.experts) * (item - format.weight_bytes))
     cached = sum(layer.attention.cached_elements(tp_size) for layer in decoder(model).layers)
-    return ServerMemory(weights, cache_tokens * cached * (cache_bytes or item))
+    copies = math.ceil(parameters.matrices * format.weight_bytes) if format is not None and format.tile_rows > 1 else 0
+    return ServerMemory(weights, cache_tokens * cached * (cache_bytes or item), copies=copies)
 
 
 @dataclass(frozen=True)

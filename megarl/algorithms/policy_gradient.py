@@ -106,6 +106,9 @@ class PolicyGradient(Algorithm):
         return shares(data).sum()
 
     def by_token(self, given_prox_logp: bool) -> bool:
+        """Answers by the settings, for this class's own loss; False where a subclass has another."""
+        if type(self).loss is not PolicyGradient.loss:
+            return False
         rejects, level = self.sequence_correction.rejects, self.sequence_correction.level
         if self.settings.ratio == "token":
             return given_prox_logp or not (rejects or level != "token")

@@ -57,7 +57,7 @@ def rotate_and_store(
         The queries `[rows, heads, head_dim]`, a view of `qkv`.
 
     Raises:
-        IndexError: a slot or a position is none of the cache's or of `cos_sin`'s.
+        IndexError: a slot is not in the cache, or a position not in `cos_sin`.
     """
     rows, width = qkv.shape
     _, kv_heads, dim = keys.shape

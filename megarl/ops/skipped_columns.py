@@ -22,6 +22,7 @@ from torch import Tensor
 
 LEAST_SKIPPED = 0.5  # share of the columns; with fewer, copies of weights and gradients cost as much as is saved
 COLUMNS = 16384  # at a time, which bounds the memory of the search
+ROUNDING = 0.98  # factor of the threshold, for float32 sums over a row
 
 
 def kept_columns(gradient: Tensor, share: float, group: dist.ProcessGroup | None) -> Tensor | None:
@@ -34,12 +35,16 @@ def kept_columns(gradient: Tensor, share: float, group: dist.ProcessGroup | None
 
 
 def needed_columns(gradient: Tensor, share: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Marks the columns that are not in `S`, bool `[columns]`. A collective of `group`."""
-    norms = torch.stack([torch.linalg.vector_norm(gradient, p, 1, dtype=torch.float64) for p in (1, 2)])
+    """Marks the columns that are not in `S`, bool `[columns]`. A collective of `group`.
+
+    A row whose squares vanish in float32 asks for every column with a gradient.
+    """
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(gradient, p, 1, dtype=wide) for p in (1, 2)]).double()
     norms[1].square_()
     if group is not None:
         dist.all_reduce(norms, group=group)
     total, squares = norms
-    scale = torch.where(squares == 0, 0.0, total / squares)[:, None]  # rows without a gradient ask for no column
-    parts = [(part.abs() * scale).amax(0) for part in gradient.split(COLUMNS, 1)]
-    return ~(torch.cat(parts) <= share**2)  # True of NaN
+    scale = torch.where(total == 0, 0.0, total / squares).to(wide)[:, None]  # rows without a gradient ask for no column
+    parts = [torch.linalg.vector_norm(part * scale, torch.inf, 0) for part in gradient.split(COLUMNS, 1)]
+    return ~(torch.cat(parts) <= ROUNDING * share**2)  # True of NaN

@@ -17,7 +17,7 @@ import psutil
 from transformers import PretrainedConfig
 
 from megarl.actor.config import RECOMPUTE
-from megarl.actor.memory import TrainerMemory
+from megarl.actor.memory import GPU_RUNTIME, TrainerMemory
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
 from megarl.preflight.roofline import estimate_step, limits_rollout
@@ -147,6 +147,8 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         if needed > max_bytes:
             others = f" with its {' and '.join(beside)}" if beside else ""
             problems.append(Finding(f"pipeline rank {rank}{others} needs {size(needed)} a GPU, over {limit}; {REMEDY}"))
+    if servers:
+        problems += _of_copies(config, model)
     if server > max_bytes:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
         problems.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
@@ -154,6 +156,22 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         remedy = "raise teacher.tp_size, or lower server.max_total_tokens"
         problems.append(Finding(f"a rank of a teacher server needs {size(teacher)}, over {limit}; {remedy}"))
     return problems
+
+
+def _of_copies(config: Config, model: PretrainedConfig) -> list[Finding]:
+    """Plain copies of a server's rearranged layers, which a sync puts beside weights and cache."""
+    copies, share = server_memory_of(config, model).copies, cache_of(config, model).share
+    free = (1 - share) * config.cluster.gpu_memory_gib * GIB - GPU_RUNTIME
+    if copies <= free or not share:
+        return []
+    lower = max(0.1, 1 - (copies + GPU_RUNTIME) / (config.cluster.gpu_memory_gib * GIB))
+    return [
+        Finding(
+            f"server.quantization={config.server.quantization} copies a server rank's layers during a sync, "
+            f"{size(copies)}, and weights and cache leave {size(max(0, free))} of its GPU; set "
+            f"+sglang.mem_fraction_static={lower:.2f} or lower, or raise server.tp_size"
+        )
+    ]
 
 
 def _served_teacher_bytes(config: Config) -> int:

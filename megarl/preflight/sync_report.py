@@ -137,7 +137,10 @@ def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float, transp
         ("relays", _relays(summary)),
         ("buckets", f"{len(plan.buckets.nbytes):,} of {size(plan.bucket_bytes)}, {_filled(plan):.0%} full"),
         ("messages", f"{len(plan.messages.bucket):,}"),
-        ("staging", f"{size(2 * plan.bucket_bytes)} a rank, two buckets"),
+        (
+            "staging",
+            f"{size(2 * plan.bucket_bytes)} a rank, two buckets" + ("; a relay twice" if plan.is_relayed else ""),
+        ),
         ("waived", ", ".join(plan.waived) or "nothing"),
         ("time", f"at least {duration(slowest)} at {bandwidth / 1e9:g} GB/s a rank"),
         ("hash", plan.hash[:16]),

@@ -203,7 +203,8 @@ class WeightSession:
             report, again = self._attempt(weights, version, transport_name, folder)
             if not again:
                 return report
-            if self._relay != OFF:
+            plan = self._trainer_rank.plan
+            if self._relay != OFF and plan is not None and plan.is_relayed:
                 self._direct = True
                 log.warning("attempt %d with relays failed; the trainer now sends to each server", self.attempt_number)
 

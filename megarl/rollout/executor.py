@@ -98,6 +98,7 @@ async def run_episodes(
     The first failure is raised, a `UserError` unchanged and everything else as `WorkflowError`. The other episodes are
     then cancelled and awaited.
     """
+    sampling_seeds.stream.set(sampling_seeds.SeedStream(sampling_seeds.BATCH))
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run_episode(engine, i, item, workflow)) for i, item in enumerate(data)]
@@ -145,7 +146,7 @@ async def _run(
     workflow: RolloutWorkflow, engine: InferenceEngine, data: dict[str, Any], version: int, index: int, run: int
 ) -> Any:
     """Runs the workflow on a prompt, with seeds of its own; `run` numbers the runs of one prompt."""
-    sampling_seeds.stream.set(sampling_seeds.SeedStream(version, index, run))
+    sampling_seeds.stream.set(sampling_seeds.stream.get().child(version, index, run))
     return await workflow.arun_episode(engine, data)
 
 

@@ -71,19 +71,27 @@ def test_flat_distributions_leave_nothing_out():
 
 
 def test_a_row_with_a_small_gradient_keeps_its_columns():
-    """By its size alone all of the row would vanish beside the others; its squares vanish in float32."""
+    """By its size alone all of the row would vanish beside the others."""
     x, w, labels = problem(6.0, dtype=torch.float32)
     labels[5] = 390  # no other row has a gradient here
     factors = torch.ones(ROWS)
-    factors[5] = 1e-28
+    factors[5] = 1e-14
     d = of_logits(x, w, labels, factors.double())
     columns = kept_columns(d.float(), 0.02, None)
     assert columns is not None
     assert 390 in columns.tolist()
     exact, got = (gradients(x, w, labels, factors, share, ROWS)[0][5].double() for share in (0.0, 0.02))
-    assert torch.linalg.vector_norm(exact) > 1e-28
+    assert torch.linalg.vector_norm(exact) > 1e-14
     of_d = torch.linalg.vector_norm(d[5].double()) * torch.linalg.matrix_norm(w.double(), 2)
     assert 0 < torch.linalg.vector_norm(got - exact) <= 0.02 * of_d
+
+
+def test_a_row_whose_squares_vanish_keeps_every_column():
+    d = torch.full((2, 100), 1e-28)
+    d[0] = 0
+    d[0, 3] = 1.0
+    assert kept_columns(d, 0.02, None) is None
+    assert kept_columns(d.double(), 0.2, None) is None, "all of its columns are alike"
 
 
 def test_rows_without_a_gradient_ask_for_no_column_and_nan_keeps_its_own():

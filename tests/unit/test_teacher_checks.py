@@ -38,6 +38,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["teacher.source=server", TOP_K, "cluster.gpus_per_node=8", "parallel.dp_size=4", "teacher.tp_size=4"],
         "teacher.n_servers=1 x teacher.tp_size=4 beside 4 trainer ranks and 1 server ranks need 9 GPUs of one machine",
     ),
+    (["deterministic=true", "teacher.source=server", TOP_K], "deterministic=true does not cover teacher.source=server"),
     (["deterministic=true"], "deterministic=true holds for algorithm.divergence=sampled"),
     (["teacher.source=policy", TOP_K], "so teacher.path is not read"),
     (["teacher.source=policy", NO_PATH, TOP_K], "the student would be its own teacher"),

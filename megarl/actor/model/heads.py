@@ -28,6 +28,7 @@ from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_dive
 from megarl.ops.known_gradients import TokenGradients, logprobs_of_token_loss
 from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
+from megarl.parallel import determinism
 from megarl.parallel.groups import Groups
 
 KEPT_SHARE_OF_FREE, KEPT_SHARE_OF_ALL = 1 / 4, 1 / 32
@@ -143,7 +144,7 @@ class KeptLogits:
     def _most(self, device: torch.device) -> int:
         if self._megabytes >= 0 or device.type != "cuda":
             return (self._megabytes if self._megabytes >= 0 else KEPT_LOGITS_ON_CPU_MB) * 2**20
-        if self._tp_size > 1:
+        if self._tp_size > 1 or determinism.entered():  # the ways have other bits
             return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE_OF_ALL)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((torch.cuda.mem_get_info(device)[0] + unused) * KEPT_SHARE_OF_FREE)

@@ -112,6 +112,11 @@ class TransferPlan:
     waived: tuple[str, ...]
     hash: str
 
+    @property
+    def is_relayed(self) -> bool:
+        """True if servers send messages on to others."""
+        return bool((self.messages.relay != NO_RELAY).any())
+
     def sends(self, rank: int) -> Iterator[RankMessage]:
         """Messages from source rank `rank`, in order."""
         messages = self.messages

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 from megarl.observe.timeline import timeline
 from megarl.reshard.config import ReshardConfig
@@ -234,8 +234,11 @@ class Coordinator:
         places = {name: getattr(failure, name) for name in ("server", "rank", "phase", "tensor")}
         return {"message": str(failure), **places}
 
-    def attribute_failure(self, outcomes: Sequence[dict[str, Any] | None]) -> None:
+    def attribute_failure(self, outcomes: Sequence[dict[str, Any] | None], relays_join: bool = False) -> None:
         """Finds the servers that broke a transfer, drops them, and raises `Retry`; or WeightSyncError, by the policy.
+
+        With `relays_join` servers were about to connect to each other. If nothing else failed, and none has died, the
+        way between them is at fault: none is dropped, as the next attempt is without relays.
 
         `outcomes` are the trainer ranks' own reports, None where one is missing. A rank that lost a connection or
         waited in vain is rarely at fault. The first of these that exists is:
@@ -250,7 +253,10 @@ class Coordinator:
         server_errors = {link: error for link in self.active if (error := link.order_error(deadline)) is not None}
         at_fault = [link for link, error in server_errors.items() if not isinstance(error, (RankFailure, NoAnswer))]
         silent = [link for link, error in server_errors.items() if isinstance(error, NoAnswer)]
-        at_fault = at_fault or [link for link in silent if self.death_probe(link.address)] or silent
+        dead = [] if at_fault else [link for link in silent if self.death_probe(link.address)]
+        if relays_join and not at_fault and not dead and _only_waited(server_errors.values()):
+            raise Retry
+        at_fault = at_fault or dead or silent
         lost = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
         rank_errors = [outcome for outcome in outcomes if outcome is not None and "error" in outcome]
         if not at_fault and lost:
@@ -264,7 +270,7 @@ class Coordinator:
         waits = {
             link: {"error": str(error), "peer": error.peer, "tensor": error.tensor}
             for link, error in server_errors.items()
-            if isinstance(error, RankFailure) and " of server " in error.peer
+            if _waited_for_server(error)
         }
         blames = [*rank_errors, *waits.values()]
         named = [link for link in self.active if any(_names(blame, link) for blame in blames)]
@@ -275,6 +281,16 @@ class Coordinator:
             rank = str(outcome.get("peer", "")).partition(" of ")[0]
             self.drop(link, server_errors.get(link) or RuntimeError(words), rank, outcome.get("tensor", ""), words)
         raise Retry
+
+
+def _waited_for_server(error: Exception) -> TypeGuard[RankFailure]:
+    return isinstance(error, RankFailure) and " of server " in error.peer
+
+
+def _only_waited(errors: Collection[Exception]) -> bool:
+    """True if servers waited for other servers in vain, and nothing else is known."""
+    waited = [error for error in errors if _waited_for_server(error)]
+    return bool(waited) and all(error in waited or isinstance(error, NoAnswer) for error in errors)
 
 
 def _names(outcome: dict[str, Any], link: ServerLink) -> bool:

@@ -107,7 +107,9 @@ def _agree_on_plan(attempt: ShardAttempt, coordinator: Coordinator) -> None:
             raise
         attempt.trainer_rank.leave()
         own = {"error": str(error), "tensor": getattr(error, "tensor", ""), "peer": getattr(error, "peer", "")}
-        coordinator.attribute_failure([own, *(report for report in reports if "error" in report)])
+        plan = attempt.trainer_rank.plan
+        relays_join = plan is not None and plan.is_relayed
+        coordinator.attribute_failure([own, *(report for report in reports if "error" in report)], relays_join)
     write(attempt.store, attempt.key("go"), True)
 
 

@@ -87,7 +87,7 @@ class TrainerRank:
         for joined in list(self.groups):
             if joined not in servers:
                 self.groups.pop(joined).abort()
-        if self.staging is None or self._memory != memory:
+        if self.staging is None or self._memory != memory or len(self.staging.slots[0]) != spec.bucket_bytes:
             self.leave()
             self.staging = next(iter(transport_of.values())).make_staging(spec.bucket_bytes)
             self._memory = memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from megarl.knobs import UserError
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.conversation import ChatTemplate, Conversation
 from megarl.rollout.reward_call import RewardFn, call_reward, failure_of
+from megarl.rollout.sampling_seeds import gather_apart
 from megarl.rollout.transcript import Transcript, pad_samples
 from megarl.rollout.workflows.tool_use import tool_role
 from megarl.types import GenerationHyperparameters, Reward, RewardError
@@ -43,7 +43,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         self._template = ChatTemplate(tokenizer, **({"tools": pool.tools} if pool.tools else {}))
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        episodes = await asyncio.gather(*(self._episode(engine, data) for _ in range(self.gconfig.n_samples)))
+        episodes = await gather_apart(self._episode(engine, data) for _ in range(self.gconfig.n_samples))
         return pad_samples([held.segments for held, _ in episodes], [reward for _, reward in episodes])
 
     async def _episode(self, engine: InferenceEngine, data: dict[str, Any]) -> tuple[Conversation, float | RewardError]:

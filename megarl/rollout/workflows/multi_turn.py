@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from megarl.knobs import MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.conversation import ChatTemplate, Conversation
 from megarl.rollout.reward_call import RewardFn, call_reward
+from megarl.rollout.sampling_seeds import gather_apart
 from megarl.rollout.transcript import pad_samples
 from megarl.types import GenerationHyperparameters, Reward, RewardError
 
@@ -58,7 +58,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         self._template = ChatTemplate(tokenizer)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        conversations = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
+        conversations = await gather_apart(self._converse(engine, data) for _ in range(self.gconfig.n_samples))
         return pad_samples([held.segments for held, _ in conversations], [reward for _, reward in conversations])
 
     async def _converse(

@@ -21,6 +21,7 @@ from megarl.knobs import MAX_COUNT, MAX_SECONDS, UserError, check_ranges, does_n
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.conversation import ChatTemplate, Conversation
 from megarl.rollout.reward_call import RewardFn, call_reward
+from megarl.rollout.sampling_seeds import gather_apart
 from megarl.rollout.transcript import pad_samples, prompt_ids, turn_ids
 from megarl.rollout.workflows.tools import Tool, calculator_tool, python_tool, search_tool
 from megarl.sandbox import SandboxError, run_python
@@ -145,7 +146,7 @@ class ToolWorkflow(RolloutWorkflow):
             logger.warning("the chat template does not describe tools to the model: describe them in the prompts")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
-        conversations = await asyncio.gather(*(self._converse(engine, data) for _ in range(self.gconfig.n_samples)))
+        conversations = await gather_apart(self._converse(engine, data) for _ in range(self.gconfig.n_samples))
         return pad_samples([held.segments for held, _ in conversations], [reward for _, reward in conversations])
 
     async def _converse(

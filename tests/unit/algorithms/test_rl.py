@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
+from megarl.algorithms.grpo import GRPO
 from megarl.knobs import UserError
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -408,3 +409,18 @@ def test_gdpo_needs_a_weight_for_each_reward() -> None:
     algorithm: Callable[..., Any] = algorithm_of(ALGORITHMS["gdpo"][0](reward_weights=[1.0]))  # type: ignore[call-arg]
     with pytest.raises(UserError, match="reward_weights has 1 values and the samples carry 2 rewards"):
         algorithm.advantages(batch)  # type: ignore[attr-defined]
+
+
+def test_a_loss_of_a_subclass_is_not_taken_for_one_by_token() -> None:
+    config, _ = ALGORITHMS["grpo"]
+
+    class Centred(GRPO):
+        def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            return (logprobs - logprobs.mean()).square().sum(), {}
+
+    class ByToken(Centred):
+        def by_token(self, given_prox_logp: bool) -> bool:
+            return True
+
+    answers = [kind(config()).by_token(False) for kind in (GRPO, Centred, ByToken)]
+    assert answers == [True, False, True]

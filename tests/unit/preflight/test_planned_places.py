@@ -36,6 +36,14 @@ def test_a_transport_that_the_planned_machines_rule_out_is_refused() -> None:
         planned_transports(config)
 
 
+def test_relays_that_the_planned_transport_does_not_reach_are_refused() -> None:
+    config = cli.composed(
+        [GRPO, "parallel.dp_size=2", "server.n_servers=3", "cluster.gpus_per_node=8", "reshard.relay=1"]
+    )
+    with pytest.raises(UserError, match=r"reshard.relay=1: the weights travel by cuda_ipc .*, which does not reach"):
+        planned_transports(config)
+
+
 def test_co_located_servers_are_planned_on_the_trainers_gpus() -> None:
     config = cli.composed([GRPO, "parallel.dp_size=2", "cluster.gpus_per_node=2", "server.colocate=true"])
     planned = planned_world(config)

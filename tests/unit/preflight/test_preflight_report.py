@@ -177,6 +177,9 @@ def test_it_needs_seconds_and_loads_no_megatron() -> None:
          r"warmup_steps=10 \+ wsd_decay_steps=500 exceed the run's 200 steps"),
         ([BIG, "actor.optimizer.warmup_steps=200"], "warmup_steps=200 must be below total_train_steps=200"),
         ([BIG, "parallel.timeout_s=100"], "parallel.timeout_s=100 must exceed rollout.batch_timeout_s=1800"),
+        ([BIG, "server.quantization=int4", "server.tp_size=2"],
+         r"int4 copies a server rank's layers during a sync, 16.\d GiB, and weights and cache leave 10.\d GiB of its "
+         r"GPU; set \+sglang.mem_fraction_static=0.7\d or lower, or raise server.tp_size"),
         ([GRPO, "+sglang.ep_size=two"], "sglang.ep_size=two must be at least 1"),
         ([GRPO, "cluster.gpus_per_node=0", "actor.path=Qwen/Qwen2.5-72B-Instruct"],
          "ranks and servers need .* of this machine's .*, or plan for GPUs"),

@@ -62,6 +62,24 @@ def test_a_server_that_another_waited_for_is_left_out_and_the_waiting_one_stays(
     assert [link.address for link in coordinator.active] == [SECOND]
 
 
+@pytest.mark.parametrize("other", [waits_for(0), SILENT])
+def test_servers_that_do_not_reach_each_other_stay_for_an_attempt_without_relays(other: Exception) -> None:
+    """A firewall between servers; the second may still wait when it is asked."""
+    for on_failure in ("stop", "drop_server"):
+        coordinator = coordinator_of({FIRST: waits_for(1), SECOND: other}, dead=set(), on_failure=on_failure)
+        with pytest.raises(Retry):
+            coordinator.attribute_failure([{}], relays_join=True)
+        assert [link.address for link in coordinator.active] == [FIRST, SECOND]
+    coordinator = coordinator_of({FIRST: waits_for(1), SECOND: GONE}, dead={SECOND}, on_failure="drop_server")
+    with pytest.raises(Retry):
+        coordinator.attribute_failure([{}], relays_join=True)
+    assert [link.address for link in coordinator.active] == [FIRST], "one that died is left out at once"
+    coordinator = coordinator_of({FIRST: SILENT}, dead=set(), on_failure="drop_server")
+    with pytest.raises(Retry):
+        coordinator.attribute_failure([{}], relays_join=True)
+    assert [link.address for link in coordinator.active] == [SECOND], "silence alone is a server's own"
+
+
 def test_of_servers_that_wait_for_each_other_in_a_row_the_last_is_left_out() -> None:
     """The trainer waits for the first, which waits for the second: it is the second that has told nothing."""
     coordinator = coordinator_of({FIRST: waits_for(1)}, dead=set(), on_failure="drop_server")

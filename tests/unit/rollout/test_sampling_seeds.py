@@ -14,7 +14,7 @@ from fault_server import Server, answer, respond, tokens_of
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.executor import run_episode
-from megarl.rollout.sampling_seeds import SeedStream
+from megarl.rollout.sampling_seeds import SeedStream, gather_apart
 from megarl.rollout.transcript import pad_responses
 from megarl.types import GenerationHyperparameters, ModelRequest
 
@@ -59,6 +59,52 @@ def test_seeds_are_the_same_whenever_a_request_is_sent_and_differ_otherwise(seed
     assert all(0 <= seed < 2**63 for seed in drawn)
     for other in (seeds_of(8, {5: 0.0, 6: 0.0}), seeds_of(7, {5: 0.0, 6: 0.0}, version=1)):
         assert not set(drawn) & {seed for turns in other.values() for turn in turns for seed in turn}
+
+
+class Conversations(RolloutWorkflow):
+    """Two conversations of two turns beside each other, each as slow as the prompt says."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        responses = await gather_apart(self.converse(engine, data["id"] + k, w) for k, w in enumerate(data["waits"]))
+        return pad_responses(responses, [0.0] * len(responses))
+
+    async def converse(self, engine: InferenceEngine, prompt: int, wait_s: float) -> Any:
+        for _ in range(TURNS):
+            await asyncio.sleep(wait_s)
+            sampling = GenerationHyperparameters(max_new_tokens=2)
+            response = await engine.agenerate(ModelRequest(input_ids=[prompt], gconfig=sampling))
+        return response
+
+
+def test_the_turns_of_a_conversation_have_seeds_of_their_own_whichever_is_first(
+    start_server: Callable[..., Server], connect: Callable[..., RemoteSGLangEngine]
+) -> None:
+    found = []
+    for waits in ((0.0, 0.1), (0.1, 0.0)):
+        server = start_server()
+        engine = connect(server)
+        engine.seed = 7
+        engine.rollout_batch([{"id": 5, "waits": waits}], Conversations())
+        seeds: dict[int, list[int]] = {}
+        for body in server.bodies:
+            for ids, params in zip(body["input_ids"], body["sampling_params"], strict=True):
+                seeds.setdefault(ids[0], []).append(params["sampling_seed"])
+        found.append(seeds)
+    assert found[0] == found[1]
+    assert len({seed for seeds in found[0].values() for seed in seeds}) == 2 * TURNS
+
+
+def test_a_batch_has_other_seeds_than_a_streams_episode_of_the_same_number(
+    start_server: Callable[..., Server], connect: Callable[..., RemoteSGLangEngine]
+) -> None:
+    """An evaluation's problem 0, and the first prompt of training."""
+    server = start_server()
+    engine = connect(server)
+    engine.seed = 7
+    engine.rollout_batch([{"id": 5, "wait_s": 0.0}], Turns())
+    assert engine.submit(run_episode(engine, 0, {"id": 5, "wait_s": 0.0}, Turns())).result(60).group is not None
+    drawn = [params["sampling_seed"] for body in server.bodies for params in body["sampling_params"]]
+    assert len(drawn) == len(set(drawn)) == 2 * TURNS * 3
 
 
 def test_ordinary_runs_send_no_seed(seeds_of: Callable[..., Any]) -> None:

@@ -41,11 +41,16 @@ class Staging(ABC):
         """Frees memory that would outlive the process."""
 
 
+def own_device() -> torch.device:
+    """This rank's GPU; the host where there is none. A server's rank has chosen its GPU without a variable for it."""
+    return torch.device("cuda", torch.cuda.current_device()) if platform.has_gpu() else torch.device("cpu")
+
+
 class PlainStaging(Staging):
     """Staging in this rank's own memory. On the host it is pinned where there is a GPU, which copies faster then."""
 
     def __init__(self, bucket_bytes: int, device: torch.device | str = "cpu"):
-        pinned = torch.device(device).type == "cpu" and platform.has_gpu() and bucket_bytes > 0
+        pinned = bucket_bytes > 0 and torch.device(device).type == "cpu" and platform.has_gpu()
         self.slots = [
             torch.empty(bucket_bytes, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(SLOTS)
         ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel import platform
-from megarl.reshard.transfer.transports.base import PlainStaging, Staging
+from megarl.reshard.transfer.transports.base import PlainStaging, Staging, own_device
 from megarl.reshard.transfer.transports.mapped import MappedTransport
 
 FIELDS = 8  # of `UntypedStorage._share_cuda_`: device, handle, sizes and the event that guards the memory
@@ -26,7 +26,7 @@ class CudaIpcTransport(MappedTransport):
 
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> Staging:
-        return PlainStaging(bucket_bytes, torch.device("cuda", torch.cuda.current_device()))
+        return PlainStaging(bucket_bytes, own_device())
 
     def describe(self) -> Any:
         """The GPU's UUID, and one list per slot: bytes fields of the handle as base64, other fields unchanged.

@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from megarl.parallel import platform
 from megarl.reshard.transfer.store import WATCH_S, Deadline
-from megarl.reshard.transfer.transports.base import PlainStaging, Staging
+from megarl.reshard.transfer.transports.base import PlainStaging, Staging, own_device
 from megarl.reshard.transfer.transports.mapped import MappedTransport
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -30,7 +30,7 @@ class EngineStaging(PlainStaging):
     def __init__(self, bucket_bytes: int):
         from mooncake.engine import TransferEngine  # an optional package, loaded by runs that use it
 
-        super().__init__(bucket_bytes, platform.device())
+        super().__init__(bucket_bytes, own_device())
         self.engine = TransferEngine()
         self.name = ""  # by which other engines reach this one; "": not started
 

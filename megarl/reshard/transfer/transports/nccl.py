@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
 from megarl.reshard.transfer.store import POLL_S, Deadline
-from megarl.reshard.transfer.transports.base import PlainStaging, Staging, Transport
+from megarl.reshard.transfer.transports.base import PlainStaging, Staging, Transport, own_device
 
 WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -72,7 +72,7 @@ class NcclTransport(Transport):
 
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> Staging:
-        return PlainStaging(bucket_bytes, torch.device("cuda", torch.cuda.current_device()))
+        return PlainStaging(bucket_bytes, own_device())
 
     def send(self, slot: int, nbytes: int, peer: int, tag: int) -> NcclMessage:
         """Ignores the tag, which NCCL lacks: messages of a pair arrive in the order they were sent, the plan's."""

@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from megarl.parallel import platform
 from megarl.reshard.transfer.store import POLL_S, Deadline
-from megarl.reshard.transfer.transports.base import PlainStaging, Staging
+from megarl.reshard.transfer.transports.base import PlainStaging, Staging, own_device
 from megarl.reshard.transfer.transports.mapped import MappedTransport
 
 BACKEND = "UCX"
@@ -29,7 +29,7 @@ class RegisteredStaging(PlainStaging):
     def __init__(self, bucket_bytes: int):
         from nixl._api import nixl_agent, nixl_agent_config  # an optional package, loaded by runs that use it
 
-        super().__init__(bucket_bytes, platform.device())
+        super().__init__(bucket_bytes, own_device())
         self.agent = nixl_agent(f"megarl-{secrets.token_hex(8)}", nixl_agent_config(backends=[BACKEND]))
         if BACKEND not in self.agent.backends:
             raise RuntimeError(
