@@ -12,7 +12,7 @@ DETERMINISTIC = ("tests/e2e/test_deterministic_servers.py",)
 
 ROUTES: Bugs = {
     "megarl/actor/model/routing.py": {
-        unit("actor/test_routing"): [
+        unit("actor/test_given_experts"): [
             (
                 "weights are those of its own choice",
                 "            self.waiting.append(experts)\n        return scores.gather(1, experts), experts",
@@ -66,7 +66,7 @@ ROUTES: Bugs = {
         ],
     },
     "megarl/actor/policy.py": {
-        unit("actor/test_routing"): [
+        unit("actor/test_given_experts"): [
             (
                 "selective recomputation chooses anew",
                 'how == "full" or (how == "selective" and "moe" in modules)',
@@ -85,7 +85,7 @@ ROUTES: Bugs = {
         ],
     },
     "megarl/actor/batch/shared_prefix.py": {
-        unit("actor/test_routing"): [
+        unit("actor/test_given_experts"): [
             ("prompts are shared over other routes", "if ROUTED_EXPERTS not in batch.tokens:", "if True:"),
         ],
     },

@@ -86,13 +86,14 @@ def parameters_of(name: str, layout: dict[str, Any], rank: int, recompute: str) 
     from megarl.actor.weights import hf_weights
     from megarl.parallel import groups
     from megarl.parallel.config import ParallelConfig
+    from megarl.parallel.determinism import OFF
 
     parallel = ParallelConfig(**layout)
     fields = {**SHAPE, **MODELS[name]}
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size())
     knobs = EngineConfig(path=name, backend="te", dtype="bfloat16", recompute=recompute)
-    backend = choose_backend(knobs, config, False)
+    backend = choose_backend(knobs, config, OFF)
     stages = build_model(config, groups.initialize(parallel), torch.bfloat16, backend, recompute)
     result = [
         {

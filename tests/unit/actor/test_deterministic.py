@@ -18,13 +18,14 @@ from megarl.knobs import UserError
 from megarl.ops.logprob import gather_logprobs
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import OFF, same_bits
 from megarl.types import PackedBatch, cu_seqlens_of
 
 REFUSED = "actor.skipped_gradient=0.01 needs a head in chunks, and deterministic=true holds all logits; set it to 0"
 LENGTHS = [9, 14, 7, 130, 11, 2, 70, 64]
 
 
-pytestmark = pytest.mark.cpu_options("deterministic=true holds on CPU only")
+pytestmark = pytest.mark.cpu_options("rollout and trainer compute the same bits on CPU only")
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ def own_world_and_threads() -> Iterator[None]:
 
 def actor_of(folder: Path, **knobs: object) -> MegatronPPOActor:
     algorithm = GRPO(GRPOConfig())
-    actor = MegatronPPOActor(EngineConfig(path=str(folder), **knobs), algorithm, deterministic=True)  # type: ignore[arg-type]
+    actor = MegatronPPOActor(EngineConfig(path=str(folder), **knobs), algorithm, deterministic=same_bits(1))  # type: ignore[arg-type]
     actor.initialize()
     return actor
 
@@ -103,7 +104,7 @@ def test_an_update_is_that_of_the_usual_layers(
     batch.set_sequences("rewards", rewards)
     batch.set_sequences("group_ids", torch.arange(8) // 4)
     metrics, logprobs = [], []
-    for deterministic in (True, False):
+    for deterministic in (same_bits(1), OFF):
         config = EngineConfig(path=str(checkpoints(family, **fields)))
         actor = MegatronPPOActor(config, GRPO(GRPOConfig()), deterministic=deterministic)
         actor.initialize()
@@ -137,19 +138,21 @@ def test_what_would_not_be_exact_is_refused(
 ) -> None:
     config = EngineConfig(path=str(checkpoints(family, tied=False)), **knobs)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=message):
-        MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(**layout), deterministic=True)  # type: ignore[arg-type]
+        MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(**layout), deterministic=same_bits(1))  # type: ignore[arg-type]
 
 
 def test_ranks_that_do_not_add_in_pairs_are_refused(checkpoints: Callable[..., Path]) -> None:
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
     config = EngineConfig(path=str(checkpoints("qwen3", tied=False, **sizes)))
     with pytest.raises(UserError, match=r"parallel\.tp_size=3 must be a power of two with"):
-        MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(tp_size=3), deterministic=True)
+        MegatronPPOActor(config, GRPO(GRPOConfig()), ParallelConfig(tp_size=3), deterministic=same_bits(1))
 
 
 def test_a_gpu_is_refused() -> None:
-    with pytest.raises(UserError, match="deterministic=true holds on CPU only, and this machine has a GPU"):
-        check_device(EngineConfig(), has_gpu=True, deterministic=True)
+    with pytest.raises(
+        UserError, match="deterministic=true gives rollout and trainer the same bits on CPU only; set it to false"
+    ):
+        check_device(EngineConfig(), has_gpu=True, same_bits=True)
 
 
 def test_a_head_that_leaves_gradients_out_is_refused(checkpoints: Callable[..., Path]) -> None:

@@ -26,6 +26,7 @@ from megarl.actor.weights.quantised import QuantisedWeight, dequantise, quantise
 from megarl.families import read_config, with_adapters
 from megarl.knobs import UserError, run_all
 from megarl.parallel.config import ParallelConfig
+from megarl.parallel.determinism import OFF
 from megarl.types import PackedBatch, cu_seqlens_of
 
 LORA = LoraConfig(rank=4, alpha=6.0, quantization="nf4")
@@ -193,7 +194,7 @@ def refusal(config: EngineConfig, sizes: dict[str, Any]) -> str:
     parallel = ParallelConfig(**sizes)
     model = model_checks(config, parallel, read_config(config.path))
     with pytest.raises(UserError) as error:
-        run_all((*knob_checks(config, parallel), *model, *device_checks(config, parallel, False)))
+        run_all((*knob_checks(config, parallel), *model, *device_checks(config, parallel, OFF)))
     return str(error.value)
 
 
