@@ -50,6 +50,7 @@ def test_servers_named_in_the_environment_come_before_the_jobs_and_those_before_
     assert (servers.addresses, servers.api_key) == (["127.0.0.1:9"], "secret")
 
 
+@pytest.mark.cpu_options("servers take float32 in a deterministic run on CPU only")
 @pytest.mark.parametrize("variable", [ADDRESSES_VARIABLE, JOB_FOLDER])
 def test_a_deterministic_run_refuses_servers_that_it_did_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
