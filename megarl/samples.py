@@ -8,6 +8,7 @@ RUN is a run's folder (for its last evaluation, or that of step N) or a .jsonl f
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from megarl.cli import exit_with
 from megarl.knobs import UserError
 
 USAGE = "usage: python -m megarl.samples RUN [step=N] [show=all|solved|wrong] [find=TEXT] [count=N]"
+# C0 and C1 controls but tab and line feed, and those that turn the direction of text.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 OPTIONS = {"step": "", "show": "all", "find": "", "count": "10"}
 
 
@@ -52,6 +55,11 @@ def chosen(file: Path, show: str, find: str) -> Iterator[dict[str, Any]]:
             yield sample
 
 
+def visible(text: str) -> str:
+    """Text with its control characters written out, such as `\\x1b`: a completion must not steer the terminal."""
+    return CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
 def main(arguments: list[str]) -> int:
     if not arguments or "=" in arguments[0]:
         raise UserError(USAGE)
@@ -65,8 +73,8 @@ def main(arguments: list[str]) -> int:
     samples = list(chosen(file, options["show"], options["find"]))
     console = Console()
     for sample in samples[: int(options["count"])]:
-        body = Text(sample["prompt"], style="dim")
-        body.append("\n" + sample["completion"], style="green" if sample["solved"] else "red")
+        body = Text(visible(sample["prompt"]), style="dim")
+        body.append("\n" + visible(sample["completion"]), style="green" if sample["solved"] else "red")
         versions = ", ".join(map(str, sample["versions"])) or "unknown"
         title = f"problem {sample['problem']}  reward {sample['reward']:g}  weights of version {versions}"
         console.print(Panel(body, title=Text(title), title_align="left"))

@@ -52,6 +52,20 @@ def test_samples_are_chosen_and_shown(
     assert f"{count} samples" in out
 
 
+def test_a_completion_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "\x1b[2J\x1b]0;title\x07 \x9b31m \r\x7f \u202e left\nnext\tline"
+    sample = {"step": 0, "problem": 0, "reward": 0.0, "solved": False, "versions": [0]}
+    file = tmp_path / "samples.jsonl"
+    file.write_text(json.dumps(sample | {"prompt": hostile, "completion": hostile}) + "\n")
+    assert main([str(file)]) == 0
+    out = capsys.readouterr().out
+    assert not any(character in out for character in "\x1b\x07\x9b\r\x7f\u202e")
+    assert r"\x1b[2J" in out
+    assert r"\u202e" in out
+    assert "left " in out
+    assert "\\n" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
