@@ -66,12 +66,10 @@ def quantised_parameters(parameter: ServerParameter, format: ServedFormat, rank:
     if rank.ep_size > 1:
         whose += f" and sglang.ep_size={rank.ep_size}"
     lead = len(parameter.shape) - 2
-    for part in parameter.parts:
-        boxes_of(part.box, format, whose)
-    for piece in format.pieces:
+    of_pieces = zip(*(boxes_of(part.box, format, whose) for part in parameter.parts), strict=True)
+    for piece, boxes in zip(format.pieces, of_pieces, strict=True):
         parts = []
-        for part in parameter.parts:
-            box = box_of(piece, part.box, format.name, whose)
+        for part, box in zip(parameter.parts, boxes, strict=True):
             corner = zip(part.at[lead:], piece.block, strict=True)
             at = [(0, 1) if block == WHOLE else (x, block) for x, block in corner]
             if any(x % block for x, block in at):

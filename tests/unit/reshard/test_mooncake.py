@@ -19,11 +19,11 @@ import torch
 
 from megarl import cli
 from megarl.knobs import UserError
-from megarl.reshard.transfer.digests import VerificationError, check_messages
 from megarl.reshard.transfer.shard_transfer import TransferError
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports import mooncake as transport
-from tests.unit.reshard.test_shard_transfer import ALL, Group, assert_delivered, damage_one_message, make_world
+from tests.unit.reshard.mapped_cases import check_damage, check_departure, check_random_layout
+from tests.unit.reshard.test_shard_transfer import ALL, Group, make_world
 
 
 class TransferEngine:
@@ -88,37 +88,15 @@ def mooncake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("seed", "sources", "destinations"), [(1, 1, 2), (3, 2, 4)])
 def test_random_layouts_arrive_bit_for_bit(seed: int, sources: int, destinations: int, mooncake: None) -> None:
-    world = make_world(seed, sources, destinations, torch.bfloat16)
-    group = Group(world, "mooncake")
-    for _ in range(2):  # the group serves the next sync too
-        for tensor in world.tensors.values():
-            tensor.copy_(torch.randn_like(tensor))
-        sent, received = group.run()
-        assert_delivered(world)
-        assert sum(report.nbytes for report in sent) == sum(received)
-        digests = [report.digests for report in sent]
-        for rank, receiver in enumerate(group.receivers):
-            assert check_messages(world.plan, ALL, digests, rank, receiver.read_back(ALL), "here") > 0
-    group.close()
+    check_random_layout("mooncake", seed, sources, destinations, torch.bfloat16)
 
 
 def test_a_byte_damaged_on_the_way_is_noticed(mooncake: None) -> None:
-    world = make_world(3, 2, 2, torch.float32)
-    group = Group(world, "mooncake")
-    damage_one_message(group.ends[2])
-    sent, _ = group.run()
-    digests = [report.digests for report in sent]
-    with pytest.raises(VerificationError, match="rank 0 does not hold what was sent of t"):
-        check_messages(world.plan, ALL, digests, 0, group.receivers[0].read_back(ALL), "rank 0")
-    group.close()
+    check_damage("mooncake")
 
 
 def test_a_receiver_that_leaves_is_named(mooncake: None) -> None:
-    group = Group(make_world(1, 1, 2, torch.float32), "mooncake")
-    group.ends[1].abort()
-    with pytest.raises(TransferError, match="rank 0 of server 0 left"):
-        group.senders[0].send(Deadline(60), ALL, {})
-    group.close()
+    check_departure("mooncake")
 
 
 @pytest.mark.parametrize("fault", ["hangs", "fails"])
