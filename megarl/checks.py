@@ -56,6 +56,7 @@ def config_checks(config: Config) -> Sequence[Check]:
             _check_server_backends,
             _check_transport,
             _check_colocation,
+            _check_overlap_scoring,
         ),
         "preference": (_check_preferences,),
     }
@@ -258,6 +259,27 @@ def _check_colocation(config: Config) -> None:
     if config.reshard.transport == "nccl":
         raise UserError(
             "reshard.transport=nccl refuses two processes on one GPU, which server.colocate=true brings; use cuda_ipc"
+        )
+
+
+def _check_overlap_scoring(config: Config) -> None:
+    """Refuses to score beside a sync where there is no batch to score, or the weights cannot be read by both."""
+    if not config.reshard.overlap_scoring:
+        return
+    if config.rollout.max_head_offpolicyness == 0:
+        raise UserError(
+            "reshard.overlap_scoring=true scores a batch of older weights while the servers receive new ones, and "
+            "rollout.max_head_offpolicyness=0 has none; raise it, or set overlap_scoring to false"
+        )
+    if config.server.format is not None:
+        raise UserError(
+            f"reshard.overlap_scoring=true reads weights beside the trainer's passes, and server.quantization="
+            f"{config.server.quantization} rounds them on all ranks together; set one of them to its default"
+        )
+    if config.adapters:
+        raise UserError(
+            f"reshard.overlap_scoring=true is for one policy, and adapters={list(config.adapters)} take turns; set it "
+            "to false"
         )
 
 

@@ -217,6 +217,8 @@ def time_table(config: Config, step: StepEstimate | None) -> Table:
         table.add_row(stage.name, sync_report.duration(stage.seconds), stage.how)
     table.add_section()
     parts = "servers sample while the trainer trains: the longer of both, and the sync" if step.overlap else "the sum"
+    if step.hidden_s:
+        parts += f"; {step.hidden_s:.3g} s of it beside the next log-probs"
     table.add_row("a step", sync_report.duration(step.step_s), parts if config.method == "rl" else "")
     table.add_row(
         "the run", f"{step.step_s * config.total_train_steps / 3600:.1f} h", f"{config.total_train_steps} steps"

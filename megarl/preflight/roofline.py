@@ -35,6 +35,7 @@ from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.teacher_checks import teacher_servers
 from megarl.trainer.batch_algebra import batch_of
 
+SCORING = "log-probs"  # stage of the passes before an update
 ALL_REDUCE_S = 1e-5  # latency of a small all-reduce within a node, in a CUDA graph. Assumed, not measured
 
 
@@ -55,6 +56,7 @@ class StepEstimate:
     train: list[StageEstimate]
     sync: list[StageEstimate]
     overlap: bool  # servers sample the next batch while the trainer trains
+    hidden_s: float  # of the sync, which the trainer spends on scoring the next batch
     tokens: float  # trained in a step, prompts included
     sampled: float  # completion tokens among them
     gpus: int
@@ -75,7 +77,8 @@ class StepEstimate:
 
     @property
     def step_s(self) -> float:
-        busy = max(self.rollout_s, self.train_s) if self.overlap else self.rollout_s + self.train_s
+        train_s = self.train_s - self.hidden_s
+        busy = max(self.rollout_s, train_s) if self.overlap else self.rollout_s + train_s
         return busy + self.sync_s
 
     @property
@@ -97,14 +100,16 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     teacher = teacher_servers(config)
     gpus = config.parallel.world_size() + (teacher.n_servers * teacher.tp_size if teacher is not None else 0)
     if config.method != "rl":
-        return StepEstimate([], trained, [], False, batch.sequences * mean, 0.0, gpus, 0, 0.0)
+        return StepEstimate([], trained, [], False, 0.0, batch.sequences * mean, 0.0, gpus, 0, 0.0)
     rollout, under_way, longest_s = _rollout(config, model, cost)
     servers = config.server.n_servers * config.server.tp_size
+    scoring_s = sum(stage.seconds for stage in trained if stage.name == SCORING)
     return StepEstimate(
         rollout=rollout,
         train=trained,
         sync=[StageEstimate("weights", sync_s, "by the plan of the sync, at the network's rate: a floor")],
         overlap=config.rollout.max_head_offpolicyness > 0,
+        hidden_s=min(sync_s, scoring_s) if config.reshard.overlap_scoring else 0.0,
         tokens=batch.sequences * mean,
         sampled=batch.sequences * share * config.gconfig.max_new_tokens,
         gpus=max(gpus, servers) if config.server.colocate else gpus + servers,
@@ -122,7 +127,7 @@ def _train(config: Config, model: PretrainedConfig) -> list[StageEstimate]:
     stages = []
     if work.scored:
         what = f"{work.scored} x {each}: {', '.join(work.scorers)}"
-        stages.append(StageEstimate("log-probs", times.scoring, what))
+        stages.append(StageEstimate(SCORING, times.scoring, what))
     how = f"{work.trained * (3 + again):.3g} x {each}{bubble}: forward, backward, {again:.2g} of forward again"
     stages.append(StageEstimate("update", times.update, how + (", policy and critic" if work.trained > 1 else "")))
     parts = {name: seconds for name, seconds in vars(times.communication).items() if seconds}

@@ -48,6 +48,10 @@ class ReshardConfig:
     pause_mode: str = knob(
         "retract", "retract (exact: recomputes caches), in_place (keeps stale caches) or abort", choices=PAUSE_MODES
     )
+    overlap_scoring: bool = knob(
+        False,
+        "score the next batch while the servers receive the weights; needs rollout.max_head_offpolicyness above 0",
+    )
     verify: str = knob(
         "always",
         "always: servers' weights are read back and compared; sampled: an eighth of them per sync; or off",
@@ -101,6 +105,11 @@ class ReshardConfig:
             raise UserError(f"reshard.transport={self.transport} moves shards; with reshard.path=full use gloo or disk")
         if self.delta and (self.path == "full" or self.transport == "disk"):
             raise UserError("reshard.delta=true needs reshard.path=exact and a transport other than disk")
+        if self.overlap_scoring and (self.path == "full" or self.transport == "disk"):
+            raise UserError(
+                "reshard.overlap_scoring=true needs reshard.path=exact and a transport other than disk: whole tensors "
+                "are gathered by all ranks, which score meanwhile; set it to false"
+            )
         counted = self.relay not in (AUTO, OFF)
         if counted and not (self.relay.isascii() and self.relay.isdigit() and 0 < int(self.relay[:10]) <= MAX_COUNT):
             raise UserError(f"reshard.relay={self.relay} must be auto, off, or a number of servers, at least 1")

@@ -88,6 +88,7 @@ class RolloutStream:
         self._read = 0  # prompts read from the loader
         self._handed = 0  # prompts handed out at this version
         self._version = engine.get_version()
+        self._is_served = True  # False while servers receive `_version`: prompts would get tokens of the one before
         self._failures = 0  # in a row
         self._error: BaseException | None = None
         self._changed = asyncio.Condition()
@@ -113,13 +114,12 @@ class RolloutStream:
         return self._thread.run(attend(work) if attend is not None else work, timeout_s, what)
 
     def set_version(self, version: int) -> None:
-        """Advances the trainer's version, which makes room for one more batch of prompts under way."""
+        """Starts prompts at the trainer's version. A new one makes room for one more batch of prompts under way."""
+        self._thread.run(self._advance(version, is_served=True), CALL_DEADLINE_S, "starting episodes")
 
-        async def advance() -> None:
-            self._version, self._handed = version, 0
-            self._feed()
-
-        self._thread.run(advance(), CALL_DEADLINE_S, "starting episodes")
+    def expect_version(self, version: int) -> None:
+        """Takes batches at the trainer's version, which the servers do not have yet. Starts no prompt until they do."""
+        self._thread.run(self._advance(version, is_served=False), CALL_DEADLINE_S, "expecting a version")
 
     def state_dict(self) -> dict[str, Any]:
         """Saves every prompt between loader and trainer, and the loader's position. Prompts under way are run again."""
@@ -151,6 +151,12 @@ class RolloutStream:
         self._thread.run(restore(), CALL_DEADLINE_S, "restoring the state of the rollouts")
 
     # -- on the loop --------------------------------------------------------------------------------------------
+
+    async def _advance(self, version: int, *, is_served: bool) -> None:
+        if version != self._version:
+            self._version, self._handed = version, 0
+        self._is_served = is_served
+        self._feed()
 
     async def _next_batch(self) -> list[Episode]:
         self._version = self.engine.get_version()
@@ -195,7 +201,9 @@ class RolloutStream:
         return True
 
     def _feed(self) -> None:
-        """Starts as many episodes as the bound allows."""
+        """Starts as many episodes as the bound allows, once the servers have the trainer's version."""
+        if not self._is_served:
+            return
         room = (self.limits.max_head_offpolicyness + 1) * self.batch_size - self._handed
         while len(self._under_way) + len(self._finished) < room and self._error is None:
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -30,7 +30,7 @@ class ServerLost(Exception):
 
 
 class WeightsWanted(Exception):
-    """No server is in service, and a restarted one waits for the weights: the trainer must push them."""
+    """Servers wait for the trainer: a restarted one for a push of the weights, or all for the end of a push."""
 
 
 class Fleet(Protocol):
@@ -56,6 +56,7 @@ class Router:
         self._readers: OrderedDict[int, str] = OrderedDict()  # hash of a prefix -> server that has read it
         self._release: asyncio.Future[None] | None = None  # while answers of `_held_version` are withheld
         self._held_version = 0
+        self.sync_ended: Callable[[], bool] | None = None  # asked while a batch is awaited beside a sync
 
     @property
     def addresses(self) -> list[str]:
@@ -210,12 +211,17 @@ class Router:
             raise GenerationError("no rollout server is left to ask", fatal=True)
 
     async def unless_wanted(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits `work`. Cancels it and raises WeightsWanted if it waits for a server without weights."""
+        """Awaits `work`. Cancels it and raises WeightsWanted if it waits for a server without weights.
+
+        Also if it is not done when the sync beside it has ended: servers may withhold answers until the trainer knows.
+        """
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
                 if not self._load and self.fleet is not None and self.fleet.outlook() == "ready":
                     raise WeightsWanted("a restarted server waits for the weights")
+                if self.sync_ended is not None and self.sync_ended():
+                    raise WeightsWanted("the weights have reached the servers")
             return task.result()
         finally:
             if not task.done():

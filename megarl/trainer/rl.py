@@ -138,10 +138,13 @@ def train(config: Config, folder: RunFolder, inputs: Inputs, started: float) -> 
 
 
 def loop(run: Run, rollouts: RolloutDriver, models: Models) -> None:
-    """Runs the remaining steps."""
+    """Runs the remaining steps. With reshard.overlap_scoring a step's weights travel while the next one is scored."""
     for step in steps(run, rollouts, models):
+        is_last = step == run.config.total_train_steps
+        push = rollouts.begin_push if run.config.reshard.overlap_scoring and not is_last else rollouts.push
         with stage("weights"):
-            rollouts.push(version=step)
+            push(version=step)
+    rollouts.end_push()  # of a run that was told to stop
 
 
 def steps(run: Run, rollouts: RolloutDriver, models: Models) -> Iterator[int]:
@@ -157,6 +160,9 @@ def steps(run: Run, rollouts: RolloutDriver, models: Models) -> Iterator[int]:
             models.score(batch)
         with stage("advantages"):
             models.actor.compute_advantages(batch)
+        if rollouts.weights.is_pushing:
+            with stage("weights"):
+                rollouts.end_push()  # the update changes them
         with stage("update"):
             stats = models.update(batch)
             rollouts.check_logprobs(batch)  # before the update reaches a server or a checkpoint

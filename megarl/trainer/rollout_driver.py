@@ -133,6 +133,20 @@ class RolloutDriver:
         """Brings the actor's weights of step `version` to the servers, and proves them equal. A collective."""
         self.weights.push(version + self._version_offset)
 
+    def begin_push(self, version: int) -> None:
+        """Begins a `push` beside what follows. Batches are taken at the new version from now on. A collective.
+
+        Until `end_push` the actor's weights must not change. `next_batch` and `evaluate` end it where they must wait.
+        """
+        served = version + self._version_offset
+        self.weights.begin_push(served)
+        if self.is_rank0:
+            self.rank0.engine.expect_version(served, self.weights.has_transferred)
+
+    def end_push(self) -> None:
+        """Ends the push that was begun, if there is one. A collective. Raises what `push` does."""
+        self.weights.end_push()
+
     def before_sync(self, version: int) -> None:
         """Withholds answers of `version` until the canary is judged."""
         if self.is_rank0 and self._canary.enabled and not self.config.server.colocate:
@@ -145,7 +159,7 @@ class RolloutDriver:
             LogprobMismatchError: a server does not compute what the trainer does, and is not left out.
         """
         self._unchecked = report.version
-        if self.is_rank0 and self.rank0.engine.get_version() != report.version:
+        if self.is_rank0:
             self.rank0.engine.set_version(report.version)  # rollouts start before the canary
         if self._canary.enabled:
             self._ask_canary(report)
@@ -196,7 +210,7 @@ class RolloutDriver:
     def _on_rank0(self, ask: Callable[[], T]) -> T | None:
         """Runs `ask` on rank 0 and returns its result there, None elsewhere. A collective.
 
-        If no server holds the current weights, all ranks push them first.
+        If no server holds the current weights, all ranks push them first, or end the push that is under way.
 
         Raises:
             NoSamplesError: on every rank.
@@ -218,7 +232,10 @@ class RolloutDriver:
                 raise NoSamplesError(failure)
             if not wanted:
                 return result
-            self.weights.resync()
+            if self.weights.is_pushing:
+                self.weights.end_push()
+            else:
+                self.weights.resync()
 
     def check_logprobs(self, batch: PackedBatch) -> None:
         """Compares the first tokens sampled after a sync with the trainer's `prox_logp`: a last, independent proof.
@@ -248,6 +265,8 @@ class RolloutDriver:
             evaluator = self.rank0.evaluator
             if not evaluator.is_due(step, self.config.total_train_steps):
                 return {}
+            if self.weights.is_pushing:
+                raise WeightsWanted("the evaluation is of the new weights")
             with stats_tracker.record_timing("evaluate"):
                 result = evaluator.evaluate(self.rank0.engine, step)
             return {"accuracy": result.accuracy, "problems": result.num_problems, "samples": result.num_samples}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -262,10 +261,8 @@ def _figures(rows: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def _syncs_verified(rows: list[dict[str, float]]) -> int:
-    """Steps whose weight sync was verified. A line's value is the mean over the steps since the line before."""
-    steps = [0, *(row["step"] for row in rows)]
-    covered = [step - before for before, step in itertools.pairwise(steps)]
-    return round(sum(row.get(metrics.SYNC_VERIFIED, 0.0) * count for row, count in zip(rows, covered, strict=True)))
+    """Weight syncs that were verified. A line's value is the mean over the syncs since the line before."""
+    return round(sum(row.get(metrics.SYNC_VERIFIED, 0.0) * row.get(metrics.SYNCS, 0.0) for row in rows))
 
 
 def _median(values: list[float]) -> float:

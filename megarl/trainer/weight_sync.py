@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.actor.engine import MegatronEngine
@@ -22,8 +24,13 @@ from megarl.reshard.quantised_weights import QuantisedWeights
 from megarl.reshard.session import SyncReport, WeightSession, WeightSource, WeightSyncError
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
+from megarl.trainer.background_call import BackgroundCall
 from megarl.trainer.rank0_servers import Rank0Servers
 from megarl.trainer.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
+
+CLOSE_S = 10.0  # for a push under way, of a run that has failed
+
+Attempt = tuple[list[str], SyncReport]  # addresses of restarted servers that were admitted, and the outcome
 
 
 class Follower(Protocol):
@@ -38,6 +45,15 @@ class Follower(Protocol):
         Raises:
             LogprobMismatchError: a server does not compute what the trainer does, and is not left out.
         """
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push under way in the background. `transfer` makes another attempt."""
+
+    version: int
+    transfer: Callable[[], SyncReport]
+    background: BackgroundCall[Attempt]
 
 
 class WeightSync:
@@ -60,6 +76,7 @@ class WeightSync:
         self._session: WeightSession | None = None
         self._transports = ""  # of the last sync
         self._plan_hash = ""  # of the plan in sync_plan.json
+        self._pushing: Push | None = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> WeightSync:
@@ -113,6 +130,7 @@ class WeightSync:
             self.gpus.servers = ServersInTurn(self._rank0.supervisor, key, self.config.reshard.control_deadline_s)
         session = self._session = WeightSession(self.config.reshard, addresses, key)
         self._open.callback(session.close)
+        self._open.callback(self._abandon)
         if self._rank0 is not None:
             session.set_death_probe(self._rank0.supervisor.died)
         # Servers that outlived a trainer may serve a version above its checkpoint's. Versions continue above theirs.
@@ -127,6 +145,37 @@ class WeightSync:
         source = self._source
         assert source is not None, "connect() sets it"
         self._sync(version, lambda: self.session.push(source, version))
+
+    def begin_push(self, version: int) -> None:
+        """Begins a `push` in the background. Until `end_push` the weights must not change. A collective."""
+        source = self._source
+        assert source is not None, "connect() sets it"
+        self._announce(version)
+
+        def transfer() -> SyncReport:
+            return self.session.push(source, version)
+
+        self._pushing = Push(version, transfer, BackgroundCall("weights", lambda: self._attempt(transfer)))
+
+    @property
+    def is_pushing(self) -> bool:
+        """True between `begin_push` and `end_push`."""
+        return self._pushing is not None
+
+    def has_transferred(self) -> bool:
+        """True once the push under way waits for `end_push` alone."""
+        return self._pushing is not None and self._pushing.background.done
+
+    def end_push(self) -> None:
+        """Waits for the push that was begun, and ends it as `push` does. Nothing without one. A collective."""
+        if self._pushing is not None:
+            push, self._pushing = self._pushing, None
+            self._complete(push.version, push.transfer, push.background.result)
+
+    def _abandon(self) -> None:
+        """Gives the push of a run that has failed meanwhile some seconds, before the session ends it."""
+        if self._pushing is not None:
+            self._pushing.background.wait(CLOSE_S)
 
     def resync(self) -> None:
         """Brings the version that the trainer has to servers without it. A collective."""
@@ -144,33 +193,44 @@ class WeightSync:
         Raises:
             LogprobMismatchError: a server does not compute what the trainer does, and is not left out.
         """
+        self._announce(version)
+        self._complete(version, transfer, lambda: self._attempt(transfer))
+
+    def _announce(self, version: int) -> None:
         self.gpus.for_sync()
         for follower, context in self._followers.items():
             context.run(follower.before_sync, version)
+
+    def _attempt(self, transfer: Callable[[], SyncReport]) -> Attempt:
+        """Admits restarted servers and transfers. Returns their addresses, on rank 0, and the report."""
+        admitted: list[str] = []
+        if self._rank0 is not None:
+            with self.attributed_to_dead_servers():
+                admitted, left_out = self._rank0.supervisor.before_sync(self.config.server.ready_timeout_s)
+            for address in left_out:
+                self.session.remove(address)
+            for address in admitted:
+                self.session.admit(address)
+        return admitted, transfer()
+
+    def _complete(self, version: int, transfer: Callable[[], SyncReport], attempt: Callable[[], Attempt]) -> None:
+        """Takes the outcome of `attempt`, makes others where it failed and may be repeated, and has servers judged."""
         while True:
-            admitted: list[str] = []
-            if self._rank0 is not None:
-                with self.attributed_to_dead_servers():
-                    admitted, left_out = self._rank0.supervisor.before_sync(self.config.server.ready_timeout_s)
-                for address in left_out:
-                    self.session.remove(address)
-                for address in admitted:
-                    self.session.admit(address)
             try:
-                report = transfer()
+                admitted, report = attempt()
+                break
             except WeightSyncError as error:
-                if broadcast_json(self._rank0 is not None and self._should_retry(self._rank0, error)):
-                    continue
-                with self.attributed_to_dead_servers():
-                    raise
-            if self._rank0 is not None:
-                self._rank0.supervisor.after_sync(self.session.healthy)  # no requests to a server that was dropped
-                self._record(report, brought_back=len(set(admitted) & set(report.servers)))
-            self.version = version
-            self.gpus.for_sampling()
-            for follower, context in self._followers.items():
-                context.run(follower.after_sync, report)
-            return
+                if not broadcast_json(self._rank0 is not None and self._should_retry(self._rank0, error)):
+                    with self.attributed_to_dead_servers():
+                        raise
+                attempt = functools.partial(self._attempt, transfer)
+        if self._rank0 is not None:
+            self._rank0.supervisor.after_sync(self.session.healthy)  # no requests to a server that was dropped
+            self._record(report, brought_back=len(set(admitted) & set(report.servers)))
+        self.version = version
+        self.gpus.for_sampling()
+        for follower, context in self._followers.items():
+            context.run(follower.after_sync, report)
 
     def leave_out(self, addresses: Iterable[str]) -> None:
         """On rank 0: goes on without these servers, which live and fail."""
@@ -200,6 +260,7 @@ class WeightSync:
                 delta_saving=1 - report.bytes / report.dense_bytes,
                 servers=len(report.servers),
             )
+            stats_tracker.total(syncs=1)
             stats_tracker.total(servers_brought_back=brought_back)  # restarted, then given all weights, proven
 
     def _keep_plan(self, report: SyncReport) -> None:

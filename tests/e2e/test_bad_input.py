@@ -57,6 +57,15 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
             [GRPO, "server.colocate=true", "rollout.max_head_offpolicyness=1"],
             "gives the GPUs to one of them; set it to 0",
         ),
+        ([GRPO, "reshard.overlap_scoring=true"], "rollout.max_head_offpolicyness=0 has none; raise it"),
+        (
+            [GRPO, "reshard.overlap_scoring=true", "rollout.max_head_offpolicyness=1", "server.quantization=fp8"],
+            "server.quantization=fp8 rounds them on all ranks together",
+        ),
+        (
+            [GRPO, "reshard.overlap_scoring=true", "reshard.path=full"],
+            "reshard.overlap_scoring=true needs reshard.path=exact",
+        ),
         ([GRPO, "server.colocate=true", "launcher=ray"], "launcher=ray places servers by itself; use launcher=local"),
         ([GRPO, "server.colocate=true", "reshard.delta=true"], "the servers keep no weights; set it to false"),
         (

@@ -6,6 +6,7 @@ import mutant_table_adapters as adapters
 import mutant_table_csrc as csrc
 import mutant_table_fidelity as fidelity
 import mutant_table_head as head
+import mutant_table_overlap as overlap
 import mutant_table_quantised as quantised
 import mutant_table_relays as relays
 import mutant_table_systems as systems
@@ -29,6 +30,7 @@ MUTANTS: list[Mutant] = [
         quantised.QUANTISED,
         *fidelity.FIDELITY,
         relays.RELAYS,
+        overlap.OVERLAP,
         csrc.HEADERS,
         head.HEAD,
     )

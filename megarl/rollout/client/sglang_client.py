@@ -148,9 +148,17 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def set_version(self, version: int) -> None:
         self._version = version
+        self.router.sync_ended = None
         if self._stream is not None:
             with stats_tracker.scope("rollout"):  # for the episodes that it starts
                 self._stream.set_version(version)
+
+    def expect_version(self, version: int, sync_ended: Callable[[], bool]) -> None:
+        """Takes batches at the trainer's version, which servers receive until `sync_ended()`. Starts no prompt."""
+        self._version = version
+        self.router.sync_ended = sync_ended
+        if self._stream is not None:
+            self._stream.expect_version(version)
 
     def get_version(self) -> int:
         return self._version
@@ -165,12 +173,10 @@ class RemoteSGLangEngine(InferenceEngine):
             TimeoutError: after `batch_timeout_s`.
             WeightsWanted: no server can answer before a weight push.
         """
-        if self._thread is None:
-            raise UserError("the rollout engine is not initialized; call initialize() first")
         workflow = workflow_of(workflow, {})
         self._close_later(workflow)
         batch, self.episodes = rollout_batch(
-            self, self._thread, data, workflow, self.config.batch_timeout_s, self.router.unless_wanted
+            self, self._loop_thread, data, workflow, self.config.batch_timeout_s, self.router.unless_wanted
         )
         return batch
 
@@ -212,13 +218,11 @@ class RemoteSGLangEngine(InferenceEngine):
         group_size: int,
         dynamic_bs: bool,
     ) -> RolloutStream:
-        if self._thread is None:
-            raise UserError("the rollout engine is not initialized; call initialize() first")
         if self._stream is None:
             config = self.config
             self._stream = RolloutStream(
                 self,
-                self._thread,
+                self._loop_thread,
                 dataloader,
                 self._close_later(workflow_of(workflow, workflow_kwargs)),
                 StreamLimits(
@@ -254,10 +258,9 @@ class RemoteSGLangEngine(InferenceEngine):
         self._updates = updates
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[Any]:
-        """Returns a future that ends when the servers serve `meta.model_version`.
+        """Returns a future that ends when the servers serve `meta.model_version`, or with the error of a failed push.
 
-        Call it on rank 0, before `actor.upload_weights`. `result()` raises the error of a failed push. Afterwards, call
-        `set_version`.
+        Call it on rank 0, before `actor.upload_weights`. Afterwards, call `set_version`.
         """
         if self._updates is None:
             raise UserError("update_weights: connect(session) first; a weight session pushes the weights")
@@ -399,18 +402,19 @@ class RemoteSGLangEngine(InferenceEngine):
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts `coroutine` on the engine's own loop, from another one."""
+        return self._loop_thread.submit(coroutine)
+
+    @property
+    def _loop_thread(self) -> LoopThread:
         if self._thread is None:
             raise UserError("the rollout engine is not initialized; call initialize() first")
-        return self._thread.submit(coroutine)
+        return self._thread
 
     def _on_loop(self, call: Callable[[], None], what: str) -> None:
-        if self._thread is None:
-            raise UserError("the rollout engine is not initialized; call initialize() first")
-
         async def run() -> None:
             call()
 
-        self._thread.run(run(), CLOSE_TIMEOUT_S, what)
+        self._loop_thread.run(run(), CLOSE_TIMEOUT_S, what)
 
     def probe(
         self, addresses: Sequence[str], prompts: Sequence[list[int]], gconfig: GenerationHyperparameters

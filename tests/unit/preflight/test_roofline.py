@@ -119,6 +119,20 @@ def test_servers_that_sample_ahead_hide_the_shorter_side() -> None:
     assert replace(beside, train=[]).bottleneck == "the servers"
 
 
+def test_scoring_beside_a_sync_hides_the_shorter_of_both_from_the_trainer() -> None:
+    def estimate(sync_s: float, beside: str) -> StepEstimate:
+        config = cli.composed(["+experiment=grpo_1_5b", f"reshard.overlap_scoring={beside}"])
+        return estimate_step(config, read_config(str(report.folder_of(config.actor.path))), sync_s)
+
+    scoring = seconds(step("grpo_1_5b"), "log-probs")
+    for sync_s, hidden_s in ((scoring / 2, scoring / 2), (2 * scoring, scoring)):
+        in_turn, beside = estimate(sync_s, "false"), estimate(sync_s, "true")
+        assert in_turn.bottleneck == beside.bottleneck == "the trainer"
+        by_trainer = in_turn.step_s - hidden_s
+        assert beside.step_s == pytest.approx(max(by_trainer, beside.rollout_s + sync_s))
+        assert beside.step_s < in_turn.step_s
+
+
 def test_virtual_stages_shorten_the_pipelines_bubble() -> None:
     assert seconds(step(BIG, "parallel.vpp_size=2"), "update") < seconds(step(BIG), "update")
 

@@ -39,10 +39,10 @@ class Loader:
 
 
 class Engine(InferenceEngine):
-    """Knows a version and nothing else."""
+    """Knows the trainer's version and the servers', and nothing else."""
 
     def __init__(self, version: int = 0) -> None:
-        self.version = version
+        self.version = self.served = version
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         raise NotImplementedError
@@ -67,7 +67,7 @@ class Clocked(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
         number = int(data["prompt_id"])
-        version = self.engine.version
+        version = self.engine.served
         self.begun.append(number)
         self.open[number] = asyncio.get_running_loop().create_future()
         try:
@@ -112,12 +112,18 @@ def begin(
 def step(
     thread: LoopThread, stream: RolloutStream, workflow: Clocked, rng: random.Random, odds: tuple[float, ...]
 ) -> list[Episode]:
-    """One batch, while episodes end in a random order: well, rejected, with a failed server, or with an error."""
+    """One batch, while episodes end in a random order: well, rejected, with a failed server, or with an error.
+
+    Servers that are behind the trainer get its version when nothing is under way any more.
+    """
 
     async def drive() -> list[Episode]:
         batch = asyncio.ensure_future(stream._next_batch())
         while not batch.done():
             await asyncio.sleep(0)
+            if not workflow.open and not batch.done() and workflow.engine.served < workflow.engine.version:
+                workflow.engine.served = workflow.engine.version
+                await stream._advance(workflow.engine.version, is_served=True)
             if workflow.open and not batch.done():
                 number = rng.choice(sorted(workflow.open))
                 outcome = rng.choices([1.0, None, GenerationError("lost"), ValueError("odd")], odds)[0]
@@ -136,10 +142,12 @@ def step(
     batch_size=st.integers(1, 5),
     rejects=st.sampled_from([0.0, 0.3]),
     faults=st.sampled_from([0.0, 0.3]),
+    beside=st.sampled_from([0.0, 0.7]),
 )
 def test_every_prompt_is_trained_on_or_rejected_once_and_none_is_too_old(
-    thread: LoopThread, seed: int, staleness: int, batch_size: int, rejects: float, faults: float
+    thread: LoopThread, seed: int, staleness: int, batch_size: int, rejects: float, faults: float, beside: float
 ) -> None:
+    """`beside` is the share of batches that are asked for while the servers receive the version."""
     rng = random.Random(seed)
     engine = Engine()
     stream, workflow = begin(thread, engine, staleness, batch_size)
@@ -157,12 +165,21 @@ def test_every_prompt_is_trained_on_or_rejected_once_and_none_is_too_old(
             assert episode.group["input_ids"][1] == int(episode.prompt_id)  # the prompt's own row
             assert engine.version - int(episode.group["versions"][1]) <= staleness
         assert sum(episode.group is not None for episode in episodes) == batch_size
+        if engine.served < engine.version:
+            engine.served = engine.version
+            stream.set_version(engine.version)
+            assert len(workflow.open) + len(stream._finished) <= staleness * batch_size
         engine.version = version
-        stream.set_version(version)
+        if rng.random() < beside:
+            stream.expect_version(version)
+        else:
+            engine.served = version
+            stream.set_version(version)
         assert len(workflow.open) <= (staleness + 1) * batch_size
         if version in restarts_at:  # the run is killed; what it saved goes on elsewhere
             state = stream.state_dict()
             thread.cancel_all()
+            engine.served = engine.version
             stream, workflow = begin(thread, engine, staleness, batch_size, state)
     state = stream.state_dict()
     waiting = [entry["number"] for entry in state["waiting"]]

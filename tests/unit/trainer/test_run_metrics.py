@@ -81,6 +81,7 @@ def train(
                 stats_tracker.scalar(loss=step, tokens=10 * step, logprob_diff_max=1 / step)
             with stats_tracker.scope("sync"):
                 stats_tracker.scalar(verified=float(step != 2))
+                stats_tracker.total(syncs=1)
             stats_tracker.total(**{"time_s/update": seconds(step)})
             if step in evaluations:
                 stats_tracker.scalar(**{"eval/accuracy": 0.5})
@@ -103,6 +104,7 @@ def expected(lines: list[int]) -> list[dict[str, float]]:
                 "train/tokens": 10 * sum(steps) / len(steps),
                 "train/logprob_diff_max": 1 / steps[0],
                 "sync/verified": sum(step != 2 for step in steps) / len(steps),
+                "sync/syncs": len(steps),
                 "train/tokens_per_s": pytest.approx(10 * sum(steps) / total_s),
             }
         )
