@@ -185,6 +185,20 @@ def test_groups_with_nan_or_infinity_have_such_a_scale_and_their_neighbours_do_n
         torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
 
 
+def test_a_group_whose_scale_is_the_least_number_has_the_outermost_codes() -> None:
+    """Such a scale is rounded by up to a half, so quotients reach beyond 8 and -8 and are cut."""
+    weight = torch.zeros(1, 128)
+    weight[0, :4] = torch.tensor([11.0, -11.0, 8.0, -8.0]) * 2.0**-133  # bfloat16's least number is 2^-133
+    codes, scales = packed(weight, 128)
+    assert scales.item() == 2.0**-133
+    assert unpacked(codes)[0, :5].tolist() == [7, -8, 7, -8, 0]
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=128, symmetric=True)
+    expected = quantize(weight, scales.float(), torch.zeros(1, 1), args, dtype=torch.int8)
+    assert torch.equal(unpacked(codes), expected)
+    for one, other in zip((codes, scales), packed_by_torch(weight, 128), strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
 def test_a_part_of_a_wider_matrix_is_packed_in_place() -> None:
     whole = spread_weight(8, 768, torch.float32)
     part = whole[3:, 256:512]

@@ -74,7 +74,7 @@ ADAPTERS: Bugs = {
         ],
     },
     "megarl/actor/weights/adapter_shards.py": {
-        ("tests/distributed/test_lora_layouts.py",): [
+        (*unit("actor/test_lora"), "tests/distributed/test_lora_layouts.py"): [
             ("v_proj has no adapter", 'for letter in "qkv"]', 'for letter in "qk"]'),
         ],
     },
