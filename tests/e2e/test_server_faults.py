@@ -140,8 +140,7 @@ def test_a_server_killed_every_5_seconds_costs_no_prompt_and_repeats_none(
     # A server that was started again holds the checkpoint, as version 0: the bound on staleness says that no token of
     # it was trained on. In the sync that brought it back every piece of it was proven by digests, as of the other.
     synced = [row for row in rows if "sync/verified_parts" in row]  # beside the next scoring: all but the first
-    of_one = synced[0]["sync/verified_parts"] / 2
-    assert [row["sync/verified_parts"] / row["sync/servers"] for row in synced] == pytest.approx([of_one] * len(synced))
+    assert len({round(row["sync/verified_parts"] / row["sync/servers"], 6) for row in synced}) == 1
 
 
 @pytest.mark.long
