@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
 import torch
 import xxhash
 from torch import Tensor
 
 from megarl.ops.native import _C, address, where
 
+K = TypeVar("K")
+
 LEAF_BYTES: int = _C.leaf_bytes
+LEAF_DIGEST = 16  # bytes
 ALIGNMENT = 16  # bytes of one read by a GPU thread
 
 
@@ -20,7 +26,51 @@ def digest(tensor: Tensor) -> str:
     """
     data = tensor.detach().contiguous()
     leaves = leaves_on_gpu(data).cpu().numpy().tobytes() if data.is_cuda else leaves_on_cpu(data)
-    return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + leaves)
+    return xxhash.xxh3_128_hexdigest(_kind(tensor) + leaves)
+
+
+class Parts:
+    """Parts of a buffer, contiguous tensors that lie at `offsets` in it: their digests, by one launch on a GPU."""
+
+    def __init__(self, offsets: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """`parts` give dtypes and shapes; `offsets` are in bytes."""
+        self._spans = [(offset, offset + part.nbytes) for offset, part in zip(offsets, parts, strict=True)]
+        self._kinds = [_kind(part) for part in parts]
+        self._places: Tensor | None = None  # on the GPU: first byte of each leaf, and the end of its part
+
+    def leaves(self, buffer: Tensor) -> Tensor:
+        """Hashes all parts' leaves, uint8 `[leaves, 16]`, on the device of `buffer`, uint8 `[n]`.
+
+        Does not wait for a GPU. Its buffer begins at a multiple of 16 bytes.
+        """
+        if not buffer.is_cuda:
+            hashes = b"".join(leaves_on_cpu(buffer[begin:end]) for begin, end in self._spans)
+            return torch.frombuffer(bytearray(hashes), dtype=torch.uint8).view(-1, LEAF_DIGEST)
+        if self._places is None:
+            places = [(leaf, end) for begin, end in self._spans for leaf in range(begin, end, LEAF_BYTES)]
+            on_host = torch.tensor(places).t().contiguous().pin_memory()
+            self._places = on_host.to(buffer.device, non_blocking=True)
+        return leaves_on_gpu(buffer, self._places)
+
+    def digests(self, leaves: bytes) -> list[str]:
+        """Digests of the parts, as `digest` gives them, from the bytes of their leaves."""
+        result, at = [], 0
+        for (begin, end), kind in zip(self._spans, self._kinds, strict=True):
+            size = -(-(end - begin) // LEAF_BYTES) * LEAF_DIGEST
+            result.append(xxhash.xxh3_128_hexdigest(kind + leaves[at : at + size]))
+            at += size
+        return result
+
+
+def digests_of(parts: Mapping[K, Parts], leaves: Mapping[K, Tensor]) -> dict[K, list[str]]:
+    """Digests of the parts of many buffers, from the leaves of each; `parts` may have more. Waits for the GPU once."""
+    if not leaves:
+        return {}
+    hashes, result, at = torch.cat(list(leaves.values())).cpu().numpy().tobytes(), {}, 0
+    for key, of_buffer in leaves.items():
+        result[key] = parts[key].digests(hashes[at : at + of_buffer.nbytes])
+        at += of_buffer.nbytes
+    return result
 
 
 def leaves_on_cpu(data: Tensor) -> bytes:
@@ -33,11 +83,20 @@ def leaves_on_cpu(data: Tensor) -> bytes:
     return b"".join(hashes)
 
 
-def leaves_on_gpu(data: Tensor) -> Tensor:
-    """Hashes as of `leaves_on_cpu`, uint8 [leaves, 16], by the kernel of `csrc/digest`."""
+def leaves_on_gpu(data: Tensor, places: Tensor | None = None) -> Tensor:
+    """Hashes as of `leaves_on_cpu`, uint8 `[leaves, 16]`, by the kernel of `csrc/digest`.
+
+    `places`, int64 `[2, leaves]`, are the first byte of each leaf and the end of its part; None: all of `data`.
+    """
     if data.data_ptr() % ALIGNMENT:
         data = data.clone()
     size = data.numel() * data.element_size()
-    leaves = torch.empty(-(-size // LEAF_BYTES), 16, dtype=torch.uint8, device=data.device)
-    _C.leaf_digests(where(data), address(data), size, address(leaves))
+    count = -(-size // LEAF_BYTES) if places is None else places.shape[1]
+    leaves = torch.empty(count, LEAF_DIGEST, dtype=torch.uint8, device=data.device)
+    begins, ends = (0, 0) if places is None else (address(places[0]), address(places[1]))
+    _C.leaf_digests(where(data), address(data), size, begins, ends, count, address(leaves))
     return leaves
+
+
+def _kind(tensor: Tensor) -> bytes:
+    return f"{tensor.dtype}{tuple(tensor.shape)}".encode()

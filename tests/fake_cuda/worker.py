@@ -43,10 +43,16 @@ def prepare() -> None:
     digest.leaves_on_gpu = leaves_in_host_memory
 
 
-def leaves_in_host_memory(data: torch.Tensor) -> torch.Tensor:
+def leaves_in_host_memory(data: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
     """Stands for the kernel of `csrc/digest`, which has no side for the CPU; the library hashes the same memory."""
-    copy = torch.frombuffer(bytearray(ctypes.string_at(data.data_ptr(), data.nbytes)), dtype=torch.uint8)
-    hashes = digest.leaves_on_cpu(copy)
+    memory = bytearray(ctypes.string_at(data.data_ptr(), data.nbytes))
+    if places is None:
+        hashes = digest.leaves_on_cpu(torch.frombuffer(memory, dtype=torch.uint8))
+    else:
+        numbers = bytearray(ctypes.string_at(places.data_ptr(), places.nbytes))
+        begins, ends = torch.frombuffer(numbers, dtype=torch.int64).view(2, -1).tolist()
+        leaves = [memory[begin : min(begin + digest.LEAF_BYTES, end)] for begin, end in zip(begins, ends, strict=True)]
+        hashes = b"".join(digest.leaves_on_cpu(torch.frombuffer(leaf, dtype=torch.uint8)) for leaf in leaves)
     leaves = torch.empty(len(hashes) // 16, 16, dtype=torch.uint8, device=data.device)
     ctypes.memmove(leaves.data_ptr(), hashes, len(hashes))
     return leaves

@@ -8,7 +8,7 @@ import xxhash
 from devices import CudaDevice, EmulatedDevice
 from torch import Tensor
 
-from megarl.ops.digest import LEAF_BYTES, digest, leaves_on_cpu, leaves_on_gpu
+from megarl.ops.digest import LEAF_BYTES, Parts, digest, digests_of, leaves_on_cpu, leaves_on_gpu
 
 SIZES = (1, 15, 16, 17, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, 3 * LEAF_BYTES + 1000)
 
@@ -38,6 +38,35 @@ def test_every_byte_counts(device: CudaDevice | EmulatedDevice) -> None:
             at < LEAF_BYTES,
             at >= LEAF_BYTES,
         ]
+
+
+def places_of(spans: list[tuple[int, int]]) -> Tensor:
+    return (
+        torch.tensor([(leaf, end) for begin, end in spans for leaf in range(begin, end, LEAF_BYTES)]).t().contiguous()
+    )
+
+
+def test_all_parts_of_a_buffer_are_hashed_at_once_wherever_they_begin(device: CudaDevice | EmulatedDevice) -> None:
+    """Parts of every alignment, some ending within 16 bytes, one of several leaves, one at the buffer's end."""
+    buffer = random_bytes(3 * LEAF_BYTES + 4096)
+    spans = [(1024 + 96 * i + i, 1024 + 96 * i + i + size) for i, size in enumerate((80, 1, 2, 15, 16, 17, 31, 64) * 2)]
+    spans += [(2819, 2819 + LEAF_BYTES + 33), (len(buffer) - 21, len(buffer))]
+    (leaves,) = device.run(leaves_on_gpu, buffer, places_of(spans))
+    assert bytes(leaves.numpy()) == b"".join(leaves_on_cpu(buffer[begin:end].clone()) for begin, end in spans)
+
+
+def test_digests_of_many_buffers_are_those_of_their_parts() -> None:
+    generator = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(40, 9, generator=generator).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    tensors += [torch.zeros(0, 4), torch.randn(LEAF_BYTES // 4 + 3, generator=generator)]
+    offsets, buffer = [], torch.zeros(LEAF_BYTES + 8192, dtype=torch.uint8)
+    for number, tensor in enumerate(tensors):
+        offsets.append(2000 * number)
+        buffer[2000 * number : 2000 * number + tensor.nbytes] = tensor.flatten().view(torch.uint8)
+    parts, expected = Parts(offsets, tensors), [digest(tensor) for tensor in tensors]
+    found = digests_of({1: parts, 2: parts, 3: parts}, {1: parts.leaves(buffer), 3: parts.leaves(buffer)})
+    assert found == {1: expected, 3: expected}
+    assert digests_of({}, {}) == {}
 
 
 def test_a_tensor_without_elements_has_no_leaves_and_its_shape_counts() -> None:

@@ -8,6 +8,7 @@ once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.ops.digest import digest
+from megarl.ops.digest import Parts, digests_of
 from megarl.reshard.plan.holdings import Fragment, dtype_of, read
 from megarl.reshard.plan.transfer_plan import RankMessage, TransferPlan
 from megarl.reshard.transfer import delta
@@ -74,6 +75,14 @@ class MessageViews:
         for view, offset, dtype in zip(self.views, self.offsets, self.dtypes, strict=True):
             size = view.numel() * dtype.itemsize
             yield payload[offset : offset + size].view(dtype).view(view.shape)
+
+    @functools.cached_property
+    def hashed(self) -> Parts:
+        """The parts of the message, to hash."""
+        shapes = [
+            torch.empty(view.shape, dtype=d, device="meta") for view, d in zip(self.views, self.dtypes, strict=True)
+        ]
+        return Parts(self.offsets, shapes)
 
     def pack(self, payload: Tensor) -> list[Tensor]:
         """Copies the views into the message, cast to its dtypes. Returns the parts of the message."""
@@ -193,19 +202,21 @@ class ShardSender:
         """
         sent = SentReport()
         outbox, nbytes = Outbox(self.staging), 0
+        leaves: dict[int, Tensor] = {}
         for number, (message, bucket) in enumerate(zip(self.messages, self.buckets, strict=True)):
             views, route = self.views[bucket], self.routes[message.peer]
             if bucket != outbox.packed:
                 slot = outbox.open(bucket, deadline)
                 parts = views.pack(slot)
-                if sample.takes(bucket) and bucket not in sent.digests:
-                    sent.digests[bucket] = [digest(part) for part in parts]
+                if sample.takes(bucket) and bucket not in leaves:
+                    leaves[bucket] = views.hashed.leaves(slot)
                 last = all(b == bucket for b in self.buckets[number : self.last[bucket] + 1])
                 nbytes = self._encode(bucket, message.nbytes, slot, parts, counts.get(bucket), last)
             sent.dense_nbytes += message.nbytes
             sent.nbytes += nbytes
             outbox.send(nbytes, route, views, message.index)
         outbox.finish(deadline)
+        sent.digests = digests_of({bucket: self.views[bucket].hashed for bucket in leaves}, leaves)
         return sent
 
     def _encode(
@@ -395,8 +406,9 @@ class ShardReceiver:
 
     def read_back(self, sample: BucketSample) -> Digests:
         """Digests of the sampled messages' tensors, read back from the live parameters."""
-        digests: Digests = {}
+        slot, leaves, parts = self.staging.slots[0], {}, {}
         for message, bucket, views in zip(self.messages, self.buckets, self.views, strict=True):
             if sample.takes(bucket):
-                digests[message.index] = [digest(part) for part in views.pack(self.staging.slots[0])]
-        return digests
+                views.pack(slot)
+                parts[message.index], leaves[message.index] = views.hashed, views.hashed.leaves(slot)
+        return digests_of(parts, leaves)
