@@ -63,10 +63,13 @@ def test_prompts_are_left_out_for_the_epochs_of_the_knob_and_return(skip: str, l
 def test_patience_counts_measurements_in_a_row_of_one_kind() -> None:
     prompts = curriculum(patience=2, revisit_epochs=5)
     row = {"i": 0, ORIGIN: {"source": "", "row": 7, "epoch": 0}}
-    for rewards, streak in (([1.0], 1), ([0.0], -1), ([1.0, 0.0], 0), ([0.0], -1), ([0.0, 0.0], -2)):
+    for rewards, streak in (
+        *(([1.0], 1), ([0.0], -1), ([1.0, 0.0], 0), ([0.0], -1), ([0.0, 0.0], -2)),
+        *(([1.0], 1), ([1.0], 2), ([0.0], -1)),
+    ):
         prompts.observe([episode(row, rewards)])
         assert int(prompts.streak[7]) == streak
-        assert prompts.is_left_out(7, 1) == (streak == -2)
+        assert prompts.is_left_out(7, 1) == (abs(streak) == 2)
     assert float(prompts.rate[7]) == 0.0
 
 

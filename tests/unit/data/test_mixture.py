@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.data.collate import Batches, pad_sequences_to_tensors
 from megarl.data.config import DatasetConfig, SourceConfig
-from megarl.data.mixture import Mixture, Origins, column_sets, record_episodes, source_labels
+from megarl.data.mixture import Mixture, Origins, column_sets, record_counts, record_episodes, source_labels
 from megarl.data.prompts import get_rl_dataset
 from megarl.data.sft import get_sft_dataset
 from megarl.knobs import UserError, check_ranges
@@ -103,6 +103,12 @@ def test_share_and_length_of_each_source_are_recorded(tokenizer: PreTrainedToken
     assert stats["data/sums/share"] == pytest.approx(0.75, abs=0.03)  # an epoch's rows, but for its last batch
     mean = 0.75 * stats["data/sums/length"] + 0.25 * stats["data/rest/length"]
     assert mean == pytest.approx(tokens / (8 * len(batches)), rel=0.05)
+
+
+def test_a_source_without_a_row_in_a_batch_has_the_share_0_and_no_length() -> None:
+    stats_tracker.export()
+    record_counts(["sums", "rest"], {"sums": (4, 40)})
+    assert stats_tracker.export() == {"data/sums/share": 1.0, "data/sums/length": 10.0, "data/rest/share": 0.0}
 
 
 def test_rewards_lengths_and_rejections_go_to_their_source() -> None:

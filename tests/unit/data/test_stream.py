@@ -75,6 +75,7 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(shards: Path) -> 
     assert sorted(first) == sorted(second) == list(range(ROWS))
     assert first != second
     assert first == take(stream(config(shards)), ROWS) != take(stream(config(shards, seed=1)), ROWS)
+    assert first[:20] != [row - 20 for row in first[20:40]]  # nor have two windows one order
 
 
 def test_an_unshuffled_stream_keeps_the_files_order(shards: Path) -> None:

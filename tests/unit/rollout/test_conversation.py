@@ -199,6 +199,15 @@ def converse(template: ChatTemplate, answers: list[str]) -> Conversation:
     return conversation
 
 
+def test_a_copy_goes_on_without_the_one_it_was_made_of() -> None:
+    conversation = converse(ChatTemplate(tokenizer_of("qwen3")), [FIRST])
+    tokens = list(conversation.tokens)
+    copied = conversation.copy()
+    copied.segments[-1].give([7])
+    assert conversation.tokens == tokens
+    assert copied.tokens == [*tokens, 7]
+
+
 def test_a_prompt_without_room_changes_nothing(caplog: Any) -> None:
     conversation = converse(ChatTemplate(tokenizer_of("qwen3")), [FIRST])
     for _ in range(2):
