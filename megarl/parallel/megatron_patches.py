@@ -1,4 +1,4 @@
-"""Patches of Megatron-core 0.19.2. One applies on every machine; the others let Megatron run without a GPU.
+"""Patches of Megatron-core 0.19.2. Two fit it to other packages' versions; the others let it run without a GPU.
 
 Megatron-core calls `torch.cuda` directly. Without a GPU, `prepare()` replaces attributes of `torch.cuda` and of
 Megatron once, so that these calls work on the CPU. `scope()` redirects tensors created with `device="cuda"` while
@@ -174,34 +174,6 @@ def one_group(world: int) -> Iterator[None]:
         parallel_state.create_group = create
 
 
-def _exchange_shapes(
-    self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool
-) -> tuple[list[int], list[int]]:
-    """Sends tensor shapes to the neighbouring stages, in the order in which they receive them."""
-    from megatron.core.pipeline_parallel.p2p_communication import _p2p_ops
-
-    def shape_of(tensor: Any) -> Any:
-        return None if tensor is None else torch.tensor(tensor.shape, dtype=torch.int64, device=platform.device())
-
-    prev, following = (torch.zeros(3, dtype=torch.int64, device=platform.device()) for _ in range(2))
-    requests = _p2p_ops(
-        tensor_send_prev=shape_of(send_prev),
-        tensor_recv_prev=prev if recv_prev else None,
-        tensor_send_next=shape_of(send_next),
-        tensor_recv_next=following if recv_next else None,
-        group=self.pp_group,
-        prev_pipeline_rank=self.prev_rank,
-        next_pipeline_rank=self.next_rank,
-    )
-    # A neighbour may complete a send only in its next exchange, after the tensor that it waits for. Waiting for sends
-    # here could deadlock, so requests are only kept alive. They have completed once the announced tensors are sent.
-    self.sent_shapes = [*getattr(self, "sent_shapes", []), *requests.values()]
-    for name in ("recv_prev", "recv_next"):
-        if name in requests:
-            requests[name].wait()
-    return prev.tolist(), following.tolist()
-
-
 def _restore_norm_kernels() -> None:
     """Gives the norm and the clipping of gradients Transformer Engine's kernels, before its version 2.13.
 
@@ -247,14 +219,8 @@ def provide_deep_ep() -> None:
 @functools.cache
 def prepare() -> None:
     """Makes Megatron-core usable on this machine. Idempotent; call it before building a model."""
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # Shapes go as the tensors do: NCCL may wait for ever where a batched operation and one of a pair cross.
-    batched = P2PCommunicator._communicate_shapes
-    P2PCommunicator._communicate_shapes = lambda self, *shapes: (
-        batched(self, *shapes) if self.config.batch_p2p_comm else _exchange_shapes(self, *shapes)
-    )
     if platform.has_transformer_engine():
         _restore_norm_kernels()
     if not platform.needs_cpu_patches():

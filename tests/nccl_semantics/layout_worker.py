@@ -1,21 +1,16 @@
 """Worker of every rank: trains one step under each layout and gathers the weights, with NCCL's rules in force.
 
-Arguments: the work folder, the seconds that an operation may take, `as_tensors` or `one_by_one`, and the cases' names.
-With `one_by_one` shapes travel between stages by single sends and receives, and tensors in batches.
+Arguments: the work folder, the seconds that an operation may take, and the cases' names.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
@@ -41,21 +36,13 @@ def reference_of(name: str) -> str:
     return "deep tp1" if CASES[name].model == "deep" else CASES[name].reference
 
 
-def shapes_one_by_one(communicator: Any, *arguments: Any) -> Any:
-    """The exchange of shapes that suits gloo, under a schedule that batches its tensors."""
-    unbatched = replace(communicator.config, batch_p2p_comm=False)
-    return megatron_patches._exchange_shapes(SimpleNamespace(**{**vars(communicator), "config": unbatched}), *arguments)
-
-
-def main(work: Path, limit_s: float, shapes: str, names: list[str]) -> None:
+def main(work: Path, limit_s: float, names: list[str]) -> None:
     torch.set_num_threads(1)
     emulation = nccl_over_gloo.install(work, limit_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "collective_backend", lambda: "nccl")
         patch.setattr(platform, "takes_gpu_options", lambda: True)
         megatron_patches.prepare()
-        if shapes == "one_by_one":
-            patch.setattr(P2PCommunicator, "_communicate_shapes", shapes_one_by_one)
         for name in names:
             actor = invariance.build_actor(CASES[name], work / CASES[name].model)
             # Ranks that have sent their part go on to the world's first collective, while rank 0 still receives.
@@ -73,4 +60,4 @@ def main(work: Path, limit_s: float, shapes: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

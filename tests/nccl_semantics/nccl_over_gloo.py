@@ -4,8 +4,8 @@ Covers, as `ProcessGroupNCCL` without `device_id` behaves:
 
 - The first collective or batch of sends and receives of a group builds the group's communicator, and the host waits
   until all ranks of the group build it. An un-batched send or receive builds one for its pair of ranks.
-- The operations of a communicator run in the order of issue. A send of more than `BUFFERED` bytes ends when its receive
-  has run. The operations of a batch run together; two sends of it to one rank meet that rank's receives in order.
+- The operations of a communicator run in the order of issue. A send ends when its receive has run. The
+  operations of a batch run together; two sends of it to one rank meet that rank's receives in order.
 - Both ends of an operation must agree on its kind and size, and the ranks of a group must have different devices.
 - An operation that has not ended after the group's `options._timeout` ends the process (see `communicator.Watchdog`),
   counted from its start. So that a test ends, `limit_s` bounds it, and building, which has no limit in NCCL.
@@ -16,7 +16,7 @@ Does not cover:
 - CUDA streams. `wait` stops the host, where NCCL lets it go on and issue more; so a program that needs the host to run
   ahead hangs here alone. Races of kernels with communication, and device tensors that must not be CPU tensors, are not
   seen.
-- The size of NCCL's buffers, which hold megabytes on some connections. A program that relies on it hangs here.
+- NCCL's buffers, which hold megabytes on some connections. A program that relies on them hangs here.
 - Kernels of several communicators that wait for room on the GPU, and `CUDA_DEVICE_MAX_CONNECTIONS`.
 - Two operations of equal kind and size in swapped order: they exchange wrong data, as on a GPU.
 - NCCL's arithmetic: sums are gloo's. Network errors, eager initialisation (`device_id`), splitting, CUDA graphs.
@@ -48,7 +48,6 @@ COLLECTIVES = (
 )
 SAME_SIZE = ("allreduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single")  # on every rank
 GLOO = {name: getattr(dist.ProcessGroup, name) for name in (*COLLECTIVES, "send", "recv")}
-BUFFERED = 1024  # bytes; NCCL's smallest buffer of a connection holds more
 BUILD_TAG, PAIR_TAG, BATCH_TAG = 101, 103, 105  # and the next one, for headers
 DTYPES = [str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 
@@ -180,16 +179,9 @@ def exchange(group: dist.ProcessGroup, operations: list[tuple[str, Tensor, int]]
             raise error
 
 
-_buffered: list[tuple[dist.Work, Tensor]] = []
-
-
 def _one_way(group: dist.ProcessGroup, method: str, tensor: Tensor, peer: int, tag: int) -> None:
     """Sends or receives a header, on which both ranks must agree, and then the tensor."""
     expected = header_of(tensor)
-    if method == "send" and tensor.nbytes <= BUFFERED:
-        for message, its_tag in ((expected, tag + 1), (tensor.clone(), tag)):
-            _buffered.append((GLOO["send"](group, [message], peer, its_tag), message))
-        return
     header = expected.clone()
     GLOO[method](group, [header], peer, tag + 1).wait()
     if not torch.equal(header, expected):

@@ -17,7 +17,7 @@ from tests.nccl_semantics.communicator import NcclError
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 LIMIT_S = 120.0
 SHORT_S = 6.0  # where ranks are meant to hang
-SMALL, LARGE = 600, 700  # elements, more than a connection buffers
+SMALL, LARGE = 600, 700  # elements
 
 
 def batch(*operations: tuple[str, torch.Tensor, int]) -> None:

@@ -6,7 +6,6 @@ See `nccl_over_gloo` for what the emulation covers.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,15 +19,14 @@ from megarl.preflight import invariance
 from tests.nccl_semantics.layout_worker import CASES, MODELS, reference_of
 
 LIMIT_S = 240.0
-SHORT_LIMIT_S = 20.0  # where ranks are meant to hang
 WORLDS = sorted({case.ranks for case in CASES.values()})
 
 
-def start(work: Path, ranks: int, names: list[str], limit_s: float, shapes: str) -> int:
+def start(work: Path, ranks: int, names: list[str], limit_s: float) -> int:
     """Runs the cases in one world and returns its exit code. Rank 0's output goes to the terminal."""
     work.mkdir(exist_ok=True)
     invariance.write_models(work, MODELS)
-    return run_ranks("tests.nccl_semantics.layout_worker", [str(work), str(limit_s), shapes, *names], ranks, work)
+    return run_ranks("tests.nccl_semantics.layout_worker", [str(work), str(limit_s), *names], ranks, work)
 
 
 def reports(work: Path) -> str:
@@ -43,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
     def run(ranks: int) -> Path:
         work = tmp_path_factory.mktemp(f"world{ranks}")
-        code = start(work, ranks, [n for n, case in CASES.items() if case.ranks == ranks], LIMIT_S, "as_tensors")
+        code = start(work, ranks, [n for n, case in CASES.items() if case.ranks == ranks], LIMIT_S)
         (work / "code").write_text(str(code))
         return work
 
@@ -71,15 +69,3 @@ def difference(tensor: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_no_rank_is_stuck_at_the_end(ranks: int, world: Callable[[int], Path]) -> None:
     assert (world(ranks) / "code").read_text() == "0", reports(world(ranks))
-
-
-def test_single_sends_of_shapes_beside_batched_tensors_leave_four_stages_stuck(tmp_path: Path) -> None:
-    """Stage 2 builds its pair with stage 1, which builds the group's communicator with everyone."""
-    assert start(tmp_path / "work", 4, ["pp4"], SHORT_LIMIT_S, "one_by_one") != 0
-    text = reports(tmp_path / "work")
-    for rank in range(4):
-        assert f"rank {rank} is stuck: building the communicator of " in text, text
-    of_rank = dict(re.findall(r"rank (\d) is stuck: building the communicator of (.*), [\d.]+ s", text))
-    assert re.fullmatch(r"group PIPELINE\S* \(ranks 0, 1, 2, 3\)", of_rank["1"]), text
-    assert re.fullmatch(r"pair of group PIPELINE\S* \(ranks 1, 2\)", of_rank["2"]), text
-    assert "_communicate" in text

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megarl.actor.batch.exchanges import PlannedExchanges
 from megarl.actor.batch.microbatch import Microbatch
 from megarl.parallel.groups import Groups
 
@@ -41,15 +43,24 @@ def run(
         return output, lambda out: process(out, mb)
 
     iterators = [iter(microbatches) for _ in ddps]
-    return get_forward_backward_func()(
+    exchanges = None
+    if groups.pp_size > 1:
+        tokens = [len(mb.input_ids) for mb in microbatches]
+        exchanges = PlannedExchanges(groups, get_model_config(ddps[0]), tokens, forward_only)
+    reports: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if groups.vpp_size > 1 else iterators[0],
         model=list(ddps),
         num_microbatches=len(microbatches),
-        seq_length=1,  # unused: stages exchange tensor shapes before each send (variable_seq_lengths)
+        seq_length=1,  # unused: the exchanges know their shapes
         micro_batch_size=1,
         forward_only=forward_only,
+        p2p_communicator=exchanges,
+        pg_collection=groups.collection if exchanges is not None else None,
     )
+    if exchanges is not None:
+        exchanges.check_end()
+    return reports
 
 
 def as_loss(process: Callable[[Tensor, Microbatch], Tensor]) -> Callable[[Tensor, Microbatch], Any]:

@@ -40,9 +40,9 @@ def transformer_config(
     model, layout = decoder(config), groups.layout
     attention = model.attention
     on_gpu = platform.takes_gpu_options()
-    # Two stages with virtual stages are each other's previous and next one. A batch matches sends to receives by order
-    # alone (p2p_communication.py:17), and would swap the two directions.
-    crosswise = groups.pp_size == 2 and groups.vpp_size > 1
+    # Virtual stages overlap exchanges with computation, for which Megatron wants no batches (schedules.py:1059). Two
+    # such stages could not batch: each is the other's previous and next one, and a batch matches by order alone.
+    overlapped = groups.vpp_size > 1
     return TransformerConfig(
         num_layers=len(model.layers),
         hidden_size=model.hidden,
@@ -77,7 +77,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         autocast_dtype=dtype,
-        variable_seq_lengths=True,
+        variable_seq_lengths=True,  # shapes come from PlannedExchanges
         **moe_fields(
             model,
             dispatcher=backend.dispatcher,
@@ -88,7 +88,9 @@ def transformer_config(
         use_cpu_initialization=not on_gpu,
         init_method=_no_init,  # hf_weights.py writes every element
         output_layer_init_method=_no_init,
-        batch_p2p_comm=on_gpu and not crosswise,
+        overlap_p2p_comm=overlapped,
+        batch_p2p_comm=on_gpu and not overlapped,
+        batch_p2p_sync=False,  # waiting for a batch orders the stream since torch 1.13 (pytorch/pytorch#82450)
         deterministic_mode=determinism.entered(),
         **_recompute_fields(recompute, backend),
         cpu_offloading=offloaded_layers > 0,

@@ -32,13 +32,6 @@ def test_megatron_still_has_what_is_replaced_on_the_line_named(module: str, name
     assert name in text, f"{file}:{line} reads {text.strip()!r}: is the entry needed?"
 
 
-def test_megatron_still_posts_the_shapes_of_two_stages_crosswise() -> None:
-    text = (MEGATRON / "pipeline_parallel/p2p_communication.py").read_text()
-    body = text[text.index("def _communicate_shapes(") : text.index("def _communicate(")]
-    order = re.findall(r"ops\.append\((\w+)_op\)", body)
-    assert order == ["send_prev", "recv_prev", "send_next", "recv_next"], "is _exchange_shapes still needed?"
-
-
 def test_megatron_still_asks_for_deep_eps_event_where_version_2_has_it_not() -> None:
     line = (MEGATRON / "transformer/moe/fused_a2a.py").read_text().splitlines()[11]
     assert "from deep_ep.utils import" in line, "is provide_deep_ep still needed?"
