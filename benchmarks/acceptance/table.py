@@ -66,6 +66,12 @@ def _row_of_run(layout: str) -> Row:
     return Row(f"GRPO {layout}: rollout, training, mean log-prob difference", "", figures)
 
 
+def _row_of_update(model: str, goal: str) -> Row:
+    names = ("MFU", "update speed", "layers")
+    figures = [Figure(f"MFU {model}", name, {"device": "cuda"}) for name in names]
+    return Row(f"update of {model}, bfloat16: MFU, speed, layers that ran", goal, figures)
+
+
 def _of(step: str, name: str, **labels: str | int) -> Figure:
     return Figure(step, name, labels)
 
@@ -118,6 +124,8 @@ ROWS = (
         "2x",
         [_of("benchmark ppo_update", "ppo_update over padding", device="cuda", side="megarl")],
     ),
+    _row_of_update("Qwen3-8B", "45%"),
+    _row_of_update("Qwen3-30B-A3B", "30%"),
     *(_row_of_transport(name, path) for name, path in (("nccl", "exact"), ("cuda_ipc", "exact"), ("gloo", "exact"))),
     *(_row_of_run(layout) for layout in ("apart", "colocated")),
 )
