@@ -4,8 +4,9 @@
 
 Peak memory is what a run takes above its inputs and outputs, as a share of the logits tensor. Inputs and outputs are
 hidden states, weight and their gradients. On CPU each side runs in a process of its own. On a GPU also against the
-fused linear cross entropy of Liger-Kernel, its form for tensor parallel ranks (on one rank here) and QuACK's, where
-they are installed. Use --tokens 16384 --hidden 4096 --dtype bfloat16 there.
+fused linear cross entropy of Liger-Kernel, its form for tensor parallel ranks (on one rank here), QuACK's and Cut Cross
+Entropy, which leaves out gradients below rounding; `requirements/peers.txt` installs them. The fastest of those that
+run is the best public kernel. Use --tokens 16384 --hidden 4096 --dtype bfloat16 there.
 """
 
 from __future__ import annotations
@@ -64,10 +65,17 @@ def quack(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return torch.autograd.grad(chunked_linear_cross_entropy(x, w, labels, reduction="sum"), (x, w))
 
 
+def cut_cross_entropy(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return torch.autograd.grad(linear_cross_entropy(x, w, labels, reduction="sum"), (x, w))
+
+
 PEERS: dict[str, tuple[str, Step]] = {  # the package that each needs
     "liger": ("liger_kernel", liger),
     "liger_parallel": ("liger_kernel", liger_parallel),
     "quack": ("quack", quack),
+    "cut_cross_entropy": ("cut_cross_entropy", cut_cross_entropy),
 }
 STEPS: dict[str, Step] = {"materialising": materialising, "token_loss": token_loss, "logprobs": logprobs}
 
@@ -110,7 +118,7 @@ def peaks_of_peers(args: argparse.Namespace) -> dict[str, int]:
     peaks = {}
     for name, (package, step) in PEERS.items():
         if not importlib.util.find_spec(package):
-            print(f"{name} is left out: {package} is not installed")
+            print(f"{name} is left out: {package} is not installed: requirements/peers.txt")
             continue
         try:
             peaks[name] = peak_bytes(step, args)
@@ -143,13 +151,24 @@ def main() -> None:
     data = inputs(args)
     sides = {name: lambda step=step: step(*data) for name, step in STEPS.items()}
     t = side_by_side(sides, device=args.device, rounds=args.rounds)
-    for name in STEPS:
-        share, slowdown = peaks[name] / logits_bytes, t[name] / t["materialising"]
-        labels = {"device": args.device, "route": name}
+    report(args.device, t, peaks, logits_bytes)
+
+
+def report(device: str, t: dict[str, float], peaks: dict[str, int], logits_bytes: int) -> None:
+    """Prints and records each side's seconds `t` and peak bytes, and megarl's time over the fastest of PEERS."""
+    for name, seconds in t.items():
+        share, slowdown = peaks[name] / logits_bytes, seconds / t["materialising"]
+        labels = {"device": device, "route": name}
         record("time over materialising", slowdown, "x", **labels)
         record("peak memory, share of the logits", share, "share", **labels)
-        print(f"{name:14s} {t[name]:8.3f} s  {slowdown:5.2f}x the time of materialising", end="")
+        print(f"{name:17s} {seconds:8.3f} s  {slowdown:5.2f}x the time of materialising", end="")
         print(f"  peak {peaks[name] / 2**20:7.0f} MiB, {share:6.1%} of the logits", flush=True)
+    public = {name: t[name] for name in PEERS if name in t}
+    if public:
+        best = min(public, key=public.__getitem__)
+        over = t["token_loss"] / public[best]
+        record("time over the best public kernel", over, "x", device=device, route="token_loss", best=best)
+        print(f"token_loss takes {over:.2f}x the time of {best}, the best of {', '.join(public)}")
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ from megarl.types import PackedBatch, cu_seqlens_of
 EPS_CLIP = 0.2
 
 
-def make_batch(args: argparse.Namespace) -> tuple[PackedBatch, Tensor, Tensor]:
+def make_batch(args: argparse.Namespace, seed: int = 0) -> tuple[PackedBatch, Tensor, Tensor]:
     """The packed batch, prompt lengths and completion lengths `[num_seqs]`."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     spread = torch.randn(args.prompts, generator=generator)
     prompts = (args.prompt * (0.4 * spread).exp()).clamp(8, 4 * args.prompt).long().repeat_interleave(args.samples)
     spread = torch.randn(args.prompts * args.samples, generator=generator)

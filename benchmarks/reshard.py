@@ -6,6 +6,8 @@ Printed are
 
 - bytes received by each server rank over the lower bound, the bytes it holds;
 - seconds from the first byte to the last rank's report that its weights are in place, with and without digests;
+- for the exact path, these seconds over its bandwidth bound, and the digests' seconds as a share of it. The bound is a
+  plain copy of the same bytes between the same ranks by the same transport (`acceptance/plain_copy.py`);
 - the peak of each rank's anonymous and shared memory above its start, before its first sync by that path. Mapped files,
   such as libraries, do not count. On GPUs it is not measured.
 
@@ -33,6 +35,7 @@ from typing import Any
 
 import psutil
 import torch
+from acceptance.plain_copy import copy_seconds
 from timing import machine, parse, record
 from transformers import Qwen3Config
 
@@ -96,8 +99,8 @@ def trainer(args: argparse.Namespace, folder: str, address: str, api_key: str) -
         print(json.dumps({"done": path}), flush=True)
         sys.stdin.readline()
     seconds: dict[str, list[float]] = {}
-    for verify in ("off", "always"):
-        for _ in range(args.rounds):
+    for _ in range(args.rounds):
+        for verify in ("off", "always"):  # in turns: their difference is the digests' time
             for path in paths:
                 push(path, verify)
                 report = push(path, verify)
@@ -197,11 +200,15 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
                 ask(ranks)
                 peaks[path] = memory.end()
             go(ranks)
-            show(args, ask(ranks)[0], peaks)
+            results = ask(ranks)[0]
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
+    if "exact" in PATHS[args.transport]:  # once the server has given its processors and memory back
+        gpus = [*range(args.tp), *range(first_gpu, first_gpu + args.tp)] if args.device == "cuda" else []
+        results["bound"] = copy_seconds(args.transport, results["received"]["exact"], gpus, args.rounds)
+    show(args, results, peaks)
 
 
 def show(args: argparse.Namespace, results: dict[str, Any], peaks: dict[str, list[int]]) -> None:
@@ -221,12 +228,23 @@ def show(args: argparse.Namespace, results: dict[str, Any], peaks: dict[str, lis
         record("sync", plain, "s", **labels)
         record("sync with digests", digests, "s", **labels)
         record("weights a second", size / plain / 1e9, "GB/s", **labels)
+        if path == "exact":
+            report_bound(results["bound"], plain, digests, sum(results["received"][path]), labels)
     record("tensor parts proven equal", results["verified"], "parts", device=args.device, transport=args.transport)
     if args.transport == "gloo":
         faster = [seconds[f"full {verify}"] / seconds[f"exact {verify}"] for verify in ("off", "always")]
         print(f"exact is {faster[0]:.2f}x faster without digests, {faster[1]:.2f}x with; a bucket is 64 MiB")
     if not results["verified"]:
         raise SystemExit("no tensor was proven equal on the server")
+
+
+def report_bound(bound: float, plain: float, digests: float, nbytes: int, labels: dict[str, str | int]) -> None:
+    """Prints and records a sync's seconds, without and with digests, against the `bound` seconds of a plain copy."""
+    over, share, speed = plain / bound, (digests - plain) / bound, nbytes / bound / 1e9
+    record("plain copy", speed, "GB/s", **labels)
+    record("time over bound", over, "x", **labels)
+    record("digests' share of the bound", share, "share", **labels)
+    print(f"a plain copy takes {bound:.3f} s, {speed:.2f} GB/s: sync {over:.2f}x, digests {share:.1%} of it")
 
 
 def main() -> None:

@@ -73,6 +73,7 @@ def plan(machine: Machine, model: str = "") -> list[Step]:
         *_runs(machine, model),
         _deterministic(machine, model),
         _update(machine),
+        *_utilisation(machine),
         *_sanitizer(machine),
     ]
 
@@ -236,6 +237,43 @@ def _update(machine: Machine) -> Step:
         180,
         JSON_LINES,
     )
+
+
+def _utilisation(machine: Machine) -> list[Step]:
+    """MFU of an update of two models. Where the whole model does not fit the GPUs, its first layers run alone.
+
+    Adam's moments and the float32 weights and gradients of Qwen3-30B-A3B take 60 GiB of each of eight GPUs: with half
+    of its layers they are on the GPU, and the update waits for no host.
+    """
+    gpus = machine.gpus
+    shared = "actor.backend=te actor.max_tokens_per_mb=8192"
+    batch = f"--prompts {max(4, 2 * gpus)} --samples 8 --prompt 256 --completion 1024 --max-new 4096"
+    dense = {1: "", 2: "parallel.tp_size=2 parallel.sequence_parallel=true"}
+    dense[8] = f"{dense[2]} parallel.dp_size=4"
+    models = {
+        "Qwen3-8B": (dict(zip(GPU_COUNTS, (8, 16, 0), strict=True)), f"model=qwen3_8b {dense.get(gpus, '')}"),
+        "Qwen3-30B-A3B": (
+            dict(zip(GPU_COUNTS, (4, 8, 24), strict=True)),
+            f"model=qwen3_30b_a3b actor.recompute=selective parallel.dp_size={gpus} parallel.ep_size={gpus}",
+        ),
+    }
+    missing = gpus and "transformer_engine" not in machine.packages
+    steps = []
+    for model, (layers, knobs) in models.items():
+        options = f"{batch} --layers {layers[gpus]} {shared} {knobs}" if gpus else "--warm 1 --updates 1"
+        on_cpu = "" if model == "Qwen3-8B" else NO_GPU  # one of the two runs there, on the bundled model
+        reason = "Transformer Engine is not installed: requirements/build_gpu_packages.sh" if missing else ""
+        steps.append(
+            Step(
+                f"MFU {model}",
+                f"share of the GPUs' peak that an update of {model if gpus else 'the bundled model'} reaches",
+                script("update_mfu.py", *options.split()),
+                150,
+                JSON_LINES,
+                skip=reason if gpus else on_cpu,
+            )
+        )
+    return steps
 
 
 def overrides(gpus: int, layout: str, steps: int) -> list[str]:

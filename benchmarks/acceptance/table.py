@@ -47,17 +47,24 @@ class Row:
         return f"| {self.what} | {self.goal} | {measured} |"
 
 
-def _rows_of_logprob(kind: str, direction: str, goal: str) -> Row:
-    labels = {"device": "cuda", "dtype": "bfloat16", "vocab": 151936, "kind": kind, "pass": direction}
+def _row_of_logprob(kind: str, direction: str, vocab: int) -> Row:
+    labels = {"device": "cuda", "dtype": "bfloat16", "vocab": vocab, "kind": kind, "pass": direction}
     names = ("share of copy bandwidth", "over torch eager", "over torch.compile")
-    what = f"{kind}, {direction}: share of copy bandwidth, over torch eager, over `torch.compile`"
-    return Row(what, goal, [Figure("benchmark logprob", name, labels) for name in names])
+    what = f"{kind}, V = {vocab}, {direction}: share of copy bandwidth, over torch eager, over `torch.compile`"
+    return Row(what, "85%", [Figure("benchmark logprob", name, labels) for name in names])
 
 
-def _row_of_transport(name: str, path: str) -> Row:
-    labels = {"device": "cuda", "transport": name, "path": path}
-    figures = [Figure(f"transport {name}", figure, labels) for figure in ("weights a second", "sync with digests")]
-    return Row(f"weight sync by {name}: speed, seconds with digests", "", figures)
+def _rows_of_transport(name: str) -> list[Row]:
+    labels = {"device": "cuda", "transport": name, "path": "exact"}
+    rows = (
+        ("speed, seconds with digests", "", ("weights a second", "sync with digests")),
+        ("time over a plain copy of its bytes", "1.5x", ("time over bound",)),
+        ("digests' share of the plain copy's time", "10%", ("digests' share of the bound",)),
+    )
+    return [
+        Row(f"weight sync by {name}: {what}", goal, [Figure(f"transport {name}", figure, labels) for figure in figures])
+        for what, goal, figures in rows
+    ]
 
 
 def _row_of_run(layout: str) -> Row:
@@ -66,36 +73,43 @@ def _row_of_run(layout: str) -> Row:
     return Row(f"GRPO {layout}: rollout, training, mean log-prob difference", "", figures)
 
 
+def _row_of_update(model: str, goal: str) -> Row:
+    names = ("MFU", "update speed", "layers")
+    figures = [Figure(f"MFU {model}", name, {"device": "cuda"}) for name in names]
+    return Row(f"update of {model}, bfloat16: MFU, speed, layers that ran", goal, figures)
+
+
+def _row_of_head(what: str, goal: str, route: str) -> Row:
+    names = ("time over materialising", "peak memory, share of the logits")
+    return Row(what, goal, [Figure("benchmark linear_logprobs", n, {"device": "cuda", "route": route}) for n in names])
+
+
 def _of(step: str, name: str, **labels: str | int) -> Figure:
     return Figure(step, name, labels)
 
 
 ROWS = (
-    _rows_of_logprob("log-prob", "forward", "85%"),
-    _rows_of_logprob("log-prob", "backward", "85%"),
-    _rows_of_logprob("log-prob+entropy", "forward", "85%"),
-    _rows_of_logprob("log-prob+entropy", "backward", "85%"),
+    *(
+        _row_of_logprob(kind, direction, vocab)
+        for vocab in (151936, 32000)
+        for kind in ("log-prob", "log-prob+entropy")
+        for direction in ("forward", "backward")
+    ),
     Row(
         "log-prob, forward and backward, over Liger-Kernel",
         "",
         [_of("benchmark logprob", "forward and backward over Liger", dtype="bfloat16", vocab=151936)],
     ),
     Row(
-        "`linear_token_loss`: time over all logits, share of their memory",
-        "1.15x, 10%",
-        [
-            _of("benchmark linear_logprobs", "time over materialising", device="cuda", route="token_loss"),
-            _of("benchmark linear_logprobs", "peak memory, share of the logits", device="cuda", route="token_loss"),
-        ],
+        "`linear_token_loss`: time over the best public kernel",
+        "1x",
+        [_of("benchmark linear_logprobs", "time over the best public kernel", device="cuda", route="token_loss")],
     ),
-    Row(
-        "Liger-Kernel's fused linear loss, the same two",
-        "",
-        [
-            _of("benchmark linear_logprobs", "time over materialising", device="cuda", route="liger"),
-            _of("benchmark linear_logprobs", "peak memory, share of the logits", device="cuda", route="liger"),
-        ],
-    ),
+    _row_of_head("`linear_token_loss`: time over all logits, share of their memory", "1.15x, 10%", "token_loss"),
+    _row_of_head("Liger-Kernel's fused linear loss, the same two", "", "liger"),
+    _row_of_head("Liger-Kernel's for tensor parallel ranks, on one", "", "liger_parallel"),
+    _row_of_head("QuACK's chunked linear cross entropy", "", "quack"),
+    _row_of_head("Cut Cross Entropy", "", "cut_cross_entropy"),
     Row(
         "packed GAE over a loop, policy loss over torch eager",
         "",
@@ -118,7 +132,9 @@ ROWS = (
         "2x",
         [_of("benchmark ppo_update", "ppo_update over padding", device="cuda", side="megarl")],
     ),
-    *(_row_of_transport(name, path) for name, path in (("nccl", "exact"), ("cuda_ipc", "exact"), ("gloo", "exact"))),
+    _row_of_update("Qwen3-8B", "45%"),
+    _row_of_update("Qwen3-30B-A3B", "30%"),
+    *(row for name in ("nccl", "cuda_ipc", "gloo") for row in _rows_of_transport(name)),
     *(_row_of_run(layout) for layout in ("apart", "colocated")),
 )
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import gpu_acceptance
+import linear_logprobs
 import psutil
 import pytest
+import timing
 from acceptance import deterministic_run, layer_backends, report, runner, table
 from acceptance.plan import (
     BUDGET_S,
@@ -339,10 +341,44 @@ def test_cells_without_a_figure_of_a_step_that_passed_stay_not_measured(page: Pa
     fill(made_up_report(), page)
     lines = rows_of(fill(facts, page))  # a later report replaces the earlier one's figures
     assert lines[0].endswith("| 85% | not measured |")
-    loss = next(line for line in lines if line.startswith("| `linear_token_loss`"))
+    loss = next(line for line in lines if line.startswith("| `linear_token_loss`: time over all logits"))
     assert loss.endswith("| not measured, 0.5x |")
     facts["steps"] = []
     assert {line.rsplit("| ", 1)[1] for line in rows_of(fill(facts, page))} == {"not measured |"}
+
+
+def test_every_public_kernel_has_a_pinned_version_and_a_row() -> None:
+    pinned = (ROOT / "requirements" / "peers.txt").read_text()
+    versions = re.findall(r"^([\w-]+)==\d+\.\d+\.\d+$", pinned, re.M)
+    assert {name.replace("-kernels", "").replace("-", "_") for name in versions} == {
+        package for package, _ in linear_logprobs.PEERS.values()
+    }
+    routes = {str(figure.labels.get("route")) for row in table.ROWS for figure in row.figures}
+    assert linear_logprobs.PEERS.keys() <= routes
+
+
+def test_the_fastest_public_kernel_is_the_one_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timing, "_figures", tmp_path / "figures")
+    seconds = {"materialising": 1.0, "token_loss": 1.2, "logprobs": 0.1, "liger": 1.5, "quack": 0.8}
+    linear_logprobs.report("cuda", seconds, dict.fromkeys(seconds, 10), 100)
+    found = [json.loads(line) for line in (tmp_path / "figures").read_text().splitlines()]
+    (over,) = [figure for figure in found if figure["figure"] == "time over the best public kernel"]
+    assert (over["value"], over["best"], over["route"]) == (pytest.approx(1.5), "quack", "token_loss")
+    assert "token_loss takes 1.50x the time of quack, the best of liger, quack" in capsys.readouterr().out
+    del seconds["liger"], seconds["quack"]
+    linear_logprobs.report("cuda", seconds, dict.fromkeys(seconds, 10), 100)
+    assert "the best of" not in capsys.readouterr().out
+
+
+def test_a_kernel_that_is_not_installed_is_left_out_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(linear_logprobs, "PEERS", {"made_up": ("made_up_kernels", linear_logprobs.quack)})
+    assert linear_logprobs.peaks_of_peers(argparse.Namespace()) == {}
+    line = "made_up is left out: made_up_kernels is not installed: requirements/peers.txt\n"
+    assert capsys.readouterr().out == line
 
 
 def test_only_figures_of_gpus_fill_a_page_that_has_the_table(page: Path) -> None:
