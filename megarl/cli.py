@@ -31,6 +31,7 @@ from megarl.foreign.reading import Converted, Origin
 from megarl.foreign.yaml_file import load_config
 from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
+from megarl.parallel import hardware_queues
 from megarl.parallel.config import MAX_RANKS
 from megarl.rollout.executor import NoSamplesError
 
@@ -73,6 +74,8 @@ def load(overrides: list[str]) -> Config:
         UserError: an unknown key, a value of the wrong type, or knobs that contradict each other.
     """
     config = composed(overrides)
+    if "RANK" in os.environ:
+        hardware_queues.enter(config.parallel)  # before the checks ask for GPUs
     run_all(config_checks(config))
     return config
 

@@ -25,6 +25,6 @@ export MEGARL_PROBE_S=${MEGARL_PROBE_S:-60}            # seconds for a healthy n
 
 # --- threads and caches -------------------------------------------------------------------------------------------------
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # lets Megatron overlap tensor parallel traffic
+# export CUDA_DEVICE_MAX_CONNECTIONS=8 # for trainer ranks, in place of megarl's own choice by their layout and GPUs
 # export HF_HOME=/shared/huggingface
 # export HF_HUB_OFFLINE=1            # for compute nodes without network: fetch models and data on the login node

@@ -47,7 +47,7 @@ from megarl.knobs import UserError, run_all
 from megarl.observe.timeline import timeline
 from megarl.ops.native import check_values_on_gpu
 from megarl.parallel import groups as process_groups
-from megarl.parallel import megatron_patches, platform
+from megarl.parallel import hardware_queues, megatron_patches, platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.determinism import OFF, Determinism
@@ -80,6 +80,7 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self.parallel = parallel or ParallelConfig()
         self.trainable = trainable
+        hardware_queues.enter(self.parallel)  # before the checks ask for GPUs
         run_all([c for checks in (knob_checks, device_checks) for c in checks(config, self.parallel, deterministic)])
         self.hf_config = read_config(config.path)
         if scalar:

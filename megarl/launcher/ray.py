@@ -26,6 +26,7 @@ from megarl.knobs import UserError
 from megarl.launcher.job import Job, become_train
 from megarl.launcher.local import PARENT
 from megarl.launcher.watch import watch
+from megarl.parallel import hardware_queues
 from megarl.parallel.rendezvous import INTERFACE
 from megarl.parallel.watchdog import Monitor
 
@@ -36,7 +37,8 @@ PLACE_DEADLINE_S = 300.0  # to find room in the cluster, and to start the proces
 ANSWER_S = 10.0  # for a cluster to accept a connection
 POLL_S = 0.2
 LOST = 70  # exit code of a process whose actor died: EX_SOFTWARE
-PASSED_ON = ("MEGARL_", "NCCL_", "GLOO_", "HF_", "OMP_", "SGLANG_", "PYTHONPATH")  # prefixes of variables
+# Prefixes of variables.
+PASSED_ON = ("MEGARL_", "NCCL_", "GLOO_", "HF_", "OMP_", "SGLANG_", "PYTHONPATH", hardware_queues.VARIABLE)
 
 # Environment of a cluster that this process starts, set before ray is imported.
 OWN_CLUSTER = {

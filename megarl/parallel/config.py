@@ -35,7 +35,9 @@ class ParallelConfig:
     etp_size: int | None = knob(None, "tensor parallel ranks of each expert; none: tp_size", least=1, most=MAX_RANKS)
     sequence_parallel: bool = knob(False, "split tokens over tp ranks where a layer's matrices are not split")
     overlap: bool | None = knob(
-        None, "reduce gradients during backward and gather updated parameters during forward; none: on GPUs"
+        None,
+        "reduce gradients during backward, gather parameters during forward, run shared experts of te beside exchanges "
+        "of tokens; none: on GPUs",
     )
     tp_comm_overlap: bool = knob(
         False,

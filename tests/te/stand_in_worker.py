@@ -36,7 +36,7 @@ from megarl.actor.batch import shared_prefix
 from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model import fused_layers
+from megarl.actor.model import delta_net, fused_layers
 from megarl.actor.model.backends import LayerBackend
 from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
@@ -72,6 +72,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
         if backend == "te":
             engine.backend = without(engine.backend, case["without"])
+            engine.backend = dataclasses.replace(engine.backend, fused_delta_rule=False)
         engine.initialize()
     return engine
 
@@ -90,6 +91,15 @@ def dispatchers_of(engine: MegatronEngine) -> list[list[Any]]:
     layers = [m for module in engine.modules for m in module.modules() if isinstance(m, MoELayer)]
     found = {(type(layer.token_dispatcher).__name__, layer.config.moe_permute_fusion) for layer in layers}
     return sorted(map(list, found))
+
+
+def overlapped(engine: MegatronEngine) -> list[bool]:
+    """Of each layer that has shared experts: if its dispatcher runs them."""
+    layers = [m for module in engine.modules for m in module.modules() if isinstance(m, MoELayer)]
+    shared = [layer for layer in layers if layer.use_shared_expert]
+    for layer in shared:
+        assert layer.shared_expert_overlap == (layer.token_dispatcher.shared_experts is layer.shared_experts)
+    return [layer.shared_expert_overlap for layer in shared]
 
 
 def weights_of(engine: MegatronEngine) -> dict[str, Tensor]:
@@ -244,6 +254,7 @@ def measure(work: Path, case: dict[str, Any]) -> None:
             "read": [sum(len(mb.input_ids) for mb in e._microbatches(batch)) for e in engines.values()],
             "layers": sorted({type(module).__name__ for module in engines["te"].modules[0].modules()}),
             "dispatchers": dispatchers_of(engines["te"]),
+            "overlapped": [overlapped(engines[backend]) for backend in ("te", "torch")],
         }
         (work / case["name"] / "facts.json").write_text(json.dumps(facts))
     for engine in engines.values():
@@ -265,6 +276,7 @@ def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
     checks._check_float32_attention = checks._check_dispatcher = lambda *_: None
     shared_prefix.PAGE = 4  # branches of few tokens are shared
     flash_twin.register()
+    delta_net.check_kernels = lambda: None  # gated delta nets run without their kernels here
     cpu_offload.MIN_ELEMENTS = 1
     torch.set_num_threads(1)
     platform.takes_gpu_options = lambda: True

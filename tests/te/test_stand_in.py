@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "qwen3", "tied": False, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
         "head_dim": 16,
     },
+    "gated": {"family": "qwen3_next", "tied": False},  # shared experts that a sigmoid scales
     "mtp": {"family": "glm4_moe", "tied": False},  # and a layer of multi-token prediction, which is trained
 }  # fmt: skip
 SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
@@ -60,6 +61,10 @@ QUANTISED = "quantised"
 ADAPTED = {"adapters": "none", "adapters_selective": "selective", QUANTISED: "none"}
 WITHOUT = ("norm", "swiglu", "rope", "accumulation")
 pytestmark = rows.marks()
+OVERLAPPED: list[tuple[str, dict[str, Any], str]] = [  # shared experts of `te` beside the exchange of tokens
+    ("gated", SP, "none"),
+    ("latent", {"dp_size": 2, "ep_size": 2}, "full"),
+]
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
     1: rows.every(3, [
         ("qwen3", {}, "selective"),
@@ -118,7 +123,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen3", SP, SHARED),
         ("qwen2_tied", {"pp_size": 2}, SHARED),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, SHARED),
-    ]),
+    ]) + OVERLAPPED,
     4: [
         ("mixtral", {**SP, "dp_size": 2, "ep_size": 2}, "none"),  # experts cut by ep 2 and tp 2
         ("mixtral", {**SP, "dp_size": 2, "ep_size": 2}, "flex"),
@@ -265,6 +270,15 @@ def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> No
         dispatcher = "MoEFlexTokenDispatcher" if "-flex-" in name else "MoEAlltoAllTokenDispatcher"
         assert facts_of(work, name)["dispatchers"] == [[dispatcher, True]]
     assert facts_of(work, name)["kernels"].startswith("transformer_engine.")
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith(("gated", "latent", "mtp"))])
+def test_shared_experts_run_beside_exchanges_of_tokens_where_there_are_any(name: str, work: Path) -> None:
+    te, plain = facts_of(work, name)["overlapped"]
+    exchanges = name in NAMES[2] and ("tp_size" in name or "ep_size" in name)
+    assert set(te) <= {exchanges and "adapters" not in name}
+    assert not any(plain)
+    assert te or name.startswith("mtp"), "no layer has shared experts"
 
 
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names if SHARED in name])

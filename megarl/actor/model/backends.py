@@ -142,6 +142,7 @@ class LayerBackend:
     fused_delta_rule: bool = False  # True: gated delta nets run on the kernels of flash-linear-attention
     dispatcher: str = "alltoall"  # of `actor.moe_dispatcher`
     fused_permutation: bool = False  # True: kernels of Transformer Engine sort tokens by expert
+    overlaps_shared_experts: bool = False  # True: they may run on a stream of their own, beside exchanges of tokens
     config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
     # Megatron's recompute_modules of actor.recompute=selective: activations that are large and cheap to compute
     recompute_modules: tuple[str, ...] = ("core_attn", "mlp", "moe")
@@ -226,8 +227,10 @@ def choose_backend(
     if name == "te":
         te = _transformer_engine(config.shared_prefix, config.recompute, frozen=config.lora.rank > 0)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
-        if config.lora.rank:  # an adapter reads what the norm returns
-            backend = dataclasses.replace(backend, norm_linear=None)
+        if config.lora.rank:  # an adapter reads what the norm returns, and communicates as its layer does by itself
+            backend = dataclasses.replace(backend, norm_linear=None, overlaps_shared_experts=False)
+        if config.offload_activations:  # its copies wait for one stream
+            backend = dataclasses.replace(backend, overlaps_shared_experts=False)
         if quantization != "none":  # see `quantised_base.py`
             backend = dataclasses.replace(backend, **PLAIN_LINEAR)
     elif name == "cpu":
@@ -343,6 +346,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str, frozen: bool) -> La
         mlp=mlp,
         experts=experts if frozen else fused_layers.accumulating_experts(experts),
         fused_permutation=True,
+        overlaps_shared_experts=True,
         fused_delta_rule=True,
         # Unfused rotary positions read the bounds of sequences from the GPU in every layer (rope_utils.py:226).
         # Dropout and biases are off, so Megatron's bias_dropout_fusion would fuse nothing.

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from megarl.actor.model import heads, quantised_base, shared_base
 from megarl.actor.model.backends import LayerBackend
 from megarl.actor.model.heads import HeadlessGPT, ValueHead
-from megarl.actor.model.moe import clear_expert_marks, moe_fields
+from megarl.actor.model.moe import clear_expert_marks, moe_fields, overlaps_shared_experts
 from megarl.actor.model.mtp import MtpLayers
 from megarl.actor.weights.adapter_shards import linear_modules
 from megarl.actor.weights.shards import shard_specs
@@ -83,6 +83,7 @@ def transformer_config(
             dispatcher=backend.dispatcher,
             grouped=backend.experts is not None,
             fused_permutation=backend.fused_permutation,
+            overlapped=backend.overlaps_shared_experts and overlaps_shared_experts(layout),
         ),
         calculate_per_token_loss=True,  # Megatron must not normalise the loss; engine.py does, once
         use_cpu_initialization=not on_gpu,

@@ -16,9 +16,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.families.blocks import Decoder
+from megarl.parallel import platform
+from megarl.parallel.config import ParallelConfig
 
 
-def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutation: bool) -> dict[str, Any]:
+def overlaps_shared_experts(layout: ParallelConfig) -> bool:
+    """True if this layout has tokens of experts to exchange, beside which a layer's shared experts can run.
+
+    `tp_comm_overlap` rules it out: Megatron takes the collectives from the layers of shared experts, and leaves them
+    in the buffers of that overlap for gradients (shared_experts.py:157).
+    """
+    wanted = platform.takes_gpu_options() if layout.overlap is None else layout.overlap
+    return wanted and layout.ep_size * layout.expert_tp_size > 1 and not layout.tp_comm_overlap
+
+
+def moe_fields(
+    model: Decoder, *, dispatcher: str, grouped: bool, fused_permutation: bool, overlapped: bool
+) -> dict[str, Any]:
     """Builds the fields of Megatron's `TransformerConfig` for the model's experts.
 
     A token's weights are the softmax over all experts, cut to the largest `topk`. Megatron calls this pre-softmax. In
@@ -30,6 +44,7 @@ def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutat
         dispatcher: `actor.moe_dispatcher`. Both take microbatches of different lengths, as `allgather` does not.
         grouped: computes a rank's experts in one module.
         fused_permutation: sorts tokens by expert in kernels of Transformer Engine.
+        overlapped: runs shared experts on a stream of their own, beside the exchange of tokens.
     """
     experts = model.experts
     if experts is None:
@@ -40,6 +55,7 @@ def moe_fields(model: Decoder, *, dispatcher: str, grouped: bool, fused_permutat
         "moe_ffn_hidden_size": experts.width,
         "moe_shared_expert_intermediate_size": experts.shared_width or None,
         "moe_shared_expert_gate": experts.shared_gate,
+        "moe_shared_expert_overlap": overlapped and experts.shared_width > 0,
         "moe_router_topk": experts.topk,
         "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalized,
         "moe_router_score_function": experts.score,

@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from megarl.parallel import hardware_queues
 from megarl.parallel.determinism import OFF, Determinism
 from megarl.processes import die_with_parent
 from megarl.rollout.servers import guarded_launch, served_adapters
@@ -117,7 +118,8 @@ class SGLangServer:
 
     def _environment(self, scratch: str) -> dict[str, str]:
         placed = {} if self.gpus is None else {VISIBLE: self.gpus}
-        return {**os.environ, "TMPDIR": scratch, **self.platform.environment(scratch), **placed}
+        inherited = hardware_queues.without(os.environ)
+        return {**inherited, "TMPDIR": scratch, **self.platform.environment(scratch), **placed}
 
     def answers(self, timeout_s: float = 5.0) -> bool:
         """True if the server answers to our key within `timeout_s`."""
