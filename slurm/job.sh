@@ -171,6 +171,10 @@ prepare() {
   local plan
   say "job $SLURM_JOB_ID, attempt $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then # Slurm before 23.02; preflight reads it
+    SLURM_JOB_END_TIME=$(date --date="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s)
+    export SLURM_JOB_END_TIME
+  fi
   if ((!${SLURM_RESTART_COUNT:-0})); then here megarl.preflight "$@" || exit; fi
   plan=$(here megarl.launcher.slurm plan "$@") || exit
   eval "$(grep -E '^[A-Z_]+=' <<<"$plan")" # ignores other output of the command

@@ -131,28 +131,33 @@ def test_a_run_that_its_user_resumes_stays_where_it_was(tmp_path: Path) -> None:
 
 
 SLURM = {
-    "squeue": 'echo "$STATE"',
+    "squeue": 'if [[ $* == *--format=%e ]]; then echo 2026-11-24T22:54:08; else echo "$STATE"; fi',
     "scontrol": 'echo "scontrol $*"; [[ $1 != show ]] || echo "ExcNodeList=(null)"',
     "srun": "true",
 }
 
 
-def finished(folder: Path, code: int, **variables: str) -> tuple[int, str]:
-    """Ends a job by job.sh's `finish`, under a Slurm that only prints what it is told.
-
-    The stand-in covers the script's decision to requeue or end; requeues by a real Slurm are in test_recovery.py.
-    """
+def in_job(folder: Path, commands: str, **variables: str) -> tuple[int, str]:
+    """Runs commands after job.sh, under a Slurm that only prints what it is told. Returns exit code and output."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, body in SLURM.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
-    settings = "\n".join(f"{name}={value!r}" for name, value in variables.items())
-    script = f"source {SCRIPTS / 'job.sh'}\nRUN_FOLDER={folder} LOGS={folder} nodes=(node0)\n{settings}\nfinish {code}"
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    environment["STATE"] = variables.get("STATE", "RUNNING")
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **variables}
+    script = f"source {SCRIPTS / 'job.sh'}\n{commands}"
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
+
+
+def finished(folder: Path, code: int, **variables: str) -> tuple[int, str]:
+    """Ends a job by job.sh's `finish`.
+
+    The stand-in covers the script's decision to requeue or end; requeues by a real Slurm are in test_recovery.py.
+    """
+    settings = "\n".join(f"{name}={value!r}" for name, value in variables.items())
+    commands = f"RUN_FOLDER={folder} LOGS={folder} nodes=(node0)\n{settings}\nfinish {code}"
+    return in_job(folder, commands, STATE=variables.get("STATE", "RUNNING"))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +183,15 @@ def test_a_job_told_to_stop_before_its_run_has_a_folder_is_not_requeued(tmp_path
     assert ended == 1
     assert "scontrol requeue" not in text
     assert "the next would get no further" in text
+
+
+@pytest.mark.parametrize(("given", "told"), [("", "1795560848"), ("1795560000", "1795560000")])
+def test_preflight_is_told_when_the_jobs_time_ends(tmp_path: Path, given: str, told: str) -> None:
+    """Slurm before 23.02 has no variable for it."""
+    commands = 'SLURM_JOB_NODELIST=node0\nhere() { echo "$1 $(printenv SLURM_JOB_END_TIME)"; exit 1; }\nprepare'
+    code, text = in_job(tmp_path, commands, SLURM_JOB_END_TIME=given, TZ="UTC")
+    assert code == 1
+    assert text.splitlines()[-1] == f"megarl.preflight {told}", text
 
 
 def test_a_preempted_job_is_requeued_without_a_checkpoint_too(tmp_path: Path) -> None:
