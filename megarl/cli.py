@@ -399,15 +399,21 @@ def _writable(node: DictConfig) -> DictConfig:
 
 def _check_keys(overrides: list[str]) -> None:
     """Refuses keys that are neither a knob nor a group, and suggests the nearest name."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except (HydraException, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise UserError(_one_line(error)) from error
+    parser = OverridesParser.create()
+    parsed = []
+    for override in overrides:
+        try:
+            parsed.append(parser.parse_override(override))
+        except (HydraException, ValueError) as error:  # ValueError: an integer of thousands of digits
+            raise UserError(
+                f"{override[:200]!r} cannot be read: an argument is KNOB=VALUE, and a value with brackets, "
+                "spaces or other signs has quotes of its own, as in \"stop='[end]'\""
+            ) from error
     knobs = knob_paths()
     open_ended = tuple(f"{path}." for path, field in knobs.items() if "dict[" in str(field.type))
     known = [*knobs, *groups()]
-    for override in parsed:
-        key = override.key_or_group
+    for each in parsed:
+        key = each.key_or_group
         if key not in known and not key.startswith(open_ended):
             raise UserError(_unknown(key, known))
 
