@@ -205,6 +205,32 @@ def test_an_attempt_that_slurm_ended_says_so_and_not_only_its_code(tmp_path: Pat
     assert "scontrol requeue" not in text
 
 
+SAID = """srun: cluster configuration lacks support for cpu binding
+srun: error: node1: {first}
+srun: launch/slurm: _step_signal: Terminating StepId=5.0
+srun: error: node0: tasks 0,2-3: Exited with exit code 1
+"""
+
+
+@pytest.mark.parametrize("first", ["task 1: Killed", "tasks 1,4: Exited with exit code 2"])
+def test_a_failed_job_ends_with_the_first_rank_that_failed_and_its_log(tmp_path: Path, first: str) -> None:
+    (tmp_path / "rank.srun").write_text(SAID.format(first=first))
+    for rank, text in enumerate(["gloo: Error 0", "the cause", "gloo: Error 2", "gloo: Error 3", "gloo: Error 4"]):
+        (tmp_path / f"rank_{rank}.log").write_text(f"begin\n{text}\n")
+    code, text = finished(tmp_path, 143)
+    lines = [line.partition(" ")[2] if line[:1].isdecimal() else line for line in text.splitlines()]
+    assert code == 143
+    assert lines[-4:] == [
+        f"the end of {tmp_path}/rank_1.log:", "begin", "the cause", f"ended with code 143: node1: {first}"
+    ]  # fmt: skip
+    assert sum("gloo: " in line for line in lines) == 2
+
+
+def test_a_job_without_servers_says_so_and_no_rank_is_to_blame(tmp_path: Path) -> None:
+    (tmp_path / "rank.srun").write_text(SAID.format(first="task 0: Killed"))
+    assert finished(tmp_path, 137, cause="no server is left")[1].endswith("ended with code 137: no server is left\n")
+
+
 def test_a_job_is_not_submitted_from_a_folder_that_cannot_take_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
