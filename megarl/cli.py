@@ -402,15 +402,16 @@ def _writable(node: DictConfig) -> DictConfig:
 
 def _check_keys(overrides: list[str]) -> None:
     """Refuses keys that are neither a knob nor a group, and suggests the nearest name."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except (HydraException, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise UserError(_one_line(error)) from error
-    knobs = knob_paths()
-    open_ended = tuple(f"{path}." for path, field in knobs.items() if "dict[" in str(field.type))
-    known = [*knobs, *groups()]
-    for override in parsed:
-        key = override.key_or_group
+    parser, keys = OverridesParser.create(), []
+    for override in overrides:
+        try:
+            keys.append(parser.parse_override(override).key_or_group)
+        except (HydraException, ValueError) as error:  # ValueError: an integer of thousands of digits
+            rule = "cannot be read as KNOB=VALUE; brackets or spaces in a value need quotes: \"stop='[a]'\""
+            raise UserError(f"{override[:200]!r} {rule}") from error
+    open_ended = tuple(f"{path}." for path, field in knob_paths().items() if "dict[" in str(field.type))
+    known = [*knob_paths(), *groups()]
+    for key in keys:
         if key not in known and not key.startswith(open_ended):
             raise UserError(_unknown(key, known))
 

@@ -18,6 +18,7 @@ from megarl.cli import run_command
 from megarl.config import Config, server_arguments
 from megarl.hub import local_folder
 from megarl.knobs import UserError
+from megarl.observe.progress import print_wrapped
 from megarl.observe.run_folder import new_run
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluation
@@ -56,8 +57,9 @@ def main(config: Config) -> int:
             servers.stop()
     Console(width=None if sys.stdout.isatty() else 120).print(evaluation_table(config, evaluation))
     if environments is not None and (lost := environments.report()):
-        print(lost)
-    print(f"samples   {evaluation.path}\nread them python -m megarl.samples {folder.path}")
+        print_wrapped(lost)
+    print_wrapped(f"samples   {evaluation.path}")
+    print_wrapped(f"read them python -m megarl.samples {folder.path}")
     return 0
 
 

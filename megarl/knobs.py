@@ -24,6 +24,8 @@ MAX_SEED = 2**32 - 1
 MAX_WEIGHT = 1e6  # coefficients of a loss or a reward
 MAX_NAME, MAX_PATH = 255, 4095  # bytes, Linux's limits
 SHOWN_CHARS = 60  # of a value in an error message
+# C0 and C1 controls but tab and line feed, and those that turn the direction of text.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class UserError(ValueError):
@@ -174,6 +176,11 @@ def shown(value: Any) -> str:
         str(value) if isinstance(value, int | float) else repr(value)[1:-1] if isinstance(value, str) else repr(value)
     )
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def visible(text: str) -> str:
+    """Text with its control characters written out, such as `\\x1b`: a completion must not steer the terminal."""
+    return CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def function_of(name: str, what: str) -> Callable[..., Any]:

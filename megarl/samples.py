@@ -8,7 +8,6 @@ RUN is a run's folder (for its last evaluation, or that of step N) or a .jsonl f
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megarl.cli import exit_with
-from megarl.knobs import UserError
+from megarl.knobs import UserError, visible
 
 USAGE = "usage: python -m megarl.samples RUN [step=N] [show=all|solved|wrong] [find=TEXT] [count=N]"
-# C0 and C1 controls but tab and line feed, and those that turn the direction of text.
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 OPTIONS = {"step": "", "show": "all", "find": "", "count": "10"}
 
 
@@ -53,11 +50,6 @@ def chosen(file: Path, show: str, find: str) -> Iterator[dict[str, Any]]:
             continue
         if find.lower() in (sample["prompt"] + sample["completion"]).lower():
             yield sample
-
-
-def visible(text: str) -> str:
-    """Text with its control characters written out, such as `\\x1b`: a completion must not steer the terminal."""
-    return CONTROLS.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def main(arguments: list[str]) -> int:

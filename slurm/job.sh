@@ -27,6 +27,7 @@ RUN_FOLDER="" LOGS="" JOB_FOLDER="" RESUME=""
 CHECKPOINT="" # newest one at the start of this attempt
 nodes=() # names of the job's nodes
 asked="" # "requeue" or "end", after a signal
+cause="" # why the ranks failed, in a few words
 say() { echo "$(date +%T) $*"; }
 
 # --- commands and job steps --------------------------------------------------------------------------------------------
@@ -53,7 +54,8 @@ here() {
 
 # step NAME NODES TASKS TASKS_PER_NODE COMMAND...: replaces this shell by a job step with a log for each task. Steps may
 # overlap on a node that trainers and servers share; the plan assigns the GPUs. Ranks end together: srun gives the others
-# MEGARL_GRACE_S once one has ended, and no time if it failed. A server may fail while others serve.
+# MEGARL_GRACE_S once one has ended, and no time if it failed. A server may fail while others serve. What srun says of its
+# tasks is kept beside their logs.
 step() {
   local name=$1 where=$2 tasks=$3 per_node=$4 count together=(--kill-on-bad-exit=0)
   shift 4
@@ -61,7 +63,7 @@ step() {
   count=$(tr ',' '\n' <<<"$where" | wc -l)
   exec srun --job-name="$name" --nodes="$count" --nodelist="$where" --ntasks="$tasks" --ntasks-per-node="$per_node" \
     --distribution=block --overlap --cpu-bind=none "${together[@]}" --output="$LOGS/${name}_%t.log" \
-    "${image_options[@]}" "${image[@]}" "$@"
+    "${image_options[@]}" "${image[@]}" "$@" 2> >(exec tee -a "$LOGS/$name.srun" >&2)
 }
 
 # signal_step NAME SIGNAL: signals every task of a step. (TERM to srun itself would end the step.)
@@ -137,9 +139,27 @@ newest_checkpoint() {
   if ((${#folders[@]})); then basename --multiple "${folders[@]}" | sort | tail -n 1; fi
 }
 
-# finish CODE: requeues the job, or ends it with the exit code of the trainers.
+# first_failure: prints what srun said of the first rank that failed, such as "node1: task 3: Killed".
+first_failure() {
+  sed -n 's/^srun: error: \(.*: tasks\{0,1\} [0-9].*\)/\1/p' "$LOGS/rank.srun" 2>/dev/null | head -n 1
+}
+
+# show_logs: prints the ends of logs with errors, that of the first rank that failed last.
+show_logs() {
+  local log first others
+  first=$LOGS/rank_$(sed -n 's/.*: tasks\{0,1\} \([0-9]*\).*/\1/p' <<<"$cause").log
+  mapfile -t others < <(grep -lsE 'Error|megarl: ' "$LOGS"/{rank,server}_*.log | grep -vxF "$first" | head -n 2)
+  for log in "${others[@]}" "$first"; do
+    if [[ -f $log ]]; then
+      say "the end of $log:"
+      tail -n 15 "$log"
+    fi
+  done
+}
+
+# finish CODE: requeues the job, or ends it with the exit code of the trainers. The last line of a failure has its cause.
 finish() {
-  local code=$1 state failed log
+  local code=$1 state failed
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
   if [[ -n $asked && $state == RUNNING ]]; then # near the time limit or preempted; COMPLETING after scancel
     if ((code)) || grep -qs '"stopped_early": true' "$RUN_FOLDER"/{,adapters/*/}summary.json; then
@@ -155,12 +175,10 @@ finish() {
   elif ((code)) && [[ -z $asked ]]; then
     failed=$(failed_nodes)
     if [[ -n $failed ]]; then leave "$failed"; fi
-    for log in $(grep -lsE 'Error|megarl: ' "$LOGS"/{rank,server}_*.log | head -n 3); do
-      say "the end of $log:"
-      tail -n 15 "$log"
-    done
+    cause=${cause:-$(first_failure)}
+    show_logs
   fi
-  say "ended with code $code"
+  say "ended with code $code${cause:+: $cause}"
   exit "$code"
 }
 
@@ -171,6 +189,10 @@ prepare() {
   local plan
   say "job $SLURM_JOB_ID, attempt $((${SLURM_RESTART_COUNT:-0} + 1)), on $SLURM_JOB_NODELIST"
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then # Slurm before 23.02; preflight reads it
+    SLURM_JOB_END_TIME=$(date --date="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e)" +%s)
+    export SLURM_JOB_END_TIME
+  fi
   if ((!${SLURM_RESTART_COUNT:-0})); then here megarl.preflight "$@" || exit; fi
   plan=$(here megarl.launcher.slurm plan "$@") || exit
   eval "$(grep -E '^[A-Z_]+=' <<<"$plan")" # ignores other output of the command
@@ -207,7 +229,8 @@ train() {
   say "$RANKS ranks on $(names 0 "$RANK_NODES"), $SERVERS servers"
   while kill -0 "$ranks" 2>/dev/null; do
     if [[ -n $servers ]] && ! kill -0 "$servers" 2>/dev/null; then
-      say "no server is left"
+      cause="no server is left"
+      say "$cause"
       signal_step rank KILL
       break
     fi

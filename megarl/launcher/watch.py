@@ -88,6 +88,8 @@ def _wait(
             deadline = now + (FAILURE_GRACE_S if failed else STOP_DEADLINE_S)
             causes += _report(ranks, servers, monitor)
         if None not in rank_codes:
+            if any((*rank_codes, *server_codes)) and not causes:  # after a rank that ended well
+                causes += _report(ranks, servers, monitor)
             return next((code for code in (*rank_codes, *server_codes) if code), 0)
         if deadline is None and now > last_check + BEAT_S:
             last_check, stuck = now, monitor.check()
@@ -114,9 +116,10 @@ def _end(ranks: Sequence[Task], servers: Sequence[Task], folder: Path | None) ->
 
 
 def _report(ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor) -> list[str]:
-    """Prints the processes that failed, their last stage and the end of their logs. Returns a line for each.
+    """Prints the processes that failed, their last stage and the end of their logs.
 
-    Leaves out ranks that write to this terminal, unless a signal killed them.
+    Returns a line for each, with the last one of its log if it ended by itself. Leaves out ranks that write to this
+    terminal, unless a signal killed them.
     """
     failures = []
     for number, task in enumerate([*ranks, *servers]):
@@ -126,11 +129,13 @@ def _report(ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor) ->
         line = f"{task.name} {task.lost() or how_it_ended(code)}"
         if is_rank:
             line += f" {monitor.describe(number)}"
-        failures.append(line)
+        shown, said = line, ""
         if task.log is not None and task.log.exists():
             tail = task.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-            line += f"; its log {task.log} ends:\n" + "\n".join("  " + text for text in tail)
-        print(f"megarl: {line}", file=sys.stderr)
+            said = f": {tail[-1].removeprefix('megarl: ')}" if tail and code > 0 else ""
+            shown = f"{line}; its log {task.log} ends:\n" + "\n".join("  " + text for text in tail)
+        print(f"megarl: {shown}", file=sys.stderr)
+        failures.append(line + said)
     return failures
 
 

@@ -77,8 +77,9 @@ class Progress:
             self._live.stop()
 
     def note(self, message: str) -> None:
-        """Prints a line, above the live view if there is one."""
-        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        """Prints a line, above the live view if there is one. In a terminal it is wrapped at words."""
+        text = wrapped(message, self.console.width) if self.console.is_terminal else message
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def update(self, step: int, stats: Mapping[str, float]) -> None:
         """Shows the metrics of a finished step. `step` counts finished steps; `metrics.py` has the metrics' names."""

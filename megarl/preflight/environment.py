@@ -166,7 +166,11 @@ def _of_stop_signal() -> list[Finding]:
     if not end.isdecimal() or (left_s := int(end) - time.time()) > GRACE_S:
         return []
     text = f"the job's time ends in {max(left_s, 0):.0f} s, and its script is told to stop {GRACE_S} s before "
-    return [Finding(text + "(--signal=B:USR1): it stops after its first step; raise the time limit", stops=False)]
+    return [
+        Finding(
+            text + "(--signal=B:USR1): it stops after its first step or before it; raise the time limit", stops=False
+        )
+    ]
 
 
 def _of_time_limit(config: Config, model: PretrainedConfig, left_s: float) -> list[Finding]:

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from megarl.forks import receive, send
+from megarl.knobs import visible
 
 SHARE_S = 0.02  # well below `pool.PATIENCE_S`, after which the parent gives the rest of a share to other workers
 
@@ -90,7 +91,7 @@ def _number(value: Any) -> float | None:
 
 
 def _failure(function: Any, error: BaseException) -> FunctionError:
-    return FunctionError(f"{_name(function)} failed, {type(error).__name__}: {error}"[:500])
+    return FunctionError(visible(f"{_name(function)} failed, {type(error).__name__}: {error}"[:500]))
 
 
 def _name(function: Any) -> str:

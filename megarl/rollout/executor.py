@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megarl.knobs import UserError
+from megarl.knobs import UserError, visible
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout import reward_call, sampling_seeds
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
@@ -132,7 +132,7 @@ async def run_episode(
         group, dropped = quarantine(joined, engine.vocab_size, engine.max_sequence_tokens)
     except Exception as error:
         kind = UserError if isinstance(error, UserError) else WorkflowError
-        cause = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        cause = str(error) if isinstance(error, UserError) else visible(f"{type(error).__name__}: {error}")
         raise kind(f"{name} failed on prompt {prompt_id} {_excerpt(item)}: {cause}") from error
     if group is None:
         reasons = ", ".join(f"{reason} ({count})" for reason, count in dropped.items())

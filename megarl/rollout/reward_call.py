@@ -7,13 +7,16 @@ import functools
 import inspect
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from megarl.knobs import visible
 from megarl.types import RewardError
 
 logger = logging.getLogger(__name__)
+_warning = threading.Lock()
 
 # Causes of the failures of the episode that runs in this context.
 causes: ContextVar[list[str]] = ContextVar("causes", default=[])  # noqa: B039 (run_episode sets a list of its own)
@@ -104,9 +107,10 @@ def failure_of(name: str, error: Exception) -> RewardError:
     """Keeps a failure's cause for the episode, and warns of it once. `name` names the failing part."""
     failure = error
     if not isinstance(failure, RewardError):
-        failure = RewardError(f"{name} failed, {type(error).__name__}: {error}")
+        failure = RewardError(visible(f"{name} failed, {type(error).__name__}: {error}"))
     causes.get().append(str(failure))
-    _warn_once(str(failure))
+    with _warning:  # two threads at once would both miss in the cache
+        _warn_once(str(failure))
     return failure
 
 

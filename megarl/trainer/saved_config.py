@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from megarl.config import Config
+from megarl.observe.progress import print_wrapped
 from megarl.observe.run_folder import RunFolder, new_run, open_run
 
 
@@ -21,7 +22,7 @@ def make_folder(config: Config, name: str = "") -> RunFolder:
         return folder
     folder = open_run(config.resume)
     for name, (was, now) in differences(OmegaConf.load(folder.config), OmegaConf.structured(config)).items():
-        print(f"resumed with {name}={now}, the run began with {was}", flush=True)
+        print_wrapped(f"resumed with {name}={now}, the run began with {was}")
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.resumed.yaml")
     return folder
 

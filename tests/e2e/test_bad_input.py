@@ -54,6 +54,12 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         ([GRPO, "+actor.optimizer.learning_rate=1"], "unknown config key actor.optimizer.learning_rate"),
         ([GRPO, "totl_train_steps=3"], "did you mean total_train_steps?"),
         (
+            [GRPO, "valid_dataset.split=test[:32]"],
+            "'valid_dataset.split=test[:32]' cannot be read as KNOB=VALUE",
+        ),
+        ([GRPO, "seed"], "'seed' cannot be read as KNOB=VALUE"),
+        ([GRPO, "seed=" + "9" * 5000], f"'seed={'9' * 195}' cannot be read as KNOB=VALUE"),
+        (
             [GRPO, "server.colocate=true", "rollout.max_head_offpolicyness=1"],
             "gives the GPUs to one of them; set it to 0",
         ),
@@ -79,7 +85,7 @@ ROWS = [{"question": f"What is {i} plus 1?", "answer": f"{i}+1={i + 1}\n#### {i 
         (["+experiment=gsm8k_grp"], "experiment=gsm8k_grp does not exist; did you mean gsm8k_grpo?"),
         ([GRPO, "model=huge"], "model=huge does not exist; there are: "),
         ([GRPO, "total_train_steps=many"], "could not be converted to Integer"),
-        ([GRPO, "actor.path"], "missing EQUAL"),
+        ([GRPO, "actor.path"], "cannot be read as KNOB=VALUE"),
         ([GRPO, "method=ppo"], "method=ppo must be one of rl, sft, preference"),
         ([GRPO, "total_train_steps=0"], "total_train_steps=0 must be at least 1"),
         ([GRPO, "actor.path=/nowhere/model"], "actor.path=/nowhere/model is not a folder"),

@@ -7,6 +7,8 @@ import io
 import json
 import os
 import pickle
+import subprocess
+import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,6 +162,36 @@ def test_every_path_refuses_a_wrong_key(path: str, key: str, server: SGLangServe
 
 def test_health_is_told_with_the_key(server: SGLangServers) -> None:
     assert [ask(server, path, None)[0] for path in ("/health", "/health_generate", "/ready")] == [200] * 3
+
+
+CLOSED = """
+import asyncio, importlib, sys
+importlib.import_module("megarl.cpu.sglang_launch").prepare()
+from sglang.srt.entrypoints import http_server
+from megarl.rollout.servers import guarded_launch
+
+def launch_server(*_, **__):  # as far as the key check
+    from sglang.srt.utils.auth import add_api_key_middleware
+    add_api_key_middleware(http_server.app, api_key="key", admin_api_key=None)
+
+async def receive():
+    return {"type": "websocket.connect"}
+
+async def send(message):
+    print("sent", message["type"])
+
+http_server.launch_server = launch_server
+guarded_launch.launch(sys.argv[1:])
+scope = {"type": "websocket", "path": "/v1/realtime", "query_string": b"", "headers": [], "scheme": "ws"}
+asyncio.run(http_server.app(scope, receive, send))
+"""
+
+
+def test_the_websockets_of_sglangs_application_are_closed(tiny_checkpoint: Callable[..., Path]) -> None:
+    """By its application alone: uvicorn takes WebSockets only where a package for them is installed."""
+    command = [sys.executable, "-c", CLOSED, "--model-path", str(tiny_checkpoint("qwen3")), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1:] == ["sent websocket.close"], done.stderr
 
 
 def payload(value: Any) -> str:

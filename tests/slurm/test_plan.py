@@ -131,28 +131,33 @@ def test_a_run_that_its_user_resumes_stays_where_it_was(tmp_path: Path) -> None:
 
 
 SLURM = {
-    "squeue": 'echo "$STATE"',
+    "squeue": 'if [[ $* == *--format=%e ]]; then echo 2026-11-24T22:54:08; else echo "$STATE"; fi',
     "scontrol": 'echo "scontrol $*"; [[ $1 != show ]] || echo "ExcNodeList=(null)"',
     "srun": "true",
 }
 
 
-def finished(folder: Path, code: int, **variables: str) -> tuple[int, str]:
-    """Ends a job by job.sh's `finish`, under a Slurm that only prints what it is told.
-
-    The stand-in covers the script's decision to requeue or end; requeues by a real Slurm are in test_recovery.py.
-    """
+def in_job(folder: Path, commands: str, **variables: str) -> tuple[int, str]:
+    """Runs commands after job.sh, under a Slurm that only prints what it is told. Returns exit code and output."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, body in SLURM.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
-    settings = "\n".join(f"{name}={value!r}" for name, value in variables.items())
-    script = f"source {SCRIPTS / 'job.sh'}\nRUN_FOLDER={folder} LOGS={folder} nodes=(node0)\n{settings}\nfinish {code}"
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    environment["STATE"] = variables.get("STATE", "RUNNING")
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **variables}
+    script = f"source {SCRIPTS / 'job.sh'}\n{commands}"
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
+
+
+def finished(folder: Path, code: int, **variables: str) -> tuple[int, str]:
+    """Ends a job by job.sh's `finish`.
+
+    The stand-in covers the script's decision to requeue or end; requeues by a real Slurm are in test_recovery.py.
+    """
+    settings = "\n".join(f"{name}={value!r}" for name, value in variables.items())
+    commands = f"RUN_FOLDER={folder} LOGS={folder} nodes=(node0)\n{settings}\nfinish {code}"
+    return in_job(folder, commands, STATE=variables.get("STATE", "RUNNING"))
 
 
 @pytest.mark.parametrize(
@@ -180,6 +185,15 @@ def test_a_job_told_to_stop_before_its_run_has_a_folder_is_not_requeued(tmp_path
     assert "the next would get no further" in text
 
 
+@pytest.mark.parametrize(("given", "told"), [("", "1795560848"), ("1795560000", "1795560000")])
+def test_preflight_is_told_when_the_jobs_time_ends(tmp_path: Path, given: str, told: str) -> None:
+    """Slurm before 23.02 has no variable for it."""
+    commands = 'SLURM_JOB_NODELIST=node0\nhere() { echo "$1 $(printenv SLURM_JOB_END_TIME)"; exit 1; }\nprepare'
+    code, text = in_job(tmp_path, commands, SLURM_JOB_END_TIME=given, TZ="UTC")
+    assert code == 1
+    assert text.splitlines()[-1] == f"megarl.preflight {told}", text
+
+
 def test_a_preempted_job_is_requeued_without_a_checkpoint_too(tmp_path: Path) -> None:
     assert "scontrol requeue 7" in finished(tmp_path, 1, asked="end")[1]
 
@@ -189,6 +203,32 @@ def test_an_attempt_that_slurm_ended_says_so_and_not_only_its_code(tmp_path: Pat
     assert ended == 0
     assert "stopped by Slurm, job state COMPLETING: Slurm itself requeues it after a failed node" in text
     assert "scontrol requeue" not in text
+
+
+SAID = """srun: cluster configuration lacks support for cpu binding
+srun: error: node1: {first}
+srun: launch/slurm: _step_signal: Terminating StepId=5.0
+srun: error: node0: tasks 0,2-3: Exited with exit code 1
+"""
+
+
+@pytest.mark.parametrize("first", ["task 1: Killed", "tasks 1,4: Exited with exit code 2"])
+def test_a_failed_job_ends_with_the_first_rank_that_failed_and_its_log(tmp_path: Path, first: str) -> None:
+    (tmp_path / "rank.srun").write_text(SAID.format(first=first))
+    for rank, text in enumerate(["gloo: Error 0", "the cause", "gloo: Error 2", "gloo: Error 3", "gloo: Error 4"]):
+        (tmp_path / f"rank_{rank}.log").write_text(f"begin\n{text}\n")
+    code, text = finished(tmp_path, 143)
+    lines = [line.partition(" ")[2] if line[:1].isdecimal() else line for line in text.splitlines()]
+    assert code == 143
+    assert lines[-4:] == [
+        f"the end of {tmp_path}/rank_1.log:", "begin", "the cause", f"ended with code 143: node1: {first}"
+    ]  # fmt: skip
+    assert sum("gloo: " in line for line in lines) == 2
+
+
+def test_a_job_without_servers_says_so_and_no_rank_is_to_blame(tmp_path: Path) -> None:
+    (tmp_path / "rank.srun").write_text(SAID.format(first="task 0: Killed"))
+    assert finished(tmp_path, 137, cause="no server is left")[1].endswith("ended with code 137: no server is left\n")
 
 
 def test_a_job_is_not_submitted_from_a_folder_that_cannot_take_its_output(

@@ -219,7 +219,7 @@ def test_a_knob_without_a_range_still_takes_no_infinity() -> None:
         (["experiment_name=''"], "experiment_name= must be one folder name"),
         (["reshard.bucket_bytes=1e25"], "Value '1e+25' of type 'float' could not be converted to Integer"),
         (["seed=" + "9" * 300], "seed=(a number of 30"),
-        (["seed=" + "9" * 5000], "Exceeds the limit (4300 digits) for integer string conversion"),
+        (["seed=" + "9" * 5000], "cannot be read as KNOB=VALUE"),
         (["critic_optimizer.lr=nan"], "critic_optimizer.lr=nan must be above 0"),
         (["critic_optimizer.adam_beta2=5"], "critic_optimizer.adam_beta2=5.0 must be at least 0 and below 1"),
         (["critic_optimizer.lr_decay_style=consine"], "did you mean cosine?"),

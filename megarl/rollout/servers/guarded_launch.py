@@ -32,6 +32,7 @@ def launch(arguments: list[str]) -> None:
 
     load_plugins()
     auth.decide_request_auth = key_everywhere(auth.decide_request_auth)
+    auth.add_api_key_middleware = with_http_alone(auth.add_api_key_middleware)
     TokenizerManager._validate_one_request = checked(TokenizerManager._validate_one_request)
     server_args = prepare_server_args(arguments)
     server_args.resolve_once()
@@ -53,6 +54,30 @@ def key_everywhere(decide: Any) -> Any:
         return decide(path=path, authorization_header=authorization_header, **others)
 
     return decide_with_key
+
+
+class HTTPAlone:
+    """ASGI middleware that closes WebSockets before they are accepted."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self.app(scope, receive, send)
+
+
+def with_http_alone(add_middleware: Any) -> Any:
+    """Wraps SGLang's set-up of its key check, which lets WebSockets pass: megarl uses none, so all are closed."""
+
+    @functools.wraps(add_middleware)
+    def add_both(app: Any, **keys: Any) -> None:
+        add_middleware(app, **keys)
+        app.add_middleware(HTTPAlone)
+
+    return add_both
 
 
 def checked(validate: Any) -> Any:

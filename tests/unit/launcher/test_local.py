@@ -53,7 +53,25 @@ def test_a_rank_that_fails_is_shown_and_ends_the_others(
         in text
     )
     last = text.splitlines()[-1]  # below what the other ranks said
-    assert last == "megarl: the run ended because rank 1 ended with code 7 before it had joined the other ranks"
+    ended = "megarl: the run ended because rank 1 ended with code 7 before it had joined the other ranks"
+    assert last == f"{ended}: rank 1 of 2"
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        ("print('megarl: the disk is full', file=sys.stderr); sys.exit(1)", "ended with code 1 {}: the disk is full"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL {}"),
+        ("sys.stdout.close(); os.truncate(sys.argv[1] + '/rank_1.log', 0); os._exit(3)", "ended with code 3 {}"),
+    ],
+)
+def test_the_last_line_has_the_cause_and_what_the_rank_said_of_it(
+    rank_module: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, cause: str
+) -> None:
+    rank_module.write_text(RANK.format(body=f"if rank == '1': {end}"))
+    local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path)
+    said = cause.format("before it had joined the other ranks")
+    assert capsys.readouterr().err.splitlines()[-1] == f"megarl: the run ended because rank 1 {said}"
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 5), ("1", 6)])
@@ -62,6 +80,21 @@ def test_the_code_of_a_rank_that_fails_is_the_runs_though_the_others_end_well(
 ) -> None:
     rank_module.write_text(RANK.format(body=f"sys.exit({code} if rank == '{rank}' else 0)"))
     assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == code
+
+
+def test_a_rank_that_fails_after_another_has_ended_well_is_shown(
+    rank_module: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+import psutil
+place = os.path.join(sys.argv[1], "pid_0")
+while rank == "1" and (not os.path.exists(place) or psutil.pid_exists(int(open(place).read() or os.getpid()))):
+    time.sleep(0.05)  # until rank 0 has ended and was looked at
+sys.exit(int(rank))
+"""
+    rank_module.write_text(RANK.format(body=body))
+    assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == 1
+    assert "megarl: the run ended because rank 1 ended with code 1" in capsys.readouterr().err
 
 
 def test_a_rank_that_stays_when_another_has_ended_well_is_killed_and_the_run_fails(

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megarl.observe import metrics
-from megarl.observe.progress import Progress, sparkline, wrapped
+from megarl.observe.progress import Progress, print_wrapped, sparkline, wrapped
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 STEP = {
@@ -127,3 +127,21 @@ def test_a_line_is_wrapped_at_words_and_a_path_stays_whole() -> None:
     assert all(text.startswith(" " * 10) for text in rest)
     assert rest[-1].strip() == path
     assert " ".join(shown.split()) == " ".join(line.split())
+
+
+LINE = "batch     32 prompts x 8 completions = 256 sequences a step, in microbatches of at most 16384 tokens"
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(True, 3), (False, 1)])
+def test_only_a_terminal_gets_lines_of_its_width(
+    is_terminal: bool, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    print_wrapped(LINE)
+    printed = capsys.readouterr().out
+    Progress("demo", 10, console=Console(file=(out := io.StringIO()), width=50, force_terminal=is_terminal)).note(LINE)
+    for text in (printed, out.getvalue()):
+        assert len(text.splitlines()) == lines
+        assert " ".join(text.split()) == " ".join(LINE.split())
+        assert lines == 1 or max(map(len, text.splitlines())) <= 50

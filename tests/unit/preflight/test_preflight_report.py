@@ -297,7 +297,7 @@ def test_a_run_root_that_cannot_be_written_stops_the_run(run: Callable[..., tupl
         ),
         (
             {"SLURM_JOB_NUM_NODES": "12", "SLURM_JOB_END_TIME": str(int(time.time()) + 300)},
-            "and its script is told to stop 600 s before (--signal=B:USR1): it stops after its first step; raise the",
+            "and its script is told to stop 600 s before (--signal=B:USR1): it stops after its first step or before it",
             0,
         ),
     ],
@@ -424,3 +424,18 @@ def test_a_layout_that_is_even_and_full_gets_no_remark(run: Callable[..., tuple[
     text = run(BIG, "show=batch")[1]
     assert "GPU unused" not in text
     assert "on GPUs of their own" not in text
+
+
+def test_the_smaller_recipe_of_the_operators_page_takes_what_the_page_says(run: Callable[..., tuple[int, str]]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    planned = re.search(r"^python -m megarl.preflight (.*)$", page, re.MULTILINE)
+    said = re.search(r"The plan has (\d+) nodes and a peak of (\d+) GiB a GPU", page)
+    assert planned
+    assert said
+    code, text = run(*planned[1].split())
+    assert code == 0
+    assert f"sbatch --nodes={said[1]} " in page
+    assert f"#SBATCH --nodes={said[1]}\n" in re.sub(" +\n", "\n", text)
+    peaks = re.search(r"^│ peak (.*)$", text, re.MULTILINE)
+    assert peaks
+    assert max(round(float(peak)) for peak in re.findall(r"([\d.]+) GiB", peaks[1])) == int(said[2])

@@ -9,6 +9,7 @@ from fault_server import answer
 
 from megarl.data.tokenizer import train_tokenizer
 from megarl.rewards.pool import RewardConfig, RewardPool
+from megarl.rollout import reward_call
 from megarl.rollout.executor import NoSamplesError
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import GenerationHyperparameters
@@ -88,6 +89,20 @@ def test_a_sample_whose_reward_fails_is_left_out_and_counted(engine, tokenizer, 
     assert "reward_fn failed, KeyError: 'solution'" in caplog.text
 
 
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_a_completion_in_a_failures_cause_does_not_steer_the_terminal(engine, tokenizer, caplog, in_pool):
+    def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
+        raise ValueError(f"no answer in \x1b[2J\u202e{completions}\nend")
+
+    with RewardPool([reward_fn], RewardConfig(time_limit_s=300.0)) as pool:
+        workflow = RLVRWorkflow(pool if in_pool else reward_fn, GCONFIG, tokenizer)
+        with pytest.raises(NoSamplesError, match="no answer in") as stopped:
+            engine.rollout_batch([DATA] * 4, workflow)
+    for text in (str(stopped.value), caplog.text):
+        assert not set(text) & set("\x1b\u202e")
+        assert r"no answer in \x1b[2J\u202e" in text
+
+
 def test_an_async_reward_that_fails_is_left_out_and_counted(engine, tokenizer, caplog):
     async def reward_fn(prompt, completions, prompt_ids, completion_ids, **data):
         await asyncio.sleep(0)
@@ -139,3 +154,24 @@ def test_a_tokenizer_without_a_chat_template_encodes_the_text(engine):
 
     engine.rollout_batch([DATA], RLVRWorkflow(reward_fn, GCONFIG, tokenizer))
     assert seen[0] == ("Leo has 7 pens.", tokenizer.encode("Leo has 7 pens."))
+
+
+def test_two_threads_warn_of_one_cause_once(monkeypatch):
+    both, warnings = threading.Event(), []
+
+    def fail():
+        reward_call.failure_of("f", ValueError("of two threads"))
+
+    def warning(*arguments):
+        warnings.append(arguments)
+        if len(warnings) == 1:
+            other.start()
+            both.wait(1.0)
+        else:
+            both.set()
+
+    other = threading.Thread(target=fail)
+    monkeypatch.setattr(reward_call.logger, "warning", warning)
+    fail()
+    other.join(300)
+    assert len(warnings) == 1

@@ -261,6 +261,26 @@ def test_a_kernel_that_refuses_the_filter_is_refused() -> None:
     assert "OSError: seccomp: Invalid argument; code in a sandbox needs Linux 5.13" in done.stderr.splitlines()[-1]
 
 
+@EACH_KERNEL
+def test_a_file_that_may_be_read_cannot_be_emptied_by_a_read_only_open(features: Features, tmp_path: Path) -> None:
+    """Landlock's first version lets it through, and a user may own the files of Python."""
+    tmp_path.chmod(0o755)
+    (readable := tmp_path / "readable").mkdir()
+    (folder := tmp_path / "own").mkdir()
+    (readable / "file").write_text("text")
+    script = (
+        "import os\nfrom megarl.sandbox import isolation\npaths = isolation.readable_paths()\n"
+        f"isolation.readable_paths = lambda: [*paths, {str(readable)!r}]\n"
+        f"isolation.isolate({str(folder)!r}, 2**30, 5, isolation.{features})\n"
+        f"os.open({str(readable / 'file')!r}, os.O_RDONLY)\nprint('read')\n"
+        f"os.open({str(readable / 'file')!r}, os.O_RDONLY | os.O_TRUNC)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "read\n"), done.stderr
+    assert "PermissionError: [Errno 1]" in done.stderr.splitlines()[-1]
+    assert (readable / "file").read_text() == "text"
+
+
 def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(OSError, match="riscv64 is not supported; code in a sandbox needs x86_64 or aarch64"):
