@@ -84,8 +84,10 @@ def composed(overrides: list[str]) -> Config:
     """Composes the configuration of a command line. Checks keys, types and ranges, and no rule between knobs.
 
     Raises:
-        UserError: an unknown key, a value of the wrong type, or one outside the knob's range.
+        UserError: nothing is given, an unknown key, a value of the wrong type, or one outside the knob's range.
     """
+    if not overrides:
+        raise UserError("no experiment is named; give one, such as +experiment=gsm8k_grpo (--help lists them)")
     _check_keys(overrides)
     _register_schemas()
     tree = OmegaConf.create()
@@ -120,13 +122,13 @@ def _register_schemas() -> None:
         store.store(f"{name}_schema", _writable(OmegaConf.structured(kind)), group="algorithm")
 
 
-def run_command(command: Callable[[Config], int]) -> None:
+def run_command(command: Callable[[Config], int], usage: str = "") -> None:
     """Runs a command on the configuration of sys.argv; see `exit_with`."""
-    exit_with(lambda arguments: command(load(arguments)))
+    exit_with(lambda arguments: command(load(arguments)), usage)
 
 
-def exit_with(command: Callable[[list[str]], int]) -> None:
-    """Runs a command on sys.argv and exits with its code.
+def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
+    """Runs a command on sys.argv and exits with its code. `--help` prints `usage`, by default that of training.
 
     Three errors print one line in place of a traceback. A UserError ends with exit code 2; a full disk and a step
     without any sample end with 1.
@@ -136,7 +138,7 @@ def exit_with(command: Callable[[list[str]], int]) -> None:
     logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
     logging.getLogger("megatron").setLevel(logging.ERROR)  # advice to Megatron's own developers
     if any(a in ("-h", "--help") for a in arguments):
-        print(_help())
+        print(usage or _help())
         sys.exit(0)
     try:
         arguments, files = from_files(arguments)
@@ -425,8 +427,7 @@ def _unknown(key: str, known: list[str]) -> str:
 
 def _one_line(error: Exception) -> str:
     """Turns a message of Hydra or OmegaConf into one line, without its context lines."""
-    text = str(error)
-    cause = str(error.__cause__ or "")
+    text, cause = str(error), str(error.__cause__ or "")
     missing = re.search(r"Could not find '([^']+)/([^']+)'", text)
     if missing:
         group, name = missing.groups()

@@ -26,6 +26,11 @@ from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.inputs import read_inputs
 from megarl.trainer.rank0_rollouts import build_evaluator, max_sequence_tokens, open_environments, open_rewards
 
+USAGE = (
+    "usage: python -m megarl.evaluate +experiment=NAME actor.path=DIR [evaluator.n_samples=8] [GROUP=NAME ...] "
+    "[KNOB=VALUE ...]"
+)
+
 
 def main(config: Config) -> int:
     if config.method != "rl":
@@ -88,4 +93,4 @@ def evaluation_table(config: Config, evaluation: Evaluation) -> Table:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, USAGE)

@@ -217,4 +217,4 @@ def command(arguments: list[str]) -> int:
 if __name__ == "__main__":
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))
-    cli.exit_with(command)
+    cli.exit_with(command, USAGE)

@@ -75,4 +75,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(main)
+    exit_with(main, USAGE)

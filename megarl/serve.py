@@ -26,6 +26,7 @@ from megarl.rollout.client.connections import ADDRESSES_VARIABLE, KEY_VARIABLE
 from megarl.rollout.servers.sglang_server import ServerError, SGLangServers
 from megarl.served_checks import adapters_on_servers
 
+USAGE = "usage: python -m megarl.serve +experiment=NAME [GROUP=NAME ...] [KNOB=VALUE ...], as for megarl.train"
 POLL_S = 0.5
 VARIABLES = "servers.env"
 
@@ -105,4 +106,4 @@ def announce(servers: SGLangServers, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_command(serve)
+    run_command(serve, USAGE)

@@ -26,6 +26,7 @@ from megarl.observe.run_folder import RunFolder
 from megarl.observe.timers import clock
 from megarl.parallel.watchdog import Monitor
 
+USAGE = "usage: python -m megarl.launcher.status [RUN], by default the newest run under runs/"
 RUNS = Path("runs")
 HEALTH_S = 3.0
 COMMAND_S = 20.0
@@ -184,4 +185,4 @@ def _is_loopback(host: str) -> bool:
 
 
 if __name__ == "__main__":
-    cli.exit_with(show)
+    cli.exit_with(show, USAGE)

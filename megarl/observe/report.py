@@ -109,11 +109,14 @@ def _draw_accuracy(axes: Any, series: list[tuple[int, float]]) -> None:
     if len(series) < 2:
         return
     axes.margins(x=0.12)
-    for index, neighbour, word in ((0, 1, "before"), (-1, -2, "after")):
-        up = values[index] >= values[neighbour]  # label on the side away from the line
+    reach = (steps[-1] - steps[0]) / 3  # width of a label, in steps
+    first = sum(step <= steps[0] + reach for step in steps) + 1  # points beside a label, and the next one
+    last = sum(step >= steps[-1] - reach for step in steps) + 1
+    for index, beside, word in ((0, values[:first], "before"), (-1, values[-last:], "after")):
+        up = values[index] >= sum(beside) / len(beside)  # label on the side away from the line
         axes.annotate(
             f"{word} {values[index]:.1f}%",
-            (steps[index], values[index]),
+            (steps[index], max(beside) if up else min(beside)),
             xytext=(0, 11 if up else -11),
             textcoords="offset points",
             ha="left" if index == 0 else "right",

@@ -1,10 +1,12 @@
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from megarl.knobs import UserError
@@ -47,6 +49,32 @@ def test_without_a_reward_the_loss_is_drawn_in_a_single_panel(tmp_path: Path):
     draw_curve([{"step": step, metrics.LOSS: 1 / (step + 1)} for step in range(5)], tmp_path / "curve.png")
     assert Image.open(tmp_path / "curve.png").size == (780, 585)
     assert (0x2E, 0x7D, 0x32) in colours(tmp_path / "curve.png")
+
+
+@pytest.mark.parametrize(
+    "accuracies",
+    [
+        [0.38, 0.43, 0.5, 0.51, 0.57, 0.56, 0.62, 0.67, 0.66],  # the last falls after a steep rise
+        [0.6, 0.62, 0.4, 0.3, 0.35],
+        [0.5, 0.5],
+        [0.9, 1.0, 0.95, 1.0],
+        [random.Random(9).gauss(0.5, 0.1) for _ in range(12)],
+    ],
+)
+def test_the_labels_of_the_accuracy_cross_no_line(accuracies: list[float], monkeypatch: pytest.MonkeyPatch):
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    draw_curve([{"step": 10 * n, metrics.ACCURACY: value} for n, value in enumerate(accuracies)], Path("curve.png"))
+    figures[0].canvas.draw()
+    (axes,) = figures[0].axes
+    (line,) = axes.lines
+    path, frame = line.get_path().transformed(line.get_transform()), axes.get_window_extent()
+    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    assert list(boxes) == [f"before {accuracies[0]:.1%}", f"after {accuracies[-1]:.1%}"]
+    for box in boxes.values():
+        assert not path.intersects_bbox(box, filled=False)
+        assert frame.contains(box.x0, box.y0)
+        assert frame.contains(box.x1, box.y1)
 
 
 def test_metrics_without_a_curve_are_refused(tmp_path: Path):

@@ -1,0 +1,48 @@
+"""Each command tells its own usage, and a command line that names no experiment is answered with the remedy."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+
+from megarl import cli
+
+COMMANDS = (
+    "train",
+    "evaluate",
+    "serve",
+    "report",
+    "samples",
+    "dashboard",
+    "replay",
+    "compare",
+    "export",
+    "launcher.status",
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_names_the_command_it_was_asked_of(
+    name: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, flag])
+    monkeypatch.delitem(sys.modules, f"megarl.{name}", raising=False)  # runpy warns of a module that is loaded
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"megarl.{name}", run_name="__main__")
+    assert end.value.code in (0, None)
+    assert capsys.readouterr().out.startswith(f"usage: python -m megarl.{name} ")
+
+
+def test_a_command_line_without_an_experiment_is_told_to_name_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["megarl.train"])
+    with pytest.raises(SystemExit) as end:
+        cli.run_command(lambda config: 0)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        "megarl: no experiment is named; give one, such as +experiment=gsm8k_grpo (--help lists them)\n"
+    )
