@@ -1,9 +1,9 @@
 """CUDA's hardware queues of a trainer rank: CUDA_DEVICE_MAX_CONNECTIONS, before CUDA starts. Imports no torch.
 
 With one queue, kernels start in the order of their calls. Before Blackwell, Megatron relies on this under tensor and
-context parallelism: a collective called before a product must take its multiprocessors first (layers.py:621 and
-training/arguments.py:1413 of Megatron 0.19). Elsewhere the driver's eight queues stay, because one queue holds up the
-streams of experts, gradients and servers. Servers never inherit the variable (`without`).
+context parallelism: a collective called before a product must take its multiprocessors first (layers.py:621 of
+Megatron 0.19, and arguments.py:1413 of its training). Elsewhere the driver's eight queues stay, because one queue
+holds up the streams of experts, gradients and servers. Servers never inherit the variable (`without`).
 """
 
 from __future__ import annotations
