@@ -18,6 +18,7 @@ from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder, new_run
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.transports.gloo import GlooTransport
+from megarl.rollout.evaluate import Evaluator
 from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
 from megarl.trainer.rollout_driver import RolloutDriver
@@ -95,8 +96,23 @@ def test_a_batch_is_scored_before_the_transfer_ends_and_updated_after(
     assert [row["rollout/staleness_max"] for row in rows] == [0, *[1] * (STEPS - 1)]
 
 
-def test_an_evaluation_waits_for_the_weights_that_it_is_of(tmp_path: Path) -> None:
+def test_an_evaluation_waits_for_the_weights_that_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushing: list[bool] = []
+    on_rank0, evaluate = RolloutDriver._on_rank0, Evaluator.evaluate
+    drivers: list[RolloutDriver] = []
+
+    def ask(driver: RolloutDriver, work: Any) -> Any:
+        drivers.append(driver)
+        return on_rank0(driver, work)
+
+    def measure(evaluator: Evaluator, *arguments: Any) -> Any:
+        pushing.append(drivers[-1].weights.is_pushing)
+        return evaluate(evaluator, *arguments)
+
+    monkeypatch.setattr(RolloutDriver, "_on_rank0", ask)
+    monkeypatch.setattr(Evaluator, "evaluate", measure)
     run = train(tmp_path)
+    assert pushing == [False, False]
     summary = json.loads(run.summary.read_text())
     assert summary["weights_verified"] == summary["steps"] == STEPS
     lines = [json.loads(line) for path in sorted(run.path.glob("evaluations/*")) for line in path.open()]
