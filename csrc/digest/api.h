@@ -8,9 +8,10 @@ namespace megarl {
 
 constexpr int64_t kLeafBytes = 65536;
 
-// bytes [size], aligned to 16. leaves uint8 [count, 16], as the library writes a hash: big-endian, the high half
-// first. Leaf i begins at byte begins[i], anywhere, and its part ends before byte ends[i]; without them the
-// leaves are those of the whole tensor, count = ceil(size / kLeafBytes). A part's last leaf is padded with zeros.
+// bytes [size], aligned to 16. leaves uint8 [count, 16], as the library writes a hash: big-endian, the high
+// half first. Leaf i begins at byte begins[i], anywhere, and its part ends before byte ends[i]; without them
+// the leaves are those of the whole tensor, count = ceil(size / kLeafBytes). A part's last leaf is padded
+// with zeros.
 struct LeafDigestsArgs {
   const uint8_t* bytes;
   int64_t size;
