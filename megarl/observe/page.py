@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,23 @@ def write_page(folder: Path, states: Sequence[Sequence[str]] = ()) -> Path:
     read_metrics(run.metrics)
     data = RunData(run)
     overview = data.overview()
+    counts = _sample_counts(data, overview)
     steps = overview["timeline_steps"]
     answers: dict[str, Any] = {
         "curves": data.curves(),
         "run": overview,
         "state": {"states": states},
-        "samples": _samples(data, overview),
+        "samples": _samples(data, counts),
+        "sample_counts": counts,
         "timeline": data.timeline(steps[-1] - TIMELINE_STEPS + 1, steps[-1]) if steps else {},
     }
-    overview["sources"] = list(answers["samples"])
+    overview["sources"] = list(counts)
     title = run.path.parent.name
     embedded = {
         "live": False,
         "charts": CHARTS,
         "title": title,
-        "name": run.path.name,
+        "name": f"{run.path.name}, page written {time.strftime('%Y-%m-%d %H:%M')}",  # where the states' ages end
         "place": "",
         "runs": [{"id": ".", "name": title}],
         "answers": answers,
@@ -70,14 +73,18 @@ def trace_text(data: RunData) -> Any:
     yield "\n]}\n"
 
 
-def _samples(data: RunData, overview: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Samples of the last evaluation and of the last trained steps."""
+def _sample_counts(data: RunData, overview: dict[str, Any]) -> dict[str, int]:
+    """Number of samples of the last evaluation and of the trained ones, by source."""
     evaluations = [name for name in overview["sources"] if name != samples.TRAINING][:1]
     trained = [name for name in overview["sources"] if name == samples.TRAINING]
+    return {name: data.find_samples(name, SampleQuery(count=0))["all"] for name in (*evaluations, *trained)}
+
+
+def _samples(data: RunData, counts: dict[str, int]) -> dict[str, list[dict[str, Any]]]:
+    """The first samples of the last evaluation and the last trained ones, at most MAX_SAMPLES of each."""
     found = {}
-    for name in (*evaluations, *trained):
-        count = data.find_samples(name, SampleQuery(count=0))["all"]
-        start = max(0, count - MAX_SAMPLES) if name == samples.TRAINING else 0
+    for name in counts:
+        start = max(0, counts[name] - MAX_SAMPLES) if name == samples.TRAINING else 0
         pages: list[dict[str, Any]] = []
         while start is not None and len(pages) < MAX_SAMPLES:
             answer = data.find_samples(name, SampleQuery(start=start, count=MAX_SAMPLES - len(pages)))

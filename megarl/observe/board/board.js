@@ -26,6 +26,7 @@ function setTheme(theme) {
 // -- runs ----------------------------------------------------------------------------------------------------------
 
 function colorOfRun(id) { return COLORS[[...view.chosen].indexOf(id) % COLORS.length]; }
+function counted(count, word) { return `${count} ${word}${count === 1 ? '' : 's'}`; }
 function nameOfRun(id) { return id === '.' ? view.runs[0].name : id; }
 function ago(age) { return age === null || age === undefined ? '' : age < 90 ? Math.round(age) + ' s ago' : age < 5400 ? Math.round(age / 60) + ' min ago' : age < 172800 ? Math.round(age / 3600) + ' h ago' : Math.round(age / 86400) + ' days ago'; }
 const FIGURES = {'eval/accuracy': ['accuracy', '%'], 'rollout/reward': ['reward', ''], 'train/loss': ['loss', '']};
@@ -143,7 +144,7 @@ async function loadRun(fresh) {
 }
 
 async function findSamples(source, query) {
-  if (!BOARD.live) return filtered(BOARD.answers.samples[source] || [], query);
+  if (!BOARD.live) return filtered(BOARD.answers.samples[source] || [], query, BOARD.answers.sample_counts[source]);
   try { return await ask('samples', {run: view.main, source, ...query}); } catch (error) { banner(error.message); return null; }
 }
 
@@ -181,7 +182,7 @@ function drawTimeline() {
 function drawPlan(plan) {
   if (!plan || !Array.isArray(plan.sent)) { replace(parts.plan, el('p', {class: 'soft'}, 'No plan: the run has pushed no weights yet, or sends whole tensors.')); return; }
   const sum = list => list.reduce((a, b) => a + b, 0), ratio = Math.max(...plan.received.map((n, i) => n / (plan.held[i] || 1)));
-  const rows = [['from, to', `${plan.sent.length} trainer ranks, ${plan.received.length} ranks of ${new Set(plan.server_of_rank).size} servers`], ['servers', plan.servers.join(', ')], ['transport', plan.transports || '–'], ['moved by a full sync', bytes(sum(plan.received)) + (plan.relayed ? `, of which ${bytes(plan.relayed)} through other server ranks` : '')],
+  const rows = [['from, to', `${counted(plan.sent.length, 'trainer rank')}, ${counted(plan.received.length, 'rank')} of ${counted(new Set(plan.server_of_rank).size, 'server')}`], ['servers', plan.servers.join(', ')], ['transport', plan.transports || '–'], ['moved by a full sync', bytes(sum(plan.received)) + (plan.relayed ? `, of which ${bytes(plan.relayed)} through other server ranks` : '')],
     ['received over held', ratio.toFixed(2) + ' (1 is the least)'], ['tensors, messages', `${plan.tensors}, ${plan.messages} in ${plan.buckets} buckets of ${bytes(plan.bucket_bytes)}`], ['plan', String(plan.hash).slice(0, 16) + ', first used for version ' + plan.version]];
   replace(parts.plan, table([{name: ''}, {name: '', text: true}], rows), el('h3', {class: 'gap'}, 'Bytes from each trainer rank to each server rank'), planPicture(plan),
     plan.all_pairs > plan.pairs.length ? el('p', {class: 'soft'}, `the heaviest ${plan.pairs.length} of ${plan.all_pairs} pairs`) : null);

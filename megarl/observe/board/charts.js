@@ -45,10 +45,10 @@ function bytes(value) {
   return value + ' B';
 }
 
-// Round numbers between low and high, at most `count` + 1 of them.
+// Round numbers between low and high, about `count` of them.
 function ticks(low, high, count, whole) {
   const span = Math.max(high - low, 1e-12), rough = span / count, power = 10 ** Math.floor(Math.log10(rough));
-  let step = [1, 2, 5, 10].map(f => f * power).find(s => s >= rough) || 10 * power;
+  let step = [1, 2, 5, 10].map(f => f * power).find(s => s >= 0.7 * rough) || 10 * power;
   if (whole) step = Math.max(1, Math.round(step));
   const found = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-6 && found.length < 40; n++) found.push(n * step || 0); // no -0
@@ -104,7 +104,7 @@ function drawn(lines, options, width, readout) {
   if (options.stacked) y0 = 0;
   if (!options.range) {
     const pad = y1 > y0 ? (y1 - y0) * 0.06 : Math.abs(y1) * 0.1 || (options.unit === '%' ? 0.05 : 1);
-    y1 += pad;
+    y1 = options.unit === '%' && y1 <= 1 ? Math.min(1, y1 + pad) : y1 + pad;
     if (!options.stacked) y0 = y0 >= 0 && y0 - pad < 0 ? 0 : y0 - pad;
   }
   if (y0 === y1) y1 += 1;

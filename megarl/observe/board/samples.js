@@ -72,7 +72,8 @@ function sampleView(sample) {
   return box;
 }
 
-// The part with filter and list. `find(source, query)` answers {samples, next, matching, all}.
+// The part with filter and list. `find(source, query)` answers {samples, next, matching, all, held}; a report holds
+// `held` of all samples, the dashboard finds every one.
 function samplesPart(sources, find) {
   const source = el('select', {'aria-label': 'source', id: 'source'}, sources.map(name => el('option', {value: name}, name === 'training' ? 'trained on' : 'held out, ' + name.replace('-', ' ').replace(/ 0+(?=\d)/, ' '))));
   const number = (id, words) => el('input', {class: 'short', type: 'number', step: 'any', id, 'aria-label': words, placeholder: words});
@@ -88,7 +89,7 @@ function samplesPart(sources, find) {
     fill(list, {}, answer.samples.map(sampleView));
     following = answer.next;
     more.hidden = following === null;
-    replace(count, list.children.length + ' shown of ' + answer.matching.toLocaleString('en-US') + (text.value ? ' searched' : ' that fit') + ', ' + answer.all.toLocaleString('en-US') + ' in all');
+    replace(count, list.children.length + ' shown of ' + answer.matching.toLocaleString('en-US') + (text.value ? ' searched' : ' that fit') + ', ' + answer.all.toLocaleString('en-US') + ' in all' + (answer.held < answer.all ? `, ${answer.held} on this page` : ''));
   }
   let timer = 0;
   const later = () => { clearTimeout(timer); timer = setTimeout(() => load(0), 250); };
@@ -100,8 +101,8 @@ function samplesPart(sources, find) {
   return part;
 }
 
-// The same filter over samples that are on the page already, for the report.
-function filtered(samples, query) {
+// The same filter over samples that are on the page already, for the report; `all` counts those of the run.
+function filtered(samples, query, all) {
   const bound = (text, otherwise) => text === '' || text === undefined ? otherwise : Number(text);
   const numbers = samples.filter(s => {
     const free = query.least === '' && query.most === '';
@@ -109,5 +110,5 @@ function filtered(samples, query) {
   });
   const found = numbers.filter(s => s.turns.map(t => t[1]).join('\n').toLowerCase().includes(query.text.toLowerCase()));
   const page = found.slice(query.start, query.start + query.count), end = query.start + page.length;
-  return {samples: page, next: end < found.length ? end : null, matching: numbers.length, all: samples.length};
+  return {samples: page, next: end < found.length ? end : null, matching: numbers.length, all, held: samples.length};
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -137,6 +138,62 @@ def test_hostile_text_stays_text(run: Path, browser: Chromium) -> None:
     browser.run(f"({inject})(document.createElement('script'))")  # even a script in the page does not run
     assert browser.run("document.title") == "demo: megarl run"
     assert "Content Security Policy" in "".join(browser.complaints)
+
+
+@needs_chromium
+def test_a_page_tells_when_it_was_written_and_how_much_it_holds(
+    run: Path, browser: Chromium, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.observe.page.MAX_SAMPLES", 2)
+    before = time.strftime("written %Y-%m-%d %H:%M")
+    browser.open(f"file://{write_page(run, [('run', 'step 4, 32s ago', '')])}")
+    after = time.strftime("written %Y-%m-%d %H:%M")
+    shown = browser.until("document.getElementById('count').textContent")
+    assert shown == "2 shown of 2 that fit, 3 in all, 2 on this page"
+    text = browser.run("document.body.innerText")
+    assert before in text or after in text
+
+
+@needs_chromium
+@pytest.mark.parametrize(("ranks", "words"), [(1, "1 trainer rank, 2 ranks of 1 server"), (2, "2 trainer ranks, 2")])
+def test_the_sync_plan_counts_its_ranks(run: Path, browser: Chromium, ranks: int, words: str) -> None:
+    plan = {
+        "version": 1,
+        "hash": "ab" * 32,
+        "servers": ["127.0.0.1:3000"],
+        "server_of_rank": [0, 0],
+        "transports": "gloo",
+        "tensors": 3,
+        "messages": 2 * ranks,
+        "buckets": 1,
+        "bucket_bytes": 1000,
+        "pairs": [[sender, receiver, 500] for sender in range(ranks) for receiver in range(2)],
+        "all_pairs": 2 * ranks,
+        "sent": [1000] * ranks,
+        "received": [500 * ranks] * 2,
+        "held": [500 * ranks] * 2,
+    }
+    (run / "sync_plan.json").write_text(json.dumps(plan))
+    browser.open(f"file://{write_page(run)}")
+    assert words in browser.until("document.body.innerText.includes('trainer rank') && document.body.innerText")
+
+
+@needs_chromium
+def test_charts_have_several_steps_on_a_phone_and_no_more_than_100_percent(run: Path, browser: Chromium) -> None:
+    rows = [{"step": s, "eval/accuracy": 1.0, "train/clip_fraction": s / 80} for s in range(1, 81)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    browser.open(f"file://{write_page(run)}", width=400)
+    labels = "[...document.querySelectorAll('#charts svg.plot')].map(p => [...p.querySelectorAll('{}')])"
+    texts = f"(t => t.length === 2 && t)({labels.format('text')}.map(p => p.map(t => t.textContent)))"
+    for shown in browser.until(texts):
+        assert [label for label in shown if label.isdecimal()] == ["20", "40", "60", "80"]
+        percents = [float(label.removesuffix(" %")) for label in shown if label.endswith("%")]
+        assert len(percents) >= 3
+        assert max(percents) == 100
+    apart = "p.map(t => t.getBoundingClientRect()).sort((a, b) => a.left - b.left)"
+    steps = labels.format("text[text-anchor=middle]")
+    gaps = browser.run(f"{steps}.map(p => {apart}).flatMap(b => b.slice(1).map((c, i) => c.left - b[i].right))")
+    assert min(gaps) > 10
 
 
 @needs_chromium
