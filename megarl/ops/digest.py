@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.ops.native import _C, address, where
 
 LEAF_BYTES: int = _C.leaf_bytes
+LEAF_DIGEST = 16  # bytes
 ALIGNMENT = 16  # bytes of one read by a GPU thread
 
 
@@ -21,6 +22,11 @@ def digest(tensor: Tensor) -> str:
     data = tensor.detach().contiguous()
     leaves = leaves_on_gpu(data).cpu().numpy().tobytes() if data.is_cuda else leaves_on_cpu(data)
     return xxhash.xxh3_128_hexdigest(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + leaves)
+
+
+def buffer_bytes(nbytes: int) -> int:
+    """Most bytes that the digest of a contiguous tensor of `nbytes` allocates on a GPU: an aligned copy, and leaves."""
+    return nbytes + -(-nbytes // LEAF_BYTES) * LEAF_DIGEST
 
 
 def leaves_on_cpu(data: Tensor) -> bytes:
@@ -38,6 +44,6 @@ def leaves_on_gpu(data: Tensor) -> Tensor:
     if data.data_ptr() % ALIGNMENT:
         data = data.clone()
     size = data.numel() * data.element_size()
-    leaves = torch.empty(-(-size // LEAF_BYTES), 16, dtype=torch.uint8, device=data.device)
+    leaves = torch.empty(-(-size // LEAF_BYTES), LEAF_DIGEST, dtype=torch.uint8, device=data.device)
     _C.leaf_digests(where(data), address(data), size, address(leaves))
     return leaves
