@@ -88,11 +88,12 @@ class ServerMemory:
     weights: int
     kv_cache: int
     adapters: int = 0  # slots of SGLang's pool
+    staging: int = 0  # buffers of weight syncs
     copies: int = 0  # plain ones of rearranged layers, during a sync; not in `total`
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.adapters
+        return self.weights + self.kv_cache + self.adapters + self.staging
 
 
 def trainer_memory(

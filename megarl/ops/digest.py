@@ -73,6 +73,11 @@ def digests_of(parts: Mapping[K, Parts], leaves: Mapping[K, Tensor]) -> dict[K, 
     return result
 
 
+def buffer_bytes(nbytes: int) -> int:
+    """Most bytes that the digest of a contiguous tensor of `nbytes` allocates on a GPU: an aligned copy, and leaves."""
+    return nbytes + -(-nbytes // LEAF_BYTES) * LEAF_DIGEST
+
+
 def leaves_on_cpu(data: Tensor) -> bytes:
     """Hashes of a contiguous tensor's leaves, 16 bytes each, by the library xxhash."""
     view = data.flatten().view(torch.uint8).numpy().data

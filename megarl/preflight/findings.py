@@ -17,20 +17,23 @@ import psutil
 from transformers import PretrainedConfig
 
 from megarl.actor.config import RECOMPUTE
-from megarl.actor.memory import GPU_RUNTIME, TrainerMemory
+from megarl.actor.memory import GPU_RUNTIME
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
+from megarl.preflight.planned_places import planned_names
+from megarl.preflight.planned_sync import staging_name
 from megarl.preflight.roofline import estimate_step, limits_rollout
-from megarl.preflight.shapes import served_teacher_of, teacher_of
+from megarl.preflight.shapes import served_teacher_of, server_dtype, teacher_of
 from megarl.preflight.sizing import (
     GIB,
     beside_actor,
     cache_of,
     memory_of,
+    peaks_of,
     phases_of,
-    server_dtype,
     server_memory_of,
     size,
+    synced_server_of,
 )
 from megarl.teacher_checks import check_teacher_model, teacher_servers
 
@@ -72,7 +75,10 @@ def findings(config: Config, model: PretrainedConfig, folder: Path) -> list[Find
     else:
         problems += refusals(server_checks(config, folder))
     if has_sizes(config, model):
-        problems += _of_cache(config, model) + _of_layout(config) + _of_memory(config, model) + _of_times(config, model)
+        problems += _of_cache(config, model) + _of_layout(config)
+        unplanned = refusals([partial(planned_names, config)]) if config.method == "rl" else []
+        problems += unplanned or _of_memory(config, model)  # a sync's buffers depend on the transport
+        problems += _of_times(config, model)
     return list(dict.fromkeys(problems))
 
 
@@ -124,12 +130,12 @@ def _of_layout(config: Config) -> list[Finding]:
 
 def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Ranks and servers that do not fit into memory."""
-    stages = memory_of(config, model)
+    peaks = peaks_of(config, model)
     servers = config.server.n_servers * config.server.tp_size if config.method == "rl" else 0
-    server = server_memory_of(config, model).total if servers else 0
+    server = synced_server_of(config, model).total if servers else 0
     if not config.cluster.gpus_per_node:
         per_stage = config.parallel.world_size() // config.parallel.pp_size
-        needed = sum(stage.total + sum(beside_actor(config, stage).values()) for stage in stages) * per_stage
+        needed = sum(peaks) * per_stage
         needed += servers * server + config.teacher.n_servers * config.teacher.tp_size * _served_teacher_bytes(config)
         available = psutil.virtual_memory().total
         if needed <= FULL * available:
@@ -137,13 +143,12 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         text = f"ranks and servers need {size(needed)} of this machine's {size(available)}; {REMEDY}"
         return [Finding(f"{text}, or plan for GPUs (cluster.gpus_per_node)")]
     if config.method == "rl" and config.server.colocate:
-        return _of_phases(config, model, stages)
+        return _of_phases(config, model)
     max_bytes = FULL * config.cluster.gpu_memory_gib * GIB
     limit = f"{FULL:.0%} of cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}"
-    problems = _of_unused_memory(config, model, stages)
-    for rank, stage in enumerate(stages):
-        beside = beside_actor(config, stage)
-        needed = stage.total + sum(beside.values())
+    problems = _of_unused_memory(config, model, peaks)
+    beside_of_stage = beside_actor(config, model, memory_of(config, model))
+    for rank, (needed, beside) in enumerate(zip(peaks, beside_of_stage, strict=True)):
         if needed > max_bytes:
             others = f" with its {' and '.join(beside)}" if beside else ""
             problems.append(Finding(f"pipeline rank {rank}{others} needs {size(needed)} a GPU, over {limit}; {REMEDY}"))
@@ -151,7 +156,9 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         problems += _of_copies(config, model)
     if server > max_bytes:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
-        problems.append(Finding(f"a server rank needs {size(server)}, over {limit}; {remedy}"))
+        staging = synced_server_of(config, model).staging
+        others = f" with its {staging_name(config)}" if staging else ""
+        problems.append(Finding(f"a server rank{others} needs {size(server)}, over {limit}; {remedy}"))
     if (teacher := _served_teacher_bytes(config)) > max_bytes:
         remedy = "raise teacher.tp_size, or lower server.max_total_tokens"
         problems.append(Finding(f"a rank of a teacher server needs {size(teacher)}, over {limit}; {remedy}"))
@@ -160,11 +167,12 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
 
 def _of_copies(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Plain copies of a server's rearranged layers, which a sync puts beside weights and cache."""
-    copies, share = server_memory_of(config, model).copies, cache_of(config, model).share
-    free = (1 - share) * config.cluster.gpu_memory_gib * GIB - GPU_RUNTIME
+    server, share = synced_server_of(config, model), cache_of(config, model).share
+    copies, others = server.copies, server.staging + GPU_RUNTIME
+    free = (1 - share) * config.cluster.gpu_memory_gib * GIB - others
     if copies <= free or not share:
         return []
-    lower = max(0.1, 1 - (copies + GPU_RUNTIME) / (config.cluster.gpu_memory_gib * GIB))
+    lower = max(0.1, 1 - (copies + others) / (config.cluster.gpu_memory_gib * GIB))
     return [
         Finding(
             f"server.quantization={config.server.quantization} copies a server rank's layers during a sync, "
@@ -182,15 +190,15 @@ def _served_teacher_bytes(config: Config) -> int:
     return server_memory_of(replace(config, server=server), model).total
 
 
-def _of_unused_memory(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[Finding]:
+def _of_unused_memory(config: Config, model: PretrainedConfig, peaks: list[int]) -> list[Finding]:
     """Room for activations that a run computes again."""
     gib = config.cluster.gpu_memory_gib
     for recompute in RECOMPUTE[: RECOMPUTE.index(config.actor.recompute)]:  # the one with most memory first
         lighter = replace(config, actor=replace(config.actor, recompute=recompute))
-        needed = max(stage.total + sum(beside_actor(config, stage).values()) for stage in memory_of(lighter, model))
+        needed = max(peaks_of(lighter, model))
         if needed <= ROOMY * gib * GIB:
-            peak = max(stage.total + sum(beside_actor(config, stage).values()) for stage in stages)
-            text = f"actor.recompute={config.actor.recompute} leaves {size(gib * GIB - peak)} of a trainer GPU unused; "
+            free = size(gib * GIB - max(peaks))
+            text = f"actor.recompute={config.actor.recompute} leaves {free} of a trainer GPU unused; "
             remedy = f"actor.recompute={recompute} needs {size(needed)} and computes less"
             return [Finding(text + remedy, stops=False)]
     return []
@@ -208,7 +216,7 @@ def _of_balance(config: Config, model: PretrainedConfig) -> list[Finding]:
     return [Finding(f"{text}move GPUs ({remedy}), or set server.colocate=true on one machine", stops=False)]
 
 
-def _of_phases(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[Finding]:
+def _of_phases(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Phases of a co-located run in which trainer and servers together do not fit into a GPU."""
     gib, problems = config.cluster.gpu_memory_gib, []
     remedies = {
@@ -217,8 +225,8 @@ def _of_phases(config: Config, model: PretrainedConfig, stages: list[TrainerMemo
         "training": REMEDY,
         "syncing": "raise parallel.tp_size and server.tp_size, or lower reshard.bucket_bytes",
     }
-    for rank, stage in enumerate(stages):
-        for phase in phases_of(config, model, stage):
+    for rank, phases in enumerate(phases_of(config, model)):
+        for phase in phases:
             if phase.total > FULL * gib * GIB:
                 text = f"{phase.name}: pipeline rank {rank} with {size(phase.trainer)} and a server rank with "
                 limit = f"{size(phase.server)} share a GPU, over {FULL:.0%} of cluster.gpu_memory_gib={gib:g}; "

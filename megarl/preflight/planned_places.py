@@ -26,13 +26,20 @@ def planned_transports(config: Config) -> str:
     return str(_choice(config))
 
 
-def planned_bucket_bytes(config: Config) -> int:
-    """Bytes of a staging buffer, by `planned_transports` where the configuration leaves them open.
+def planned_names(config: Config) -> tuple[str, ...]:
+    """Names of the transports to the servers; of one that sends full tensors, full or disk.
 
     Raises:
         UserError: the machines rule reshard.transport out.
     """
-    names = ("gloo",) if sends_full(config) else _choice(config).names
+    if sends_full(config):
+        return ("disk" if config.reshard.transport == "disk" else "full",)
+    return _choice(config).names
+
+
+def planned_bucket_bytes(config: Config) -> int:
+    """Bytes of a staging buffer, by `planned_names` where the configuration leaves them open. Raises as it does."""
+    names = ("gloo",) if sends_full(config) else planned_names(config)
     return config.reshard.bucket_bytes or largest_bucket(names)
 
 
@@ -50,6 +57,11 @@ def _choice(config: Config) -> TransportChoice:
         raise UserError(str(error)) from error
 
 
+def trainers_on_gpu(config: Config) -> bool:
+    """True if the trainer ranks will hold their weights on GPUs."""
+    return config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
+
+
 def planned_world(config: Config) -> dict[str, Any]:
     """The places of all ranks, as `choose_transports` takes them; a server sees all GPUs of its machine."""
     machines = machines_of(config)
@@ -59,10 +71,9 @@ def planned_world(config: Config) -> dict[str, Any]:
         visible = [f"GPU {i}" for i in range(node * per_node, (node + 1) * per_node)] if on_gpu else []
         return {"node": f"node {node}", "gpu": f"GPU {number}" if on_gpu else "", "visible_gpus": visible}
 
-    trainers_on_gpu = config.cluster.gpus_per_node > 0 or platform.takes_gpu_options()
     first, tp = machines.first_server_gpu, machines.server_tp
     return {
-        "sources": [place(rank, trainers_on_gpu) for rank in range(machines.trainers)],
+        "sources": [place(rank, trainers_on_gpu(config)) for rank in range(machines.trainers)],
         "servers": [
             [place(first + server * tp + rank, servers_on_gpu(config)) for rank in range(tp)]
             for server in range(machines.servers)

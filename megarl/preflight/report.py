@@ -16,9 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -29,9 +27,8 @@ from megarl import cli
 from megarl.actor.memory import TrainerMemory, host_memory
 from megarl.actor.parameter_counts import count_parameters
 from megarl.actor.trait_checks import trained_model
-from megarl.actor.weights.shards import world_table
-from megarl.config import Config, longest_sequence, server_ep_size
-from megarl.families import read_config, with_adapters, without_mtp
+from megarl.config import Config, longest_sequence
+from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.launcher.slurm import plan_of, rendered
@@ -41,18 +38,11 @@ from megarl.preflight import sizing, sync_report
 from megarl.preflight.environment import environment_findings
 from megarl.preflight.findings import Finding, findings, has_sizes, refusals
 from megarl.preflight.planned_places import planned_bucket_bytes, planned_transports
+from megarl.preflight.planned_sync import planned_sync, sends_on, server_sync, staging_name, trainer_sync
 from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.shapes import folder_of, teacher_of
 from megarl.preflight.sizing import size
 from megarl.preflight.tune import tune
-from megarl.reshard.plan.holdings import Topology
-from megarl.reshard.plan.megatron_layout import source_holdings
-from megarl.reshard.plan.planner import PlanError, plan
-from megarl.reshard.plan.quantised import quantised_sources
-from megarl.reshard.plan.sglang_adapters import adapter_holdings
-from megarl.reshard.plan.sglang_layout import server_holdings
-from megarl.reshard.plan.transfer_plan import TransferPlan
-from megarl.rollout.servers.served_adapters import ServedAdapters
 from megarl.served_checks import adapter_names, adapters_on_servers
 from megarl.teacher_checks import teacher_servers
 from megarl.trainer.adapter_configs import load_adapters
@@ -148,18 +138,20 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
     for field in fields(TrainerMemory):
         if any(getattr(stage, field.name) for stage in stages):
             table.add_row(field.name, *(size(getattr(stage, field.name)) for stage in stages))
-    beside = [sizing.beside_actor(config, stage) for stage in stages]
+    beside = sizing.beside_actor(config, model, stages)
     for name in beside[0]:
         table.add_row(name, *(size(others[name]) for others in beside))
     table.add_section()
     totals = [stage.total + sum(others.values()) for stage, others in zip(stages, beside, strict=True)]
     table.add_row("peak", *map(size, totals))
-    if config.actor.offload_optimizer or config.actor.offload_activations:
-        host = [host_memory(model, config.parallel, config.actor, rank, load) for rank in range(len(stages))]
+    host = [host_memory(model, config.parallel, config.actor, rank, load) for rank in range(len(stages))]
+    if config.method == "rl" and config.cluster.gpus_per_node:
+        host = [nbytes + sync.host for nbytes, sync in zip(host, trainer_sync(config, model), strict=True)]
+    if any(host):
         table.add_row("on the host", *map(size, host))
     yield table
     if config.method == "rl":
-        need, cache = sizing.server_memory_of(config, model), sizing.cache_of(config, model)
+        need, cache = sizing.synced_server_of(config, model), sizing.cache_of(config, model)
         servers = _table(f"Memory of a server {what}", "", f"tp {config.server.tp_size}", show_header=False)
         servers.add_row("weights", size(need.weights))
         if need.adapters:
@@ -174,12 +166,22 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
             longest = batch_of(config).longest
             fits = f"{cache.tokens:,} tokens, {cache.tokens // longest:,} sequences of full length ({longest})"
             servers.add_row("holds", fits)
+        servers.add_row(staging_name(config), _staging(config))
         servers.add_row("total", size(need.total))
         yield servers
     if (routes := sizing.routes_of(config, model)) is not None:
         yield routes_table(routes)
     if config.method == "rl" and config.server.colocate and config.cluster.gpus_per_node:
         yield phases_table(config, model, stages)
+
+
+def _staging(config: Config) -> str:
+    """The buffers of a server rank for weight syncs, in words."""
+    sync, nbytes = server_sync(config), planned_bucket_bytes(config)
+    text = f"{size(sync.staging)}: {sync.staging // nbytes} x {size(nbytes)}"
+    if sends_on(config):
+        text += f", as servers send on (reshard.relay={config.reshard.relay})"
+    return text + (" on the host" if config.cluster.gpus_per_node and not sync.on_gpu else "")
 
 
 def routes_table(routes: sizing.RouteBytes) -> Table:
@@ -196,7 +198,7 @@ def routes_table(routes: sizing.RouteBytes) -> Table:
 
 def phases_table(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> Table:
     """Bytes on a GPU that trainer and servers share in turn, by phase and pipeline stage."""
-    phases = [sizing.phases_of(config, model, stage) for stage in stages]
+    phases = sizing.phases_of(config, model)
     table = _table("Memory of a shared GPU", "phase", *(f"pp {rank}" for rank in range(len(stages))))
     for number, phase in enumerate(phases[0]):
         rows = [stage_phases[number] for stage_phases in phases]
@@ -251,46 +253,6 @@ def versions_table(gpus: GPUs) -> Table:
     else:
         table.add_row("GPUs", "not found")
     return table
-
-
-def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapters | None = None) -> TransferPlan:
-    """Plans the sync of all weights, or of `adapters` alone.
-
-    Raises:
-        UserError: the method has no servers, or trainer and servers do not fit together.
-    """
-    if config.method != "rl":
-        raise UserError(f"show=reshard: method={config.method} has no servers that weights are sent to")
-    machines, server = machines_of(config), config.server
-    first, per_node = machines.first_server_gpu, machines.gpus_per_node
-    topology = Topology(
-        source_node=np.arange(machines.trainers) // per_node,
-        node=np.arange(first, first + server.n_servers * server.tp_size) // per_node,
-        server=np.arange(server.n_servers).repeat(server.tp_size),
-    )
-    shape: dict[str, Any] = {
-        "tp_size": server.tp_size,
-        "n_servers": server.n_servers,
-        "dtype": sizing.server_dtype(config, model),
-        "cpu": not config.cluster.gpus_per_node,
-    }
-    trained = without_mtp(model)
-    if adapters is None:
-        shape |= {"ep_size": server_ep_size(config), "format": server.format}
-        held = server_holdings(model, **shape)
-    else:
-        trained = with_adapters(trained, adapters.shape)
-        held = adapter_holdings(model, adapters.shape, adapters.names, **shape)
-    try:
-        sources = source_holdings(world_table(trained, config.parallel), config.actor.dtype)
-        if adapters is not None:
-            sources = sources.of_adapters(adapters.names)
-        elif server.format is not None:
-            sources = quantised_sources(sources, server.format, config.parallel)
-        relay = config.reshard.relay_among(server.n_servers)
-        return plan(sources, held, topology, planned_bucket_bytes(config), relay=relay)
-    except PlanError as error:
-        raise UserError(f"weights cannot be planned from trainer to servers: {error}") from error
 
 
 def _table(title: str, *columns: str, show_header: bool = True) -> Table:

@@ -30,7 +30,8 @@ from megarl.actor.memory import ITEM_BYTES, server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
 from megarl.families import decoder
-from megarl.preflight.sizing import cache_of, server_dtype
+from megarl.preflight.shapes import server_dtype
+from megarl.preflight.sizing import cache_of
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
 from megarl.teacher_checks import teacher_servers
 from megarl.trainer.batch_algebra import batch_of

@@ -37,6 +37,13 @@ def folder_of(path: str, knob: str = "actor.path") -> Path:
     return cli.ASSETS / "configs" / path
 
 
+def server_dtype(config: Config, model: PretrainedConfig) -> str:
+    """Dtype of the served weights; `auto` is the checkpoint's."""
+    if config.server.dtype != "auto":
+        return config.server.dtype
+    return str(model.dtype).removeprefix("torch.") if model.dtype is not None else config.actor.dtype
+
+
 def teacher_of(config: Config) -> PretrainedConfig | None:
     """Shape of the frozen teacher in the trainer's ranks; None if there is none."""
     if not isinstance(config.algorithm, OPDConfig) or config.teacher.source != "trainer" or not config.teacher.path:

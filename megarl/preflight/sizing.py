@@ -30,8 +30,8 @@ from megarl.config import Config
 from megarl.families import decoder, read_config
 from megarl.families.hf_config import padded_vocab_size
 from megarl.parallel.config import ParallelConfig
-from megarl.preflight.planned_places import planned_bucket_bytes
-from megarl.preflight.shapes import folder_of, teacher_of
+from megarl.preflight.planned_sync import server_sync, staging_name, trainer_sync
+from megarl.preflight.shapes import folder_of, server_dtype, teacher_of
 from megarl.reshard.plan.sglang_adapters import slot_elements
 from megarl.served_checks import adapters_on_servers
 from megarl.trainer.batch_algebra import batch_of
@@ -121,12 +121,34 @@ def model_beside(actor: EngineConfig, stage: TrainerMemory) -> int:
     return weights_beside(actor, stage) + stage.gradients + stage.optimizer
 
 
-def beside_actor(config: Config, stage: TrainerMemory) -> dict[str, int]:
-    """Bytes of the other models on a rank that holds `stage` of the actor.
+def beside_actor(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[dict[str, int]]:
+    """Bytes beside the actor on a rank of each of its `stages`: of other models, and of weight syncs.
 
     A reference's weights are resident while it computes log-probs; a critic's weights, gradients and optimizer always.
-    With adapters the reference is their base, which critic and further adapters share.
+    With adapters the reference is their base, which critic and further adapters share. Buffers of weight syncs stay
+    between them.
+
+    Raises:
+        UserError: weights cannot be sent as planned.
     """
+    others = [_other_models(config, stage) for stage in stages]
+    if config.method == "rl":
+        for of_stage, sync in zip(others, trainer_sync(config, model), strict=True):
+            if not config.cluster.gpus_per_node or sync.on_gpu:
+                of_stage[staging_name(config)] = sync.staging
+                of_stage |= {"copies for deltas": sync.copies} if sync.copies else {}
+    return others
+
+
+def peaks_of(config: Config, model: PretrainedConfig) -> list[int]:
+    """Bytes of a trainer rank at its peak, with all that is beside the actor, by pipeline rank."""
+    stages = memory_of(config, model)
+    beside = beside_actor(config, model, stages)
+    return [stage.total + sum(others.values()) for stage, others in zip(stages, beside, strict=True)]
+
+
+def _other_models(config: Config, stage: TrainerMemory) -> dict[str, int]:
+    """Bytes of the other models on a rank that holds `stage` of the actor."""
     other_models = {}
     if needs_reference(config) and not config.actor.lora.rank:
         other_models["reference"] = stage.weights
@@ -156,20 +178,23 @@ class Phase:
         return self.trainer + self.server
 
 
-def phases_of(config: Config, model: PretrainedConfig, stage: TrainerMemory) -> list[Phase]:
-    """Memory of a co-located run on a GPU with pipeline stage `stage`, phase by phase.
+def phases_of(config: Config, model: PretrainedConfig) -> list[list[Phase]]:
+    """Memory of a co-located run on a GPU, phase by phase, for each pipeline stage.
 
-    Every process keeps its CUDA context. A sync's staging buffers are two buckets on each side.
+    Every process keeps its CUDA context and the buffers of weight syncs.
     """
-    weights = _weights_of(config, stage)
-    server, staging = server_memory_of(config, model), 2 * planned_bucket_bytes(config)
-    trained = stage.total + sum(beside_actor(config, stage).values())
-    synced = weights + GPU_RUNTIME + staging, server.weights + GPU_RUNTIME + staging
-    return [
-        Phase("sampling", _kept_while_sampling(config, stage), server.total + GPU_RUNTIME),
-        Phase("training", trained, GPU_RUNTIME),
-        Phase("syncing", *synced),
-    ]
+    stages, server, receiver = memory_of(config, model), synced_server_of(config, model), server_sync(config)
+    asleep, phases = GPU_RUNTIME + receiver.gpu, []
+    for stage, peak, sender in zip(stages, peaks_of(config, model), trainer_sync(config, model), strict=True):
+        held, weights = GPU_RUNTIME + sender.gpu, _weights_of(config, stage)
+        phases.append(
+            [
+                Phase("sampling", _kept_while_sampling(config, stage) + sender.gpu, server.total + GPU_RUNTIME),
+                Phase("training", peak, asleep),
+                Phase("syncing", weights + held + sender.digests, server.weights + asleep + receiver.digests),
+            ]
+        )
+    return phases
 
 
 def _weights_of(config: Config, stage: TrainerMemory) -> int:
@@ -191,18 +216,22 @@ def given_up_of(config: Config, stage: TrainerMemory) -> int:
     return kept[config.actor.offload_while_sampling]
 
 
-def server_dtype(config: Config, model: PretrainedConfig) -> str:
-    """Dtype of the served weights; `auto` is the checkpoint's."""
-    if config.server.dtype != "auto":
-        return config.server.dtype
-    return str(model.dtype).removeprefix("torch.") if model.dtype is not None else config.actor.dtype
-
-
 def server_memory_of(config: Config, model: PretrainedConfig) -> ServerMemory:
     """Memory of a server rank, with the cache of `cache_of` and the slots of adapters that are sent alone."""
     tp, dtype = config.server.tp_size, server_dtype(config, model)
     memory = server_memory(model, tp, dtype, cache_of(config, model).tokens, config.server.format, cache_bytes(config))
     return replace(memory, adapters=adapter_slots(config, model))
+
+
+def synced_server_of(config: Config, model: PretrainedConfig) -> ServerMemory:
+    """Memory of a server rank that the trainer sends weights to, with the buffers that stay between weight syncs.
+
+    Raises:
+        UserError: weights cannot be sent as planned.
+    """
+    sync = server_sync(config)
+    staging = sync.gpu if config.cluster.gpus_per_node else sync.held
+    return replace(server_memory_of(config, model), staging=staging)
 
 
 def adapter_slots(config: Config, model: PretrainedConfig) -> int:

@@ -11,6 +11,7 @@ from rich.table import Table
 from megarl.reshard.plan.box_arrays import BoxArray, sum_by
 from megarl.reshard.plan.holdings import Ints
 from megarl.reshard.plan.transfer_plan import NO_RELAY, TransferPlan
+from megarl.reshard.transfer.transports.base import SLOTS
 
 LISTED_RANKS = 16  # larger sides are summarised
 
@@ -139,7 +140,7 @@ def _overview(plan: TransferPlan, summary: PlanSummary, bandwidth: float, transp
         ("messages", f"{len(plan.messages.bucket):,}"),
         (
             "staging",
-            f"{size(2 * plan.bucket_bytes)} a rank, two buckets" + ("; a relay twice" if plan.is_relayed else ""),
+            f"{size(SLOTS * plan.bucket_bytes)} a rank, two buckets" + ("; a relay twice" if plan.is_relayed else ""),
         ),
         ("waived", ", ".join(plan.waived) or "nothing"),
         ("time", f"at least {duration(slowest)} at {bandwidth / 1e9:g} GB/s a rank"),

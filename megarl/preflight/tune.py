@@ -39,16 +39,17 @@ from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.shapes import teacher_of
 from megarl.preflight.sizing import (
     GIB,
-    beside_actor,
-    memory_of,
     model_beside,
     needs_critic,
     needs_reference,
+    peaks_of,
     server_memory_of,
     size,
     teacher_bytes,
 )
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
+from megarl.reshard.transfer.transports import MESSAGE_TRANSPORTS, largest_bucket
+from megarl.reshard.transfer.transports.base import SLOTS
 from megarl.trainer.batch_algebra import BatchAlgebra, batch_of
 
 BEST = 5
@@ -82,7 +83,7 @@ class Layout:
     recompute: str
     max_tokens: int
     seconds: float
-    memory: int  # bytes of the fullest rank
+    memory: int  # bytes of the fullest rank, without weight syncs
 
     @property
     def ranks(self) -> int:
@@ -124,9 +125,11 @@ def propose(config: Config, model: PretrainedConfig, folder: Path, gpus: int) ->
         UserError: no layout fits.
     """
     options = heapq.nsmallest(TRIED, _combined(config, model, gpus), key=lambda option: option[0])
-    planned = ((layout, _planned(config, layout, servers)) for _, layout, servers in options)
-    accepted = ((la, run) for la, run in planned if not any(f.stops for f in findings(run, model, folder)))
-    best = [Proposal(run, estimate(run, model), la.memory) for la, run in itertools.islice(accepted, BEST)]
+    planned = (_planned(config, layout, servers) for _, layout, servers in options)
+    accepted = (run for run in planned if not any(f.stops for f in findings(run, model, folder)))
+    weighed = ((run, max(peaks_of(run, model))) for run in accepted)
+    fitting = ((run, memory) for run, memory in weighed if memory <= ROOMY * config.cluster.gpu_memory_gib * GIB)
+    best = [Proposal(run, estimate(run, model), memory) for run, memory in itertools.islice(fitting, BEST)]
     if not best:
         raise UserError(
             f"gpus={gpus}: no layout of {config.actor.path} with server.dtype={config.server.dtype} fits "
@@ -209,11 +212,12 @@ class Search:
     batch: BatchAlgebra
     reference: bool
     critic: bool
-    limit: int  # bytes of a GPU
+    limit: int  # bytes of a GPU, less the largest staging of weight syncs
 
     @staticmethod
     def of(config: Config, model: PretrainedConfig) -> Search:
-        limit = int(ROOMY * config.cluster.gpu_memory_gib * GIB)
+        staging = SLOTS * (config.reshard.bucket_bytes or largest_bucket(MESSAGE_TRANSPORTS))
+        limit = int(ROOMY * config.cluster.gpu_memory_gib * GIB) - staging * (config.method == "rl")
         others = needs_reference(config) and not config.actor.lora.rank, needs_critic(config)
         return Search(config, TrainerWork.of(config, model), batch_of(config), *others, limit)
 
@@ -340,7 +344,7 @@ def tune(config: Config, model: PretrainedConfig, folder: Path, gpus: int | None
         table.add_column(name, justify="left" if name in ("", "trainer") else "right")
     for number, proposal in enumerate(proposals, 1):
         table.add_row(str(number), *_cells(proposal.config, proposal.step, proposal.memory))
-    own = max(stage.total + sum(beside_actor(config, stage).values()) for stage in memory_of(config, model))
+    own = max(peaks_of(config, model))
     table.add_section()
     table.add_row(f"given, {gpus_of(config)} GPUs", *_cells(config, estimate(config, model), own))
     table.caption = "a roofline, not measured; the trainer's memory per GPU, tokens of a microbatch, seconds"

@@ -17,7 +17,7 @@ from megarl.algorithms import algorithm_of
 from megarl.families import read_config, with_adapters
 from megarl.families.adapters import is_adapter
 from megarl.observe.run_folder import new_run
-from megarl.preflight.report import planned_sync
+from megarl.preflight.planned_sync import planned_sync
 from megarl.reshard.session import SyncReport
 from megarl.served_checks import adapters_on_servers
 from megarl.trainer import rl

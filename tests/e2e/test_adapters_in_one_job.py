@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megarl import cli, train
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
-from megarl.preflight.report import planned_sync
+from megarl.preflight.planned_sync import planned_sync
 from megarl.rollout.executor import NoSamplesError
 from megarl.served_checks import adapters_on_servers
 from megarl.trainer.inputs import read_inputs

@@ -20,6 +20,7 @@ from batches import batch, config, without  # noqa: E402
 from fake_cuda import build  # noqa: E402
 
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
+from megarl.reshard.config import RELAYING  # noqa: E402
 
 NUMBERS = HERE.parents[1] / "docs/numbers.md"
 Case = tuple[str, dict[str, Any], dict[str, int]]
@@ -40,6 +41,15 @@ RANKS = {
 SKIPPED = {"megarl/ops/skipped_columns.py kept_columns: size": "which columns its products need"}
 EXPERTS = {
     "megatron/core/transformer/moe/token_dispatcher.py _maybe_dtoh_and_synchronize: synchronize": "tokens by expert"
+}
+# Transports -> where a trainer rank and a server rank have their staging memory
+STAGING = {
+    "gloo": ("host", "host"),
+    "shm": ("host", "host"),
+    "nccl": ("gpu", "gpu"),
+    "cuda_ipc": ("gpu", "host"),
+    "nixl": ("gpu", "gpu"),
+    "mooncake": ("gpu", "gpu"),
 }
 # Routes through the LM head -> most memory as a share of the logits, and products of 2 T V H operations.
 HEAD = {
@@ -89,6 +99,11 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "float32 state": ("state", {"path": dense, "folder": str(folder / "float32")}, {}),
         "bfloat16 state": ("state", {**sixteen, "folder": str(folder / "bfloat16")}, {}),
         **{name: ("exact", {"transport": name}, {}) for name in ("gloo", "shm", "nccl", "cuda_ipc")},
+        **{f"memory, {name}": ("memory", {"transport": name, "relay": "off", "keep": True}, {}) for name in STAGING},
+        **{
+            f"memory, relays of {name}": ("memory", {"transport": name, "relay": "1", "keep": False}, {})
+            for name in RELAYING[1:]
+        },
         "full": ("full", {"folder": str(folder / "full")}, {}),
         "debug_kernels": ("debug_kernels", {"path": dense}, {}),
         "notices": ("notices", {}, {}),
@@ -280,6 +295,22 @@ def test_weights_arrive_and_only_digests_bring_them_to_the_host(outcomes: Any, n
     assert found["reads"][1] == [through_host, through_host], "without digests"
     digests = 0 if through_host else 1  # of all parts, where the packed buckets are on the device
     assert found["reads"][0] == [digests + through_host, through_host], "with digests of all parts"
+
+
+@pytest.mark.parametrize("name", STAGING)
+def test_syncs_hold_the_memory_that_preflight_counts(outcomes: Any, name: str) -> None:
+    """Two buckets of 4 KiB a rank, and the trainer's copies of what it sent. The case compares live tensors with it."""
+    found, (trainer, servers) = result(outcomes, f"memory, {name}"), STAGING[name]
+    buckets, total = 2 * 4096, sum(found["gpu"] + found["host"])
+    assert found[trainer][0] > buckets + 4096
+    assert found[servers][1:] == [buckets, buckets]
+    assert total == found[trainer][0] + 2 * buckets
+
+
+@pytest.mark.parametrize("name", RELAYING[1:])
+def test_relays_hold_two_buckets_more(outcomes: Any, name: str) -> None:
+    found = result(outcomes, f"memory, relays of {name}")
+    assert found["host" if name == "gloo" else "gpu"] == [2 * 4096, 4 * 4096, 4 * 4096]  # relays in turn
 
 
 def test_full_tensors_go_to_the_host_once(outcomes: Any) -> None:

@@ -21,7 +21,8 @@ from megarl.reshard.transfer.full_tensor_transfer import FullTensorSender
 from megarl.reshard.transfer.shard_transfer import Route, ShardReceiver, ShardSender
 from megarl.reshard.transfer.store import Deadline, join_store, open_store
 from megarl.reshard.transfer.transports import disk, transport_named
-from megarl.reshard.transfer.transports.base import PlainStaging
+from tests.unit.reshard import test_mooncake, test_nixl
+from tests.unit.reshard.memory_cases import check
 from tests.unit.reshard.test_shard_transfer import damage_one_message
 
 HOST = "127.0.0.1"
@@ -113,14 +114,14 @@ def exact(transport: str) -> dict[str, Any]:
         return empty(*size, pin_memory=pin_memory, **options)
 
     def join(rank: int) -> Any:
-        plain = rank == 1 and transport_class.in_place
-        with patch.object(torch, "empty", recorded):
-            staging = PlainStaging(BUCKET_BYTES) if plain else transport_class.make_staging(BUCKET_BYTES)
+        make = transport_class.make_receiver_staging if rank == 1 else transport_class.make_staging
+        staging = make(BUCKET_BYTES)
         private = PrefixStore("group", join_store(HOST, store.port, 60))
         return transport_class(private, HOST, rank, 2, 60, staging)
 
     with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(join, (0, 1)))
+        with patch.object(torch, "empty", recorded):
+            ends = list(pool.map(join, (0, 1)))
         if transport == "gloo":
             assert pinned == [True] * 4, "CUDA copies pageable memory through a buffer of its own"
         to, back = Route("rank 0 of server 0", ends[0], 1), Route("trainer rank 0", ends[1], 0)
@@ -153,6 +154,17 @@ def exact(transport: str) -> dict[str, Any]:
         with pytest.raises(VerificationError, match="rank 0 does not hold what was sent of"):
             check_messages(transfer_plan, sample, [sending.result().digests], 0, receiver.read_back(sample), "rank 0")
     return {"messages": len(sender.messages), "parts": len(transfer_plan.ops.row), "reads": reads}
+
+
+def memory(transport: str, relay: str, keep: bool) -> dict[str, list[int]]:
+    """Ranks of weight syncs hold what `sync_memory` says. Returns its bytes of the trainer and of both servers."""
+    torch.distributed.ProcessGroupNCCL = NcclOverGloo  # type: ignore[attr-defined]
+    share_memory_of_one_process()
+    with pytest.MonkeyPatch.context() as patched:
+        test_nixl.install_stand_in(patched)
+        test_mooncake.install_stand_in(patched)
+        told = check(transport, "cuda", relay=relay, keep=keep)
+    return {"gpu": [rank.gpu for rank in told], "host": [rank.host for rank in told]}
 
 
 def full(folder: str) -> dict[str, Any]:

@@ -66,6 +66,21 @@ RELAYS: Bugs = {
             ("servers behind a bad relay are left out, and it stays", "if not relays:", "if True:"),
         ],
     },
+    "megarl/reshard/transfer/memory.py": {
+        unit("reshard/test_sync_memory"): [
+            ("a relay's own staging is not counted", "bucket_bytes * (1 + forwards)", "bucket_bytes"),
+            ("a receiver's digests are counted of the sender's GPU", " and not (receives and transport.in_place)", ""),
+        ],
+        unit("preflight/test_planned_sync"): [
+            ("staging of a GPU is counted on the host", "return self.held if self.on_gpu else 0", "return 0"),
+        ],
+    },
+    "megarl/preflight/planned_sync.py": {
+        unit("preflight/test_planned_sync"): [
+            ("relays of the trainer's own nodes are counted", "is_near) < ranks for", "False) < ranks for"),
+            ("a stage has the copies of the last rank", "max(kept[place.pp], nbytes)", "nbytes"),
+        ],
+    },
     "megarl/reshard/transfer/transports/mooncake.py": {
         unit("reshard/test_mooncake"): [
             ("a read that failed passes", "        if outcome:", "        if False:"),

@@ -171,6 +171,13 @@ class TransferPlan:
         return sum_by(self.messages.source[direct], sizes, len(self.topology.source_node))
 
     @cached_property
+    def bytes_packed(self) -> Ints:
+        """Bytes of the different buckets that each source rank sends, `[source ranks]`."""
+        direct, buckets = self.messages.relay == NO_RELAY, len(self.buckets.nbytes)
+        packed = np.unique(self.messages.source[direct] * buckets + self.messages.bucket[direct])
+        return sum_by(packed // buckets, self.buckets.nbytes[packed % buckets], len(self.topology.source_node))
+
+    @cached_property
     def bytes_forwarded(self) -> Ints:
         """Bytes sent on by each destination rank, `[destination ranks]`."""
         relayed = self.messages.relay != NO_RELAY

@@ -140,10 +140,7 @@ class ServerRank:
         number, server = places[0]
         if self.group is None:
             transport_class = transport_named(server.transport_name)
-            needs_memory = not transport_class.in_place
-            self.staging = (
-                transport_class.make_staging(spec.bucket_bytes) if needs_memory else PlainStaging(spec.bucket_bytes)
-            )
+            self.staging = transport_class.make_receiver_staging(spec.bucket_bytes)
             size = spec.senders + self.server_group.size
             self.group = transport_class(
                 self.private_store, self.address, spec.senders + self.rank, size, deadline.left(), self.staging

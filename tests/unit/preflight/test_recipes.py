@@ -16,8 +16,9 @@ from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.preflight import report, shapes, sync_report
+from megarl.preflight.planned_sync import planned_sync
 from megarl.preflight.roofline import estimate_step
-from megarl.preflight.sizing import beside_actor, cache_of, disk_of, memory_of, size
+from megarl.preflight.sizing import cache_of, disk_of, peaks_of, size
 
 EXPERIMENTS = sorted(path.stem for path in (cli.CONFIGS / "experiment").glob("*.yaml"))
 CLUSTER = (
@@ -142,8 +143,8 @@ def row_of(name: str, config: Config) -> str:
     """The recipe's line in docs/recipes.md."""
     model = read_config(str(report.folder_of(config.actor.path)))
     machines, disk = machines_of(config), disk_of(config, model)
-    peak = max(stage.total + sum(beside_actor(config, stage).values()) for stage in memory_of(config, model))
-    sync = report.planned_sync(config, model) if config.method == "rl" else None
+    peak = max(peaks_of(config, model))
+    sync = planned_sync(config, model) if config.method == "rl" else None
     step = estimate_step(
         config, model, sync_report.summarise(sync).seconds(config.cluster.network_gb_s * 1e9) if sync else 0.0
     )
@@ -174,7 +175,7 @@ def test_the_page_has_the_figures_of_preflight(name: str) -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        (["+sglang.mem_fraction_static=0.95"], "sampling: pipeline rank 0 with 3.0 GiB and a server rank with "),
+        (["+sglang.mem_fraction_static=0.95"], "sampling: pipeline rank 0 with 3.1 GiB and a server rank with "),
         (["actor.max_tokens_per_mb=65536"], "training: pipeline rank 0 with "),
         (["cluster.gpu_memory_gib=12", "+sglang.mem_fraction_static=0.5"], "syncing: pipeline rank 0 with "),
     ],

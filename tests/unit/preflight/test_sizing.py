@@ -7,7 +7,15 @@ from transformers import Qwen3MoeConfig
 
 from megarl import cli
 from megarl.families import read_config
-from megarl.preflight.sizing import RouteBytes, beside_actor, load_of, memory_of, routes_of, server_memory_of
+from megarl.preflight.sizing import (
+    RouteBytes,
+    beside_actor,
+    load_of,
+    memory_of,
+    routes_of,
+    server_memory_of,
+    synced_server_of,
+)
 
 
 def test_a_microbatch_of_mixed_lengths_may_be_full() -> None:
@@ -31,10 +39,11 @@ def test_a_server_has_a_slot_for_each_adapter_and_one_for_none(
     overrides: tuple[str, ...], slots: int, elements: int
 ) -> None:
     config = cli.load([*overrides])
-    memory = server_memory_of(config, read_config(config.actor.path))
+    memory = synced_server_of(config, read_config(config.actor.path))
     layers, float32 = 2, 4
     assert memory.adapters == slots * layers * elements * float32
-    assert memory.total == memory.weights + memory.kv_cache + memory.adapters
+    assert memory.total == memory.weights + memory.kv_cache + memory.adapters + memory.staging
+    assert memory.staging == 2 * 64 * 2**20
 
 
 def test_the_slots_leave_less_for_the_cache() -> None:
@@ -47,10 +56,11 @@ def test_the_slots_leave_less_for_the_cache() -> None:
 
 def test_further_adapters_have_weights_gradients_and_optimizer_of_their_own() -> None:
     config = cli.load([*SEVERAL])
-    (stage,) = memory_of(config, read_config(config.actor.path))
+    model = read_config(config.actor.path)
+    stages = memory_of(config, model)
     trained, weight, gradient, moments = 2 * ON_ONE, 4, 4, 8
-    assert beside_actor(config, stage)["other adapters"] == 2 * trained * (weight + gradient + moments)
-    assert "other adapters" not in beside_actor(cli.load([*ALONE]), stage)
+    assert beside_actor(config, model, stages)[0]["other adapters"] == 2 * trained * (weight + gradient + moments)
+    assert "other adapters" not in beside_actor(cli.load([*ALONE]), model, stages)[0]
 
 
 def test_replayed_experts_have_their_bytes_on_the_wire_on_hosts_and_on_devices() -> None:

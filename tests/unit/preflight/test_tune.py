@@ -19,7 +19,7 @@ from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight import report, tune
 from megarl.preflight.findings import ROOMY, findings
-from megarl.preflight.sizing import GIB, beside_actor, memory_of
+from megarl.preflight.sizing import GIB, memory_of, peaks_of
 
 BEHIND = 1.05  # times the best layout's step that a recipe may take
 
@@ -58,7 +58,7 @@ def test_the_override_line_of_a_proposal_makes_it_and_passes_preflight(name: str
         assert (pasted.parallel, pasted.server) == (proposal.config.parallel, proposal.config.server)
         assert tune.gpus_of(pasted) <= tune.gpus_of(config)
         assert not [f for f in findings(pasted, model, report.folder_of(pasted.actor.path)) if f.stops]
-        peak = max(stage.total + sum(beside_actor(pasted, stage).values()) for stage in memory_of(pasted, model))
+        peak = max(peaks_of(pasted, model))
         assert peak <= ROOMY * pasted.cluster.gpu_memory_gib * GIB
         assert proposal.memory == peak  # counted once for all layouts of a search, and here by preflight
 

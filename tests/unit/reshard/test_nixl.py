@@ -58,7 +58,7 @@ class Agent:
 
     def get_xfer_descs(self, parts: list[Any], memory: str | None = None) -> tuple[int, int]:
         (part,) = parts
-        assert isinstance(part, Tensor) or memory == "DRAM"
+        assert isinstance(part, Tensor) or memory in ("DRAM", "VRAM")
         return (part.data_ptr(), part.numel()) if isinstance(part, Tensor) else part[:2]
 
     def initialize_xfer(self, operation: str, local: tuple[int, int], remote: tuple[int, int], name: str) -> list[Any]:

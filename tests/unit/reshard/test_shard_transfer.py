@@ -25,7 +25,7 @@ from megarl.reshard.transfer.digests import BucketSample, VerificationError, che
 from megarl.reshard.transfer.shard_transfer import Route, ShardReceiver, ShardSender, TransferError
 from megarl.reshard.transfer.store import Deadline, join_store, open_store
 from megarl.reshard.transfer.transports import transport_named
-from megarl.reshard.transfer.transports.base import PlainStaging, Transport
+from megarl.reshard.transfer.transports.base import Transport
 from megarl.reshard.transfer.transports.shm import FOLDER, PREFIX, ShmTransport
 
 HOST = "127.0.0.1"
@@ -97,10 +97,9 @@ class Group:
         size = sources + destinations
 
         def join(rank: int) -> Transport:
-            needs_memory = rank < sources or not transport_class.in_place
-            staging = transport_class.make_staging(512) if needs_memory else PlainStaging(512)
+            make = transport_class.make_staging if rank < sources else transport_class.make_receiver_staging
             store = PrefixStore("group", join_store(HOST, self.store.port, 10))
-            return transport_class(store, HOST, rank, size, 10, staging)
+            return transport_class(store, HOST, rank, size, 10, make(512))
 
         with ThreadPoolExecutor(size) as pool:
             self.ends: list[Any] = list(pool.map(join, range(size)))

@@ -64,12 +64,18 @@ class Transport(ABC):
 
     in_place: ClassVar[bool] = False  # True: receivers read the sender's staging memory and need none of their own
     memory: ClassVar[str] = "host"  # kind of the staging memory; a rank sends from one kind in a sync
+    on_gpu: ClassVar[bool] = False  # True: staging memory is on the rank's GPU, if it has one
     bucket_bytes: ClassVar[int] = 64 * 2**20  # of a staging buffer, where reshard.bucket_bytes is 0
 
     @classmethod
     def make_staging(cls, bucket_bytes: int) -> Staging:
         """Allocates the staging memory that this transport sends from and receives into."""
-        return PlainStaging(bucket_bytes)
+        return PlainStaging(bucket_bytes, own_device() if cls.on_gpu else "cpu")
+
+    @classmethod
+    def make_receiver_staging(cls, bucket_bytes: int) -> Staging:
+        """Allocates a receiver's memory. One that reads in place has the host's, to read its weights back into."""
+        return PlainStaging(bucket_bytes) if cls.in_place else cls.make_staging(bucket_bytes)
 
     @abstractmethod
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megarl.parallel import platform
-from megarl.reshard.transfer.transports.base import PlainStaging, Staging, own_device
 from megarl.reshard.transfer.transports.mapped import MappedTransport
 
 FIELDS = 8  # of `UntypedStorage._share_cuda_`: device, handle, sizes and the event that guards the memory
@@ -23,10 +22,7 @@ class CudaIpcTransport(MappedTransport):
     """Messages in GPU memory that the receiver maps by its IPC handle."""
 
     memory = "gpu"
-
-    @classmethod
-    def make_staging(cls, bucket_bytes: int) -> Staging:
-        return PlainStaging(bucket_bytes, own_device())
+    on_gpu = True
 
     def describe(self) -> Any:
         """The GPU's UUID, and one list per slot: bytes fields of the handle as base64, other fields unchanged.

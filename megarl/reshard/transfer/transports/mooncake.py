@@ -62,6 +62,7 @@ class MooncakeTransport(MappedTransport):
 
     in_place = False
     memory = "engine"
+    on_gpu = True
 
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
         assert isinstance(staging, EngineStaging), "made by make_staging"

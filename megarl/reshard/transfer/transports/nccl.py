@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 
 from megarl.reshard.transfer.store import POLL_S, Deadline
-from megarl.reshard.transfer.transports.base import PlainStaging, Staging, Transport, own_device
+from megarl.reshard.transfer.transports.base import Staging, Transport
 
 WITHOUT_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -57,6 +57,7 @@ class NcclTransport(Transport):
     """
 
     memory = "gpu"
+    on_gpu = True
     bucket_bytes = 256 * 2**20  # 5 ms at 50 GB/s: more than the 2 ms between two looks at a message
 
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
@@ -69,10 +70,6 @@ class NcclTransport(Transport):
             self.group = ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._calls,), name="megarl-nccl", daemon=True).start()
-
-    @classmethod
-    def make_staging(cls, bucket_bytes: int) -> Staging:
-        return PlainStaging(bucket_bytes, own_device())
 
     def send(self, slot: int, nbytes: int, peer: int, tag: int) -> NcclMessage:
         """Ignores the tag, which NCCL lacks: messages of a pair arrive in the order they were sent, the plan's."""

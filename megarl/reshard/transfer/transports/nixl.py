@@ -48,6 +48,7 @@ class NixlTransport(MappedTransport):
 
     in_place = False
     memory = "registered"
+    on_gpu = True
     bucket_bytes = 256 * 2**20  # 5 ms at 50 GB/s: more than the 2 ms between two looks at a read
 
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):

@@ -1,0 +1,59 @@
+"""Memory that a rank gives to weight syncs: staging buffers by transport, copies for deltas, buffers of digests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.ops.digest import buffer_bytes
+from megarl.reshard.plan.planner import OPS_A_BUCKET
+from megarl.reshard.transfer.transports import transport_named
+from megarl.reshard.transfer.transports.base import SLOTS
+
+
+@dataclass(frozen=True)
+class SyncMemory:
+    """Bytes of one rank, on its GPU or on its host.
+
+    `staging` and `copies` (of sent buckets, for deltas) stay from the first sync on. `digests` are buffers while it
+    runs. The host's digests need none that count.
+    """
+
+    staging: int
+    copies: int
+    digests: int
+    on_gpu: bool
+
+    @property
+    def held(self) -> int:
+        """Bytes between syncs."""
+        return self.staging + self.copies
+
+    @property
+    def gpu(self) -> int:
+        """Bytes on the GPU between syncs."""
+        return self.held if self.on_gpu else 0
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host between syncs."""
+        return 0 if self.on_gpu else self.held
+
+
+def sync_memory(
+    transport_name: str, bucket_bytes: int, *, has_gpu: bool, receives: bool, forwards: bool = False, kept: int = 0
+) -> SyncMemory:
+    """Memory of a trainer rank, or of a server rank that `receives`.
+
+    Args:
+        transport_name: a message transport, or full or disk, whose buckets are on the host.
+        has_gpu: True if the rank's weights are on a GPU.
+        forwards: True if it sends weights on to other servers, from staging of its own (`sync/relay_groups.py`).
+        kept: bytes of the different buckets that it sends, where copies of them are kept for deltas.
+    """
+    if transport_name in ("full", "disk"):
+        return SyncMemory(bucket_bytes, 0, 0, on_gpu=False)
+    transport = transport_named(transport_name)
+    on_gpu = has_gpu and transport.on_gpu and not (receives and transport.in_place)
+    # Of one part at a time; with buckets of 256 MiB as much as hashes and places of the leaves of 64 GB, by 32 bytes each.
+    digests = buffer_bytes(bucket_bytes // OPS_A_BUCKET) if on_gpu else 0
+    return SyncMemory(SLOTS * bucket_bytes * (1 + forwards), kept, digests, on_gpu)
