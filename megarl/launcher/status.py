@@ -162,7 +162,10 @@ def _tail(log: Path) -> str:
 
 
 def _health(address: str, ask: Ask) -> str:
-    """Asks the server at `host:port` for its health, which needs no key. Returns "" if `ask` leaves it out."""
+    """Tells if the server at `host:port` answers. Returns "" if `ask` leaves it out.
+
+    It is asked without its key, which a forged address would learn. A server of megarl refuses that, and so answers.
+    """
     if ask == "none":
         return ""
     try:
@@ -171,7 +174,7 @@ def _health(address: str, ask: Ask) -> str:
                 return ""
             connection.request("GET", "/health")
             status = connection.getresponse().status
-            return f"{address} answers" if status == 200 else f"{address} answers with {status}"
+            return f"{address} answers" if status in (200, 401) else f"{address} answers with {status}"
     except (OSError, OverflowError, UnicodeError, http.client.HTTPException) as error:  # all that odd addresses raise
         return f"{address} does not answer: {error}"
 

@@ -18,6 +18,8 @@ import psutil
 import pytest
 import torch
 
+from megarl.launcher.status import states
+from megarl.observe.run_folder import RunFolder
 from megarl.reshard.sync.server_order import ORDER, PROTOCOL
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER, _TensorPickler
 from megarl.rollout.servers.server_config import SGLangServerConfig
@@ -162,6 +164,14 @@ def test_every_path_refuses_a_wrong_key(path: str, key: str, server: SGLangServe
 
 def test_health_is_told_with_the_key(server: SGLangServers) -> None:
     assert [ask(server, path, None)[0] for path in ("/health", "/health_generate", "/ready")] == [200] * 3
+
+
+def test_the_status_of_a_run_tells_that_a_server_answers(server: SGLangServers, tmp_path: Path) -> None:
+    (address,) = server.addresses
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "server_0").write_text(address)
+    (tmp_path / "logs" / "server_0.log").write_text("ready\n")
+    assert states(RunFolder(tmp_path))[-1] == ("server 0", f"{address} answers", "ready")
 
 
 CLOSED = """

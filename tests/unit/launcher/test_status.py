@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,27 @@ def test_a_server_that_is_asked_and_gone_is_told(tmp_path: Path) -> None:
     (folder.timeline / "rank_0.jsonl").write_text(json.dumps(line) + "\n")
     (row,) = [row for row in states(folder) if row[0].startswith("server")]
     assert row[1].startswith("idle, 127.0.0.1:9 does not answer")
+
+
+@pytest.mark.parametrize(("code", "state"), [(200, " answers"), (401, " answers"), (503, " answers with 503")])
+def test_a_server_that_wants_a_key_answers(tmp_path: Path, code: int, state: str) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        """Answers everything with one code."""
+
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as served:
+        address = f"127.0.0.1:{served.server_port}"
+        thread = threading.Thread(target=served.handle_request)
+        thread.start()
+        folder = RunFolder(tmp_path)
+        folder.logs.mkdir()
+        (folder.logs / "server_0").write_text(address)
+        (folder.logs / "server_0.log").write_text("ready\n")
+        assert states(folder)[-1][1] == address + state
+        thread.join(60)
 
 
 def test_damaged_lines_and_summaries_are_passed_over(tmp_path: Path) -> None:

@@ -267,6 +267,10 @@ def test_on_a_narrow_screen_the_page_fits_and_targets_can_be_touched(run: Path, 
     browser.until("document.querySelectorAll('.sample').length === 3 && document.querySelectorAll('svg.plot').length")
     browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert browser.run("document.documentElement.scrollWidth") <= 400  # tables scroll, not the page
+    texts = "[...document.querySelectorAll('.sample .preview, .sample .turn pre')].filter(n => n.offsetParent)"
+    widths = browser.run(f"{texts}.map(n => n.getBoundingClientRect().width)")
+    assert len(widths) >= 9  # prompt and completion in the preview, and the turns
+    assert min(widths) > 280  # a column of its own would leave a prompt 50 pixels
     small = browser.run(
         "[...document.querySelectorAll('button, select, input:not([type=checkbox]), nav a')]"
         ".filter(n => n.offsetParent).map(n => [n.outerHTML.slice(0, 60), n.getBoundingClientRect().height])"
