@@ -28,7 +28,9 @@ def local_folder(path: str) -> Path:
                 "output=DIR merge=true"
             )
         if not (folder / "config.json").is_file():
-            raise UserError(f"actor.path={path} holds no config.json; give the folder of a HF checkpoint")
+            exported = (folder / "hf" / "config.json").is_file()  # in the folder of a run
+            remedy = f"give its final model, {folder / 'hf'}" if exported else "give the folder of a HF checkpoint"
+            raise UserError(f"actor.path={path} holds no config.json; {remedy}")
         return folder
     if folder.is_absolute() or path.startswith(".") or len(folder.parts) != 2:
         raise UserError(f"actor.path={path} is not a folder; give a local HF checkpoint or a hub name 'org/name'")

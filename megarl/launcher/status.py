@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import ipaddress
+import math
 import shutil
 import subprocess
 import time
@@ -145,6 +146,9 @@ def _last_step(timeline: Path) -> str:
 def _asked_servers(folder: RunFolder, ask: Ask) -> list[tuple[str, str, str]]:
     """Rows of the servers that rank 0 sampled from in its last step, by address."""
     line = last_line(folder.timeline / "rank_0.jsonl") or {"loads": {}}
+    steps = json_object(folder.summary).get("steps")
+    if is_number(steps) and steps >= line.get("step", math.inf):
+        ask = "none"  # the run has ended its servers
     rows = []
     for address, loads in line["loads"].items():
         running = f"{loads[-1][1]} completions under way at the end of step {line['step']}" if loads else "idle"

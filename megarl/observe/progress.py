@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -49,9 +49,13 @@ class Progress:
         done_steps: int = 0,
         console: Console | None = None,
         *,
+        accuracies: Sequence[tuple[int, float]] = (),
         is_alone: bool = True,
     ) -> None:
-        """Begins with nothing to show. A run that is not alone in its process has lines, which begin with its title."""
+        """Begins with the `accuracies` by step before a resume.
+
+        A run that is not alone in its process has lines, which begin with its title.
+        """
         self.console = console or Console()
         self._prefix = "" if is_alone else f"{title}  "
         self._title = title
@@ -60,7 +64,7 @@ class Progress:
         self._times = StageTimes()
         self._stats: dict[str, float] = {}
         self._rewards: list[float] = []
-        self._accuracies: list[tuple[int, float]] = []
+        self._accuracies = [*accuracies]
         self._synced: int | None = None
         self._start = self._last_update = time.monotonic()
         live = is_alone and self.console.file.isatty() and not self.console.is_dumb_terminal

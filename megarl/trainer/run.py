@@ -93,8 +93,7 @@ class Run:
                 self._batches.forget_after(self.done)
                 after = self.done if self.config.resume else -1
                 self._logger = stack.enter_context(StatsLogger(self.folder.path, self.config.logger, after))
-                total = self.config.total_train_steps
-                self._progress = Progress(self.config.experiment_name, total, self.done, is_alone=self._is_alone)
+                self._progress = self._make_progress()
             if self._is_alone:
                 stack.enter_context(self._stop)
                 timeline.open(self.folder.timeline / f"rank_{dist.get_rank()}.jsonl")
@@ -108,6 +107,17 @@ class Run:
             if isinstance(error, NoSamplesError) and self.done:
                 self._keep_steps()
                 self.note(f"step {self.done} is saved; when the cause is mended, go on with resume={self.folder.job}")
+
+    def _make_progress(self) -> Progress:
+        """The display; a resumed run's has the accuracies before the resume. Notes that no step is left to take."""
+        total, accuracies = self.config.total_train_steps, []
+        if self.config.resume:
+            rows = read_metrics(self.folder.metrics)
+            accuracies = [(int(row["step"]), row[metrics.ACCURACY]) for row in rows if metrics.ACCURACY in row]
+            if self.done >= total:
+                self.note(f"no step is left: step {self.done} is taken, total_train_steps={total}; raise it")
+        title = self.config.experiment_name
+        return Progress(title, total, self.done, accuracies=accuracies, is_alone=self._is_alone)
 
     def note(self, message: str) -> None:
         """Prints a line on rank 0, above the live view if there is one."""

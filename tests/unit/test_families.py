@@ -100,6 +100,15 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         read_config(str(tmp_path))
 
 
+def test_a_run_as_model_is_refused_with_its_final_model(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(UserError, match=r"holds no config\.json; give the folder of a HF checkpoint"):
+        local_folder(str(tmp_path))
+    (tmp_path / "hf" / "config.json").touch()
+    with pytest.raises(UserError, match=rf"holds no config\.json; give its final model, {tmp_path / 'hf'}$"):
+        local_folder(str(tmp_path))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"model_type": "qwen3", "vocab_size": "many"}', "\0"])
 def test_a_damaged_config_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)

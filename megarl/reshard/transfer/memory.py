@@ -54,6 +54,6 @@ def sync_memory(
         return SyncMemory(bucket_bytes, 0, 0, on_gpu=False)
     transport = transport_named(transport_name)
     on_gpu = has_gpu and transport.on_gpu and not (receives and transport.in_place)
-    # Of one part at a time; with buckets of 256 MiB as much as hashes and places of the leaves of 64 GB, by 32 bytes each.
+    # Of one part at a time. With buckets of 256 MiB they hold hashes and places of the leaves of 64 GB, too.
     digests = buffer_bytes(bucket_bytes // OPS_A_BUCKET) if on_gpu else 0
     return SyncMemory(SLOTS * bucket_bytes * (1 + forwards), kept, digests, on_gpu)

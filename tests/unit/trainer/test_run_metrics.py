@@ -132,6 +132,26 @@ def test_lines_end_at_evaluations_and_checkpoints_too(folder: RunFolder) -> None
     assert [row["step"] for row in read_metrics(folder.metrics) if "eval/accuracy" in row] == [4]
 
 
+def test_a_resumed_run_shows_the_first_accuracy_of_all(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    train(folder, 1, total=4, evaluations=(2,))
+    folder.metrics.write_text(folder.metrics.read_text().replace('"eval/accuracy": 0.5', '"eval/accuracy": 0.25'))
+    capsys.readouterr()
+    train(folder, 1, evaluations=(6,), resume=True)
+    shown = {line.split("/")[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")}
+    assert list(shown) == ["step 5", "step 6", "step 7", "step 8"]
+    assert "held-out accuracy 25.0% (step 2)" in shown["step 5"]
+    assert "held-out accuracy 25.0% -> 50.0% (step 6)" in shown["step 6"]
+
+
+def test_a_resumed_run_without_a_step_left_says_so(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    train(folder, 1)
+    train(folder, 1, total=10, resume=True)
+    assert "no step is left" not in capsys.readouterr().out
+    train(folder, 1, total=4, resume=True)
+    said = "no step is left: step 10 is taken, total_train_steps=4; raise it"
+    assert capsys.readouterr().out.splitlines()[0] == said
+
+
 def test_progress_shows_each_step_with_its_own_numbers(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     train(folder, 4)
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
