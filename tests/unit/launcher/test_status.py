@@ -42,7 +42,6 @@ def test_a_server_that_is_asked_and_gone_is_told(tmp_path: Path) -> None:
     assert row[1].startswith("idle, 127.0.0.1:9 does not answer")
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("code", "state"), [(200, " answers"), (401, " answers"), (503, " answers with 503")])
 def test_a_server_that_wants_a_key_answers(tmp_path: Path, code: int, state: str) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -62,7 +61,8 @@ def test_a_server_that_wants_a_key_answers(tmp_path: Path, code: int, state: str
         (folder.logs / "server_0.log").write_text("ready\n")
         assert states(folder)[-1][1] == address + state
         thread.join(60)
-=======
+
+
 def test_the_servers_of_a_finished_run_are_not_asked(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.timeline.mkdir()
@@ -72,7 +72,6 @@ def test_the_servers_of_a_finished_run_are_not_asked(tmp_path: Path) -> None:
         folder.summary.write_text(summary)  # of step 3: the run goes on after a resume
         (row,) = [row for row in states(folder) if row[0].startswith("server")]
         assert ("does not answer" in row[1]) is is_asked
->>>>>>> bfdf410319ab6395156dcf52794cfe1569476d26
 
 
 def test_damaged_lines_and_summaries_are_passed_over(tmp_path: Path) -> None:
