@@ -136,7 +136,6 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
     arguments = sys.argv[1:]
     _drop_noise()
     logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # advice to Megatron's own developers
     if any(a in ("-h", "--help") for a in arguments):
         print(usage or _help())
         sys.exit(0)
@@ -145,15 +144,13 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
         with _in_words_of(files):
             sys.exit(command(arguments))
     except UserError as error:
-        line = f"megarl: {error}".encode(errors="backslashreplace").decode()  # arguments that are not UTF-8
-        print(line, file=sys.stderr)
+        print(f"megarl: {error}".encode(errors="backslashreplace").decode(), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        line = str(error) if isinstance(error, NoSamplesError) else _full_disk(error)
-        if not line:
+        if not (line := str(error) if isinstance(error, NoSamplesError) else _full_disk(error)):
             raise
         print(f"megarl: {line}", file=sys.stderr)
         sys.exit(1)
@@ -163,8 +160,9 @@ def _drop_noise() -> None:
     """Drops warnings to developers of libraries: missing Apex and TE, deprecated names of collectives and autograd."""
     for module in ("megatron", "torchdata", "torch.distributed.c10d_logger", "torch.autograd"):
         warnings.filterwarnings("ignore", module=module)
-    # A torch built for CUDA warns of a toolkit without a GPU when Megatron imports it.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # Megatron advises its own developers; a torch built for CUDA warns of a toolkit without a GPU.
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _full_disk(error: Exception) -> str:
@@ -428,8 +426,7 @@ def _unknown(key: str, known: list[str]) -> str:
 def _one_line(error: Exception) -> str:
     """Turns a message of Hydra or OmegaConf into one line, without its context lines."""
     text, cause = str(error), str(error.__cause__ or "")
-    missing = re.search(r"Could not find '([^']+)/([^']+)'", text)
-    if missing:
+    if missing := re.search(r"Could not find '([^']+)/([^']+)'", text):
         group, name = missing.groups()
         names = sorted(p.stem for p in (CONFIGS / group).glob("*.yaml"))
         return does_not_exist(f"{group}={name}", name, names)
@@ -445,10 +442,9 @@ def _one_line(error: Exception) -> str:
         ]
         return f"{unknown.group(1)} is not a knob of {kind.group(1).removesuffix('Config')}; it has {', '.join(names)}"
     if unknown:
-        return _unknown(unknown.group(1), list(knob_paths())) + (
-            f" (in configs/{where.group(1)}.yaml)" if where else ""
-        )
+        place = f" (in configs/{where.group(1)}.yaml)" if where else ""
+        return _unknown(unknown.group(1), list(knob_paths())) + place
     lines = [line.strip() for line in f"{text}\n{cause}".splitlines() if line.strip()]
-    messages = [line for line in lines if not line.startswith(("reference_type", "object_type", "See https"))]
-    line = "; ".join(dict.fromkeys(messages))
+    context = ("reference_type", "object_type", "See https")
+    line = "; ".join(dict.fromkeys(line for line in lines if not line.startswith(context)))
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
