@@ -9,7 +9,7 @@ from megarl.knobs import UserError
 from megarl.launcher.machines import machines_of
 from megarl.parallel import platform
 from megarl.reshard.plan.planner import PlanError
-from megarl.reshard.sync.places import TransportChoice, check_relay, choose_transports
+from megarl.reshard.sync.places import TransportChoice, choose_relay, choose_transports
 from megarl.reshard.transfer.transports import largest_bucket
 from megarl.served_checks import servers_on_gpu
 
@@ -50,8 +50,9 @@ def sends_full(config: Config) -> bool:
 
 def _choice(config: Config) -> TransportChoice:
     try:
-        choice = choose_transports(config.reshard.transport, planned_world(config))
-        check_relay(config.reshard.relay_among(config.server.n_servers), choice)
+        world = planned_world(config)
+        choice = choose_transports(config.reshard.transport, world)
+        choose_relay(config.reshard.relay_among(config.server.n_servers), choice, world)
         return choice
     except PlanError as error:
         raise UserError(str(error)) from error

@@ -27,7 +27,7 @@ from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync import full_tensor_path, shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, TransferTotals, delete_keys, key, read_spec, write_spec
 from megarl.reshard.sync.coordinator import FAILURES, Coordinator, Retry, WeightSyncError
-from megarl.reshard.sync.places import check_relay, choose_transports
+from megarl.reshard.sync.places import choose_relay, choose_transports
 from megarl.reshard.sync.server_link import EXPLAIN_S, ServerLink
 from megarl.reshard.sync.shard_path import ShardAttempt
 from megarl.reshard.sync.trainer_rank import ShardView, TrainerRank
@@ -327,9 +327,10 @@ class WeightSession:
             check_adapters(link.address, adapters_held(link.layout), adapters)
         world["adapters_only"] = bool(adapters) and unchanged
         choice = choose_transports(transport_name, world)
-        world["relay"] = relay = OFF if self._direct else self.config.relay_among(len(coordinator.active))
-        check_relay(relay, choice)
-        self._transports = str(choice)
+        relay = OFF if self._direct else self.config.relay_among(len(coordinator.active))
+        relay, why_none = choose_relay(relay, choice, world)
+        world["relay"] = relay
+        self._transports = f"{choice}; {why_none}" if why_none else str(choice)
         world["bucket_bytes"] = bucket_bytes = self.config.bucket_bytes or largest_bucket(choice.names)
         kept = any(link.transport_name != AUTO for link in coordinator.active)  # groups have buckets of the last size
         grown = kept and transport_name == AUTO and bucket_bytes != self._bucket_bytes

@@ -32,6 +32,7 @@ from megarl.reshard.sync.server_rank import LiveWeights
 from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.reshard.transfer.transports.nccl import NcclTransport
 from tests import warm
+from tests.nccl_semantics import process_group_nccl
 from tests.nccl_semantics.sync_worker import emulate
 from tests.sglang.weights_support import SingleRankWeights
 
@@ -68,6 +69,10 @@ def run_rank(environment: dict[str, str], log: str, pipe: Connection, rank: int,
     warm.become(environment, log)
     if environment["EMULATES_NCCL"] == "1":
         emulate(noticed=False)
+        gpus = json.loads(environment["GPUS"])
+        process_group_nccl.GPU = gpus[rank] if gpus else ""
+        world.platform.gpu_uuids = lambda: gpus[rank : rank + 1]  # type: ignore[attr-defined]
+        torch.cuda.current_device = lambda: 0
     node = environment["NODE"] or socket.gethostname()
     world.socket.gethostname = lambda: node  # type: ignore[attr-defined]
     fragments = [Fragment(rank, box.name, box, torch.full(box.shape, torch.nan)) for box in boxes]
@@ -86,7 +91,9 @@ def run_rank(environment: dict[str, str], log: str, pipe: Connection, rank: int,
 class Server:
     """One server: its ranks, and the address that answers for them."""
 
-    def __init__(self, folder: Path, boxes: Sequence[Sequence[Box]], node: str, emulates_nccl: bool):
+    def __init__(
+        self, folder: Path, boxes: Sequence[Sequence[Box]], node: str, emulates_nccl: bool, gpus: Sequence[str]
+    ):
         self.boxes = boxes
         self.version = 0
         self.paused = False
@@ -96,7 +103,7 @@ class Server:
             own, other = warm.CONTEXT.Pipe()
             log = folder / f"rank-{id(self)}-{rank}.log"
             arguments = (
-                {**os.environ, "NODE": node, "EMULATES_NCCL": str(int(emulates_nccl))},
+                {**os.environ, "NODE": node, "EMULATES_NCCL": str(int(emulates_nccl)), "GPUS": json.dumps(gpus)},
                 str(log),
                 other,
                 rank,
@@ -182,19 +189,22 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 class Fleet:
-    """Servers that cut each tensor by column, and a trainer's session with them."""
+    """Servers that cut each tensor by column, and a trainer's session with them.
 
-    def __init__(self, folder: Path, emulates_nccl: bool = False):
+    With `gpus`, the ranks of a server have these under emulated NCCL, and are on another node than the trainer.
+    """
+
+    def __init__(self, folder: Path, emulates_nccl: bool = False, gpus: Sequence[Sequence[str]] = ((),) * SERVERS):
         self.folder = folder
         self.emulates_nccl = emulates_nccl
-        self.servers = [self.server() for _ in range(SERVERS)]
+        self.servers = [self.server("other" if of_server else "", of_server) for of_server in gpus]
         self.session: WeightSession | None = None
         self.version = 0
 
-    def server(self, node: str = "") -> Server:
+    def server(self, node: str = "", gpus: Sequence[str] = ()) -> Server:
         columns = [((0, 64 * rank), (24, 64 * rank + 64)) for rank in range(TP)]
         boxes = [[Box(name, *corner) for name in SHAPES] for corner in columns]
-        return Server(self.folder, boxes, node, self.emulates_nccl)
+        return Server(self.folder, boxes, node, self.emulates_nccl, gpus)
 
     @property
     def addresses(self) -> list[str]:

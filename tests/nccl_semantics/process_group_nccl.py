@@ -3,6 +3,7 @@
 Covers:
 
 - A send or receive builds the communicator of its pair. The caller waits there, without a limit, until the peer does.
+  Two ranks on one `GPU` are refused.
 - The operations of a pair run in the order of issue, and a send ends when its receive has run.
 - The watchdog of a group ends the process when an operation exceeds `options._timeout` or fails.
 - With `TORCH_NCCL_BLOCKING_WAIT=1` there is no watchdog, and `wait` raises.
@@ -27,6 +28,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from tests.nccl_semantics.communicator import Communicator, NcclError, Watchdog, Work
 
 DEAD_PEERS_ARE_NOTICED = False
+GPU = ""  # of this process; "": one of its own
 NEVER = timedelta(days=1)
 
 
@@ -82,10 +84,14 @@ class ProcessGroupNCCL:
     def _pair(self, peer: int) -> tuple[ProcessGroupGloo, Communicator]:
         if peer not in self._pairs:
             low, high = sorted((self._rank, peer))
+            store = PrefixStore(f"{low}:{high}", self._store)
+            store.set(f"GPU of {self._rank}", GPU)
+            store.wait([f"GPU of {peer}"], NEVER)
+            if GPU and store.get(f"GPU of {peer}").decode() == GPU:
+                raise NcclError(f"Duplicate GPU detected : rank {low} and rank {high} both on CUDA device {GPU}")
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             options._timeout = NEVER
-            store = PrefixStore(f"{low}:{high}", self._store)
             pair = ProcessGroupGloo(store, int(self._rank > peer), 2, options)
             name = f"pair (ranks {low}, {high})"
             self._pairs[peer] = pair, Communicator(name, self._timeout_s, self._watchdog)

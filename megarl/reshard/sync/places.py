@@ -57,11 +57,14 @@ def choose_transports(transport_name: str, world: dict[str, Any]) -> TransportCh
     return TransportChoice(tuple(names), "; ".join(f"{name} {reasons[name]}" for name in dict.fromkeys(names)))
 
 
-def check_relay(relay: str, choice: TransportChoice) -> None:
-    """Refuses a fixed number of relays by a transport that does not reach from server to server.
+def choose_relay(relay: str, choice: TransportChoice, world: dict[str, Any]) -> tuple[str, str]:
+    """The relays of a sync, by the knob `relay`, and the reason where auto has none by the places; else "".
+
+    A relay and a server that it sends to are an NCCL communicator, which may not have a GPU twice.
 
     Raises:
-        PlanError: naming the transport.
+        PlanError: a fixed number of relays, by a transport that does not reach from server to server, or by nccl where
+            servers share a GPU.
     """
     if relay not in (AUTO, OFF) and (rest := sorted(set(choice.names) - set(RELAYING))):
         raise PlanError(
@@ -69,6 +72,21 @@ def check_relay(relay: str, choice: TransportChoice) -> None:
             "from server to server; use reshard.relay=auto or off, or reshard.transport=gloo or nccl",
             "",
         )
+    if relay == OFF or (relay != AUTO and int(relay) >= len(world["servers"])):
+        return relay, ""
+    receivers = zip(_groups(world), choice.names, strict=True)
+    first = len(world["sources"])
+    shared = _shared_gpu([rank for group, name in receivers if name == "nccl" for rank in group[first:]])
+    if shared is None:
+        return relay, ""
+    both = f"{shared[0]} and {shared[1]} share {shared[2]}, which nccl refuses between servers"
+    if relay == AUTO:
+        return OFF, f"no relays: {both}"
+    raise PlanError(
+        f"reshard.relay={relay}: {both}; use reshard.relay=auto or off, or reshard.transport=gloo, or give servers "
+        "GPUs of their own",
+        "",
+    )
 
 
 def _groups(world: dict[str, Any]) -> list[Group]:

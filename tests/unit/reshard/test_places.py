@@ -20,9 +20,9 @@ from megarl.reshard.session import WeightSession
 from megarl.reshard.sync import shard_path
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup
 from megarl.reshard.sync.coordinator import Coordinator, Retry
-from megarl.reshard.sync.places import TransportChoice, check_places, check_relay, check_visible, choose_transports
+from megarl.reshard.sync.places import TransportChoice, check_places, check_visible, choose_relay, choose_transports
 from megarl.reshard.sync.world import publish_fragments
-from megarl.reshard.transfer.store import Deadline, read, write, write_bulk
+from megarl.reshard.transfer.store import Deadline, read, read_bulk, write, write_bulk
 from megarl.reshard.transfer.transports import transport_named
 
 
@@ -260,11 +260,12 @@ def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
 
 def test_a_number_of_relays_is_refused_where_the_transport_does_not_reach_from_server_to_server() -> None:
     mapped = TransportChoice(("cuda_ipc", "nccl"), "by places")
+    apart = world([place("g0")], [place("g1")], [place("g2")])
     for relay in ("auto", "off"):
-        check_relay(relay, mapped)
-    check_relay("2", TransportChoice(("nccl", "nccl"), "by places"))
+        assert choose_relay(relay, mapped, apart) == (relay, "")
+    assert choose_relay("1", TransportChoice(("nccl", "nccl"), "by places"), apart) == ("1", "")
     with pytest.raises(PlanError, match=r"reshard\.relay=2: the weights travel by cuda_ipc \(by places\), .* use "):
-        check_relay("2", mapped)
+        choose_relay("2", mapped, apart)
     for knobs in ({"transport": "shm"}, {"transport": "cuda_ipc"}, {"path": "full"}):
         with pytest.raises(UserError, match=r"reshard\.relay=2 needs reshard\.path=exact and one of the transports"):
             ReshardConfig(relay="2", **knobs)
@@ -273,6 +274,46 @@ def test_a_number_of_relays_is_refused_where_the_transport_does_not_reach_from_s
             ReshardConfig(relay=value)
     assert [ReshardConfig().relay_among(servers) for servers in (15, 16)] == ["off", "auto"]
     assert [ReshardConfig(relay=relay).relay_among(2) for relay in ("off", "1")] == ["off", "1"]
+
+
+def test_servers_that_share_a_gpu_send_nothing_on_by_nccl() -> None:
+    """Servers of two ranks each: one rank of server 1 has the GPU of another of server 2."""
+    ranks = [[place("g1"), place("g2")], [place("g3"), place("g4")], [place("g4"), place("g5")]]
+    shared = world([place("g0")], *ranks)
+    nccl = TransportChoice(("nccl",) * 3, "by places")
+    both = "rank 1 of server 1 and rank 0 of server 2 share g4, which nccl refuses between servers"
+    assert choose_relay("auto", nccl, shared) == ("off", f"no relays: {both}")
+    for relay in ("1", "2"):
+        with pytest.raises(PlanError) as error:
+            choose_relay(relay, nccl, shared)
+        assert str(error.value) == (
+            f"reshard.relay={relay}: {both}; use reshard.relay=auto or off, or reshard.transport=gloo, or give servers "
+            "GPUs of their own"
+        )
+    for relay in ("off", "3"):  # the trainer serves all of them
+        assert choose_relay(relay, nccl, shared) == (relay, "")
+    for relay, transports, trainers in (("auto", ("nccl", "nccl", "cuda_ipc"), ["g0"]), ("1", ("gloo",) * 3, ["g4"])):
+        others = world([place(gpu) for gpu in trainers], *ranks)
+        assert choose_relay(relay, TransportChoice(transports, "by places"), others) == (relay, "")
+
+
+def test_a_session_has_no_relays_between_servers_that_share_a_gpu() -> None:
+    session = WeightSession(ReshardConfig(transport="nccl"), [f"127.0.0.1:{port}" for port in range(1, 17)], "key")
+    coordinator = session._coordinator
+    assert coordinator is not None
+    coordinator.active = list(coordinator.links)
+    write(session._store, "source/0", NODE_A[0])
+    for number, link in enumerate(coordinator.links):
+        link.layout, link.transport_name = [place(f"B{number}", "b")], "nccl"
+    apart, _ = session._publish_world(coordinator, "nccl", False, Deadline(60.0))
+    assert (session._relay, "no relays" in session._transports) == ("auto", False)
+    coordinator.links[9].layout = coordinator.links[3].layout
+    shared, _ = session._publish_world(coordinator, "nccl", False, Deadline(60.0))
+    assert session._relay == read_bulk(session._store, f"world/{shared}", Deadline(1.0))["relay"] == "off"
+    assert apart != shared
+    assert session._transports.endswith(
+        "; no relays: rank 0 of server 3 and rank 0 of server 9 share B3, which nccl refuses between servers"
+    )
 
 
 def test_buckets_fit_the_transport_and_servers_join_anew_for_others() -> None:
