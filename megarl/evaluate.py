@@ -3,7 +3,8 @@
 python -m megarl.evaluate +experiment=gsm8k_grpo actor.path=DIR [evaluator.n_samples=8] [data=gsm8k]
 
 Starts the rollout servers on the checkpoint, samples every problem of `valid_dataset` and prints the accuracy. The
-samples are kept in a run folder of its own, which `python -m megarl.samples` reads.
+samples are kept in a run folder of its own, which `python -m megarl.samples` reads, and the accuracy in its
+`summary.json`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megarl.config import Config, server_arguments
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.observe.progress import print_wrapped
+from megarl.observe.report import write_summary
 from megarl.observe.run_folder import new_run
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluation
@@ -60,6 +62,14 @@ def main(config: Config) -> int:
                 engine.destroy()
         finally:
             servers.stop()
+    summary = {
+        "experiment": folder.path.parent.name,
+        "steps": 0,
+        "accuracy_after": evaluation.accuracy,
+        "accuracy_problems": evaluation.num_problems,
+        "accuracy_samples": evaluation.num_samples,
+    }
+    write_summary(folder.path, summary)
     Console(width=None if sys.stdout.isatty() else 120).print(evaluation_table(config, evaluation))
     if environments is not None and (lost := environments.report()):
         print_wrapped(lost)

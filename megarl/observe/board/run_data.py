@@ -210,8 +210,8 @@ def facts(summary: dict[str, Any], last_step: int) -> list[tuple[str, str]]:
     if is_number(summary.get("wall_s")):
         found.append(("wall time", clock(summary["wall_s"])))
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-    if is_number(before) and is_number(after):
-        found.append(("held-out accuracy", f"{before:.1%} → {after:.1%}"))
+    if is_number(after):
+        found.append(("held-out accuracy", f"{before:.1%} → {after:.1%}" if is_number(before) else f"{after:.1%}"))
     for key, label, form in (
         ("weights_verified", "syncs proven equal", "{:,.0f}"),
         ("max_rollout_train_logprob_diff", "largest log-prob difference", "{:.1e} nats"),
