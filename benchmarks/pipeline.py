@@ -46,6 +46,7 @@ from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.preflight import report, tune
 from megarl.preflight.roofline import decode_speed, under_way_of
+from megarl.preflight.sizing import memory_of
 from megarl.preflight.trainer_time import TrainerWork, trainer_times
 
 RECIPES = ("grpo_1_5b", "grpo_7b", "grpo_70b", "grpo_moe_235b", "dapo_32b")
@@ -187,7 +188,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         mean = config.cluster.mean_length * longest
         lengths = sampled(args.samples, mean, longest) if args.samples else log_normal(mean, longest, args.sigma)
         setup = setup_of(config, model, lengths)
-        stages = tune.memory_of(config, model)
+        stages = memory_of(config, model)
         swap_s = max(stage.weights + stage.optimizer for stage in stages) / HOST_LINK
         work = TrainerWork.of(config, model)
         dp, actor = config.parallel.sizes()["dp_size"], config.actor

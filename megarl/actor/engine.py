@@ -143,7 +143,8 @@ class MegatronEngine(TrainEngine):
             self.ddps = [module.requires_grad_(False) for module in self.modules]
             return
         if trains_mtp(self.hf_config):
-            self._mtp = MtpTraining(self.hf_config, self.groups, self.backend, self.modules, self._head)
+            settings = self._head, self.config.mtp_loss_scaling_factor
+            self._mtp = MtpTraining(self.hf_config, self.groups, self.backend, self.modules, *settings)
         check_split_marks(self.modules, self._weights.table, self.groups)
         with megatron_patches.scope():
             self.ddps = self._weights.ddps = data_parallel.wrap(self.modules, self.groups)
@@ -269,7 +270,7 @@ class MegatronEngine(TrainEngine):
             loss, reports = self._main_loss(output, mb, loss_fn, loss_input)
             if self._mtp is not None:
                 mtp_loss = self._mtp.loss(output, mb)
-                loss = loss + self.config.mtp_loss_scaling_factor * mtp_loss
+                loss = loss + self._mtp.factor * mtp_loss
                 reports.append((1.0, {"mtp_loss": mtp_loss.detach()}))
             return loss, torch.zeros([], dtype=torch.int), reports  # Megatron's token count; the weights replace it
 

@@ -3,11 +3,15 @@
 The model's hidden states, embedding and head enter their loss as constants, and their parameters have buffers, an
 optimizer shard and a gradient norm of their own. So log-probs, losses and weights of the model are equal bit for bit
 to a run without them. This keeps what they are for: to draft what the policy says.
+
+The gradient of a token's log-prob is a constant. So a head in chunks takes it at once, and computes logits once
+(`ops/known_gradients.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -37,9 +41,13 @@ class MtpTraining:
         backend: LayerBackend,
         modules: Sequence[Any],
         head: heads.HeadSettings,
+        factor: float,
     ) -> None:
-        """Takes this rank's modules: the model's stages, then `MtpLayers` on ranks with the last stage."""
-        self.groups, self.backend = groups, backend
+        """Takes this rank's modules: the model's stages, then `MtpLayers` on ranks with the last stage.
+
+        The optimizer steps by `factor` times the loss.
+        """
+        self.groups, self.backend, self.factor = groups, backend, factor
         # A draft is compared with the policy's own distribution.
         self._head = dataclasses.replace(head, temperature=1.0)
         self.depths, self.vocab = len(decoder(model).mtp), model.vocab_size
@@ -96,8 +104,14 @@ class MtpTraining:
             self.vocab,
             self._head,
             False,
+            functools.partial(self._gradients, depth),
         )
         return -mb.gather(logprobs, self.groups.cp).sum() / max(depth.targets, 1)
+
+    def _gradients(self, depth: FutureTokens, logprobs: Tensor, _: Tensor | None, rows: Tensor) -> tuple[Tensor, ...]:
+        """Computes the gradients of a chunk's log-probs, step by step as backward does: the same bits."""
+        mean = torch.full_like(logprobs, self.factor) / self.depths
+        return (-(mean / max(depth.targets, 1)),)
 
     def _embedding(self) -> Tensor:
         """Rows of the embedding on this tensor-parallel rank."""

@@ -34,7 +34,7 @@ class TokenLoss:
         assert entropy is not None
         return logprobs, entropy
 
-    def _gradients(self, mb: Microbatch, logprobs: Tensor, entropy: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _gradients(self, mb: Microbatch, logprobs: Tensor, entropy: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         """Computes the loss's gradients of a chunk, at `rows` of this rank's tokens. Other tokens' values are 0."""
         at = rows if mb.local is None else mb.local.source[rows]
         data = PackedBatch(mb.aligned.cu_seqlens, mb.aligned.tokens, mb.aligned.sequences, mb.aligned.bounds)

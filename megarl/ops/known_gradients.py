@@ -18,15 +18,23 @@ from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.linear_logprob import linear_token_loss
 from megarl.ops.native import values_checked
 
-# Takes log-probs `[rows]`, entropies `[rows]` and positions of a chunk. Returns the loss's gradients of the first two.
-TokenGradients = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# Takes log-probs `[rows]`, entropies `[rows]` or None, and positions of a chunk. Returns the loss's gradients of the
+# log-probs, and of the entropies where there are some.
+TokenGradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, ...]]
 
 DIFFERENCE = 1e-4  # of gradients that backward gets and those told, as a share of the largest: far above rounding
 
 
 def logprobs_of_token_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, gradients: TokenGradients, *, rows: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    gradients: TokenGradients,
+    *,
+    rows: Tensor,
+    with_entropy: bool = True,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """Computes log-probs and entropies as `linear_logprobs` does, and in the same pass all that backward returns.
 
     `gradients` is called once per chunk. Backward compares what it gets with what was told. The results have the bits
@@ -34,7 +42,8 @@ def logprobs_of_token_loss(
 
     Args:
         rows: int64, the positions with a label.
-        options: of `linear_token_loss`, without `loss_grad` and `with_entropy`.
+        with_entropy: False: no entropies are computed, and None is returned for them.
+        options: of `linear_token_loss`, without `loss_grad`.
 
     Raises:
         RuntimeError: in backward, gradients differ from those told: they depend on other tokens. On a GPU
@@ -43,36 +52,41 @@ def logprobs_of_token_loss(
     told: list[Tensor] = []
 
     def linearised(logprobs: Tensor, entropy: Tensor | None, positions: Tensor) -> Tensor:
-        assert entropy is not None
-        of_logprobs, of_entropy = gradients(logprobs.detach(), entropy.detach(), positions)
-        told.append(torch.stack((of_logprobs, of_entropy)))
-        return of_logprobs * logprobs + of_entropy * entropy
+        values = [logprobs] if entropy is None else [logprobs, entropy]
+        grads = gradients(logprobs.detach(), None if entropy is None else entropy.detach(), positions)
+        told.append(torch.stack(grads))
+        losses = [grad * value for grad, value in zip(grads, values, strict=True)]
+        return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
     loss, logprobs, entropy = linear_token_loss(
-        hidden, weight, labels, linearised, rows=rows, with_entropy=True, loss_grad=1.0, **options
+        hidden, weight, labels, linearised, rows=rows, with_entropy=with_entropy, loss_grad=1.0, **options
     )
-    if not torch.is_grad_enabled() or not told:
-        assert entropy is not None
-        return logprobs, entropy
-    results: tuple[Tensor, Tensor] = _KnownGradients.apply(loss, logprobs, entropy, rows, torch.cat(told, 1))
-    return results
+    values = [logprobs] if entropy is None else [logprobs, entropy]
+    if torch.is_grad_enabled():
+        all_told = torch.cat(told, 1) if told else logprobs.new_zeros(len(values), 0)
+        values = list(_KnownGradients.apply(loss, rows, all_told, *values))
+    return values[0], values[1] if with_entropy else None
 
 
 class _KnownGradients(torch.autograd.Function):
-    """Log-probs and entropies whose backward pass runs `loss`'s, after a look at the gradients that it gets."""
+    """Log-probs and entropies whose backward pass runs `loss`'s, after a look at the gradients that it gets.
+
+    A rank without a label has none to look at, but its hidden states get a gradient of 0 as they do elsewhere.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, logprobs: Tensor, entropy: Tensor, rows: Tensor, told: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, loss: Tensor, rows: Tensor, told: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(rows, told)
-        return logprobs.view_as(logprobs), entropy.view_as(entropy)
+        return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     @first_derivative_only("logprobs_of_token_loss", "megarl.ops.torch_twins.linear_logprobs")
-    def backward(ctx: Any, of_logprobs: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, told = ctx.saved_tensors
-        difference = (torch.stack((of_logprobs[rows], of_entropy[rows])) - told).abs().amax()
+        returned = told.new_ones(()), None, None, *(None for _ in grads)
+        if not rows.numel():
+            return returned
+        difference = (torch.stack([grad[rows] for grad in grads]) - told).abs().amax()
         largest = told.abs().amax()
         parted = difference > DIFFERENCE * largest  # never true of NaN, which the engine finds in the gradients
         rule = "the head took gradients that the loss does not have, which depend on other tokens"
@@ -83,4 +97,4 @@ class _KnownGradients(torch.autograd.Function):
             )
         if parted.device.type == "cuda" and not is_fake(parted):
             torch._assert_async(~parted, f"{rule}; its algorithm's `by_token` must return False")
-        return told.new_ones(()), None, None, None, None
+        return returned

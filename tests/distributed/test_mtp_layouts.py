@@ -22,13 +22,15 @@ from tests.mtp_oracle import Oracle, add_layers, flat, names_of
 
 pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
-    1: {"tp1": {}, "recomputed": {"recompute": "full"}},
+    1: {"tp1": {}, "recomputed": {"recompute": "full"}, "chunks": {"kept_logits_mb": 0}},
     2: {
         "tp2": {"tp_size": 2},
         "tp2sp": {**SP, "etp_size": 1, "ep_size": 2},
         "pp2": {"pp_size": 2},
         "cp2": {"cp_size": 2},
         "cp2_ep2": {"cp_size": 2, "ep_size": 2},
+        "tp2sp_chunks": {**SP, "etp_size": 1, "ep_size": 2, "kept_logits_mb": 0},
+        "cp2_chunks": {"cp_size": 2, "kept_logits_mb": 0},
         "dp2": {"dp_size": 2},
         "dp2_overlap": {"dp_size": 2, "overlap": True},
     },
@@ -37,6 +39,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts 
         "tp2sp_pp2": {**SP, "pp_size": 2, "etp_size": 1, "ep_size": 2},
         "cp2_tp2sp": {**SP, "cp_size": 2},
         "pp2_dp2_overlap": {"pp_size": 2, "dp_size": 2, "overlap": True},
+        "pp2_dp2_overlap_chunks": {"pp_size": 2, "dp_size": 2, "overlap": True, "kept_logits_mb": 0},
         "pp2vpp2_dp2": {"pp_size": 2, "vpp_size": 2, "dp_size": 2},
     },
 }
@@ -52,8 +55,12 @@ MODELS: dict[str, dict[str, Any]] = {
 ALL_RUNS = {
     "tp1": ["glm", "glm_2_depths", "deepseek", "qwen3_5", "qwen3_5_moe", "qwen3_next"],
     "recomputed": ["glm_2_depths"],
+    "chunks": ["glm_2_depths", "qwen3_5"],
     "tp2": ["qwen3_5"],
     "tp2sp": ["glm", "qwen3_5_moe"],
+    "tp2sp_chunks": ["glm"],
+    "cp2_chunks": ["glm_2_depths"],
+    "pp2_dp2_overlap_chunks": ["qwen3_5"],
     "pp2": ["glm_2_depths", "qwen3_5"],
     "cp2": ["glm_2_depths", "qwen3_5"],
     "cp2_ep2": ["deepseek"],

@@ -69,6 +69,11 @@ def _told(x: Tensor, w: Tensor, labels: Tensor, **keys: Any) -> Tensor:
     return logprobs_of_token_loss(x, w.detach(), labels, gradients, **keys)[0].sum()
 
 
+def _told_frozen(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    keys = {"rows": torch.arange(labels.numel(), device="cuda"), "vocab_valid": w.shape[0], "with_entropy": False}
+    return logprobs_of_token_loss(x, w.detach(), labels, lambda x, *_: (torch.ones_like(x),), **keys)[0].sum()
+
+
 def _logprobs(x: Tensor, w: Tensor, labels: Tensor, **keys: Any) -> Tensor:
     return linear_logprobs(x, w, labels, vocab_valid=w.shape[0], **keys)[0].sum()
 
@@ -82,6 +87,8 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
     "token loss, sums in float32": lambda *inputs: _token_loss(*inputs, weight_grad_dtype=torch.float32),
     "token loss, main gradient": lambda *inputs: _token_loss(*inputs, main_grad=_main_grad(), loss_grad=1.0),
     "told gradients, main gradient": lambda *inputs: _told(*inputs, main_grad=_main_grad()),
+    "told gradients, frozen head": _told_frozen,
+    "log-probs, frozen head": lambda x, w, labels: _logprobs(x, w.detach(), labels),
     "log-probs": _logprobs,
     "log-probs, main gradient": lambda *inputs: _logprobs(*inputs, main_grad=_main_grad()),
     "all logits": _all_logits,
@@ -98,11 +105,12 @@ def head(route: str, tokens: int = TOKENS) -> dict[str, Any]:
         keys = {"dtype": torch.bfloat16, "device": "cuda", "requires_grad": True}
         x, w = torch.empty(tokens, HIDDEN, **keys), torch.empty(VOCAB, HIDDEN, **keys)
         labels = torch.empty(tokens, dtype=torch.int64, device="cuda")
-        gradients = x.nbytes + (_main_grad().nbytes if "main gradient" in route else w.nbytes)
+        returned = 0 if "frozen" in route else w.nbytes
+        gradients = x.nbytes + (_main_grad().nbytes if "main gradient" in route else returned)
         with Peak([x, w, labels]) as peak:
             ROUTES[route](x, w, labels).backward()
         assert x.grad is not None
-        assert (w.grad is None) == ("main gradient" in route)
+        assert (w.grad is None) == any(word in route for word in ("main gradient", "frozen"))
     return {
         "share": (peak.most - gradients) / (tokens * VOCAB * 2),
         "products": peak.flops / (2 * tokens * VOCAB * HIDDEN),

@@ -56,6 +56,8 @@ HEAD = {
     "token loss": (0.10, 3),
     "token loss, main gradient": (0.10, 3),
     "told gradients, main gradient": (0.10, 3),
+    "told gradients, frozen head": (0.10, 2),  # of multi-token prediction
+    "log-probs, frozen head": (0.10, 3),
     "log-probs": (0.10, 4),
     "log-probs, main gradient": (0.10, 4),
     "token loss, sums in float32": (0.51, 3),

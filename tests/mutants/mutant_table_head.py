@@ -13,6 +13,16 @@ HEAD: Bugs = {
             ("rows are taken for positions", "rows if mb.local is None else mb.local.source[rows]", "rows"),
         ],
     },
+    "megarl/actor/mtp.py": {
+        unit("actor/test_mtp"): [
+            ("the head is told of one depth", "self.factor) / self.depths", "self.factor)"),
+            (
+                "logits of later tokens are computed twice",
+                "            functools.partial(self._gradients, depth),\n",
+                "",
+            ),
+        ],
+    },
     "megarl/actor/policy.py": {
         unit("actor/test_token_loss"): [
             ("every algorithm is taken for one by token", "and self.algorithm.by_token(given_prox_logp)", "and True"),
@@ -39,9 +49,10 @@ HEAD: Bugs = {
         unit("actor/test_token_loss"): [
             (
                 "the entropy's gradient is left out",
-                "of_logprobs * logprobs + of_entropy * entropy",
-                "of_logprobs * logprobs",
+                "losses[0] if len(losses) == 1 else losses[0] + losses[1]",
+                "losses[0]",
             ),
+            ("a rank without a label has no gradient", "if torch.is_grad_enabled():", "if told:"),
             ("other gradients pass", "difference > DIFFERENCE * largest", "difference > 1e9 * largest"),
             (
                 "a loss that is not finite stops the run",

@@ -290,7 +290,7 @@ ACTOR: Bugs = {
                 "heads.weight_of(self._last).detach(),",
                 "heads.weight_of(self._last),",
             ),
-            ("the loss is the sum of labels", "/ max(depth.targets, 1)", "/ 1"),
+            ("the loss is the sum of labels", ".sum() / max(depth.targets, 1)", ".sum() / 1"),
         ],
     },
     "megarl/actor/model/mtp.py": {

@@ -205,7 +205,7 @@ def logprobs(
     inputs = _readying(hidden, weight), weight if main_grad is None else weight.detach(), ids
     options |= {"rows": rows, "main_grad": main_grad, "logits_dtype": logits_dtype, "skipped": settings.skipped}
     if trains and gradients is not None:
-        return logprobs_of_token_loss(*inputs, gradients, **options)
+        return logprobs_of_token_loss(*inputs, gradients, with_entropy=with_entropy, **options)
     return linear_logprobs(*inputs, with_entropy=with_entropy, **options)
 
 

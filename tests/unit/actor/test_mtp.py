@@ -28,7 +28,9 @@ from megarl.actor.checks import knob_checks, model_checks
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.memory import StepLoad, server_memory, trainer_memory
+from megarl.actor.model import heads
 from megarl.actor.model.packed_attention import pack_in_blocks
+from megarl.actor.mtp import MtpTraining
 from megarl.actor.parameter_counts import count_parameters, rank_parameters
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.supervised import MegatronLMEngine
@@ -37,10 +39,12 @@ from megarl.checks import config_checks
 from megarl.config import SaverConfig
 from megarl.families import read_config, with_mtp, without_mtp
 from megarl.knobs import run_all
+from megarl.ops.known_gradients import logprobs_of_token_loss
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
 from megarl.types import PackedBatch, cu_seqlens_of
+from tests.distributed.mtp_worker import bits_of, logits_twice, products
 from tests.mtp_oracle import Oracle, add_layers, names_of
 from tests.unit.actor.refusal import refusal
 
@@ -264,8 +268,46 @@ def test_an_rl_step_trains_them_and_changes_no_bit_of_the_policy(source: Callabl
     assert all(torch.equal(tensor, same_weights[name]) for name, tensor in weights.items())
 
 
-def test_a_batch_without_a_label_has_no_loss_and_moves_nothing(source: Callable[..., Path], tmp_path: Path) -> None:
-    engine = started(source("qwen3_5_text"), optimizer=OptimizerConfig(lr=0.01))
+@pytest.mark.parametrize("depths", [1, 2])
+def test_a_head_in_chunks_computes_logits_of_later_tokens_once(
+    depths: int, checkpoints: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products of frozen weights fall from 3 to 2, and no bit changes."""
+    folder = add_layers(checkpoints("glm4_moe", tied=False), tmp_path / "source", depths=depths)
+    batch, counted, results = make_batch(), products(monkeypatch), []
+    rows = sum(future_targets(batch, depth + 1) for depth in range(depths))
+    own = int(batch["loss_mask"].sum())
+    for once in (False, True):
+        if not once:
+            monkeypatch.setattr(heads, "logprobs_of_token_loss", logits_twice)
+        engine = started(folder, kept_logits_mb=0, max_tokens_per_mb=40, mtp_loss_scaling_factor=0.3)
+        counted.clear()
+        stats = engine.train_lm(batch)
+        assert sum(counted) == own + rows * (1 if once else 2)
+        results.append((stats, bits_of(engine)))
+        monkeypatch.setattr(heads, "logprobs_of_token_loss", logprobs_of_token_loss)
+        groups.destroy()
+    (twice, before), (once, after) = results
+    assert twice == once
+    assert once["mtp_grad_norm"] > 0.01
+    assert all(torch.equal(*both) for both in zip(before, after, strict=True))
+
+
+def test_a_factor_that_the_head_was_not_told_is_noticed(
+    source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = started(source("qwen3_5_text"), kept_logits_mb=0)
+    whole = MtpTraining.loss
+    monkeypatch.setattr(MtpTraining, "loss", lambda *arguments: 2 * whole(*arguments))
+    with pytest.raises(RuntimeError, match="the head took gradients that the loss does not have"):
+        engine.train_lm(make_batch())
+
+
+@pytest.mark.parametrize("kept_mb", [-1, 0], ids=["logits kept", "logits in chunks"])
+def test_a_batch_without_a_label_has_no_loss_and_moves_nothing(
+    kept_mb: int, source: Callable[..., Path], tmp_path: Path
+) -> None:
+    engine = started(source("qwen3_5_text"), optimizer=OptimizerConfig(lr=0.01), kept_logits_mb=kept_mb)
     batch = make_batch((3, 2, 3))
     batch.set_tokens("loss_mask", torch.tensor([0, 1, 0, 0, 1, 0, 1, 0], dtype=torch.bool))
     stats = engine.train_lm(batch)

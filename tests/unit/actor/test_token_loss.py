@@ -16,6 +16,7 @@ from megarl.actor.supervised import MegatronLMEngine, lm_loss, trained_tokens
 from megarl.actor.weights import hf_weights
 from megarl.algorithms import ALGORITHMS, algorithm_of
 from megarl.ops import linear_logprob
+from megarl.ops.known_gradients import logprobs_of_token_loss
 from megarl.types import PackedBatch
 from tests.unit.actor.test_policy import actor_of, batch_of
 
@@ -156,6 +157,35 @@ def test_kept_logits_need_no_chunks(folder: Path, products: list[tuple[int, ...]
     assert isinstance(actor, MegatronPPOActor)
     actor.ppo_update(batch_of())
     assert products == []
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("count", [5, 0], ids=["labels", "no label"])
+def test_told_gradients_of_a_frozen_head_are_those_of_logits_computed_twice(count: int, with_entropy: bool) -> None:
+    """A rank without a label, too, has a gradient: all its parameters get one."""
+    generator = torch.Generator().manual_seed(0)
+    weight, labels = torch.randn(11, 6, generator=generator), torch.full((9,), -1)
+    rows = torch.randperm(9, generator=generator)[:count].sort().values
+    labels[rows] = torch.arange(count)
+    found = []
+    for once in (True, False):
+        hidden = torch.randn(9, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        inputs, options = (hidden, weight, labels), {"rows": rows, "vocab_valid": 11, "with_entropy": with_entropy}
+        if once:
+            logprobs, entropy = logprobs_of_token_loss(*inputs, told, chunk_rows=2, **options)
+        else:
+            logprobs, entropy = linear_logprob.linear_logprobs(*inputs, chunk_rows=2, **options)
+        assert (entropy is not None) == with_entropy
+        loss = (0.5 * logprobs).sum() - (0.0 if entropy is None else (2.0 * entropy).sum())
+        loss.backward()
+        found.append((logprobs.detach(), loss.detach(), hidden.grad))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert bool(found[0][2].any()) == (count > 0)
+
+
+def told(logprobs: Tensor, entropy: Tensor | None, rows: Tensor) -> tuple[Tensor, ...]:
+    of_logprobs = torch.full_like(logprobs, 0.5)
+    return (of_logprobs,) if entropy is None else (of_logprobs, torch.full_like(entropy, -2.0))
 
 
 @pytest.mark.parametrize("once", [True, False], ids=["logits once", "logits twice"])
