@@ -37,7 +37,7 @@ from transformers import (
 from xdist.scheduler import LoadScopeScheduling
 
 from megarl.parallel import platform
-from tests import rows
+from tests import guardian, rows
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
@@ -45,8 +45,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hypothesis' own profile for machines that are slow at times: no deadline an example, and the same examples every time.
 settings.load_profile("ci")
-
-SESSION = "MEGARL_TEST_SESSION"  # in the environment of every process that a test starts
 
 # Where several processes share the suite (`make test`), one runs the whole of a file, and of files that use the same
 # servers: what fixtures started is there once. Folders whose files take long come first.
@@ -232,15 +230,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 def nothing_is_left_behind() -> Iterator[None]:
     """Fails the session when a process that a test started is still there after the last test.
 
-    Descendants inherit a mark in their environment, by which one whose parent is gone is found too.
+    Descendants inherit a mark in their environment, by which one whose parent is gone is found too. A session that is
+    interrupted leaves them to its guardian.
     """
-    os.environ[SESSION] = mark = str(uuid.uuid4())
+    os.environ[guardian.MARK] = mark = str(uuid.uuid4())
+    guarding = guardian.start(mark)
     yield
-    left = set(psutil.Process().children(recursive=True))
-    left |= {p for p in psutil.process_iter() if told(p.environ, {}).get(SESSION) == mark}
-    # multiprocessing's own helpers end with this process
+    left = {*psutil.Process().children(recursive=True), *guardian.marked(mark)}
+    # multiprocessing's own helpers end with this process, and so does the guardian
     left = {
-        p for p in left if not (told(p.ppid, 0) == os.getpid() and "multiprocessing" in " ".join(told(p.cmdline, [])))
+        p
+        for p in left
+        if p.pid != guarding
+        and not (told(p.ppid, 0) == os.getpid() and "multiprocessing" in " ".join(told(p.cmdline, [])))
     }
     _, alive = psutil.wait_procs(left, timeout=120)
     assert not alive, f"tests left processes behind: {[' '.join(told(p.cmdline, []))[:120] for p in alive]}"
