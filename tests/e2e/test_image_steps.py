@@ -33,7 +33,7 @@ def instructions() -> Iterator[tuple[str, str]]:
 def sources() -> list[str]:
     """Files that `COPY . .` brings: those that git tracks or would."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
     return [name for name in names.splitlines() if (ROOT / name).is_file()]
 
 

@@ -26,7 +26,7 @@ from megarl.rollout.servers.supervisor import Supervisor
 from tests.sglang.tiny_models import make_model
 
 HEARTBEAT_S = 5.0
-WAIT_S = 90.0
+WAIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_stopped_server_loses_its_requests_and_comes_back_with_the_weights_tho
     until(lambda: engine.router._load.get(stopped.address), WAIT_S)  # it has requests
     stats_tracker.export()
     stopped.process.send_signal(signal.SIGSTOP)
-    until(lambda: stats_tracker.export().get("rollout/retries"), 2 * HEARTBEAT_S)  # they are asked again,
+    until(lambda: stats_tracker.export().get("rollout/retries"), WAIT_S)  # they are asked again,
     assert engine.addresses == [other.address]  # and not of it
     rollout.join(WAIT_S)
     assert responses[0].num_seqs == 12
@@ -91,7 +91,7 @@ def test_a_stopped_server_loses_its_requests_and_comes_back_with_the_weights_tho
     assert report.verified > 0  # by digests
     supervisor.after_sync(session.healthy)
     session.close()
-    until(lambda: engine.addresses == [stopped.address], 5)
+    until(lambda: engine.addresses == [stopped.address], WAIT_S)
     batch = engine.rollout_batch(
         [{"i": i, "requests": [request([50 + i], max_new_tokens=4)]} for i in range(4)], Asks()
     )
@@ -105,7 +105,7 @@ def test_servers_that_die_too_often_are_given_up_with_a_typed_error(pair: SGLang
         for server in pair.servers:
             assert server.process is not None
             server.process.kill()
-        until(lambda: supervisor.outlook() == "none", 2 * HEARTBEAT_S)
+        until(lambda: supervisor.outlook() == "none", WAIT_S)
         assert supervisor.serving() == []
         with pytest.raises(ServerError, match=r"SGLang server 0 at .* ended with exit code -9; its log .* ends:"):
             supervisor.before_sync(WAIT_S)

@@ -280,7 +280,7 @@ def test_a_server_that_left_the_group_says_so_and_joins_again(mended: Served) ->
     start = time.monotonic()
     with pytest.raises(WeightSyncError, match="not in the trainer's group"):
         mended.session.push(weights_of(make_model("qwen3", True, seed=6)), mended.version + 3)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
     mended.version += 3  # the fixture's next push, by the same session, must succeed
 
 

@@ -217,7 +217,7 @@ def test_a_server_that_refuses_or_never_answers_is_dropped_within_the_deadline(
         model = make_model("qwen3", True, seed=60)
         served.version += 1
         report = session.push(weights_of(model), served.version)
-        assert time.monotonic() - start < 90
+        assert time.monotonic() - start < 300
         assert report.servers == (addresses[0],)
         assert session.dirty == [proxy.address]
         assert served.difference(model) < TOLERANCE
@@ -268,7 +268,7 @@ def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
         report = served.push(weights_of(make_model("qwen3", True, seed=5)))
     finally:
         scheduler.resume()
-    assert time.monotonic() - start < 120
+    assert time.monotonic() - start < 300
     assert report.servers == tuple(served.addresses[1:])
     assert served.session.dirty == served.addresses[:1]
 

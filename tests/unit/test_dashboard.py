@@ -54,11 +54,11 @@ def board(root: Path) -> Iterator[Board]:
         thread.start()
         yield served
         served.shutdown()
-        thread.join(60)
+        thread.join(300)
 
 
 def get(board: Board, path: str, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", board.server_address[1], timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", board.server_address[1], timeout=300)
     connection.putrequest("GET", path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
@@ -148,7 +148,7 @@ def test_every_answer_forbids_foreign_scripts_frames_and_caches(board: Board) ->
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "CONNECT"])
 def test_nothing_can_be_changed(board: Board, method: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", board.server_address[1], timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", board.server_address[1], timeout=300)
     connection.request(method, "/api/runs", headers={"X-Megarl-Key": board.key})
     assert connection.getresponse().status == 501
     connection.close()
@@ -255,7 +255,7 @@ def test_megabyte_texts_are_cut_and_odd_bytes_are_shown(board: Board, root: Path
 def test_requests_that_are_no_http_leave_it_answering(board: Board) -> None:
     too_long = b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n"
     for bytes_sent in (b"\x16\x03\x01\x00\xff", too_long, b"GET / HTTP/9.9\r\n\r\n"):
-        with socket.create_connection(board.server_address[:2], timeout=60) as connection:
+        with socket.create_connection(board.server_address[:2], timeout=300) as connection:
             connection.sendall(bytes_sent)
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(4096):

@@ -74,7 +74,7 @@ def test_the_makefile_reads_its_versions_from_pyproject():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     pins = {line.partition("==")[0]: line for line in direct()}

@@ -60,7 +60,7 @@ def test_a_server_that_wants_a_key_answers(tmp_path: Path, code: int, state: str
         (folder.logs / "server_0").write_text(address)
         (folder.logs / "server_0.log").write_text("ready\n")
         assert states(folder)[-1][1] == address + state
-        thread.join(60)
+        thread.join(300)
 
 
 def test_the_servers_of_a_finished_run_are_not_asked(tmp_path: Path) -> None:

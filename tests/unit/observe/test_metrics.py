@@ -1,6 +1,7 @@
 import asyncio
 import math
 import threading
+import time
 
 import pytest
 
@@ -62,16 +63,17 @@ def test_scopes_nest_and_close_again_after_an_error():
 
 
 def test_timing_adds_up_within_a_step_and_is_kept_when_the_block_raises():
-    tracker = StatsTracker()
+    tracker, start = StatsTracker(), time.perf_counter()
     for _ in range(2):
         with tracker.record_timing("rollout"):
             threading.Event().wait(0.02)
     with pytest.raises(KeyError), tracker.scope("actor"), tracker.record_timing("forward"):
         raise KeyError("x")
-    stats = tracker.export()
+    in_all, stats = time.perf_counter() - start, tracker.export()
     assert list(stats) == ["time_s/rollout", "time_s/actor/forward"]  # stages in the order they ran
-    assert 0.04 <= stats["time_s/rollout"] < 1.0
-    assert 0.0 <= stats["time_s/actor/forward"] < 1.0
+    assert stats["time_s/rollout"] >= 0.04
+    assert stats["time_s/actor/forward"] >= 0.0
+    assert sum(stats.values()) <= in_all
 
 
 def test_a_scope_belongs_to_its_thread_and_its_task_while_numbers_are_shared():

@@ -27,7 +27,7 @@ def gloo_threads() -> int:
 
 def fall_to(count: int) -> bool:
     """Waits until so many threads of gloo are left: one of a closed group takes a moment to end."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while gloo_threads() != count and time.monotonic() < deadline:
         time.sleep(0.05)
     return gloo_threads() == count

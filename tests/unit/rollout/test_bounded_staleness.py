@@ -260,8 +260,8 @@ def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) ->
         workflow.open[1].set_result(1.0)
 
     ending = thread.submit(let_the_second_end())
-    episodes = stream.next_batch(30.0)
-    ending.result(10)
+    episodes = stream.next_batch(300.0)
+    ending.result(300)
     assert [(e.prompt_id, e.reason) for e in episodes if e.group is None] == [("0", "timed out after 1 s")]
     thread.cancel_all()
 
@@ -293,7 +293,7 @@ def test_what_cannot_go_on_stops_the_run_with_its_cause(
         await batch
 
     with pytest.raises(raised, match=says):
-        thread.run(drive(), 30.0, "a failing batch")
+        thread.run(drive(), 300.0, "a failing batch")
     thread.cancel_all()
 
 
@@ -308,13 +308,13 @@ def ends(thread: LoopThread, workflow: Clocked, number: int, outcome: Any) -> No
         for _ in range(20):
             await asyncio.sleep(0)
 
-    thread.run(end(), 30.0, "an episode's end")
+    thread.run(end(), 300.0, "an episode's end")
 
 
 def started(thread: LoopThread, stream: RolloutStream) -> Any:
     """Begins to wait for a batch, with its episodes started."""
     batch = thread.submit(stream._next_batch())
-    thread.run(asyncio.sleep(0.05), 30.0, "the start")
+    thread.run(asyncio.sleep(0.05), 300.0, "the start")
     return batch
 
 
@@ -329,7 +329,7 @@ def test_only_failures_in_a_row_stop_the_run(thread: LoopThread) -> None:
     assert not batch.done()
     ends(thread, workflow, min(workflow.open), ValueError("g"))
     with pytest.raises(WorkflowError, match=r"3 episodes failed in a row, the last: .*g"):
-        batch.result(30)
+        batch.result(300)
     thread.cancel_all()
 
 
@@ -339,10 +339,10 @@ def test_a_requeued_prompt_runs_next_at_the_trainers_version_and_as_often_as_all
     batch = started(thread, stream)
     assert workflow.begun == [0, 1]
     ends(thread, workflow, 0, 1.0)
-    assert [e.prompt_id for e in batch.result(30)] == ["0"]
+    assert [e.prompt_id for e in batch.result(300)] == ["0"]
     engine.version = 1
     stream.set_version(1)
-    thread.run(asyncio.sleep(0.05), 30.0, "the start of episodes")
+    thread.run(asyncio.sleep(0.05), 300.0, "the start of episodes")
     assert workflow.begun == [0, 1, 2]
     batch = started(thread, stream)
     ends(thread, workflow, 1, GenerationError("lost"))  # begun at version 0
@@ -353,7 +353,7 @@ def test_a_requeued_prompt_runs_next_at_the_trainers_version_and_as_often_as_all
     ends(thread, workflow, 1, GenerationError("lost"))  # max_requeues is 2: another prompt takes its place
     assert workflow.begun == [0, 1, 2, 1, 1, 3]
     ends(thread, workflow, 2, 1.0)
-    assert [(e.prompt_id, e.group is None) for e in batch.result(30)] == [("2", False), ("1", True)]
+    assert [(e.prompt_id, e.group is None) for e in batch.result(300)] == [("2", False), ("1", True)]
     thread.cancel_all()
 
 
@@ -370,7 +370,7 @@ def test_a_requeued_prompt_goes_before_those_read_after_it(thread: LoopThread) -
     assert workflow.begun == [0, 1, 0, 2]
     for number in (1, 2):
         ends(thread, workflow, number, 1.0)
-    assert [e.prompt_id for e in batch.result(30)] == ["1", "2", "0"]
+    assert [e.prompt_id for e in batch.result(300)] == ["1", "2", "0"]
     thread.cancel_all()
 
 
@@ -401,7 +401,7 @@ def test_a_loader_that_fails_while_an_episode_is_replaced_stops_the_run(thread: 
     batch = started(thread, stream)
     ends(thread, workflow, 0, None)  # rejected: another prompt is read in its place
     with pytest.raises(UserError, match="source b: row 7 does not fit"):
-        batch.result(30.0)
+        batch.result(300)
     thread.cancel_all()
 
 

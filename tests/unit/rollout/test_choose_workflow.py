@@ -55,7 +55,7 @@ def no_tool():
 def solve(base_url, api_key, data):
     body = json.dumps({"messages": data["messages"]}).encode()
     request = urllib.request.Request(base_url + "/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=300) as reply:
         return float(json.load(reply)["choices"][0]["message"]["content"] == data["answer"])
 
 

@@ -261,7 +261,7 @@ def test_a_workflow_that_blocks_the_loop_meets_the_batch_deadline_too(start_serv
 
     class Blocks(RolloutWorkflow):
         async def arun_episode(self, engine, data):
-            released.wait(20)
+            released.wait(300)
 
     engine = connect(start_server(), batch_timeout_s=0.2)
     with pytest.raises(TimeoutError, match="Blocks on 1 prompts"):

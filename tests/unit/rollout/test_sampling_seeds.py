@@ -102,7 +102,7 @@ def test_a_batch_has_other_seeds_than_a_streams_episode_of_the_same_number(
     engine = connect(server)
     engine.seed = 7
     engine.rollout_batch([{"id": 5, "wait_s": 0.0}], Turns())
-    assert engine.submit(run_episode(engine, 0, {"id": 5, "wait_s": 0.0}, Turns())).result(60).group is not None
+    assert engine.submit(run_episode(engine, 0, {"id": 5, "wait_s": 0.0}, Turns())).result(300).group is not None
     drawn = [params["sampling_seed"] for body in server.bodies for params in body["sampling_params"]]
     assert len(drawn) == len(set(drawn)) == 2 * TURNS * 3
 
@@ -126,7 +126,7 @@ def test_a_completion_that_goes_on_keeps_its_seed(
     engine.seed = 7
     sampling = GenerationHyperparameters(max_new_tokens=6, n_samples=3)
     asked = engine.agenerate_group(ModelRequest(input_ids=[4], gconfig=sampling))
-    assert engine.submit(asked).result(60)
+    assert engine.submit(asked).result(300)
     parts = [[params["sampling_seed"] for params in body["sampling_params"]] for body in server.bodies]
     assert len(parts) == 2
     assert sorted(parts[0]) == sorted(parts[1])
@@ -140,7 +140,7 @@ def test_runs_of_one_prompt_have_seeds_of_their_own(
     engine = connect(server)
     engine.seed = 7
     asked = run_episode(engine, 3, {"id": 5, "wait_s": 0.0}, Turns(), group_size=2)
-    assert engine.submit(asked).result(60).group is not None
+    assert engine.submit(asked).result(300).group is not None
     drawn = [params["sampling_seed"] for body in server.bodies for params in body["sampling_params"]]
     expected = [SeedStream(0, 3, run).take(7, TURNS * 3) for run in range(2)]
     assert sorted(drawn) == sorted(itertools.chain.from_iterable(expected))

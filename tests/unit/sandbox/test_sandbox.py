@@ -203,7 +203,7 @@ def test_a_dead_server_is_replaced() -> None:
     assert run_python("print(1)").ok
     for process in own_children("megarl.sandbox"):
         process.kill()
-        process.wait(60)
+        process.wait(300)
     assert run_python("print(1)").ok
 
 

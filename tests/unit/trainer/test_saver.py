@@ -84,7 +84,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     released, write = threading.Event(), engine_state.save_file
 
     def wait_and_write(*args: Any) -> None:
-        assert released.wait(60)
+        assert released.wait(300)
         write(*args)
 
     monkeypatch.setattr(engine_state, "save_file", wait_and_write)
