@@ -25,7 +25,7 @@ MARGIN = "eval/margin"  # mean reward of chosen less rejected completions, held 
 LOSS = "train/loss"  # as the method defines it; sft: the mean over trained tokens, nats
 LOGPROB_DIFF = "train/logprob_diff_max"  # largest |rollout - trainer| log-prob of a step's tokens
 SYNC_VERIFIED = "sync/verified"  # 1 if the servers were proven to hold the weights that were sent
-SYNCS = "sync/syncs"  # of the steps since the line before; one beside a step's log-probs counts there
+SYNCS = "sync/syncs"  # new versions on the servers since the line before
 EVALUATION = "eval/"  # everything that is measured on held-out data
 TIME = "time_s/"  # seconds of a stage, summed over the step
 

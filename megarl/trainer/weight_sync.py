@@ -260,7 +260,7 @@ class WeightSync:
                 delta_saving=1 - report.bytes / report.dense_bytes,
                 servers=len(report.servers),
             )
-            stats_tracker.total(syncs=1)
+            stats_tracker.total(syncs=float(report.version > self.version))  # not after a resume, or to a late server
             stats_tracker.total(servers_brought_back=brought_back)  # restarted, then given all weights, proven
 
     def _keep_plan(self, report: SyncReport) -> None:
