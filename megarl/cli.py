@@ -144,7 +144,7 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
         with _in_words_of(files):
             sys.exit(command(arguments))
     except UserError as error:
-        print(f"megarl: {error}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+        print(f"megarl: {error}".encode(errors="backslashreplace").decode(), file=sys.stderr)  # it may be no UTF-8
         sys.exit(2)
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
@@ -409,8 +409,8 @@ def _check_keys(overrides: list[str]) -> None:
         except (HydraException, ValueError) as error:  # ValueError: an integer of thousands of digits
             rule = "cannot be read as KNOB=VALUE; brackets or spaces in a value need quotes: \"stop='[a]'\""
             raise UserError(f"{override[:200]!r} {rule}") from error
-    open_ended = tuple(f"{path}." for path, field in knob_paths().items() if "dict[" in str(field.type))
-    known = [*knob_paths(), *groups()]
+    known = [*(knobs := knob_paths()), *groups()]
+    open_ended = tuple(f"{path}." for path, field in knobs.items() if "dict[" in str(field.type))
     for key in keys:
         if key not in known and not key.startswith(open_ended):
             raise UserError(_unknown(key, known))

@@ -56,26 +56,31 @@ class Parts:
         """Digests of the parts, as `digest` gives them, from the bytes of their leaves."""
         result, at = [], 0
         for (begin, end), kind in zip(self._spans, self._kinds, strict=True):
-            size = -(-(end - begin) // LEAF_BYTES) * LEAF_DIGEST
+            size = leaves_in(end - begin) * LEAF_DIGEST
             result.append(xxhash.xxh3_128_hexdigest(kind + leaves[at : at + size]))
             at += size
         return result
 
 
-def digests_of(parts: Mapping[K, Parts], leaves: Mapping[K, Tensor]) -> dict[K, list[str]]:
-    """Digests of the parts of many buffers, from the leaves of each; `parts` may have more. Waits for the GPU once."""
-    if not leaves:
+def digests_of(hashed: Mapping[K, tuple[Parts, Tensor]]) -> dict[K, list[str]]:
+    """Digests of many buffers' parts, from the parts and the leaves of each buffer. Waits for the GPU once."""
+    if not hashed:
         return {}
-    hashes, result, at = torch.cat(list(leaves.values())).cpu().numpy().tobytes(), {}, 0
-    for key, of_buffer in leaves.items():
-        result[key] = parts[key].digests(hashes[at : at + of_buffer.nbytes])
-        at += of_buffer.nbytes
+    hashes, result, at = torch.cat([leaves for _, leaves in hashed.values()]).cpu().numpy().tobytes(), {}, 0
+    for key, (parts, leaves) in hashed.items():
+        result[key] = parts.digests(hashes[at : at + leaves.nbytes])
+        at += leaves.nbytes
     return result
+
+
+def leaves_in(nbytes: int) -> int:
+    """Leaves of a tensor of `nbytes`."""
+    return -(-nbytes // LEAF_BYTES)
 
 
 def buffer_bytes(nbytes: int) -> int:
     """Most bytes that the digest of a contiguous tensor of `nbytes` allocates on a GPU: an aligned copy, and leaves."""
-    return nbytes + -(-nbytes // LEAF_BYTES) * LEAF_DIGEST
+    return nbytes + leaves_in(nbytes) * LEAF_DIGEST
 
 
 def leaves_on_cpu(data: Tensor) -> bytes:
@@ -96,7 +101,7 @@ def leaves_on_gpu(data: Tensor, places: Tensor | None = None) -> Tensor:
     if data.data_ptr() % ALIGNMENT:
         data = data.clone()
     size = data.numel() * data.element_size()
-    count = -(-size // LEAF_BYTES) if places is None else places.shape[1]
+    count = leaves_in(size) if places is None else places.shape[1]
     leaves = torch.empty(count, LEAF_DIGEST, dtype=torch.uint8, device=data.device)
     begins, ends = (0, 0) if places is None else (address(places[0]), address(places[1]))
     _C.leaf_digests(where(data), address(data), size, begins, ends, count, address(leaves))

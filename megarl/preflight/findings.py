@@ -17,7 +17,7 @@ import psutil
 from transformers import PretrainedConfig
 
 from megarl.actor.config import RECOMPUTE
-from megarl.actor.memory import GPU_RUNTIME
+from megarl.actor.memory import GPU_RUNTIME, ServerMemory
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
 from megarl.preflight.planned_places import planned_names
@@ -34,6 +34,7 @@ from megarl.preflight.sizing import (
     server_memory_of,
     size,
     synced_server_of,
+    totals,
 )
 from megarl.teacher_checks import check_teacher_model, teacher_servers
 
@@ -130,9 +131,12 @@ def _of_layout(config: Config) -> list[Finding]:
 
 def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
     """Ranks and servers that do not fit into memory."""
-    peaks = peaks_of(config, model)
+    stages = memory_of(config, model)
+    beside_of_stage = beside_actor(config, model, stages)
+    peaks = totals(stages, beside_of_stage)
     servers = config.server.n_servers * config.server.tp_size if config.method == "rl" else 0
-    server = synced_server_of(config, model).total if servers else 0
+    synced = synced_server_of(config, model) if servers else ServerMemory(0, 0)
+    server = synced.total
     if not config.cluster.gpus_per_node:
         per_stage = config.parallel.world_size() // config.parallel.pp_size
         needed = sum(peaks) * per_stage
@@ -147,7 +151,6 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
     max_bytes = FULL * config.cluster.gpu_memory_gib * GIB
     limit = f"{FULL:.0%} of cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}"
     problems = _of_unused_memory(config, model, peaks)
-    beside_of_stage = beside_actor(config, model, memory_of(config, model))
     for rank, (needed, beside) in enumerate(zip(peaks, beside_of_stage, strict=True)):
         if needed > max_bytes:
             others = f" with its {' and '.join(beside)}" if beside else ""
@@ -156,8 +159,7 @@ def _of_memory(config: Config, model: PretrainedConfig) -> list[Finding]:
         problems += _of_copies(config, model)
     if server > max_bytes:
         remedy = "raise server.tp_size, or lower server.max_total_tokens"
-        staging = synced_server_of(config, model).staging
-        others = f" with its {staging_name(config)}" if staging else ""
+        others = f" with its {staging_name(config)}" if synced.staging else ""
         problems.append(Finding(f"a server rank{others} needs {size(server)}, over {limit}; {remedy}"))
     if (teacher := _served_teacher_bytes(config)) > max_bytes:
         remedy = "raise teacher.tp_size, or lower server.max_total_tokens"

@@ -142,8 +142,7 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
     for name in beside[0]:
         table.add_row(name, *(size(others[name]) for others in beside))
     table.add_section()
-    totals = [stage.total + sum(others.values()) for stage, others in zip(stages, beside, strict=True)]
-    table.add_row("peak", *map(size, totals))
+    table.add_row("peak", *map(size, sizing.totals(stages, beside)))
     host = [host_memory(model, config.parallel, config.actor, rank, load) for rank in range(len(stages))]
     if config.method == "rl" and config.cluster.gpus_per_node:
         host = [nbytes + sync.host for nbytes, sync in zip(host, trainer_sync(config, model), strict=True)]

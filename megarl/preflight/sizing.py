@@ -143,7 +143,11 @@ def beside_actor(config: Config, model: PretrainedConfig, stages: list[TrainerMe
 def peaks_of(config: Config, model: PretrainedConfig) -> list[int]:
     """Bytes of a trainer rank at its peak, with all that is beside the actor, by pipeline rank."""
     stages = memory_of(config, model)
-    beside = beside_actor(config, model, stages)
+    return totals(stages, beside_actor(config, model, stages))
+
+
+def totals(stages: list[TrainerMemory], beside: list[dict[str, int]]) -> list[int]:
+    """Bytes of a rank of each of the actor's stages, with all that `beside_actor` lists."""
     return [stage.total + sum(others.values()) for stage, others in zip(stages, beside, strict=True)]
 
 

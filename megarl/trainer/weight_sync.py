@@ -97,6 +97,11 @@ class WeightSync:
         assert self._session is not None, "connect() makes it"
         return self._session
 
+    @property
+    def source(self) -> WeightSource:
+        assert self._source is not None, "connect() sets it"
+        return self._source
+
     def start(self) -> None:
         """Has rank 0 start the servers, which load while the trainer is built."""
         if self._rank0 is not None:
@@ -142,14 +147,12 @@ class WeightSync:
 
     def push(self, version: int) -> None:
         """Brings the weights to the servers as `version`, and proves them equal. A collective."""
-        source = self._source
-        assert source is not None, "connect() sets it"
+        source = self.source
         self._sync(version, lambda: self.session.push(source, version))
 
     def begin_push(self, version: int) -> None:
         """Begins a `push` in the background. Until `end_push` the weights must not change. A collective."""
-        source = self._source
-        assert source is not None, "connect() sets it"
+        source = self.source
         self._announce(version)
 
         def transfer() -> SyncReport:
@@ -179,8 +182,7 @@ class WeightSync:
 
     def resync(self) -> None:
         """Brings the version that the trainer has to servers without it. A collective."""
-        source = self._source
-        assert source is not None, "connect() sets it"
+        source = self.source
         self._sync(self.session.version, lambda: self.session.resync(source))
 
     def _sync(self, version: int, transfer: Callable[[], SyncReport]) -> None:

@@ -153,13 +153,8 @@ def test_two_ranks_stop_in_order_resume_and_leave_nothing_when_killed(tmp_path: 
     assert steps_in(run) == list(range(1, len(steps_in(run)) + 1))
 
 
-def test_a_tensor_corrupted_on_its_way_stops_the_run_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fault is put in after the digest is taken, in the second sync."""
-    config = cli.load(
-        ["+experiment=gsm8k_grpo", "train_dataset.batch_size=4", "evaluator.at_start=false", "total_train_steps=5"]
-    )
+def corrupt_second_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flips a bit of the second message by gloo, after its digest is taken: that of the second sync."""
     send: Any = GlooTransport.send
     sent: list[int] = []
 
@@ -171,6 +166,15 @@ def test_a_tensor_corrupted_on_its_way_stops_the_run_with_its_name(
         return send(self, slot, nbytes, peer, tag)
 
     monkeypatch.setattr(GlooTransport, "send", corrupting)
+
+
+def test_a_tensor_corrupted_on_its_way_stops_the_run_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cli.load(
+        ["+experiment=gsm8k_grpo", "train_dataset.batch_size=4", "evaluator.at_start=false", "total_train_steps=5"]
+    )
+    corrupt_second_message(monkeypatch)
     run = new_run(tmp_path, "corrupted")
     with pytest.raises(WeightSyncError) as error:
         rl.train(config, run, read_inputs(config, rank=0), started=time.monotonic())

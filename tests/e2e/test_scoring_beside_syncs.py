@@ -22,7 +22,7 @@ from megarl.rollout.evaluate import Evaluator
 from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
 from megarl.trainer.rollout_driver import RolloutDriver
-from tests.e2e.test_main_job import DEADLINE_S, Command, steps_in
+from tests.e2e.test_main_job import DEADLINE_S, Command, corrupt_second_message, steps_in
 
 STEPS = 5
 OVERRIDES = [
@@ -123,16 +123,7 @@ def test_an_evaluation_waits_for_the_weights_that_it_is_of(tmp_path: Path, monke
 def test_a_tensor_corrupted_beside_scoring_stops_the_run_before_the_next_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, sent = GlooTransport.send, []
-
-    def corrupting(self: GlooTransport, slot: int, nbytes: int, peer: int, tag: int) -> Any:
-        sent.append(nbytes)
-        if len(sent) == 2:
-            assert self.staging is not None
-            self.staging.slots[slot][nbytes // 2] ^= 1
-        return send(self, slot, nbytes, peer, tag)
-
-    monkeypatch.setattr(GlooTransport, "send", corrupting)
+    corrupt_second_message(monkeypatch)
     config = cli.load(ALONE)
     run = new_run(tmp_path, "corrupted")
     with pytest.raises(WeightSyncError) as error:

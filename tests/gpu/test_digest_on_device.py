@@ -64,9 +64,9 @@ def test_digests_of_many_buffers_are_those_of_their_parts() -> None:
         offsets.append(2000 * number)
         buffer[2000 * number : 2000 * number + tensor.nbytes] = tensor.flatten().view(torch.uint8)
     parts, expected = Parts(offsets, tensors), [digest(tensor) for tensor in tensors]
-    found = digests_of({1: parts, 2: parts, 3: parts}, {1: parts.leaves(buffer), 3: parts.leaves(buffer)})
+    found = digests_of({1: (parts, parts.leaves(buffer)), 3: (parts, parts.leaves(buffer))})
     assert found == {1: expected, 3: expected}
-    assert digests_of({}, {}) == {}
+    assert digests_of({}) == {}
 
 
 def test_a_tensor_without_elements_has_no_leaves_and_its_shape_counts() -> None:

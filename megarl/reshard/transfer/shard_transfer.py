@@ -77,12 +77,15 @@ class MessageViews:
             yield payload[offset : offset + size].view(dtype).view(view.shape)
 
     @functools.cached_property
-    def hashed(self) -> Parts:
-        """The parts of the message, to hash."""
+    def _parts(self) -> Parts:
         shapes = [
             torch.empty(view.shape, dtype=d, device="meta") for view, d in zip(self.views, self.dtypes, strict=True)
         ]
         return Parts(self.offsets, shapes)
+
+    def hashed(self, payload: Tensor) -> tuple[Parts, Tensor]:
+        """The parts of the packed message and the hashes of their leaves, as `digests_of` takes them."""
+        return self._parts, self._parts.leaves(payload)
 
     def pack(self, payload: Tensor) -> list[Tensor]:
         """Copies the views into the message, cast to its dtypes. Returns the parts of the message."""
@@ -202,21 +205,21 @@ class ShardSender:
         """
         sent = SentReport()
         outbox, nbytes = Outbox(self.staging), 0
-        leaves: dict[int, Tensor] = {}
+        hashed: dict[int, tuple[Parts, Tensor]] = {}
         for number, (message, bucket) in enumerate(zip(self.messages, self.buckets, strict=True)):
             views, route = self.views[bucket], self.routes[message.peer]
             if bucket != outbox.packed:
                 slot = outbox.open(bucket, deadline)
                 parts = views.pack(slot)
-                if sample.takes(bucket) and bucket not in leaves:
-                    leaves[bucket] = views.hashed.leaves(slot)
+                if sample.takes(bucket) and bucket not in hashed:
+                    hashed[bucket] = views.hashed(slot)
                 last = all(b == bucket for b in self.buckets[number : self.last[bucket] + 1])
                 nbytes = self._encode(bucket, message.nbytes, slot, parts, counts.get(bucket), last)
             sent.dense_nbytes += message.nbytes
             sent.nbytes += nbytes
             outbox.send(nbytes, route, views, message.index)
         outbox.finish(deadline)
-        sent.digests = digests_of({bucket: self.views[bucket].hashed for bucket in leaves}, leaves)
+        sent.digests = digests_of(hashed)
         return sent
 
     def _encode(
@@ -406,9 +409,9 @@ class ShardReceiver:
 
     def read_back(self, sample: BucketSample) -> Digests:
         """Digests of the sampled messages' tensors, read back from the live parameters."""
-        slot, leaves, parts = self.staging.slots[0], {}, {}
+        slot, hashed = self.staging.slots[0], {}
         for message, bucket, views in zip(self.messages, self.buckets, self.views, strict=True):
             if sample.takes(bucket):
                 views.pack(slot)
-                parts[message.index], leaves[message.index] = views.hashed, views.hashed.leaves(slot)
-        return digests_of(parts, leaves)
+                hashed[message.index] = views.hashed(slot)
+        return digests_of(hashed)

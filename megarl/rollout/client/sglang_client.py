@@ -423,9 +423,8 @@ class RemoteSGLangEngine(InferenceEngine):
 
         Returns the completions or the failure of each server, without servers taken out of service meanwhile.
         """
-        thread, connections = self._thread, self._connections
-        if thread is None or connections is None:
-            raise UserError("the rollout engine is not initialized; call initialize() first")
+        thread, connections = self._loop_thread, self._connections
+        assert connections is not None, "made with the thread"
         params = [sampling_params(gconfig)] * len(prompts)
 
         async def ask(address: str) -> list[ModelResponse] | GenerationError | None:

@@ -172,6 +172,15 @@ def damage_one_message(end: Any) -> None:
     end.receive = once
 
 
+def send_new_weights(world: World, group: Group) -> tuple[list[Any], list[Any]]:
+    """Gives the tensors random values and syncs them. Returns the results of the senders and of the receivers."""
+    for tensor in world.tensors.values():
+        tensor.copy_(torch.randn_like(tensor))
+    sent, received = group.run()
+    assert_delivered(world)
+    return sent, received
+
+
 def assert_delivered(world: World) -> None:
     """Asserts that every destination equals the full tensors, cast to its dtype."""
     for fragments in world.destinations:
@@ -188,10 +197,7 @@ def test_random_layouts_arrive_bit_for_bit_and_no_byte_twice(
     world = make_world(seed, sources, destinations, dtype)
     group = grouped(world, kind)
     for _ in range(2):  # the same group and plan serve again
-        for tensor in world.tensors.values():
-            tensor.copy_(torch.randn_like(tensor))
-        sent, received = group.run()
-        assert_delivered(world)
+        sent, received = send_new_weights(world, group)
         needed = [sum(f.view.numel() * dtype.itemsize for f in fragments) for fragments in world.destinations]
         assert received == needed == world.plan.bytes_in.tolist()
         assert sum(s.nbytes for s in sent) == sum(needed)
