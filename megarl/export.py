@@ -20,6 +20,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -164,10 +165,7 @@ def export(config: ExportConfig) -> Path:
         hf_files.write(temporary, tensors, hf_config, small_files, like)
         if format is not None:
             _add_to_config(temporary, dict(format.config))
-    if weights.rounded:
-        print(
-            f"rounded {weights.rounded:,} of {weights.total:,} weights from {stored.facts['dtype']} to {config.dtype}"
-        )
+    weights.rounding.report(stored.facts["dtype"], config.dtype)
     return output
 
 
@@ -181,31 +179,34 @@ def _export_adapters(config: ExportConfig, stored: StoredState, model: Pretraine
     names = [name for name in asdict(Adapters(1, ())) if f"actor.lora.{name}" in facts]
     adapters = Adapters(**{name: facts[f"actor.lora.{name}"] for name in names})
     base, dtype = config.source or stored.facts["base"], DTYPES[config.dtype] if config.dtype else stored.dtype
-    tensors = {name: tensor.to(dtype) for name, tensor in stored.tensors()}
+    rounding = Rounding()
     if not config.merge:
+        tensors = {name: rounding.convert(tensor, dtype) for name, tensor in stored.tensors()}
         with _renamed(output) as temporary:
             write_peft(temporary, tensors, adapters, 0.0, base)
+        rounding.report(stored.facts["dtype"], config.dtype)
         return output
     if not Path(base).is_dir():
         raise UserError(f"{base}, the base of these adapters, is gone; give it as source=DIR")
-    checkpoint = hf_files.Checkpoint(base, model)
+    checkpoint, trained = hf_files.Checkpoint(base, model), dict(stored.tensors())
 
     def merged() -> Iterator[tuple[str, Tensor]]:
         for name, shape in tensor_shapes(model).items():
-            if name in tensors:  # a value head
-                yield name, tensors[name]
+            if name in trained:  # a value head
+                yield name, rounding.convert(trained[name], dtype)
                 continue
             weight, stem = checkpoint.read(name, shape, tuple(slice(0, n) for n in shape)), name.removesuffix(".weight")
             if not is_buffer(name):
                 weight = weight.to(stored.dtype)
             if adapters.quantization != "none" and EVERY_LINEAR.adapt(name, shape):
                 weight = rounded(weight, adapters.quantization)
-            if stem + LORA_A in tensors:
-                weight = adapters.merge(weight, tensors[stem + LORA_A], tensors[stem + LORA_B])
-            yield name, weight if is_buffer(name) else weight.to(dtype)
+            if stem + LORA_A in trained:
+                weight = adapters.merge(weight, trained[stem + LORA_A], trained[stem + LORA_B])
+            yield name, weight if is_buffer(name) else rounding.convert(weight, dtype)
 
     carried = checkpoint.whole(checkpoint.carried(model))
     _write(output, itertools.chain(merged(), carried), model, stored.folder / HF, Path(base))
+    rounding.report(stored.facts["dtype"], config.dtype)
     return output
 
 
@@ -221,7 +222,8 @@ def _renamed(output: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # from an interrupted export
         yield temporary
         temporary.replace(output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is the latter, where safetensors writes
+        shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"output={output} cannot be written ({error}); give another folder") from error
 
 
@@ -277,19 +279,43 @@ def _rewrite(config: ExportConfig, output: Path) -> Path:
     if missing := sorted(set(shapes) - stored.names()):
         raise UserError(f"checkpoint={config.checkpoint} lacks the tensor {missing[0]}; is it complete?")
 
+    rounding = Rounding()
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
             tensor = stored.read(name, shape, tuple(slice(0, size) for size in shape))
             if config.dtype and not is_buffer(name):
-                tensor = tensor.to(DTYPES[config.dtype])
-            yield name, tensor.bfloat16() if not config.dtype and stored.dtype(name) == FP8 else tensor
+                tensor = rounding.convert(tensor, DTYPES[config.dtype])
+            elif stored.dtype(name) == FP8:
+                tensor = rounding.convert(tensor, torch.bfloat16)
+            yield name, tensor
 
     _write(output, itertools.chain(tensors(), stored.whole(stored.carried(model))), model, Path(config.checkpoint))
+    rounding.report("the stored values", config.dtype or "bfloat16")
     return output
 
 
+class Rounding:
+    """Counts the weights that an export rounds."""
+
+    def __init__(self) -> None:
+        self.rounded = self.total = 0
+
+    def convert(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the tensor in `dtype`."""
+        converted = tensor.to(dtype)
+        self.rounded += int((converted != tensor).sum())
+        self.total += tensor.numel()
+        return converted
+
+    def report(self, stored: str, written: str) -> None:
+        """Prints a line if weights were rounded."""
+        if self.rounded:
+            print(f"rounded {self.rounded:,} of {self.total:,} weights from {stored} to {written}")
+
+
 class _Conversion:
-    """Converts a checkpoint's weights to `dtype` ("": as they are), and counts the ones that it rounds.
+    """Converts a checkpoint's weights to `dtype` ("": as they are).
 
     Linear layers become `format` instead, if there is one, from the dtype in which they were trained.
     """
@@ -299,7 +325,7 @@ class _Conversion:
         self.format = format
         self.dtype = DTYPES[dtype] if dtype else stored.dtype
         self.in_float32 = set() if dtype else set(stored.facts.get("float32", ()))
-        self.rounded = self.total = 0
+        self.rounding = Rounding()
 
     def tensors(self, step: int) -> Iterator[tuple[str, Tensor]]:
         """Yields the converted weights, and shows a progress bar."""
@@ -314,10 +340,7 @@ class _Conversion:
                     progress.advance(task, tensor.nbytes)
                     continue
                 keeps = is_buffer(name) or name in self.in_float32
-                converted = tensor.to(torch.float32 if keeps else self.dtype)
-                self.rounded += int((converted != tensor).sum())
-                self.total += tensor.numel()
-                yield name, converted
+                yield name, self.rounding.convert(tensor, torch.float32 if keeps else self.dtype)
                 progress.advance(task, tensor.nbytes)
 
 

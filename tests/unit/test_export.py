@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,29 @@ def test_an_export_says_what_it_rounds(saved: Path, tmp_path: Path, capsys: pyte
     assert rounded > total / 2
     assert f"rounded {rounded:,} of {total:,} weights from float32 to bfloat16\n" in capsys.readouterr().out
     assert '"dtype": "bfloat16"' in (tmp_path / "narrower" / "config.json").read_text()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    """A limit of a file's size stands in for the full disk: safetensors meets both in its own code."""
+    program = (
+        "import resource, signal, sys\n"
+        "from megarl import export\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "sys.exit(export.main(sys.argv[1:]))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, f"checkpoint={saved / 'run'}", f"output={tmp_path / 'out'}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    assert f"output={tmp_path / 'out'} cannot be written (" in ended.stderr
+    assert "File too large" in ended.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_export_in_several_files_holds_one_of_them_at_a_time(

@@ -145,6 +145,21 @@ def test_every_value_outside_the_range_of_a_number_is_refused() -> None:
             assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "cluster.gpus_per_node=129", "cluster.gpus_per_node=1000000000000", "cluster.gpu_memory_gib=0",
+        "train_dataset.batch_size=-1", "train_dataset.num_workers=-1", "train_dataset.max_length=0",
+        "gconfig.temperature=inf", "actor.optimizer.lr=inf", "algorithm.entropy_coef=nan",
+        "algorithm.advantage_eps=-1", "reshard.max_logprob_diff=nan", "reshard.bucket_bytes=1e25", "server.port=70000",
+        "server.dtype=foo", "method=foo",
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_whatever_range_is_declared(argument: str, refused: Callable[[list[str]], str]) -> None:
+    """Values once accepted, or taken for gigabytes of a preflight: no range may grow to hold them."""
+    assert argument.partition("=")[0].rpartition(".")[2] in refused(["+experiment=gsm8k_grpo", argument])
+
+
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_number_outside_its_range_is_one_line_and_exit_code_2(half: int, refused: Callable[[list[str]], str]) -> None:
     for number, item in enumerate(NUMBERS[half::2]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,10 @@ def check_plain(folder: Path, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_k2", "qwen3_moe"])
 def test_a_checkpoint_is_written_as_deepseeks_conversion(
-    family: str, quantised: Callable[[str, tuple[int, int]], Path], tmp_path: Path
+    family: str,
+    quantised: Callable[[str, tuple[int, int]], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With its MTP layer, by the command, by an engine, and from a run's checkpoint."""
     folder = quantised(family, (16, 24))
@@ -187,6 +191,7 @@ def test_a_checkpoint_is_written_as_deepseeks_conversion(
         output = tmp_path / f"command{len(knobs)}"
         export.export(export.ExportConfig(checkpoint=str(folder), output=str(output), **knobs))
         check_plain(output, expected)
+        assert re.search(r"rounded [1-9][\d,]* of [\d,]+ weights from the stored values", capsys.readouterr().out)
     engine = MegatronEngine(EngineConfig(path=str(folder), dtype="bfloat16"))
     engine.initialize()
     engine.save(tmp_path / "saved")

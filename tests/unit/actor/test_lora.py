@@ -120,7 +120,11 @@ def test_an_adapter_of_peft_is_read_and_written_back_bit_for_bit(
 
 
 def test_a_checkpoint_is_exported_as_adapters_or_merged(
-    base: Path, tmp_path: Path, engine_of: Callable[..., MegatronEngine], monkeypatch: pytest.MonkeyPatch
+    base: Path,
+    tmp_path: Path,
+    engine_of: Callable[..., MegatronEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = engine_of()
     steps(engine, 2)
@@ -138,6 +142,15 @@ def test_a_checkpoint_is_exported_as_adapters_or_merged(
     assert all(
         torch.equal(served[name], tensor) for name, tensor in load_file(tmp_path / "merged/model.safetensors").items()
     )
+    assert "rounded" not in capsys.readouterr().out
+    for name, merge, weights in (("adapters", False, WEIGHTS), ("merged", True, "model.safetensors")):
+        output = tmp_path / f"{name}16"
+        export.export(export.ExportConfig(checkpoint="any", output=str(output), merge=merge, dtype="bfloat16"))
+        before, after = load_file(tmp_path / name / weights), load_file(output / weights)
+        rounded = sum(int((before[key] != after[key].float()).sum()) for key in before)
+        total = sum(tensor.numel() for tensor in before.values())
+        assert rounded > 0
+        assert f"rounded {rounded:,} of {total:,} weights from float32 to bfloat16\n" in capsys.readouterr().out
 
 
 def test_a_critic_trains_its_head_beside_the_adapters(engine_of: Callable[..., MegatronEngine], tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -339,10 +341,35 @@ def test_a_deadline_that_has_passed_is_raised_with_its_length() -> None:
 
 def test_shared_staging_is_this_users_alone_and_is_removed() -> None:
     staging = ShmTransport.make_staging(4096)
-    (path,) = [path for path in FOLDER.glob(f"{PREFIX}*") if path.stat().st_size == 2 * 4096]
+    path = staging.path
+    assert path.parent == FOLDER
+    assert path.name.startswith(PREFIX)
+    assert path.stat().st_size == 2 * 4096
     assert path.stat().st_mode & 0o777 == 0o600
     staging.close()
     assert not path.exists()
+
+
+def test_staging_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_stays() -> None:
+    program = (
+        "import time\n"
+        "from megarl.reshard.transfer.transports.shm import SharedStaging\n"
+        "print(SharedStaging(4096).path, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        staging = ShmTransport.make_staging(4096)
+        stayed = path.exists()
+        owner.kill()
+        owner.wait(timeout=600)
+    assert stayed
+    assert path.exists()
+    ShmTransport.make_staging(4096).close()
+    assert not path.exists()
+    assert staging.path.exists()
+    staging.close()
 
 
 @pytest.mark.parametrize("name", ["../etc/passwd", "megarl-/../x", "other", ""])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import stat
@@ -19,27 +21,55 @@ PREFIX = "megarl-"
 
 
 class SharedStaging(Staging):
-    """Staging buffers in a file of shared memory that only this user may open."""
+    """Staging buffers in a file of shared memory that only this user may open.
+
+    The file is locked while its process lives. The next one that makes staging removes files of killed ones.
+    """
 
     def __init__(self, bucket_bytes: int):
         self.bucket_bytes = bucket_bytes
+        remove_abandoned()
         self.path = FOLDER / f"{PREFIX}{secrets.token_hex(16)}"
-        descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        self._lock = _locked(self.path)
         try:
-            os.posix_fallocate(descriptor, 0, SLOTS * bucket_bytes)  # full shared memory fails here, not in a copy
+            os.posix_fallocate(self._lock, 0, SLOTS * bucket_bytes)  # full shared memory fails here, not in a copy
         except OSError as error:
-            self.path.unlink()
+            self.close()
             raise OSError(
                 f"{FOLDER} has no room for {SLOTS} staging buffers of {bucket_bytes} bytes: {error}; lower "
                 "reshard.bucket_bytes, or give the container more shared memory"
             ) from error
-        finally:
-            os.close(descriptor)
         self.slots = map_file(self.path, bucket_bytes)
 
     def close(self) -> None:
         self.slots = []
         self.path.unlink(missing_ok=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _locked(path: Path) -> int:
+    """Creates a file that belongs to this process while the returned descriptor is open."""
+    while True:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # another process took it for abandoned before it was locked
+
+
+def remove_abandoned() -> None:
+    """Removes this user's staging files whose process was killed: nobody has them locked."""
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, just removed, another user's, or no file
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)
 
 
 class ShmTransport(MappedTransport):
