@@ -1,6 +1,7 @@
 # make train   set up, then train the bundled demo          make test    set up, then the whole test suite
 # make lint    style and types of every language            make format  rewrite the files in that style
 # make bench   every script in benchmarks/                  make doctor  what is installed, what is missing and what it is for
+# make test-load  the suite five times beside 8 busy processes: hours, outside make test
 # make mutants plants bugs one at a time and runs the tests that should notice them: hours, outside make test; it resumes
 # make docs    the documentation as a site, in build/site   make clean   remove the environment and what was built
 # make gpu-acceptance   proves megarl on this machine's GPUs within 20 minutes; ARGS="--dry-run --gpus 8" shows the steps
@@ -30,7 +31,8 @@ SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/* tests/fake_cuda/*.cpp))
 
 .DELETE_ON_ERROR:
-.PHONY: setup gpu-env doctor train test test-long test-unit test-asan test-gpu mutants gpu-acceptance lint format bench docs lock clean
+.PHONY: setup gpu-env doctor train test test-long test-load test-unit test-asan test-gpu mutants gpu-acceptance lint
+.PHONY: format bench docs lock clean
 
 setup: $(STAMPS)/package
 
@@ -80,6 +82,10 @@ test-gpu:
 # Results are kept in build/mutants. ARGS="--table" prints them, ARGS="--again" runs the survivors again.
 mutants: setup
 	@exec nice -n 15 $(BIN)/python -W ignore tests/mutants/run_mutants.py $(ARGS)
+
+# The suite five times in a row beside 8 busy processes: hours. ARGS="--rounds 1 tests/unit -k batch" for some of it.
+test-load: setup
+	@exec $(BIN)/python tests/run_under_load.py $(ARGS)
 
 # In the active environment, which docs/install_gpu.md makes.
 gpu-acceptance:

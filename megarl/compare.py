@@ -9,6 +9,7 @@ One side is always the actor as the run had it before step N, on the kept batch 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -89,8 +90,14 @@ def parse(arguments: Sequence[str]) -> Comparison:
             f"{changes[0]}: against=server compares the run's own actor with a server; leave one of them out"
         )
     folder = RunFolder(Path(arguments[0]).resolve())
-    output = Path(given["output"]) if "output" in given else folder.path / f"compare_{int(step):06d}"
+    output = Path(given["output"]) if "output" in given else _unused(folder.path / f"compare_{int(step):06d}")
     return Comparison(folder, int(step), against, int(sequences), output, changes)
+
+
+def _unused(folder: Path) -> Path:
+    """The folder, or if it is there, its name with the next number."""
+    names = itertools.chain([folder.name], (f"{folder.name}_{number}" for number in itertools.count(2)))
+    return next(path for path in map(folder.with_name, names) if not path.exists())
 
 
 # -- the two sides ----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from megarl.versions import GPUs, driver_cuda, gpus, version_of, versions
 
 NEEDED, FASTER, OPTIONAL = "needed", "faster", "optional"
 GIB = 2**30
+USAGE = "usage: python -m megarl.doctor, which lists what is installed, what is missing and what it is for"
 WIDTH = 120  # characters, where the output is no terminal
 
 
@@ -189,5 +190,14 @@ def command() -> int:
     return 1 if missing else 0
 
 
+def main(arguments: list[str]) -> int:
+    """Runs the command, which takes no arguments but `--help`."""
+    if not arguments:
+        return command()
+    is_help = arguments[0] in ("-h", "--help")
+    print(USAGE if is_help else f"megarl: {arguments[0]} is no argument of this command; {USAGE}")
+    return 0 if is_help else 2
+
+
 if __name__ == "__main__":
-    sys.exit(command())
+    sys.exit(main(sys.argv[1:]))

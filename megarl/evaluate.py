@@ -87,7 +87,8 @@ def evaluation_table(config: Config, evaluation: Evaluation) -> Table:
     accuracy = f"{evaluation.accuracy:.1%} ± {evaluation.stderr:.1%}"
     table.add_row("pass@1", accuracy, f"mean@{k}: part of all samples that solve; ± its standard error")
     table.add_row(f"pass@{k}", f"{evaluation.pass_at_k:.1%}", "part of problems that a sample solves")
-    table.add_row(f"maj@{k}", f"{evaluation.maj_at_k:.1%}", "part of problems whose most frequent answer is right")
+    if f"maj@{k}" not in evaluation.estimates.get("", {}):  # below, with its interval
+        table.add_row(f"maj@{k}", f"{evaluation.maj_at_k:.1%}", "part of problems whose most frequent answer is right")
     table.add_row("mean reward", f"{evaluation.mean_reward:.4f}", "over all samples")
     table.add_row("left out", str(evaluation.num_rejected), "problems without a sample that could be scored")
     for label, measures in evaluation.estimates.items():

@@ -91,6 +91,8 @@ def summary_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
         difference = summary["max_rollout_train_logprob_diff"]
         lines.append(f"log-probs rollout and trainer differ by at most {difference:.1e}")
     lines.append(f"folder    {run.path}" + (f" ({run.curve.name} shows the curve)" if run.curve.exists() else ""))
+    if run.metrics.exists():
+        lines.append(f"read it   python -m megarl.report {run.path}")
     return lines
 
 

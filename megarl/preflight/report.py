@@ -54,6 +54,13 @@ CHECK = ("invariance",)
 DRAWN_NODES = 16
 WIDTH = 130  # characters, where the output is no terminal and COLUMNS is not set
 
+USAGE = f"""\
+usage: python -m megarl.preflight +experiment=NAME [show=PART] [GROUP=NAME ...] [KNOB=VALUE ...], as for megarl.train
+       python -m megarl.preflight tune +experiment=NAME [gpus=N] ...   the best layouts, by memory and time
+       python -m megarl.preflight check=invariance [keep=DIR]          layouts against one process, on this machine
+  show         {", ".join(SHOW)}: more of one part
+  exit code    0: it can run; 1: something would stop it; 2: a mistake in the command"""
+
 
 def overview(config: Config, model: PretrainedConfig) -> Table:
     """Model, layout, servers and disk space."""

@@ -85,9 +85,7 @@ RUNS_OF: dict[str, tuple[str, ...]] = ALL_RUNS if rows.wants_all() else {
     "qwen3": ("tp1", "tp2", "tp2sp", "pp2", "cp2"),
     "qwen3_moe": ("tp1", "ep2", "tp2sp_ep2"),
     "qwen2_dropout": ("tp1", "tp2", "tp2sp", "dp2"),
-    "one_key_head": ("tp1", "tp2"),
-    "grouped_experts": ("tp1", "tp2sp_ep2", "etp2"),
-    "nf4": ("tp1", "tp2"),
+    "grouped_experts": ("tp1", "etp2"),
     "nf4_experts": ("tp1", "tp2sp_ep2"),
 }  # fmt: skip
 RUNS = {

@@ -37,6 +37,7 @@ def test_an_evaluation_is_a_finished_run_with_its_accuracy(tmp_path: Path) -> No
         "accuracy_samples": 24,
     }
     assert f"{accuracy:.1%} ±" in text
+    assert text.count("maj@2") == 1
     assert f"python -m megarl.samples {folder.path.parent}" in text
     row = listed(folder)
     assert (row["state"], row["figures"]) == ("finished", {"eval/accuracy": pytest.approx(accuracy)})

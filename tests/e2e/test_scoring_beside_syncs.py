@@ -132,6 +132,7 @@ def test_a_tensor_corrupted_beside_scoring_stops_the_run_before_the_next_update(
     assert steps_in(run) == [1, 2]
 
 
+@pytest.mark.long
 def test_two_ranks_train_beside_their_syncs_and_stop_in_order(tmp_path: Path) -> None:
     command = Command(
         tmp_path, *OVERRIDES, "parallel.dp_size=2", "total_train_steps=1000", "evaluator.every_steps=0",

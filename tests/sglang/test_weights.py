@@ -67,7 +67,9 @@ def test_a_paused_server_takes_no_processor_time(qwen3: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tp_size", "kv_heads"), [("qwen2", 1, 2), ("llama", 2, 1)], ids=["qwen2", "llama-tp2-padded-heads"]
+    ("family", "tp_size", "kv_heads"),
+    [pytest.param("qwen2", 1, 2, marks=pytest.mark.long), ("llama", 2, 1)],
+    ids=["qwen2", "llama-tp2-padded-heads"],
 )
 def test_pushed_weights_are_what_an_untied_model_serves(
     family: str, tp_size: int, kv_heads: int, serve: Callable[..., SGLangServers], tiny_checkpoint: Callable[..., Path]

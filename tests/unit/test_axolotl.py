@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megarl import cli
+from megarl import cli, other_trainers
 from megarl.axolotl import keys
 from megarl.axolotl.read import read_axolotl
 from megarl.knobs import UserError
@@ -306,11 +306,11 @@ def test_the_command_prints_the_table_and_later_arguments_win(
 ) -> None:
     Path("run.yaml").write_text(yaml.safe_dump({**BASE, "rl": "dpo", "datasets": PAIRS}))
     given = ["--from-axolotl", "run.yaml", "total_train_steps=7", "parallel.dp_size=4"]
-    arguments, _ = cli.from_other_trainer(given)
+    arguments, _ = other_trainers.from_other_trainer(given)
     assert arguments[-2:] == ["total_train_steps=7", "parallel.dp_size=4"]
     assert "train_dataset.batch_size=8" in arguments
     assert "run.yaml, as megarl reads it:" in capsys.readouterr().out
-    assert cli.from_other_trainer(["+experiment=x"]) == (["+experiment=x"], None)
+    assert other_trainers.from_other_trainer(["+experiment=x"]) == (["+experiment=x"], None)
     monkeypatch.setattr(sys, "argv", ["megarl.train", "--from-axolotl"])
     with pytest.raises(SystemExit) as end:
         cli.run_command(lambda config: 0)

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl import cli
+from megarl import cli, other_trainers
 from megarl.foreign import areal, trl_keys, verl_keys
 from megarl.foreign.areal import read_areal
 from megarl.foreign.reading import Converted, Tables
@@ -243,7 +243,7 @@ def test_an_error_names_its_key(read: Any, message: str) -> None:
 
 def test_the_number_of_processes_is_laid_out(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text(yaml.safe_dump(AREAL | {"allocation_mode": "sglang:d1+megatron:t2"}))
-    arguments, _ = cli.from_other_trainer(["--from-areal", "run.yaml", "--num-processes", "4", "seed=3"])
+    arguments, _ = other_trainers.from_other_trainer(["--from-areal", "run.yaml", "--num-processes", "4", "seed=3"])
     assert arguments[-2:] == ["parallel.dp_size=2", "seed=3"]
     assert "as megarl reads it" in capsys.readouterr().out
     for given_arguments, message in (
@@ -255,12 +255,14 @@ def test_the_number_of_processes_is_laid_out(capsys: pytest.CaptureFixture[str])
         (["--from-areal", "run.yaml", "--from-trl", "grpo", "run.yaml"], "stands alone"),
     ):
         with pytest.raises(UserError) as error:
-            cli.from_other_trainer(given_arguments)
+            other_trainers.from_other_trainer(given_arguments)
         assert message in str(error.value)
 
 
 def test_verls_keys_end_at_two_dashes() -> None:
-    arguments, converted = cli.from_other_trainer(["--from-verl", *VERL, "trainer.n_gpus_per_node=0", "--", "seed=3"])
+    arguments, converted = other_trainers.from_other_trainer(
+        ["--from-verl", *VERL, "trainer.n_gpus_per_node=0", "--", "seed=3"]
+    )
     assert arguments[-1] == "seed=3"
     assert converted is not None
     assert converted.source == "the verl command line"

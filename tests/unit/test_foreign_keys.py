@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl import cli
+from megarl import cli, other_trainers
 from megarl.foreign.areal import read_areal
 from megarl.foreign.reading import Converted, Origin, flat
 from megarl.foreign.verl import read_verl
@@ -183,7 +183,7 @@ def test_knobs_in_a_message_become_the_files_keys(message: str, told: str) -> No
 
 def test_a_knob_that_the_command_line_sets_is_not_the_files() -> None:
     Path("run.yaml").write_text(yaml.safe_dump({**TRL, "top_p": 0.5}))
-    _, converted = cli.from_other_trainer(["--from-trl", "grpo", "run.yaml", "gconfig.top_p=2.0"])
+    _, converted = other_trainers.from_other_trainer(["--from-trl", "grpo", "run.yaml", "gconfig.top_p=2.0"])
     assert converted is not None
     assert converted.in_its_words("gconfig.top_p=2.0 must be") == "gconfig.top_p=2.0 must be"
 

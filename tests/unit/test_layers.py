@@ -24,6 +24,7 @@ LAYERS = (
     {"checks"},
     {"foreign"},
     {"axolotl"},
+    {"other_trainers"},
     {"cli"},
     {"areal"},
     {"trainer"},

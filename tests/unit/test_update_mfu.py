@@ -68,6 +68,7 @@ def test_the_peak_is_the_cards_unless_it_is_given() -> None:
         update_mfu.peak_tflops(config, [], "NVIDIA H100 PCIe")
 
 
+@pytest.mark.long
 @pytest.mark.cpu_options("the bundled model's layers on the CPU")
 def test_an_update_on_the_cpu_gives_the_share_of_the_peak_that_its_time_says(tmp_path: Path) -> None:
     figures = tmp_path / "figures"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 
@@ -20,6 +21,8 @@ COMMANDS = (
     "compare",
     "export",
     "launcher.status",
+    "preflight",
+    "doctor",
 )
 
 
@@ -33,7 +36,7 @@ def test_help_names_the_command_it_was_asked_of(
     with pytest.raises(SystemExit) as end:
         runpy.run_module(f"megarl.{name}", run_name="__main__")
     assert end.value.code in (0, None)
-    assert capsys.readouterr().out.startswith(f"usage: python -m megarl.{name} ")
+    assert re.match(rf"usage: python -m megarl\.{name}\b", capsys.readouterr().out)
 
 
 def test_a_command_line_without_an_experiment_is_told_to_name_one(

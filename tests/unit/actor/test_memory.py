@@ -22,6 +22,7 @@ from megarl.launcher.local import run_ranks
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight.sizing import memory_of, model_beside
 from megarl.types import PackedBatch
+from tests import rows
 from tests.conftest import random_model
 from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch, engine_fields
 
@@ -33,21 +34,22 @@ TOLERANCE = 0.15
 ADAPTERS = {"lora": {"rank": 16, "dropout": 0.1}}
 Measured = dict[str, tuple[int, int]]
 # By layout: its sizes, and the engine's knobs of each case.
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = rows.only("tp1,tp2", {
     "tp1": (
         {},
-        {
+        rows.only("full,adapters", {
             "nf4": {"lora": {"rank": 16, "quantization": "nf4"}},
             "none": {},
             "full": {"recompute": "full"},
             "adapters": ADAPTERS,
             "one base": {"lora": {"rank": 64}, "engines": 3},
-        },
+        }),
     ),
-    "tp2": ({"tp_size": 2}, {"none": {}, "bfloat16": {"dtype": "bfloat16"}, "adapters": ADAPTERS}),
+    "tp2": ({"tp_size": 2}, rows.only("none", {"none": {}, "bfloat16": {"dtype": "bfloat16"}, "adapters": ADAPTERS})),
     "pp2": ({"pp_size": 2}, {"none": {}}),
     "dp2": ({"dp_size": 2}, {"none": {}}),
-}
+})  # fmt: skip
+pytestmark = rows.marks()
 
 
 @pytest.fixture(scope="module")

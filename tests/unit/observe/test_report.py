@@ -100,6 +100,9 @@ def test_the_closing_lines_have_the_accuracies_and_the_folder(tmp_path: Path):
     assert "curve.png" not in text
     (tmp_path / "curve.png").write_bytes(b"")
     assert "curve.png" in summary_lines(SUMMARY, tmp_path)[-1]
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert summary_lines({}, tmp_path)[-1] == f"read it   python -m megarl.report {tmp_path}"
+    (tmp_path / "metrics.jsonl").unlink()
     assert summary_lines({}, tmp_path) == [f"folder    {tmp_path} (curve.png shows the curve)"]
 
 

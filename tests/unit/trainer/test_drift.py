@@ -126,6 +126,14 @@ def test_the_page_shows_texts_as_text_and_loads_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_second_comparison_leaves_the_first_ones_page(tmp_path: Path) -> None:
+    words = [str(tmp_path), "step=3"]
+    for name in ("compare_000003", "compare_000003_2", "compare_000003_3"):
+        assert parse(words).output == tmp_path / name
+        parse(words).output.mkdir()
+    assert parse([*words, f"output={tmp_path / 'compare_000003'}"]).output == tmp_path / "compare_000003"
+
+
 def test_the_command_line_is_checked() -> None:
     assert parse(["run", "step=3"]).against == "server"
     assert parse(["run", "step=3", "parallel=tp2"]).against == ""
