@@ -12,6 +12,9 @@ DETERMINISTIC = ("tests/e2e/test_deterministic_servers.py",)
 
 ROUTES: Bugs = {
     "megarl/actor/model/routing.py": {
+        ("tests/te/test_fusions.py",): [
+            ("routing is fused where a choice is replayed", "backend, fused_routing=False)", "backend)"),
+        ],
         unit("actor/test_given_experts"): [
             (
                 "weights are those of its own choice",
