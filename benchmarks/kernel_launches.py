@@ -7,6 +7,9 @@ subtracts. Each torch operation that reads or writes data counts as one launch, 
 Transformer Engine counts by its source, release 2.12 (`KERNELS`). Functions under torch.compile count as one launch.
 Layers of Megatron's own GPT spec run in megarl's loop, on the same packed batch. Layers of experts are those of
 Qwen3-30B-A3B, scaled down: 128 experts on one rank, 8 for a token. A grouped product counts as one launch.
+
+Two lines follow the table, about CUDA graphs: which of the launches a graph of the MLP would hold, and how full
+microbatches are, which a graph would need to be padded to one number of tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from transformer_engine.pytorch import permutation, router  # noqa: E402
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig  # noqa: E402
 
 from megarl.actor import checks  # noqa: E402
+from megarl.actor.batch.balance import SequenceCost  # noqa: E402
+from megarl.actor.batch.microbatch import plan_microbatches  # noqa: E402
 from megarl.actor.config import EngineConfig  # noqa: E402
 from megarl.actor.model import backends, fused_layers  # noqa: E402
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
@@ -110,6 +115,7 @@ class Waits(TorchFunctionMode):
 
 
 COUNT = Count()
+IN_MLP = [0, 0]  # launches between attention and the next layer, in forward and in backward
 
 
 class Whole(torch.autograd.Function):
@@ -148,7 +154,7 @@ def count_calls() -> None:
     module.F = type("Functions", (), {"linear": staticmethod(lambda x, w: Whole.apply("product", _linear, x, w))})
     module.F.rms_norm = torch.nn.functional.rms_norm
     for part in (module, permutation, router):
-        part.kernel = lambda name: COUNT.whole(MARKED.get(name, 1))
+        setattr(part, "kernel", lambda name: COUNT.whole(MARKED.get(name, 1)))  # noqa: B010 (which the part calls)
     gemm, dummy = moe_utils.te_general_gemm, module.get_dummy_wgrad
     module.get_dummy_wgrad = lambda *args: _whole(lambda: dummy(*args), launches=0)  # memory that is not written
     moe_utils.te_general_gemm = lambda *args, **options: _whole(lambda: gemm(*args, **options))
@@ -182,6 +188,36 @@ class Accumulating(AddingToMainGrad):
         _ = ctx.saved_tensors  # what is recomputed counts by itself
         with COUNT.whole(KERNELS["product"][1]):
             return AddingToMainGrad.backward(ctx, grad)
+
+
+def count_mlps() -> None:
+    """Counts launches from attention's sum to the layer's output: what `cuda_graph_modules=mlp` captures."""
+    run = TransformerLayer._forward_mlp
+
+    def counted(self: TransformerLayer, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
+        def left(_: Tensor) -> None:
+            IN_MLP[1] += COUNT.launches[1]
+
+        def entered(_: Tensor) -> None:
+            IN_MLP[1] -= COUNT.launches[1]
+
+        hidden.register_hook(left)
+        IN_MLP[0] -= COUNT.launches[0]
+        output: Tensor = run(self, hidden, *args, **options)
+        IN_MLP[0] += COUNT.launches[0]
+        output.register_hook(entered)
+        return output
+
+    TransformerLayer._forward_mlp = counted
+
+
+def fill(most_tokens: int) -> float:
+    """Share of real tokens in microbatches padded to `most_tokens`: 512 completions of mixed lengths on 8 ranks."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.exp(7.0 + torch.randn(512, generator=generator)).long().clamp(64, most_tokens)
+    batch = PackedBatch(cu_seqlens_of(lengths), {"input_ids": torch.zeros(int(lengths.sum()), dtype=torch.long)})
+    rows = plan_microbatches(batch, SequenceCost.of(model(2, sparse=False)), 8, most_tokens)
+    return int(lengths.sum()) / (most_tokens * sum(len(row) for row in rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +317,7 @@ def main() -> None:
     count_calls()
     print(f"{len(LENGTHS)} sequences; launches and waits of each layer and microbatch\n")
     print("| layers | forward | backward | together | waits |\n| --- | --- | --- | --- | --- |")
+    count_mlps()
     with tempfile.TemporaryDirectory() as folder:  # Megatron makes a tensor in the first step with experts
         measure(Path(folder), model(2, sparse=True), "none", lambda b: b)
     for name, recompute, change in CASES + SPARSE:
@@ -289,6 +326,13 @@ def main() -> None:
             two, three = (measure(Path(folder), model(layers, sparse), recompute, change) for layers in (2, 3))
         forward, backward, waits = (b - a for a, b in zip(two, three, strict=True))
         print(f"| {name} | {forward} | {backward} | {forward + backward} | {waits} |")
+    IN_MLP[:] = 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Path(folder), model(1, sparse=False), "none", lambda b: b)
+    print(
+        f"\nIn a graph of a dense layer's MLP, all fused: {IN_MLP[0]} launches in forward and {IN_MLP[1]} in backward"
+    )
+    print("Real tokens of microbatches:", ", ".join(f"{fill(n):.0%} of {n:,}" for n in (8192, 16384, 32768)))
 
 
 if __name__ == "__main__":

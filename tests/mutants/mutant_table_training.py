@@ -224,12 +224,6 @@ ACTOR: Bugs = {
         ],
     },
     "megarl/actor/model/moe.py": {
-        ("tests/te/test_fusions.py",): [
-            ("the kernel of routing sees NaN", "            logits.data.nan_to_num_()", "            pass"),
-            ("routing is never fused", "fused_routing and fits_fused_routing(experts)", "False"),
-            ("routing is fused for all experts", "fused_routing and fits_fused_routing(experts)", "fused_routing"),
-            ("permutation is never fused", '"moe_permute_fusion": fused_permutation', '"moe_permute_fusion": False'),
-        ],
         unit("actor/test_moe_routing"): [
             ("pre-softmax is inverted", "not experts.normalized", "experts.normalized"),
             ("one expert fewer", '"moe_router_topk": experts.topk', '"moe_router_topk": experts.topk - 1'),

@@ -101,7 +101,7 @@ class FusedRouter(TopKRouter):
         """Computes logits, float32 `[sequence, batch, experts]`."""
         logits: Tensor = super().gating(input)
         if self.config.moe_router_fusion:
-            logits.data.nan_to_num_()  # autograd refuses it: the logits are a view of what a custom function made
+            logits.data.nan_to_num_()  # in place: autograd refuses this for the view that the product returns
         return logits
 
 
