@@ -19,6 +19,12 @@ ROUTES: Bugs = {
             ("permutation is never fused", '"moe_permute_fusion": fused_permutation', '"moe_permute_fusion": False'),
         ],
     },
+    "megarl/actor/model/backends.py": {
+        ("tests/te/test_fusions.py",): [
+            ("routers of te are Megatron's", "        router=FusedRouter,", "        router=TopKRouter,"),
+            ("te does not fuse routing", "        fused_routing=True,\n", ""),
+        ],
+    },
     "megarl/actor/model/routing.py": {
         ("tests/te/test_fusions.py",): [
             ("routing is fused where a choice is replayed", "backend, fused_routing=False)", "backend)"),
