@@ -1,11 +1,15 @@
-"""Kernel launches and waits of the host for each dense layer and microbatch, without a GPU.
+"""Kernel launches and waits of the host for each layer and microbatch, dense or of experts, without a GPU.
 
     python benchmarks/kernel_launches.py
 
 Runs training steps of two and of three layers on the stand-in for Transformer Engine (`tests/te/stand_in`), and
 subtracts. Each torch operation that reads or writes data counts as one launch, in forward or backward. A call of
 Transformer Engine counts by its source, release 2.12 (`KERNELS`). Functions under torch.compile count as one launch.
-Layers of Megatron's own GPT spec run in megarl's loop, on the same packed batch.
+Layers of Megatron's own GPT spec run in megarl's loop, on the same packed batch. Layers of experts are those of
+Qwen3-30B-A3B, scaled down: 128 experts on one rank, 8 for a token. A grouped product counts as one launch.
+
+Two lines follow the table, about CUDA graphs: which of the launches a graph of the MLP would hold, and how full
+microbatches are, which a graph would need to be padded to one number of tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +33,36 @@ import transformer_engine.pytorch as te  # noqa: E402
 from megatron.core.extensions import transformer_engine as megatron_te  # noqa: E402
 from megatron.core.fusions import fused_bias_swiglu  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from transformers import Qwen3Config  # noqa: E402
+from transformer_engine.pytorch import permutation, router  # noqa: E402
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig  # noqa: E402
 
 from megarl.actor import checks  # noqa: E402
+from megarl.actor.batch.balance import SequenceCost  # noqa: E402
+from megarl.actor.batch.microbatch import plan_microbatches  # noqa: E402
 from megarl.actor.config import EngineConfig  # noqa: E402
 from megarl.actor.model import backends, fused_layers  # noqa: E402
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
-from megarl.families.blocks import Layer  # noqa: E402
+from megarl.families.blocks import Experts, Layer  # noqa: E402
 from megarl.parallel import platform  # noqa: E402
 from megarl.types import PackedBatch, cu_seqlens_of  # noqa: E402
 
 # Launches in forward and backward. Norm: its gradient of the weight is summed by a second kernel. Attention: flash-attn
 # 2, whose backward has kernels before and after the main one.
 KERNELS = {"norm": (1, 2), "product": (1, 2), "attention": (1, 3), "rope": (1, 1)}
+# Kernels of functions that the stand-in marks: the map of rows is made in three passes (triton/permutation.py).
+MARKED = {"make_row_id_map": 3}
 LENGTHS = [5, 17, 9, 30, 3, 11, 20, 8]
 SHAPE = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
     "vocab_size": 128, "tie_word_embeddings": True,
 }  # fmt: skip
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 24, "norm_topk_prob": True}
 WAITS = {getattr(Tensor, name) for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__")}
 FREE = {  # operations that move no data
     "aten.detach", "aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten._unsafe_view",
@@ -103,6 +115,7 @@ class Waits(TorchFunctionMode):
 
 
 COUNT = Count()
+IN_MLP = [0, 0]  # launches between attention and the next layer, in forward and in backward
 
 
 class Whole(torch.autograd.Function):
@@ -140,7 +153,12 @@ def count_calls() -> None:
     module._AddingToMainGrad = Accumulating
     module.F = type("Functions", (), {"linear": staticmethod(lambda x, w: Whole.apply("product", _linear, x, w))})
     module.F.rms_norm = torch.nn.functional.rms_norm
-    for name in ("swiglu", "swiglu_back"):
+    for part in (module, permutation, router):
+        setattr(part, "kernel", lambda name: COUNT.whole(MARKED.get(name, 1)))  # noqa: B010 (which the part calls)
+    gemm, dummy = moe_utils.te_general_gemm, module.get_dummy_wgrad
+    module.get_dummy_wgrad = lambda *args: _whole(lambda: dummy(*args), launches=0)  # memory that is not written
+    moe_utils.te_general_gemm = lambda *args, **options: _whole(lambda: gemm(*args, **options))
+    for name in ("swiglu", "swiglu_back", "weighted_swiglu", "weighted_swiglu_back"):
         compiled = getattr(fused_bias_swiglu, name)
         setattr(fused_bias_swiglu, name, lambda *a, run=compiled: _whole(run, *a))
 
@@ -149,8 +167,8 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight)
 
 
-def _whole(run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    with COUNT.whole(1):
+def _whole(run: Callable[..., Tensor], *tensors: Tensor, launches: int = 1) -> Tensor:
+    with COUNT.whole(launches):
         return run(*tensors)
 
 
@@ -172,14 +190,51 @@ class Accumulating(AddingToMainGrad):
             return AddingToMainGrad.backward(ctx, grad)
 
 
+def count_mlps() -> None:
+    """Counts launches from attention's sum to the layer's output: what `cuda_graph_modules=mlp` captures."""
+    run = TransformerLayer._forward_mlp
+
+    def counted(self: TransformerLayer, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
+        def left(_: Tensor) -> None:
+            IN_MLP[1] += COUNT.launches[1]
+
+        def entered(_: Tensor) -> None:
+            IN_MLP[1] -= COUNT.launches[1]
+
+        hidden.register_hook(left)
+        IN_MLP[0] -= COUNT.launches[0]
+        output: Tensor = run(self, hidden, *args, **options)
+        IN_MLP[0] += COUNT.launches[0]
+        output.register_hook(entered)
+        return output
+
+    TransformerLayer._forward_mlp = counted
+
+
+def fill(most_tokens: int) -> float:
+    """Share of real tokens in microbatches padded to `most_tokens`: 512 completions of mixed lengths on 8 ranks."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.exp(7.0 + torch.randn(512, generator=generator)).long().clamp(64, most_tokens)
+    batch = PackedBatch(cu_seqlens_of(lengths), {"input_ids": torch.zeros(int(lengths.sum()), dtype=torch.long)})
+    rows = plan_microbatches(batch, SequenceCost.of(model(2, sparse=False)), 8, most_tokens)
+    return int(lengths.sum()) / (most_tokens * sum(len(row) for row in rows))
+
+
 @dataclasses.dataclass(frozen=True)
 class MegatronsSpec(backends.LayerBackend):
     """Layers of Megatron's own GPT spec for Transformer Engine."""
 
     def layer_spec(self, layer: Layer) -> ModuleSpec:
-        spec = get_gpt_layer_with_transformer_engine_submodules(qk_layernorm=layer.attention.qk_norm)
+        experts = layer.mlp.count if isinstance(layer.mlp, Experts) else None
+        spec = get_gpt_layer_with_transformer_engine_submodules(
+            num_experts=experts, moe_grouped_gemm=True, qk_layernorm=layer.attention.qk_norm
+        )
         parts = spec.self_attention.submodules
         parts.linear_qkv, parts.linear_proj = map(fused_layers.accumulating, (parts.linear_qkv, parts.linear_proj))
+        if experts is not None:
+            sparse = spec.mlp.keywords["submodules"]
+            sparse.experts = fused_layers.accumulating_experts(sparse.experts)
+            return ModuleSpec(TransformerLayer, submodules=spec)
         fc1, fc2 = megatron_te.TELayerNormColumnParallelLinear, megatron_te.TERowParallelLinear
         spec.mlp.keywords["submodules"].linear_fc1 = fused_layers.accumulating(fc1)
         spec.mlp.keywords["submodules"].linear_fc2 = fused_layers.accumulating(fc2)
@@ -196,7 +251,7 @@ def unfused(backend: backends.LayerBackend, *fields: str) -> backends.LayerBacke
     provider = megatron_te.TEColumnParallelLinear, megatron_te.TERowParallelLinear
     kept = {name: value for name, value in backend.config_fields.items() if name not in fields}
     column, row = provider
-    return dataclasses.replace(
+    return replace(
         backend,
         norm_linear=None,
         mlp=backends.MLP,
@@ -207,7 +262,8 @@ def unfused(backend: backends.LayerBackend, *fields: str) -> backends.LayerBacke
     )
 
 
-CASES: list[tuple[str, str, Callable[[backends.LayerBackend], backends.LayerBackend]]] = [
+Change = Callable[[backends.LayerBackend], backends.LayerBackend]
+CASES: list[tuple[str, str, Change]] = [
     ("no fusion", "none", lambda b: unfused(b, "bias_activation_fusion", "apply_rope_fusion")),
     ("rotary positions fused (before)", "none", lambda b: unfused(b, "bias_activation_fusion")),
     ("all fused", "none", lambda b: b),
@@ -216,11 +272,24 @@ CASES: list[tuple[str, str, Callable[[backends.LayerBackend], backends.LayerBack
     ("all fused, recompute=selective", "selective", lambda b: b),
     ("all fused, recompute=full", "full", lambda b: b),
 ]
+SPARSE: list[tuple[str, str, Change]] = [
+    ("experts: routing not fused, as with replay", "none", lambda b: replace(b, fused_routing=False)),
+    ("experts: all fused", "none", lambda b: b),
+    ("experts: Megatron's own GPT spec", "none", megatrons),
+    ("experts: all fused, recompute=selective", "selective", lambda b: b),
+    ("experts: all fused, recompute=full", "full", lambda b: b),
+]
 
 
-def measure(folder: Path, layers: int, recompute: str, change: Callable[..., Any]) -> tuple[int, int, int]:
+def model(layers: int, sparse: bool) -> PretrainedConfig:
+    if sparse:
+        return Qwen3MoeConfig(**SHAPE, **EXPERTS, num_hidden_layers=layers, architectures=["Qwen3MoeForCausalLM"])
+    return Qwen3Config(**SHAPE, num_hidden_layers=layers, architectures=["Qwen3ForCausalLM"])
+
+
+def measure(folder: Path, model: PretrainedConfig, recompute: str, change: Change) -> tuple[int, int, int]:
     """Launches in forward and backward of a step of one microbatch, and waits of the host."""
-    Qwen3Config(**SHAPE, num_hidden_layers=layers, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
+    model.save_pretrained(folder)
     config = EngineConfig(path=str(folder), init="random", dtype="bfloat16", backend="te", recompute=recompute)
     engine = MegatronLMEngine(config)
     engine.backend = change(engine.backend)
@@ -246,13 +315,24 @@ def main() -> None:
     platform.takes_gpu_options = lambda: True
     checks.check_device = lambda *_: None
     count_calls()
-    print(f"{len(LENGTHS)} sequences; launches and waits of each dense layer and microbatch\n")
+    print(f"{len(LENGTHS)} sequences; launches and waits of each layer and microbatch\n")
     print("| layers | forward | backward | together | waits |\n| --- | --- | --- | --- | --- |")
-    for name, recompute, change in CASES:
+    count_mlps()
+    with tempfile.TemporaryDirectory() as folder:  # Megatron makes a tensor in the first step with experts
+        measure(Path(folder), model(2, sparse=True), "none", lambda b: b)
+    for name, recompute, change in CASES + SPARSE:
         with tempfile.TemporaryDirectory() as folder:
-            two, three = (measure(Path(folder), layers, recompute, change) for layers in (2, 3))
+            sparse = name.startswith("experts")
+            two, three = (measure(Path(folder), model(layers, sparse), recompute, change) for layers in (2, 3))
         forward, backward, waits = (b - a for a, b in zip(two, three, strict=True))
         print(f"| {name} | {forward} | {backward} | {forward + backward} | {waits} |")
+    IN_MLP[:] = 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Path(folder), model(1, sparse=False), "none", lambda b: b)
+    print(
+        f"\nIn a graph of a dense layer's MLP, all fused: {IN_MLP[0]} launches in forward and {IN_MLP[1]} in backward"
+    )
+    print("Real tokens of microbatches:", ", ".join(f"{fill(n):.0%} of {n:,}" for n in (8192, 16384, 32768)))
 
 
 if __name__ == "__main__":

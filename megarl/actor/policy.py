@@ -17,7 +17,7 @@ from megarl.actor.batch import rank_batches
 from megarl.actor.batch.microbatch import Microbatch
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model.routing import RoutingReplay
+from megarl.actor.model.routing import RoutingReplay, replaying
 from megarl.actor.token_loss import TokenLoss
 from megarl.families import decoder
 from megarl.parallel.config import ParallelConfig
@@ -61,6 +61,8 @@ class MegatronPPOActor(MegatronEngine):
     ) -> None:
         super().__init__(config, parallel, trainable=trainable, deterministic=deterministic)
         self.algorithm = algorithm
+        if algorithm.routing_replay != "off":
+            self.backend = replaying(self.backend)
         self._around_passes: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def initialize(

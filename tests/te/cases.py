@@ -98,6 +98,7 @@ NAMES = (  # below transformer_engine.pytorch: functions whose arguments the sta
     "permutation.moe_sort_chunks_by_index",
     "permutation.moe_sort_chunks_by_index_with_probs",
     "permutation.moe_unpermute",
+    "router.fused_topk_with_score_function",
     "cpp_extensions.general_gemm",
     "cpu_offload.get_cpu_offload_context",
     "optimizers.FusedAdam.__init__",
@@ -125,7 +126,6 @@ OFFERED = (  # what the stand-in has beside these
     "module.base.destroy_ub",
     "router.fused_compute_score_for_moe_aux_loss",
     "router.fused_moe_aux_loss",
-    "router.fused_topk_with_score_function",
 )
 
 

@@ -35,12 +35,12 @@ def as_one_kernel(name: str) -> None:
     setattr(fused_bias_swiglu, name, counted)
 
 
-def layer_of(folder: str, *, experts: str, fused_permutation: bool) -> MoELayer:
+def layer_of(folder: str, *, experts: str, fused: bool) -> MoELayer:
     """The first layer of experts of a model under `te`."""
     engine = engines.MegatronEngine(
         EngineConfig(path=folder, init="random", backend="te", dtype="bfloat16", experts=experts)
     )
-    engine.backend = dataclasses.replace(engine.backend, fused_permutation=fused_permutation)
+    engine.backend = dataclasses.replace(engine.backend, fused_permutation=fused, fused_routing=fused)
     engine.initialize()
     layers: list[MoELayer] = [m for m in engine.ddps[0].modules() if isinstance(m, MoELayer)]
     return layers[0]
@@ -60,8 +60,8 @@ def main(folder: str) -> None:
     platform.takes_gpu_options = lambda: True
     for name in COMPILED:
         as_one_kernel(name)
-    one_by_one = layer_of(folder, experts="sequential", fused_permutation=False)
-    grouped = layer_of(folder, experts="grouped", fused_permutation=True)
+    one_by_one = layer_of(folder, experts="sequential", fused=False)
+    grouped = layer_of(folder, experts="grouped", fused=True)
     counts = {"one by one": operations(one_by_one), "grouped": operations(grouped)}
     print(json.dumps({name: {"total": sum(c.values()), **dict(c.most_common())} for name, c in counts.items()}))
 

@@ -3,7 +3,7 @@
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
 `model`, `layout`, `recompute`, `dtype`, `experts` (their knobs under `te`), `marks`: if the norm is also computed under
 other marks of experts, and `shared`: then `te` reads common beginnings once, and `torch` reads them in each sequence.
-`without` names a fusion that is off, `offload` is a number of layers, `lora` trains the adapters of the model's folder.
+`offload` is a number of layers, `lora` trains the adapters of the model's folder.
 Ranks are forked from this process, which has imported Megatron once.
 """
 
@@ -36,8 +36,7 @@ from megarl.actor.batch import shared_prefix
 from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model import delta_net, fused_layers
-from megarl.actor.model.backends import LayerBackend
+from megarl.actor.model import delta_net
 from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch
@@ -66,24 +65,11 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
         **options,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        if case["without"] == "accumulation":
-            patch.setattr(fused_layers, "accumulating", lambda module: module)
-        engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
-        if backend == "te":
-            engine.backend = without(engine.backend, case["without"])
-            engine.backend = dataclasses.replace(engine.backend, fused_delta_rule=False)
-        engine.initialize()
+    engine = MegatronEngine(config, ParallelConfig(**case["layout"]))
+    if backend == "te":
+        engine.backend = dataclasses.replace(engine.backend, fused_delta_rule=False)
+    engine.initialize()
     return engine
-
-
-def without(backend: LayerBackend, fusion: str) -> LayerBackend:
-    """Turns a fusion off: norm, swiglu or rope."""
-    if fusion == "norm":
-        return dataclasses.replace(backend, norm_linear=None)
-    field = {"swiglu": "bias_activation_fusion", "rope": "apply_rope_fusion"}.get(fusion)
-    fields = {name: value for name, value in backend.config_fields.items() if name != field}
-    return dataclasses.replace(backend, config_fields=fields)
 
 
 def dispatchers_of(engine: MegatronEngine) -> list[list[Any]]:

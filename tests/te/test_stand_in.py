@@ -53,13 +53,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mtp": {"family": "glm4_moe", "tied": False},  # and a layer of multi-token prediction, which is trained
 }  # fmt: skip
 SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` with each sequence
-# In place of recompute, too: knobs of experts, a layer offloaded, bfloat16, or a fusion that is off.
+# In place of recompute, too: knobs of experts, a layer offloaded, or bfloat16.
 EXPERTS = {"sequential": {"experts": "sequential"}, "flex": {"moe_dispatcher": "flex"}}
 OFFLOADED, SIXTEEN = "offloaded", "bfloat16"
 QUANTISED = "quantised"
 # With the adapters of a model's folder, and their recompute mode.
 ADAPTED = {"adapters": "none", "adapters_selective": "selective", QUANTISED: "none"}
-WITHOUT = ("norm", "swiglu", "rope", "accumulation")
 pytestmark = rows.marks()
 OVERLAPPED: list[tuple[str, dict[str, Any], str]] = [  # shared experts of `te` beside the exchange of tokens
     ("gated", SP, "none"),
@@ -84,20 +83,15 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("latent", {}, "selective"),
         ("latent", {}, "none"),
         ("latent", {}, SHARED),
-        ("qwen3", {}, "norm"),
         ("gpt_oss", {}, "none"),
-        ("qwen3", {}, "swiglu"),
-        ("qwen3", {}, "rope"),
         ("mtp", {}, "full"),
-        ("qwen3", {}, "accumulation"),
-        ("qwen3_moe", {}, "accumulation"),
-        ("qwen3_moe", {}, SIXTEEN),
-        ("llama_biased", {}, SIXTEEN),
         ("qwen3", {}, "adapters_selective"),
+        ("llama_biased", {}, SIXTEEN),
+        ("qwen3_moe", {}, SIXTEEN),
         ("qwen3", {}, "adapters"),
         ("latent", {}, "adapters"),
-        ("qwen3_moe", {}, "adapters"),
         ("blocks", {}, QUANTISED),
+        ("qwen3_moe", {}, "adapters"),
     ]),
     2: rows.every(3, [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -196,7 +190,6 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
                 "dtype": "bfloat16" if recompute == SIXTEEN else "float32",
                 "experts": EXPERTS.get(recompute, {}),
                 "marks": name == MARKS,
-                "without": recompute if recompute in WITHOUT else "",
                 "offload": 1 if recompute == OFFLOADED else 0,
                 "lora": recompute in ADAPTED,
                 "quantization": "nf4" if recompute == QUANTISED else "none",
@@ -252,7 +245,7 @@ def test_adam_counts_from_the_start_again_after_a_state_without_steps(name: str,
 @pytest.mark.parametrize("name", ALL)
 def test_the_model_is_of_transformer_engines_layers(name: str, work: Path) -> None:
     layers, option = set(facts_of(work, name)["layers"]), name.split("-")[1]
-    plain = dict.fromkeys(("norm", *ADAPTED), "TEColumnParallelLinear")  # an adapter reads what the norm returns
+    plain = dict.fromkeys(ADAPTED, "TEColumnParallelLinear")  # an adapter reads what the norm returns
     plain[QUANTISED] = "ColumnParallelLinear"
     norm_linear = {"selective": "NormColumnLinear", **plain}.get(option, "TELayerNormColumnParallelLinear")
     row_linear = "RowParallelLinear" if option == QUANTISED else "TERowParallelLinear"

@@ -49,7 +49,7 @@ from megarl.actor.model.deterministic_layers import (
     RowInvariantRowLinear,
 )
 from megarl.actor.model.latent_attention import LatentParts, LatentSelfAttention, ReplicatedLinear
-from megarl.actor.model.moe import FrozenBiasRouter, grouped_experts
+from megarl.actor.model.moe import FrozenBiasRouter, FusedRouter, grouped_experts
 from megarl.actor.model.norms import RMSNorm
 from megarl.actor.model.packed_attention import (
     OwnRotaryAttention,
@@ -142,6 +142,7 @@ class LayerBackend:
     fused_delta_rule: bool = False  # True: gated delta nets run on the kernels of flash-linear-attention
     dispatcher: str = "alltoall"  # of `actor.moe_dispatcher`
     fused_permutation: bool = False  # True: kernels of Transformer Engine sort tokens by expert
+    fused_routing: bool = False  # True: its kernel chooses a token's experts; False where a choice is replayed
     overlaps_shared_experts: bool = False  # True: they may run on a stream of their own, beside exchanges of tokens
     config_fields: dict[str, Any] = field(default_factory=dict)  # fields of Megatron's TransformerConfig
     # Megatron's recompute_modules of actor.recompute=selective: activations that are large and cheap to compute
@@ -309,9 +310,9 @@ def _deterministic(summands: int) -> LayerBackend:
 def _transformer_engine(shared_prefix: bool, recompute: str, frozen: bool) -> LayerBackend:
     """Builds the backend of Transformer Engine's modules, fused as in Megatron's own GPT recipe.
 
-    A norm and the projection behind it are one module, except before experts. SwiGLU and rotary positions take a kernel
-    each. Linear layers add weight gradients to DDP's main gradient in float32; `frozen` experts have none. Attention
-    over shared prompts is torch's flash attention (`prefix_attention.py`).
+    A norm and the projection behind it are one module, except before experts. SwiGLU, rotary positions and the choice
+    of experts take a kernel each. Linear layers add weight gradients to DDP's main gradient in float32; `frozen`
+    experts have none. Attention over shared prompts is torch's flash attention (`prefix_attention.py`).
 
     `recompute` selective recomputes what is large and cheap. Of the 158 KB a token that a layer of Qwen3-8B keeps, the
     outputs of norms and SwiGLU are 41, and no product is repeated for them. Flash attention keeps its inputs, which are
@@ -346,6 +347,8 @@ def _transformer_engine(shared_prefix: bool, recompute: str, frozen: bool) -> La
         mlp=mlp,
         experts=experts if frozen else fused_layers.accumulating_experts(experts),
         fused_permutation=True,
+        router=FusedRouter,
+        fused_routing=True,
         overlaps_shared_experts=True,
         fused_delta_rule=True,
         # Unfused rotary positions read the bounds of sequences from the GPU in every layer (rope_utils.py:226).

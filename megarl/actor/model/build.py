@@ -83,6 +83,7 @@ def transformer_config(
             dispatcher=backend.dispatcher,
             grouped=backend.experts is not None,
             fused_permutation=backend.fused_permutation,
+            fused_routing=backend.fused_routing,
             overlapped=backend.overlaps_shared_experts and overlaps_shared_experts(layout),
         ),
         calculate_per_token_loss=True,  # Megatron must not normalise the loss; engine.py does, once

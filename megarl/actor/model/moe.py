@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.families.blocks import Decoder
+from megarl.families.blocks import Decoder, Experts
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
 
@@ -30,8 +30,23 @@ def overlaps_shared_experts(layout: ParallelConfig) -> bool:
     return wanted and layout.ep_size * layout.expert_tp_size > 1 and not layout.tp_comm_overlap
 
 
+def fits_fused_routing(experts: Experts) -> bool:
+    """True if Transformer Engine's kernel of routing takes so many experts.
+
+    Its backward pass holds four tokens in shared memory, of which a block has 48 KiB: of each expert three float32
+    numbers and a byte (release 2.12, `fused_topk_with_score_function.cu`). Later releases ask for more memory.
+    """
+    return 4 * experts.count * (3 * 4 + 1) <= 48 * 1024
+
+
 def moe_fields(
-    model: Decoder, *, dispatcher: str, grouped: bool, fused_permutation: bool, overlapped: bool
+    model: Decoder,
+    *,
+    dispatcher: str,
+    grouped: bool,
+    fused_permutation: bool,
+    fused_routing: bool,
+    overlapped: bool,
 ) -> dict[str, Any]:
     """Builds the fields of Megatron's `TransformerConfig` for the model's experts.
 
@@ -44,6 +59,7 @@ def moe_fields(
         dispatcher: `actor.moe_dispatcher`. Both take microbatches of different lengths, as `allgather` does not.
         grouped: computes a rank's experts in one module.
         fused_permutation: sorts tokens by expert in kernels of Transformer Engine.
+        fused_routing: scores experts and chooses a token's in one kernel of Transformer Engine.
         overlapped: runs shared experts on a stream of their own, beside the exchange of tokens.
     """
     experts = model.experts
@@ -70,10 +86,26 @@ def moe_fields(
         "moe_token_dispatcher_type": dispatcher,
         "moe_flex_dispatcher_backend": "deepep",
         "moe_permute_fusion": fused_permutation,
+        "moe_router_fusion": fused_routing and fits_fused_routing(experts),
     }
 
 
-class FrozenBiasRouter(TopKRouter):
+class FusedRouter(TopKRouter):
+    """Router that gives Transformer Engine's kernel finite logits alone.
+
+    Among scores that are NaN, the kernel chooses one expert again and again. The dispatcher then has too few tokens,
+    and the run would end where a step is to be left out. The layer's input stays NaN, and so does the loss.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Computes logits, float32 `[sequence, batch, experts]`."""
+        logits: Tensor = super().gating(input)
+        if self.config.moe_router_fusion:
+            logits.data.nan_to_num_()  # in place: autograd refuses this for the view that the product returns
+        return logits
+
+
+class FrozenBiasRouter(FusedRouter):
     """Router whose bias of the choice of experts stays as it was loaded.
 
     Its update balances experts in pretraining. A step of RL or of fine-tuning has too few tokens for that, and servers

@@ -8,6 +8,7 @@ microbatch: only a recomputation in backward has none.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.actor.batch.microbatch import Microbatch
+from megarl.actor.model.backends import LayerBackend
 from megarl.families.blocks import Decoder
 from megarl.knobs import UserError
 from megarl.parallel import platform
@@ -25,6 +27,14 @@ from megarl.parallel.groups import Groups
 from megarl.types import ROUTED_EXPERTS, PackedBatch, to_device
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+def replaying(backend: LayerBackend) -> LayerBackend:
+    """Returns the backend with routers that can be asked for a replayed choice.
+
+    Megatron's fused routing takes none and does not ask for it (`topk_routing_with_score_function`).
+    """
+    return dataclasses.replace(backend, fused_routing=False)
 
 
 class ReplayedRouter:
@@ -90,6 +100,7 @@ class RoutingReplay:
         self.routers: dict[int, ReplayedRouter] = {}  # by index among the layers with experts
         for stage in stages:
             for router in (module for module in stage.modules() if isinstance(module, TopKRouter)):
+                assert not router.config.moe_router_fusion, "fused routing would not ask: build it by `replaying`"
                 self.routers[order.index(router.layer_number)] = router.router_replay = ReplayedRouter()
         self.trains = False  # True in a pass with backward
         self.recorded: list[tuple[Microbatch, dict[int, Tensor]]] | None = None  # choices of a pass, if it is recorded
