@@ -176,7 +176,7 @@ def actor_of(folder: Path, args: argparse.Namespace, shared_prefix: bool) -> Meg
         max_tokens_per_mb=args.tokens,
         optimizer=OptimizerConfig(lr=1e-6, clip_grad=1.0),
         shared_prefix=shared_prefix,
-        lora=LoraConfig(rank=args.lora, alpha=2.0 * args.lora),
+        lora=LoraConfig(rank=args.lora, alpha=2.0 * args.lora) if args.lora else LoraConfig(),
     )
     actor = MegatronPPOActor(config, GRPO(GRPOConfig(eps_clip=EPS_CLIP)))
     actor.initialize()

@@ -133,7 +133,8 @@ def run(args: argparse.Namespace, config: Config, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("knobs", nargs="*", metavar="KNOB=VALUE", help="as for megarl.train, such as model=qwen3_8b")
+    what = "as for megarl.train, such as model=qwen3_8b; the bundled model without any"
+    parser.add_argument("knobs", nargs="*", default=["model=tiny"], metavar="KNOB=VALUE", help=what)
     parser.add_argument("--layers", type=int, default=0, help="the model's first layers alone; 0: all")
     for name, default in (("prompts", 4), ("samples", 4), ("prompt", 64), ("completion", 64), ("max-new", 256)):
         parser.add_argument(f"--{name}", type=int, default=default, help="of the batch, as in ppo_update.py")
