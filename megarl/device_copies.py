@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class HoldsTensors:
-    """Base of classes whose attributes are copied, as those of dataclasses are."""
+    """Base of classes whose attributes are copied, as a dataclass's fields are."""
 
 
 class OnHost:
