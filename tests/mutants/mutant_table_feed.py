@@ -40,6 +40,12 @@ FEED: Bugs = {
             ("an empty part is not the lightest", "if len(joined) == parts else 0.0", "if joined else 0.0"),
         ],
     },
+    "megarl/reshard/transfer/copies.py": {
+        unit("reshard/test_copies"): [
+            ("casts are among the others", "target.dtype == source.dtype and", ""),
+            ("strided parts are among the others", " and target.is_contiguous() and source.is_contiguous()", ""),
+        ],
+    },
     "megarl/reshard/plan/sender_choice.py": {
         unit("reshard/test_planner"): [
             ("ranks wait for busy peers", "if least <= now:", "if True:"),
