@@ -5,7 +5,7 @@
 First the largest case, in a process of its own: 1,024 trainer ranks of Qwen3-235B-A22B to 64 servers of TP 8. Then, for
 three models, the bytes that a server rank receives by the plan and by a full broadcast. The full broadcast gathers full
 tensors and sends them to every server rank. Last, 512 servers, with and without relays. Everything is simulated:
-nothing is sent. The times are floors at --gb-s a rank.
+nothing is sent. Floors are bytes at --gb-s a rank; simulated times add what ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -102,10 +102,22 @@ def largest() -> None:
 
 
 def table(bandwidth: float) -> None:
-    columns = ("model", "trainer ranks", "servers", "a rank holds", "plan", "broadcast", "ratio", "busiest", "time")
+    columns = (
+        "model",
+        "trainer ranks",
+        "servers",
+        "a rank holds",
+        "plan",
+        "broadcast",
+        "ratio",
+        "busiest",
+        "floor, simulated, broadcast",
+    )
     print(" | ".join(columns))
     for model, parallel, tp_size, ep_size, n_servers in CASES:
-        summary = summarise(planned(model, parallel, tp_size, ep_size, n_servers))
+        transfer_plan = planned(model, parallel, tp_size, ep_size, n_servers)
+        summary = summarise(transfer_plan)
+        times = summary.seconds(bandwidth), simulated(transfer_plan, bandwidth), summary.full_bytes / bandwidth
         layout = f"TP {tp_size}" + (f" EP {ep_size}" if ep_size > 1 else "")
         cells = (
             model.partition("/")[2],
@@ -116,7 +128,7 @@ def table(bandwidth: float) -> None:
             size(summary.full_bytes),
             f"{summary.saving:.1f}",
             f"{summary.sent.imbalance:.2f}",
-            f"{duration(summary.seconds(bandwidth))}, {duration(summary.full_bytes / bandwidth)}",
+            ", ".join(duration(seconds) for seconds in times),
         )
         print(" | ".join(cells))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megarl.device_copies import HoldsTensors, to_device
 from megarl.knobs import MAX_COUNT, UserError, check_ranges, knob
 
 
@@ -102,17 +103,7 @@ class RewardError(RuntimeError):
     """Raised if a completion cannot be scored. Its sample is masked and counted, and never gets a reward of 0."""
 
 
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a tensor to `device`. Does not wait for a GPU.
-
-    The copy comes from pinned memory: CUDA may wait for earlier kernels before it reads other memory.
-    """
-    if torch.device(device).type != "cuda" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class PackedBatch:
+class PackedBatch(HoldsTensors):
     """Sequences packed end to end without padding: the only batch type after rollout.
 
     `tokens[key]` is `[total_tokens, ...]`, mostly 1-D, `sequences[key]` is `[num_seqs, ...]`, `cu_seqlens` is int32
@@ -226,14 +217,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Returns the batch with every tensor on `device`. Does not wait for a GPU to receive them."""
-        batch = PackedBatch(
-            to_device(self.cu_seqlens, device),
-            {k: to_device(v, device) for k, v in self.tokens.items()},
-            {k: to_device(v, device) for k, v in self.sequences.items()},
-            self.bounds,
-        )
-        batch.shared = self.shared
-        return batch
+        return to_device(self, device)
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Positions of all tokens of the sequences `indices`, in that order, int64."""

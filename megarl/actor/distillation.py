@@ -68,7 +68,7 @@ class Distillation:
 
     def __init__(self, student: MegatronEngine, beta: float, teacher: MegatronTeacher | None = None) -> None:
         self.student, self.beta, self.teacher = student, beta, teacher
-        self._rows: dict[int, Tensor] = {}  # hidden states by the identity of the student's microbatch
+        self._rows: dict[int, Tensor] = {}  # hidden states by the first sequence of the student's microbatch
         self._head: Tensor | None = None
         if teacher is not None and student.groups.is_last_stage:
             columns = heads.weight_of(student.stages[-1]).shape[0]
@@ -77,7 +77,7 @@ class Distillation:
     def prepare(self, batch: PackedBatch, microbatches: Sequence[Microbatch]) -> None:
         if self.teacher is not None:
             rows = self.teacher.hidden_rows(batch, microbatches)
-            self._rows = {id(mb): states for mb, states in zip(microbatches, rows, strict=False)}
+            self._rows = {mb.indices[0]: part for mb, part in zip(microbatches, rows, strict=False) if mb.indices}
 
     def __call__(self, output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         student, labels = self.student, microbatch.trained_labels
@@ -100,7 +100,7 @@ class Distillation:
     def _teacher_of(self, mb: Microbatch) -> FullTeacher | TopKTeacher:
         if self.teacher is not None:
             assert self._head is not None, "the last stage has it"
-            return FullTeacher(self._rows.pop(id(mb)), self._head, self.teacher.hf_config.vocab_size)
+            return FullTeacher(self._rows.pop(mb.indices[0]), self._head, self.teacher.hf_config.vocab_size)
         rows = mb.trained_labels.rows
         at = rows if mb.local is None else mb.local.source[rows]
         return TopKTeacher(mb.aligned[TOP_IDS][at].long(), mb.aligned[TOP_LOGPROBS][at])

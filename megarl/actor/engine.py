@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.actor import data_parallel, fp8, userbuffers
 from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn, TrainEngine, WeightFormat
-from megarl.actor.batch import rank_batches, schedule
+from megarl.actor.batch import feed, rank_batches, schedule
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.batch.microbatch import (
@@ -42,6 +42,7 @@ from megarl.actor.reports import WeightedReport, reduced
 from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights import hf_weights
 from megarl.actor.weights.split_marks import check_split_marks
+from megarl.device_copies import to_device
 from megarl.families import as_scalar, is_scalar, read_config, trains_mtp
 from megarl.knobs import UserError, run_all
 from megarl.observe.timeline import timeline
@@ -52,7 +53,7 @@ from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.determinism import OFF, Determinism
 from megarl.parallel.groups import Groups
-from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates, to_device
+from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 
 
 class MegatronEngine(TrainEngine):
@@ -129,7 +130,7 @@ class MegatronEngine(TrainEngine):
         self._on_base = base is not None
         if self.backend.one_thread:
             torch.set_num_threads(1)
-        self._cut = self._make_cut()
+        self._cut, self._feed = self._make_cut(), feed.choose(self.device)
         dtype = build.DTYPES[self.config.dtype]
         offloaded = self.config.offload_activations if self.trainable else 0
         self.modules = build.build_model(
@@ -227,7 +228,7 @@ class MegatronEngine(TrainEngine):
         stages = self.ddps[: self.groups.vpp_size]
         passing = None if self._replay is None else self._replay.begin(trains=not forward_only)
         with timeline.span("forward" if forward_only else "forward and backward"):
-            return schedule.run(stages, microbatches, process, self.groups, forward_only, passing)
+            return schedule.run(stages, microbatches, self._feed, process, self.groups, forward_only, passing)
 
     def run_forward(self, microbatches: list[Microbatch], process: Callable[[Tensor, Microbatch], Tensor]) -> list[Any]:
         """Results of `process` on the last stage's outputs, forward only; [] on the other stages."""

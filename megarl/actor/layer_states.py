@@ -10,9 +10,9 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megarl.actor.batch.microbatch import Microbatch
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import heads
+from megarl.device_copies import to_device
 from megarl.types import PackedBatch
 
 ROWS, HIDDEN, EXPERTS = "rows", "hidden/", "experts/"
@@ -31,8 +31,9 @@ def layer_states(engine: MegatronEngine, batch: PackedBatch) -> dict[str, Tensor
 
     def record(key: str, stage: Any, output: Tensor) -> None:
         kept = parts.setdefault(key, [])
-        mb: Microbatch = microbatches[len(kept)]  # a stage takes them in order
-        kept.append(mb.gather(heads.hidden_states(output, stage, engine.groups), engine.groups.cp).cpu())
+        local = to_device(microbatches[len(kept)].local, engine.device)  # a stage takes them in order
+        hidden = heads.hidden_states(output, stage, engine.groups)
+        kept.append((hidden if local is None else local.restore(hidden, engine.groups.cp)).cpu())
 
     with contextlib.ExitStack() as hooks:
         for stage in engine.stages:

@@ -55,6 +55,13 @@ class StepLoad:
     def all_tokens(self) -> int:
         return self.tokens * self.microbatches
 
+    def in_flight(self, parallel: ParallelConfig, pp_rank: int) -> int:
+        """Counts the most passes of a virtual stage forward whose backward is to come (schedules.py:937)."""
+        first = parallel.pp_size - pp_rank
+        if parallel.vpp_size > 1:
+            first = 2 * (first - 1) + (parallel.vpp_size - 1) * parallel.pp_size + 1
+        return min(self.microbatches * parallel.vpp_size, first)
+
 
 @dataclass(frozen=True)
 class TrainerMemory:
@@ -119,7 +126,7 @@ def trainer_memory(
     state = (MAIN if item < MAIN else 0) + (0 if engine.offload_optimizer else MOMENTS)
     layer = LayerBytes.of(model, parallel, engine, on_gpu)
     tokens = math.ceil(load.tokens / parallel.cp_size)
-    head = mtp_layers = embedding = 0
+    head, mtp_layers, embedding, in_flight = 0, 0, 0, load.in_flight(parallel, pp_rank)
     if pp_rank == parallel.pp_size - 1:
         shape = decoder(model)
         head = _head(model, parallel, engine, layer, tokens, item, on_gpu) * (1 + len(shape.mtp))
@@ -136,13 +143,10 @@ def trainer_memory(
         gradients=trained * GRADIENT,
         optimizer=state
         * (math.ceil(parameters.trained_dense / replicas) + math.ceil(parameters.trained_experts / expert_replicas)),
-        activations=mtp_layers
-        + _activations(
-            model, parallel, layer, StepLoad(tokens, load.microbatches), pp_rank, engine.offload_activations
-        ),
+        activations=mtp_layers + _activations(model, engine, parallel, layer, tokens, in_flight, pp_rank),
         head=head,
         update=0 if on_gpu else trained * item,  # gloo all-gathers the parameters into a copy
-        batch=BATCH_BYTES * load.all_tokens,
+        batch=BATCH_BYTES * (load.tokens * min(in_flight + 1, load.microbatches) if on_gpu else load.all_tokens),
         runtime=GPU_RUNTIME if on_gpu else 0,
     )
 
@@ -396,19 +400,14 @@ def _experts(
 
 
 def _activations(
-    model: PretrainedConfig, parallel: ParallelConfig, layer: LayerBytes, load: StepLoad, pp_rank: int, offloaded: int
-) -> int:
-    """Computes activation bytes at the peak: all layers of the microbatches in flight, and one layer in backward.
-
-    Activations of `offloaded` layers are on the host.
-    """
-    layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank]) - offloaded
-    in_flight = float(min(load.microbatches, parallel.pp_size - pp_rank))
-    if parallel.vpp_size > 1:  # each chunk has layers / vpp layers, schedules.py:937
-        warmup = 2 * (parallel.pp_size - pp_rank - 1) + (parallel.vpp_size - 1) * parallel.pp_size + 1
-        in_flight = min(load.microbatches * parallel.vpp_size, warmup) / parallel.vpp_size
+    model: PretrainedConfig, engine: EngineConfig, parallel: ParallelConfig, layer: LayerBytes, tokens: int,
+    in_flight: int, pp_rank: int,
+) -> int:  # fmt: skip
+    """Computes activation bytes at the peak: layers of passes in flight that stay on the GPU, and one in backward."""
+    layers = sum(len(stage) for stage in parallel.stage_layers(model.num_hidden_layers)[pp_rank])
+    kept = in_flight / parallel.vpp_size * (layers - engine.offload_activations) * layer.kept
     recomputed = layer.inside - layer.kept  # 0 without recompute
-    return math.ceil(load.tokens * (in_flight * layers * layer.kept + recomputed + layer.working)) + layer.matrix
+    return math.ceil(tokens * (kept + recomputed + layer.working)) + layer.matrix
 
 
 def _mtp_activations(

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.device_copies import to_device
 from megarl.parallel import platform
-from megarl.types import PackedBatch, to_device
+from megarl.types import PackedBatch
 
 
 def broadcast_json(value: Any = None, src: int = 0) -> Any:

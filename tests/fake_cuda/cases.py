@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import streams
 import torch
 from batches import batch, config, without
 from torch import Tensor
@@ -14,13 +17,15 @@ from watch import WATCH
 
 from megarl import algorithms
 from megarl.actor import engine as engine_module
-from megarl.actor.batch.microbatch import Labels
+from megarl.actor.batch import feed
+from megarl.actor.batch.microbatch import Labels, Microbatch
 from megarl.actor.critic import MegatronPPOCritic, MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.offload import PARTS, EngineMemory
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.reference import MegatronReference
 from megarl.actor.supervised import MegatronLMEngine
+from megarl.device_copies import to_device
 from megarl.ops.logprob import linear_token_loss, vocab_parallel_logprobs
 from megarl.ops.loss import segment_sum
 from megarl.parallel.config import ParallelConfig
@@ -73,6 +78,46 @@ def sft(path: str, layout: ParallelConfig | None = None, **fields: Any) -> dict[
         "logprob_waits": reading,
         "evaluation_waits": evaluation,
         "memory_questions": dict(asked),
+    }
+
+
+def fed(
+    path: str, microbatches: int, fault: str = "", on_device: bool = False, layout: ParallelConfig | None = None
+) -> dict[str, Any]:
+    """A step over equal microbatches: its loss, its waits, and the most bytes of the device beyond those before it."""
+    engine = MegatronLMEngine(config(path), layout)
+    engine.initialize()
+    data = PackedBatch.concat([without(batch(), "group_ids", "pair_ids")] * microbatches)
+    data.shared = True
+    engine.train_lm(data)
+    data = data.to("cuda") if on_device else data
+    if fault == "no wait":
+        streams.Stream.wait_event = lambda *_: None  # type: ignore[method-assign]
+    elif fault == "no record":
+        torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    gc.collect()
+    memory = WATCH.memory
+    before = memory.most = memory.live
+    stats, waits = WATCH.counted(lambda: engine.train_lm(data))
+    return {"loss": stats["loss"], "waits": waits, "bytes": memory.most - before, "left": memory.live - before}
+
+
+def copied() -> dict[str, Any]:
+    """Facts of a copy of several tensors to the device."""
+    odd, mask = torch.arange(5, dtype=torch.int16), torch.tensor([True, False])
+    value = {"odd": odd, "mask": mask, "none": torch.empty(0), "scalar": torch.tensor(3.0), "again": odd}
+    value["turned"] = torch.arange(6).view(2, 3).t()
+    moved, waits = WATCH.counted(lambda: to_device(value, "cuda"))
+    versions = [moved["mask"]._version, moved["odd"].fill_(7) is None, moved["mask"]._version]
+    same = [torch.equal(moved[name].cpu(), value[name]) for name in ("mask", "none", "scalar", "turned")]
+    return {
+        "same": same,
+        "devices": sorted({x.device.type for x in moved.values()}),
+        "storages": len({x.untyped_storage()._cdata for x in moved.values() if x.numel()}),
+        "aligned": all(x.storage_offset() * x.itemsize % 128 == 0 for x in moved.values()),
+        "once": moved["odd"] is moved["again"],
+        "versions": versions[::2],
+        "waits": waits,
     }
 
 
@@ -264,23 +309,24 @@ def notices() -> dict[str, Any]:
 
 def planted(path: str, fault: str) -> dict[str, Any]:
     """`sft` by an engine with a fault."""
-    to, finite = PackedBatch.to, engine_module.gradients_are_finite
+    to, finite = feed.to_device, engine_module.gradients_are_finite
 
-    def to_device_but_masks(self: PackedBatch, device: Any) -> PackedBatch:
-        moved = to(self, device)
-        moved.tokens["loss_mask"] = self["loss_mask"]
+    def to_device_but_masks(mb: Microbatch, device: Any) -> Microbatch:
+        moved = to(mb, device)
+        moved.aligned.tokens["loss_mask"] = mb.aligned["loss_mask"]
         return moved
 
-    def labels_on_host(ids: Tensor, device: torch.device) -> Labels:
-        return Labels(ids.to(device), (ids != -1).nonzero().squeeze(1))
+    def labels_on_host(mb: Microbatch, device: Any) -> Microbatch:
+        labels = mb.trained_labels
+        return dataclasses.replace(to(mb, device), trained_labels=Labels(to(labels.ids, device), labels.rows))
 
     def each_buffer_read(ddps: list[Any]) -> bool:
         return finite(ddps) and all(float(p.main_grad.sum()) < 1e9 for ddp in ddps for p in ddp.parameters())
 
     if fault == "mask on the host":
-        PackedBatch.to = to_device_but_masks  # type: ignore[method-assign]
+        feed.to_device = to_device_but_masks
     elif fault == "rows on the host":
-        Labels.of = staticmethod(labels_on_host)  # type: ignore[method-assign,assignment]
+        feed.to_device = labels_on_host
     else:
         engine_module.gradients_are_finite = each_buffer_read
     return sft(path)

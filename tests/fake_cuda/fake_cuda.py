@@ -5,13 +5,12 @@ views and storages are those of a GPU, and the CPU's kernels compute them (`host
 what a GPU refuses, and notes what makes the host wait.
 
 Covered: the devices and dtypes of every operation, megarl's operators with their checks, Megatron's branches for GPUs,
-and each wait of the host, with the line that asked for it. Not covered: streams and events (all runs in order, so no
-race shows), kernels that exist for CUDA alone (the CPU's run), NCCL (gloo carries collectives), memory and speed.
+each wait of the host, with the line that asked for it, and the order between streams (`streams.py`). Not covered:
+kernels that exist for CUDA alone (the CPU's run), NCCL (gloo carries collectives), the allocator's rounding, and speed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -21,6 +20,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import streams
 
 SOURCE = Path(__file__).with_name("host_memory_device.cpp")
 TORCH = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]
@@ -37,39 +38,12 @@ def build(folder: Path) -> Path:
     return library
 
 
-def ignore(kind: str) -> None:
-    """Does nothing with a wait of the host."""
-
-
-note = ignore  # called at each `synchronize`; `watch.Watch` sets it
-
-
 def load(library: Path) -> None:
     """Loads the device into this process, which must not have imported torch."""
     assert "torch" not in sys.modules, "torch has looked for its devices already"
     for path in (TORCH / "lib/libtorch_cpu.so", library):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     _answer_for_torch_cuda()
-
-
-class _Stream:
-    """A stream or event of the device: everything has run already."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def wait_stream(self, *_: Any) -> None: ...
-    def wait_event(self, *_: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        note("synchronize")
-
-    def record_event(self, *_: Any) -> _Stream:
-        return self
 
 
 def _answer_for_torch_cuda() -> None:
@@ -102,12 +76,12 @@ def _answer_for_torch_cuda() -> None:
         "memory_reserved": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
         "get_device_capability": lambda *_: (9, 0),
-        "synchronize": lambda *_: note("synchronize"),
-        "current_stream": _Stream,
-        "default_stream": _Stream,
-        "stream": lambda *_: contextlib.nullcontext(),
-        "Stream": _Stream,
-        "Event": _Stream,
+        "synchronize": lambda *_: streams.note("synchronize"),
+        "current_stream": streams.current,
+        "default_stream": lambda *_: streams.DEFAULT,
+        "stream": streams.using,
+        "Stream": streams.Stream,
+        "Event": streams.Event,
         "empty_cache": lambda: None,
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
@@ -120,7 +94,6 @@ def _answer_for_torch_cuda() -> None:
             if hasattr(module, name):
                 setattr(module, name, answer)
 
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     resize_on_host = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

@@ -63,8 +63,13 @@ HEAD = {
     "token loss, sums in float32": (0.51, 3),
     "all logits": (1.01, 3),
 }
+FED = (2, 8)  # microbatches of equal sequences
+RACES = {
+    "no wait": "may still be writing",
+    "no record": "memory was freed while another stream may still use it: no record_stream",
+}
 FAULTS = {
-    "mask on the host": "MixedDevices: megarl/actor/batch/microbatch.py _shift_left",
+    "mask on the host": "MixedDevices: megarl/actor/supervised.py",
     "rows on the host": "MixedDevices: megarl/actor/model/heads.py logprobs",
     "a read per parameter": "",
 }
@@ -98,6 +103,11 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "dp 2": ("sft", three, {"dp_size": 2}),
         "pp 2": ("sft", three, {"pp_size": 2}),
         "pp 2, vpp 2": ("sft", {**three, "path": deeper}, {"pp_size": 2, "vpp_size": 2}),
+        **{f"fed {count}": ("fed", {"path": dense, "microbatches": count}, {}) for count in FED},
+        **{f"fed, {fault}": ("fed", {"path": dense, "microbatches": 2, "fault": fault}, {}) for fault in RACES},
+        "fed 8, vpp 2": ("fed", {"path": deeper, "microbatches": 8}, {"pp_size": 2, "vpp_size": 2}),
+        "fed 2 from the device": ("fed", {"path": dense, "microbatches": 2, "on_device": True}, {}),
+        "copied": ("copied", {}, {}),
         "float32 state": ("state", {"path": dense, "folder": str(folder / "float32")}, {}),
         "bfloat16 state": ("state", {**sixteen, "folder": str(folder / "bfloat16")}, {}),
         **{name: ("exact", {"transport": name}, {}) for name in ("gloo", "shm", "nccl", "cuda_ipc")},
@@ -228,6 +238,43 @@ def test_exchanges_between_pipeline_stages_do_not_wait(outcomes: Any, name: str)
     assert result(outcomes, name)["waits"] == {
         **{place: 1 for place in {**STEP, **RANKS} if place != losses},
         "megarl/parallel/broadcast.py gather_json: copy to the host": 2,
+    }
+
+
+def test_microbatches_cost_neither_waits_nor_memory_of_the_device(outcomes: Any) -> None:
+    """Only losses and metrics of each one stay, a few numbers, until they are read together."""
+    few, many = (result(outcomes, f"fed {count}") for count in FED)
+    assert few["waits"] == many["waits"] == dict.fromkeys(STEP, 1)
+    assert many["loss"] == pytest.approx(few["loss"], rel=1e-5)
+    assert many["bytes"] - few["bytes"] < 6 * 256
+    assert few["left"] == many["left"] == 0
+
+
+def test_a_batch_on_the_device_is_cut_on_the_host(outcomes: Any) -> None:
+    """As AReaL's training scripts pass theirs."""
+    assert result(outcomes, "fed 2 from the device")["loss"] == result(outcomes, "fed 2")["loss"]
+
+
+def test_virtual_stages_share_the_copies(outcomes: Any) -> None:
+    found = result(outcomes, "fed 8, vpp 2")
+    assert found["left"] == 0
+    assert "synchronize" not in str(found["waits"])
+
+
+@pytest.mark.parametrize("fault", RACES)
+def test_a_race_with_the_copies_is_noticed(outcomes: Any, fault: str) -> None:
+    assert RACES[fault] in outcomes[f"fed, {fault}"]["error"]
+
+
+def test_a_value_is_copied_as_one_block_of_aligned_parts(outcomes: Any) -> None:
+    assert result(outcomes, "copied") == {
+        "same": [True] * 4,
+        "devices": ["cuda"],
+        "storages": 1,
+        "aligned": True,
+        "once": True,
+        "versions": [0, 0],
+        "waits": {},
     }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import fake_cuda
 import megatron.core
+import streams
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,28 +48,34 @@ class Watch(TorchDispatchMode):
         self.waits: Counter[tuple[str, str]] = Counter()  # by place and kind
         self.pinned: set[int] = set()  # pinned host memory, by address
         self.arriving: set[int] = set()  # host memory to which a copy may still be on its way, by address
+        self.memory = streams.Memory()
 
     def __enter__(self) -> Watch:
-        fake_cuda.note = self.note
+        streams.note = self.note
+        torch.Tensor.record_stream = lambda x, stream: self.memory.record(x.untyped_storage(), stream)  # type: ignore
         return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        fake_cuda.note = fake_cuda.ignore
+        streams.note = streams.ignore
         super().__exit__(kind, value, traceback)
+        if value is None:
+            self._raise_faults()
 
     def counted(self, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
         """Runs `call` and returns its result and its waits, by place and kind."""
         self.waits.clear()
         self.pinned.clear()
         result = call()
+        self._raise_faults()
         return result, {f"{place}: {kind}": count for (place, kind), count in sorted(self.waits.items())}
 
     def note(self, kind: str) -> None:
         if (place := _place()) != "stand-in":
             self.waits[place, kind] += 1
         self.arriving.clear()
+        streams.HOST.wait_event(streams.current().record_event())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,14 +92,39 @@ class Watch(TorchDispatchMode):
             return _widened(name, *args, **kwargs)
         if name not in COPIES and on_device:
             self._compute(func, name, args, kwargs, on_host)
+        if not any(returned.alias_info and not returned.alias_info.is_write for returned in func._schema.returns):
+            self._order(func, name, args, kwargs)
         result = func(*args, **kwargs)
+        self._made(result)
         if name == "lift_fresh" and result.is_cuda:  # torch.tensor(numbers, device="cuda") has copied them, unseen
             self.note("copy from the host")
-        if name == "_pin_memory":
+        if name == "_pin_memory" or kwargs.get("pin_memory"):
             self.pinned.add(result.untyped_storage().data_ptr())
         if name in COPIES:
             self._copied(name, args, kwargs, result)
         return result
+
+    def _order(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises RuntimeError if the operation may meet unfinished work of another stream."""
+        self._raise_faults()
+        streams.current().issued += 1
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        for argument, value in given:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(value):
+                on_device = isinstance(tensor, Tensor) and tensor.is_cuda
+                if on_device and (race := self.memory.use(tensor.untyped_storage(), writes)):
+                    raise RuntimeError(f"{_place()}: {name} reads {race}")
+
+    def _made(self, result: Any) -> None:
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                self.memory.add(tensor.untyped_storage())
+
+    def _raise_faults(self) -> None:
+        if self.memory.faults:
+            raise RuntimeError(self.memory.faults.pop())
 
     def _copied(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         source = args[1] if name == "copy_" else args[0]

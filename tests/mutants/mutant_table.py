@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mutant_table_adapters as adapters
 import mutant_table_csrc as csrc
+import mutant_table_feed as feed
 import mutant_table_fidelity as fidelity
 import mutant_table_head as head
 import mutant_table_overlap as overlap
@@ -28,6 +29,7 @@ MUTANTS: list[Mutant] = [
         ),
         adapters.ADAPTERS,
         quantised.QUANTISED,
+        feed.FEED,
         *fidelity.FIDELITY,
         relays.RELAYS,
         overlap.OVERLAP,

@@ -13,7 +13,7 @@ MAX_FUNCTION_LINES = 80
 
 # From the bottom up. A module imports from lower rows only, never from another part of its own row.
 LAYERS = (
-    {"knobs", "processes", "versions", "sandbox"},
+    {"knobs", "processes", "versions", "sandbox", "device_copies"},
     {"types", "hub", "forks"},
     {"families"},
     {"ops", "parallel", "observe", "environments"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -45,21 +46,35 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     until one remains, pairing heavy parts of one with light parts of the other. Sums differ by at most the largest
     cost.
     """
-    # A heap entry: minus the spread, the index (to break ties), and the parts as (sum, members), lightest first.
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for index, cost in enumerate(costs):
-        solution: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(parts - 1)]
-        heap.append((-cost if parts > 1 else 0.0, index, [*solution, (cost, [index])]))
+    # A heap entry: minus the spread, the index (to break ties), and a solution: its parts that are not empty as (sum,
+    # members), lightest first. Members are an index, or a pair of members. So most merges cost few operations.
+    heap: list[tuple[float, int, list[tuple[float, Any]]]]
+    heap = [(-cost if parts > 1 else 0.0, index, [(cost, index)]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, order, wide = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
-        joined = [(a + b, m + n) for (a, m), (b, n) in zip(wide, reversed(other), strict=True)]
+        other.reverse()
+        empty = parts - len(wide)  # of `wide`; the heaviest parts of the other solution meet these
+        met = other[empty:]
+        joined = other[:empty] + [(a + b, (m, n)) for (a, m), (b, n) in zip(wide, met, strict=False)] + wide[len(met) :]
         joined.sort(key=lambda part: part[0])
-        heapq.heappush(heap, (joined[0][0] - joined[-1][0], order, joined))
-    if not heap:
-        return [[] for _ in range(parts)]
-    return [sorted(members) for _, members in reversed(heap[0][2])]
+        lightest = joined[0][0] if len(joined) == parts else 0.0
+        heapq.heappush(heap, (lightest - joined[-1][0], order, joined))
+    groups = [_listed(members) for _, members in reversed(heap[0][2])] if heap else []
+    return groups + [[] for _ in range(parts - len(groups))]
+
+
+def _listed(members: Any) -> list[int]:
+    """Lists the indices in nested pairs, in ascending order."""
+    found, left = [], [members]
+    while left:
+        item = left.pop()
+        if isinstance(item, tuple):
+            left += item
+        else:
+            found.append(item)
+    return sorted(found)
 
 
 def imbalance(loads: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.gather import gather_rows
 from megarl.parallel.groups import Groups
-from megarl.types import cu_seqlens_of, to_device
+from megarl.types import cu_seqlens_of
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,6 @@ class LocalTokens:
 
     source: Tensor  # int64 [local tokens]: index in the microbatch of each local token, -1 for padding
     rows: Tensor  # int64 [tokens]: row of each token of the microbatch
-
-    def to(self, device: torch.device) -> LocalTokens:
-        """Copies the indices from the host to `device`, without waiting for it."""
-        return LocalTokens(to_device(self.source, device), to_device(self.rows, device))
 
     def without_padding(self, tokens: int) -> LocalTokens:
         """Marks tokens from `tokens` on as padding, and leaves out their rows."""

@@ -14,7 +14,7 @@ from megarl.actor.batch.balance import SequenceCost, karmarkar_karp
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.actor.batch.shared_prefix import Share, pad, units
 from megarl.knobs import UserError
-from megarl.types import ROUTED_EXPERTS, PackedBatch, to_device
+from megarl.types import ROUTED_EXPERTS, PackedBatch
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,9 @@ class Labels:
     rows: Tensor  # int64: tokens with a label
 
     @staticmethod
-    def of(ids: Tensor, device: torch.device) -> Labels:
-        """Copies labels from the host to `device`, without waiting for it."""
-        rows = (ids != -1).nonzero().squeeze(1)
-        return Labels(to_device(ids, device), to_device(rows, device))
+    def of(ids: Tensor) -> Labels:
+        """Finds the tokens with a label, on the host."""
+        return Labels(ids, (ids != -1).nonzero().squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class FutureTokens:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One packed microbatch on this rank's device.
+    """One packed microbatch of this rank: built on the host, and copied to the device as a whole (`feed.py`).
 
     `batch` is token-aligned. In `aligned`, every per-token tensor is shifted to the position that predicts its token:
     entry i belongs to token i + 1. Both hold complete sequences on every rank. The model reads and returns this rank's
@@ -212,16 +211,14 @@ def _future_ids(batch: PackedBatch, depth: int) -> tuple[Tensor, Tensor]:
     return at(source, ids).masked_fill(source >= ends, 0), at(source + 1, ids).masked_fill(~trained, -1)
 
 
-def _future(
-    batch: PackedBatch, targets: Sequence[int], local: LocalTokens | None, device: torch.device
-) -> tuple[FutureTokens, ...]:
+def _future(batch: PackedBatch, targets: Sequence[int], local: LocalTokens | None) -> tuple[FutureTokens, ...]:
     """Builds this rank's inputs and labels of each depth, 1 first."""
     depths = []
     for depth, count in enumerate(targets, start=1):
         ids, labels = _future_ids(batch, depth)
         if local is not None:
             ids, labels = local.take(ids, 0), local.take(labels, -1)
-        depths.append(FutureTokens(to_device(ids, device), Labels.of(labels, device), count))
+        depths.append(FutureTokens(ids, Labels.of(labels), count))
     return tuple(depths)
 
 
@@ -235,12 +232,11 @@ def build_microbatch(
     pack: Callable[[Tensor, torch.device, Cut, LocalTokens | None], PackedSeqParams],
     targets: Sequence[int] = (),
 ) -> Microbatch:
-    """Builds the microbatch of the sequences `indices`, cut for this rank.
+    """Builds the microbatch of the sequences `indices` on the host, cut for this rank, for `device` to compute.
 
     An empty microbatch takes the first sequence with weight 0, because every rank must run the same collectives.
     `share` selects the tokens to read; None reads all. `pack` builds the attention's parameters (see `LayerBackend`).
     `targets` has the labels of the whole batch at each depth of multi-token prediction; those need all tokens.
-    Sizes and indices are computed on the host, and no copy to the device waits for it.
     """
     host = batch.select(indices or [0])
     routes = host.tokens.get(ROUTED_EXPERTS)
@@ -256,7 +252,7 @@ def build_microbatch(
             local = local_tokens(host.cu_seqlens, bounds, cut)
         packed = pack(bounds, device, cut, None)
     inputs, last = host["input_ids"], last_positions(host.cu_seqlens)
-    future = _future(host, targets if indices else [0] * len(targets), local, device)
+    future = _future(host, targets if indices else [0] * len(targets), local)
     labels = inputs.roll(-1).index_fill(0, last, -1)
     trained = labels
     if "loss_mask" in host.tokens:
@@ -268,20 +264,19 @@ def build_microbatch(
         inputs, labels, trained = local.take(inputs, 0), local.take(labels, -1), local.take(trained, -1)
         routes = local.take(routes, -1) if routes is not None else None
     host.tokens.pop(ROUTED_EXPERTS, None)  # the model reads them, and no loss does
-    part, last = host.to(device), to_device(last, device)
-    aligned_tokens = {k: _shift_left(v, last) for k, v in part.tokens.items()}
+    aligned_tokens = {k: _shift_left(v, last) for k, v in host.tokens.items()}
     return Microbatch(
         indices,
-        part,
-        PackedBatch(part.cu_seqlens, aligned_tokens, part.sequences, part.bounds),
-        to_device(inputs, device),
+        host,
+        PackedBatch(host.cu_seqlens, aligned_tokens, host.sequences, host.bounds),
+        inputs,
         last,
-        Labels.of(labels, device),
-        Labels.of(trained, device),
+        Labels.of(labels),
+        Labels.of(trained),
         packed,
-        local.to(device) if local is not None else None,
-        shared.to(device) if shared is not None else None,
+        local,
+        shared,
         weight if indices else 0.0,
         future,
-        to_device(routes, device) if routes is not None else None,
+        routes,
     )

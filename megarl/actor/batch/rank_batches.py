@@ -20,7 +20,7 @@ from megarl.types import PackedBatch
 
 
 def join(data: Any, groups: Groups) -> tuple[PackedBatch, slice]:
-    """Returns the batch of all ranks, and the sequences in it that this rank passed. A collective of the world.
+    """Returns the batch of all ranks on the host, and the sequences in it that this rank passed. A collective.
 
     Args:
         data: a packed batch or a padded mapping: the same on every rank, or the same on the ranks of each data parallel
@@ -31,6 +31,7 @@ def join(data: Any, groups: Groups) -> tuple[PackedBatch, slice]:
             different keys.
     """
     batch = PackedBatch.from_padded(data)
+    batch = batch if batch.device.type == "cpu" else batch.to("cpu")
     if groups.world_size == 1 or batch.shared:
         return batch, slice(None)
     ranks = gather_json([groups.dp_rank, _checksum(batch), batch.num_seqs, sorted(batch.keys())])

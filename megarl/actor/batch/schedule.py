@@ -13,19 +13,23 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megarl.actor.batch.exchanges import PlannedExchanges
+from megarl.actor.batch.feed import Feed
 from megarl.actor.batch.microbatch import Microbatch
 from megarl.parallel.groups import Groups
 
 
 def run(
     ddps: Sequence[DistributedDataParallel],
-    microbatches: list[Microbatch],
+    microbatches: Sequence[Microbatch],
+    feed: Feed,
     process: Callable[[Tensor, Microbatch], Any],
     groups: Groups,
     forward_only: bool,
     passing: Callable[[Microbatch], AbstractContextManager[None]] | None = None,
 ) -> list[Any]:
     """Runs one pass over the microbatches: forward, and backward unless `forward_only`.
+
+    `feed` brings them from the host to the device.
 
     `process(output, microbatch)` runs on the last stage. It returns the results of a loss function for Megatron's
     schedules: the loss, a number of tokens, and a report. Virtual stages take microbatches in groups of pp, so the
@@ -42,7 +46,7 @@ def run(
             output = module(mb.input_ids[None], None, None, packed_seq_params=mb.packed)
         return output, lambda out: process(out, mb)
 
-    iterators = [iter(microbatches) for _ in ddps]
+    iterators = feed.iterators(microbatches, len(ddps))
     exchanges = None
     if groups.pp_size > 1:
         tokens = [len(mb.input_ids) for mb in microbatches]

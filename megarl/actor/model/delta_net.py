@@ -189,7 +189,7 @@ class PackedDeltaNet(MegatronModule):
     @staticmethod
     def _bounds(plan: Recurrence) -> dict[str, Tensor]:
         """Bounds of sequences for the kernels; those on the host spare them a wait for the GPU."""
-        return {"cu_seqlens": plan.cu_seqlens, "cu_seqlens_cpu": plan.host_cu_seqlens}
+        return {"cu_seqlens": plan.cu_seqlens, "cu_seqlens_cpu": plan.host_cu_seqlens.tensor}
 
     def _own(self, parameter: Tensor, sections: tuple[int, ...] | None = None) -> Tensor:
         """Takes this cp rank's heads of a parameter that tp cuts: its share of each section of rows."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
-from megarl.types import to_device
+from megarl.device_copies import OnHost
 
 WHOLE = Cut()
 CHUNK = 64  # tokens; flash-linear-attention and transformers take as many
@@ -35,14 +35,14 @@ class Recurrence:
     repeated for each of its sequences. `gather` and `select` lead into that order and back.
     """
 
-    cu_seqlens: Tensor  # int32 [num_seqs + 1]: bounds of the sequences in order, on the device
+    cu_seqlens: Tensor  # int32 [num_seqs + 1]: bounds of the sequences in order
     positions: Tensor  # int64 [tokens]: position of each token in its sequence
     chunk: int  # tokens of a chunk
     counts: tuple[int, ...]  # by place of a chunk in its sequence: number of sequences that have it, descending
     slots: Tensor  # int64 [chunks * chunk]: token of each slot, by place, then by sequence; padding repeats the last
     real: Tensor  # bool [chunks * chunk]: False for padding
     restore: Tensor  # int64 [tokens]: slot of each token
-    host_cu_seqlens: Tensor  # int64 [num_seqs + 1]: the bounds on the host
+    host_cu_seqlens: OnHost  # int64 [num_seqs + 1]: the bounds
     gather: Tensor | None = None  # int64 [tokens]: row of each token in the layer's input; None: it is in order
     select: Tensor | None = None  # int64 [rows]: token that gives each row of the layer's output
 
@@ -50,7 +50,7 @@ class Recurrence:
 def plan_recurrence(
     cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
 ) -> Recurrence:
-    """Plans a packed microbatch; see `pack_in_blocks` for the arguments. Does not wait for the device."""
+    """Plans a packed microbatch; see `pack_in_blocks` for the arguments."""
     lengths = cu_seqlens.diff().long()
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
     positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens.long()[sequences]
@@ -72,10 +72,8 @@ def plan_recurrence(
     slots = cu_seqlens.long()[members, None] + torch.minimum(inside, lengths[members, None] - 1)
     restore = torch.empty_like(positions)
     restore[slots[real]] = real.flatten().nonzero().squeeze(1)
-    parts = (cu_seqlens, positions, slots.flatten(), real.flatten(), restore)
-    bounds, positions, slots, real, restore = (to_device(part, device) for part in parts)
-    gather, select = (None if index is None else to_device(index, device) for index in (gather, select))
-    return Recurrence(bounds, positions, chunk, tuple(counts), slots, real, restore, cu_seqlens.long(), gather, select)
+    parts = (positions, chunk, tuple(counts), slots.flatten(), real.flatten(), restore)
+    return Recurrence(cu_seqlens, *parts, OnHost(cu_seqlens.long()), gather, select)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:

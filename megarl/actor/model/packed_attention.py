@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, gather_keys_values
 from megarl.actor.model.windows_and_sinks import attend_in_window, attend_with_sinks, near, new_sinks
-from megarl.types import to_device
 
 WHOLE = Cut()
 MAX_MASKED_KEYS = 2048  # masks of longer sequences would take too much memory
@@ -63,14 +62,14 @@ class PackedBounds(PackedSeqParams):
 def pack_in_blocks(
     cu_seqlens: Tensor, device: torch.device, cut: Cut = WHOLE, shared: LocalTokens | None = None
 ) -> PackedBlocks:
-    """Plans attention over packed sequences, in padded blocks. Does not wait for the device.
+    """Plans attention over packed sequences, in padded blocks, on the host.
 
     A block holds chunks of lengths in (2^(k-1), 2^k], so less than half of it is padding. On the CPU, queries of a
     prompt computed by another sequence are skipped if that is cheaper (`_skipped_queries`).
 
     Args:
         cu_seqlens: int32 `[num_seqs + 1]`, on the host, padded by `cut.padded_cu_seqlens`.
-        device: device of the result.
+        device: the device that will compute.
         cut: this rank's share of the tokens.
         shared: the tokens that the model reads under shared prompts; only without a cut.
     """
@@ -101,14 +100,13 @@ def pack_in_blocks(
                 key_slots = torch.minimum(torch.arange(key_length), (chunk + 1) * size - 1)
                 keys = cut.rows(cu_seqlens, members[:, None].expand_as(key_slots), key_slots)
                 keys = keys if shared is None else local_index[keys]
-                mask = to_device((torch.arange(key_length) <= query_positions[..., None])[:, None], device)
-                mask_positions = to_device(query_positions, device)
-            queries, valid, keys = (to_device(t.flatten(), device) for t in (queries, valid, keys))
-            blocks.append(Block(len(members), length, queries, valid, keys, mask, mask_positions))
+                mask = (torch.arange(key_length) <= query_positions[..., None])[:, None]
+                mask_positions = query_positions
+            indices = queries.flatten(), valid.flatten(), keys.flatten()
+            blocks.append(Block(len(members), length, *indices, mask, mask_positions))
     block_order = torch.cat(order) if order else torch.empty(0, dtype=torch.long)
     restore = torch.empty_like(block_order)
     restore[block_order] = torch.arange(len(block_order))
-    positions, restore = (to_device(t, device) for t in (positions, restore))
     return PackedBlocks(qkv_format="thd", positions=positions, blocks=blocks, restore=restore)
 
 
@@ -137,14 +135,14 @@ def pack_with_bounds(
     Transformer Engine itself cuts padded sequences in zigzag order. The positions give one table of rotary angles, from
     which Megatron's rotary code takes each rank's part.
     """
-    bounds, longest = to_device(cu_seqlens, device), int(cu_seqlens.diff().max())
+    longest = int(cu_seqlens.diff().max())
     return PackedBounds(
         qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=torch.arange(longest, device=device),
+        positions=torch.arange(longest),
     )
 
 

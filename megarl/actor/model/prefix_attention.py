@@ -23,7 +23,7 @@ from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.batch.shared_prefix import Segment, SharedTokens
 from megarl.actor.model.packed_attention import WHOLE, pack_with_bounds
 from megarl.ops.first_derivative import first_derivative_only
-from megarl.types import cu_seqlens_of, to_device
+from megarl.types import cu_seqlens_of
 
 HEAD_DIM_MULTIPLE = 8  # of the kernels (flash_api.cpp); other heads are padded with zeros
 
@@ -32,16 +32,16 @@ HEAD_DIM_MULTIPLE = 8  # of the kernels (flash_api.cpp); other heads are padded 
 class Bounds:
     """Parts of the queries, each with the part of the keys that it attends to."""
 
-    queries: Tensor  # int32 [parts + 1]: bounds of the parts, on the device
+    queries: Tensor  # int32 [parts + 1]: bounds of the parts
     keys: Tensor  # int32 [parts + 1]
     longest_query: int
     longest_key: int
     causal: bool
 
     @staticmethod
-    def of(queries: Tensor, keys: Tensor, causal: bool, device: torch.device) -> Bounds:
-        """Computes the bounds of parts of lengths `[parts]`, on the host. Does not wait for the device."""
-        query_bounds, key_bounds = (to_device(cu_seqlens_of(n), device) for n in (queries, keys))
+    def of(queries: Tensor, keys: Tensor, causal: bool) -> Bounds:
+        """Computes the bounds of parts of lengths `[parts]`."""
+        query_bounds, key_bounds = cu_seqlens_of(queries), cu_seqlens_of(keys)
         # If the longest is 1, the kernel takes another path, which regroups the heads (flash_api.cpp).
         return Bounds(query_bounds, key_bounds, max(2, int(queries.max())), int(keys.max()), causal)
 
@@ -75,25 +75,23 @@ def pack_segments(
     starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
     positions = shared.source - starts[shared.source]
     total = int(lengths.sum())
-    whole = to_device(torch.tensor([0, total], dtype=torch.int32), device)
-    earlier, children, ancestors = _attention_to_ancestors(shared.segments, lengths, device)
+    whole = torch.tensor([0, total], dtype=torch.int32)
+    earlier, children, ancestors = _attention_to_ancestors(shared.segments, lengths)
     return PackedSegments(
         qkv_format="thd",
         cu_seqlens_q=whole,
         cu_seqlens_kv=whole,
         max_seqlen_q=total,
         max_seqlen_kv=total,
-        positions=to_device(positions, device),
-        own=Bounds.of(lengths, lengths, causal=True, device=device),
+        positions=positions,
+        own=Bounds.of(lengths, lengths, causal=True),
         earlier=earlier,
         children=children,
         ancestors=ancestors,
     )
 
 
-def _attention_to_ancestors(
-    segments: list[Segment], lengths: Tensor, device: torch.device
-) -> tuple[Bounds, slice, slice | Tensor]:
+def _attention_to_ancestors(segments: list[Segment], lengths: Tensor) -> tuple[Bounds, slice, slice | Tensor]:
     """Plans the second call: its bounds, its queries' tokens, and its keys' tokens.
 
     If only whole prompts are shared, the keys are the first tokens of the microbatch, and nothing is gathered.
@@ -105,11 +103,11 @@ def _attention_to_ancestors(
     children = slice(int(ends[places[0]] - lengths[places[0]]), int(ends[places[-1]]))
     lines = [_line(segments, parent) for parent in parents.tolist()]
     key_lengths = torch.stack([lengths[line].sum() for line in lines])
-    bounds = Bounds.of(query_lengths, key_lengths, causal=False, device=device)
+    bounds = Bounds.of(query_lengths, key_lengths, causal=False)
     if all(len(line) == 1 for line in lines):
         return bounds, children, slice(0, int(key_lengths.sum()))
     keys = [torch.arange(int(ends[i] - lengths[i]), int(ends[i])) for line in lines for i in line]
-    return bounds, children, to_device(torch.cat(keys), device)
+    return bounds, children, torch.cat(keys)
 
 
 def _line(segments: list[Segment], index: int) -> list[int]:

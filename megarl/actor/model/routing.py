@@ -20,11 +20,12 @@ from torch import Tensor
 
 from megarl.actor.batch.microbatch import Microbatch
 from megarl.actor.model.backends import LayerBackend
+from megarl.device_copies import to_device
 from megarl.families.blocks import Decoder
 from megarl.knobs import UserError
 from megarl.parallel import platform
 from megarl.parallel.groups import Groups
-from megarl.types import ROUTED_EXPERTS, PackedBatch, to_device
+from megarl.types import ROUTED_EXPERTS, PackedBatch
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

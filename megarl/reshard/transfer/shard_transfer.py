@@ -23,6 +23,7 @@ from megarl.ops.digest import Parts, digests_of
 from megarl.reshard.plan.holdings import Fragment, dtype_of, read
 from megarl.reshard.plan.transfer_plan import RankMessage, TransferPlan
 from megarl.reshard.transfer import delta
+from megarl.reshard.transfer.copies import copy_all
 from megarl.reshard.transfer.digests import BucketSample
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports.base import PendingMessage, PlainStaging, Staging, Transport
@@ -90,14 +91,16 @@ class MessageViews:
     def pack(self, payload: Tensor) -> list[Tensor]:
         """Copies the views into the message, cast to its dtypes. Returns the parts of the message."""
         parts = list(self.parts(payload))
-        for part, view in zip(parts, self.views, strict=True):
-            part.copy_(read(view))
+        pairs = list(zip(parts, self.views, strict=True))
+        copy_all((part, view) for part, view in pairs if isinstance(view, Tensor))
+        for part, view in pairs:
+            if not isinstance(view, Tensor):  # made one at a time
+                part.copy_(read(view))
         return parts
 
     def unpack(self, payload: Tensor) -> None:
         """Copies the message into the views."""
-        for part, view in zip(self.parts(payload), self.views, strict=True):
-            view.copy_(part)
+        copy_all(zip(self.views, self.parts(payload), strict=True))
 
     def listing(self) -> str:
         """Up to three tensor names, for errors."""

@@ -25,6 +25,24 @@ def test_every_index_is_in_one_part_and_sums_differ_by_at_most_the_largest_cost(
     assert max(sums) - min(sums) <= max(costs, default=0.0) * (1 + 1e-9) + 1e-6
 
 
+def by_all_parts(costs: list[float], parts: int) -> list[list[int]]:
+    """Largest differencing as the paper says it: solutions of all parts, empty ones too."""
+    found = [
+        (-cost if parts > 1 else 0.0, i, [*[(0.0, [])] * (parts - 1), (cost, [i])]) for i, cost in enumerate(costs)
+    ]
+    while len(found) > 1:
+        (_, order, wide), (_, _, other), *found = sorted(found, key=lambda solution: solution[:2])
+        joined = [(a + b, m + n) for (a, m), (b, n) in zip(wide, reversed(other), strict=True)]
+        joined.sort(key=lambda part: part[0])
+        found.append((joined[0][0] - joined[-1][0], order, joined))
+    return [sorted(members) for _, members in reversed(found[0][2])]
+
+
+@given(st.lists(st.integers(1, 9) | st.floats(0.1, 1e6), min_size=1, max_size=40), st.integers(1, 12))
+def test_leaving_out_empty_parts_changes_no_group(costs: list[float], parts: int) -> None:
+    assert karmarkar_karp(costs, parts) == by_all_parts(costs, parts)
+
+
 def test_differencing_beats_largest_first() -> None:
     """Textbook case: 8, 7, 6, 5, 4 in two parts. Largest first adds each number to the lighter part."""
     costs = [8.0, 7.0, 6.0, 5.0, 4.0]

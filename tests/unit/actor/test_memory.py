@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config
 
 from megarl.actor.config import EngineConfig, LoraConfig
-from megarl.actor.memory import LayerBytes, TrainerMemory
+from megarl.actor.memory import LayerBytes, StepLoad, TrainerMemory, trainer_memory
 from megarl.actor.supervised import MegatronLMEngine, trained_tokens
 from megarl.config import Config
 from megarl.data.config import DatasetConfig
@@ -213,6 +213,22 @@ def test_what_adapters_keep_for_backward_is_what_autograd_holds(
     assert LayerBytes.of(read_config(str(folder)), ParallelConfig(), config, on_gpu=False).kept == pytest.approx(
         per_layer, rel=0.03
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "held"),
+    [({}, 0, 2), ({"pp_size": 4}, 0, 5), ({"pp_size": 4}, 3, 2), ({"pp_size": 2, "vpp_size": 2}, 0, 6)],
+)
+def test_a_gpu_holds_the_batches_in_flight_and_one_ahead(layout: dict[str, int], rank: int, held: int) -> None:
+    """The host holds all of them; it is the device of a run on the CPU."""
+    model, config = random_model("qwen3", tied=True, num_hidden_layers=4).config, EngineConfig(dtype="bfloat16")
+
+    def bytes_of(microbatches: int, on_gpu: bool) -> int:
+        load = StepLoad(1000, microbatches)
+        return trainer_memory(model, ParallelConfig(**layout), config, load, rank, on_gpu).batch
+
+    assert bytes_of(64, on_gpu=True) == bytes_of(8, on_gpu=True) == held * bytes_of(1, on_gpu=True)
+    assert bytes_of(64, on_gpu=False) == 64 * bytes_of(1, on_gpu=False)
 
 
 @pytest.mark.parametrize(("experts", "together"), [("auto", 4), ("grouped", 4), ("sequential", 1)])

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from in_memory import check_delivery, checkpoint_of
 
 from megarl.reshard.plan.holdings import Box, Holdings, Topology, dtype_of
 from megarl.reshard.plan.planner import PlanError, plan
+from megarl.reshard.plan.sender_choice import in_turn
 from megarl.reshard.plan.transfer_plan import TransferPlan
 
 Parts = list[tuple[Box, str]]
@@ -127,6 +129,31 @@ def test_both_ends_go_through_their_messages_in_one_global_order(world: World) -
         received |= {t.index: (t.peer, rank, t.nbytes) for t in transfer_plan.receives(rank)}
     assert sent == received
     assert sorted(sent) == list(range(len(sent)))
+
+
+def seconds_in(order: np.ndarray, source: np.ndarray, destination: np.ndarray, nbytes: np.ndarray) -> int:
+    """Time until the last message has arrived, in bytes, if ranks take their messages one by one in this order."""
+    sends, receives = (dict.fromkeys(ranks.tolist(), 0) for ranks in (source, destination))
+    for i in order.tolist():
+        end = max(sends[source[i]], receives[destination[i]]) + int(nbytes[i])
+        sends[source[i]] = receives[destination[i]] = end
+    return max(receives.values())
+
+
+@pytest.mark.parametrize(("sources", "destinations"), [(64, 32), (48, 48), (16, 128)])
+def test_ranks_wait_little_for_each_other(sources: int, destinations: int) -> None:
+    """The busiest rank of all takes least, and all end little later."""
+    generator = np.random.default_rng(0)
+    messages = 100 * destinations
+    source = generator.integers(0, sources, messages)
+    destination = np.arange(messages) % destinations
+    nbytes, bucket = generator.integers(900, 1000, messages), np.arange(messages) // destinations
+    order = in_turn(bucket, source, destination, nbytes)
+    assert sorted(order.tolist()) == list(range(messages))
+    least = max(np.bincount(ranks, nbytes).max() for ranks in (source, destination))
+    assert seconds_in(order, source, destination, nbytes) < 1.05 * least
+    if sources > 16:  # else any order keeps the senders busy
+        assert seconds_in(np.arange(messages), source, destination, nbytes) > 1.4 * least
 
 
 @given(worlds())
