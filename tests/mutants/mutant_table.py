@@ -7,6 +7,7 @@ import mutant_table_csrc as csrc
 import mutant_table_fidelity as fidelity
 import mutant_table_head as head
 import mutant_table_overlap as overlap
+import mutant_table_preflight as preflight
 import mutant_table_quantised as quantised
 import mutant_table_relays as relays
 import mutant_table_systems as systems
@@ -31,6 +32,7 @@ MUTANTS: list[Mutant] = [
         *fidelity.FIDELITY,
         relays.RELAYS,
         overlap.OVERLAP,
+        preflight.PREFLIGHT,
         csrc.HEADERS,
         head.HEAD,
     )
