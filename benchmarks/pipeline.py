@@ -2,13 +2,14 @@
 
     python benchmarks/pipeline.py [--recipes NAME ...] [--gpus N ...] [--picture FILE] [--samples FILE]
 
-Four ways to run a step:
+Five ways to run a step:
 
     shared      in turn on the same GPUs: all of them sample, then all of them train
     in turn     servers and trainer on GPUs of their own, one waits for the other (rollout.max_head_offpolicyness=0)
     overlapped  servers sample a batch whole while the trainer trains the one before. A server takes new weights after
                 its last completion of the batch, so syncs hide in the tail of generation
     partial     megarl's max_head_offpolicyness=2: a sync interrupts generation, which goes on with the new weights
+    scoring     partial, with reshard.overlap_scoring: the next batch is scored while the servers receive weights
 
 Times of decode steps, prefills, updates and syncs are preflight's: a model, not a measurement. A server decodes its
 completions together, and each ends at its own length. Lengths are log-normal with the recipe's mean
@@ -45,14 +46,14 @@ from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.preflight import report, tune
-from megarl.preflight.roofline import decode_speed, under_way_of
+from megarl.preflight.roofline import decode_speed, times_of, under_way_of
 from megarl.preflight.sizing import memory_of
-from megarl.preflight.trainer_time import TrainerWork, trainer_times
+from megarl.preflight.trainer_work import TrainerWork
 
 RECIPES = ("grpo_1_5b", "grpo_7b", "grpo_70b", "grpo_moe_235b", "dapo_32b")
 SCALES = (64, 1024, 10_000)
-MODES = ("shared", "in turn", "overlapped", "partial")
-STALENESS = {"shared": 0, "in turn": 0, "overlapped": 1, "partial": 2}
+MODES = ("shared", "in turn", "overlapped", "partial", "scoring")
+STALENESS = {"shared": 0, "in turn": 0, "overlapped": 1, "partial": 2, "scoring": 2}
 FAILURES = 419 / (54 * 86400 * 16384)  # of a GPU and second
 HOST_LINK = 25e9  # bytes/s between GPU and host: half of PCIe 5. Assumed
 LARGEST = 8192
@@ -92,8 +93,7 @@ def sampled(file: Path, mean: float, longest: int) -> Lengths:
 def setup_of(config: Config, model: Any, lengths: Lengths) -> Setup:
     """The run of a configuration, by preflight's times."""
     work, cluster, server = TrainerWork.of(config, model), config.cluster, config.server
-    dp, actor = config.parallel.sizes()["dp_size"], config.actor
-    times = trainer_times(work, config.parallel, dp, actor.recompute, actor.max_tokens_per_mb)
+    times, trained = times_of(config, model), work.sequences * work.mean
     prompt = cluster.mean_length * (config.train_dataset.max_length or 0)
     compute = server.tp_size * cluster.gpu_tflops * 1e12 * cluster.train_utilisation
     return Setup(
@@ -107,7 +107,8 @@ def setup_of(config: Config, model: Any, lengths: Lengths) -> Setup:
         slots=under_way_of(config, model, max(STALENESS.values())),
         prefill_s=SequenceCost.of(model).linear / compute,
         trainer_gpus=config.parallel.world_size(),
-        train_s=times.total / (work.sequences * work.mean),
+        train_s=times.total / trained,
+        score_s=times.scored_s / trained,
         sync_s=tune.estimate(config, model).sync_s,
     )
 
@@ -120,8 +121,10 @@ def in_mode(setup: Setup, mode: str, swap_s: float) -> Setup:
         setup = replace(setup, servers=servers, trainer_gpus=gpus, train_s=setup.train_s * share, swap_s=swap_s)
     staleness = STALENESS[mode]
     slots = min(setup.slots, math.ceil(setup.prompts * setup.samples / setup.servers * max(1, staleness)))
-    drains = mode != "partial"
-    return replace(setup, staleness=staleness, slots=slots, drains=drains, shared=mode == "shared")
+    drains, beside = mode not in ("partial", "scoring"), mode == "scoring"
+    return replace(
+        setup, staleness=staleness, slots=slots, drains=drains, shared=mode == "shared", scores_beside=beside
+    )
 
 
 def scaled(name: str, gpus: int) -> tuple[Config, Any, int]:
@@ -190,9 +193,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         setup = setup_of(config, model, lengths)
         stages = memory_of(config, model)
         swap_s = max(stage.weights + stage.optimizer for stage in stages) / HOST_LINK
-        work = TrainerWork.of(config, model)
-        dp, actor = config.parallel.sizes()["dp_size"], config.actor
-        exposed = trainer_times(work, config.parallel, dp, actor.recompute, actor.max_tokens_per_mb).communication.total
+        traffic = times_of(config, model).communication
         for mode in MODES:
             chosen = in_mode(setup, mode, swap_s)
             result = Simulation(chosen, args.seed).run()
@@ -201,7 +202,8 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {
                 "recipe": name, "gpus": stands_for, "mode": mode, "step_s": result.step_s,
                 "tokens_per_s": result.tokens_per_s * (1 - lost), "trainer_idle": result.trainer_idle,
-                "server_idle": result.server_idle, "sync_s": result.sync_s, "communication_s": exposed,
+                "server_idle": result.server_idle, "sync_s": result.sync_s, "exposed_sync_s": result.exposed_s,
+                "moved_s": sum(moved.seconds for moved in traffic.parts().values()), "exposed_s": traffic.exposed,
                 "lost": lost, "oldest": result.oldest,
             }  # fmt: skip
 
@@ -213,12 +215,12 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
 
     names = list(dict.fromkeys(row["recipe"] for row in found))
     figure = Figure(figsize=(11, 3.2), layout="constrained")
-    colors = dict(zip(MODES, ("#9aa5b1", "#c44e52", "#4c72b0", "#55a868"), strict=True))
+    colors = dict(zip(MODES, ("#9aa5b1", "#c44e52", "#4c72b0", "#55a868", "#8172b3"), strict=True))
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         sizes = sorted({row["gpus"] for row in found if row["recipe"] == name and row["mode"]})
         for at, mode in enumerate(MODES):
             heights = [row["tokens_per_s"] for row in found if row["recipe"] == name and row["mode"] == mode]
-            axes.bar([x + (at - 1.5) * 0.2 for x in range(len(heights))], heights, 0.2, label=mode, color=colors[mode])
+            axes.bar([x + (at - 2) * 0.16 for x in range(len(heights))], heights, 0.16, label=mode, color=colors[mode])
         axes.set_title(name, fontsize=10)
         axes.set_xticks(range(len(sizes)), [f"{count:,}" for count in sizes], fontsize=8)
         axes.set_xlabel("GPUs", fontsize=8)
@@ -227,7 +229,7 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
             axes.spines[side].set_visible(False)
     figure.axes[0].set_ylabel("trained tokens/s a GPU", fontsize=8)
     figure.legend(
-        *figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8, frameon=False
+        *figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8, frameon=False
     )
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megarl"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -245,7 +247,8 @@ def main() -> None:
     args = parser.parse_args()
     found = []
     print(
-        "| recipe | GPUs | mode | a step | tokens/s a GPU | trainer idle | servers idle | sync | communication | lost |"
+        "| recipe | GPUs | mode | a step | tokens/s a GPU | trainer idle | servers idle | sync, exposed | "
+        "communication, exposed | lost |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows(args):
@@ -256,7 +259,8 @@ def main() -> None:
         print(
             f"| `{row['recipe']}` | {row['gpus']:,} | {row['mode']} | {row['step_s']:.1f} s | "
             f"{row['tokens_per_s']:,.0f} | {row['trainer_idle']:.0%} | {row['server_idle']:.0%} | "
-            f"{row['sync_s']:.2f} s | {row['communication_s']:.1f} s | {row['lost']:.1%} |",
+            f"{row['sync_s']:.2f}, {row['exposed_sync_s']:.2f} s | {row['moved_s']:.1f}, {row['exposed_s']:.1f} s | "
+            f"{row['lost']:.1%} |",
             flush=True,
         )
     if args.picture:

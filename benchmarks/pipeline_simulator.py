@@ -44,6 +44,8 @@ class Setup:
     staleness: int = 0
     drains: bool = True  # a server takes new weights only between its completions
     keeps_cache: bool = False  # pause_mode=in_place; retract computes the caches again
+    score_s: float = 0.0  # of train_s, before the update: log-probs and values
+    scores_beside: bool = False  # reshard.overlap_scoring: the next batch is scored while the servers receive weights
 
     @property
     def gpus(self) -> int:
@@ -59,6 +61,7 @@ class Result:
     trainer_idle: float  # shares of the time
     server_idle: float
     sync_s: float  # from an update to the last server's weights; where servers drain, with their last completions
+    exposed_s: float  # of it, for which the trainer waits
     oldest: int  # versions
     lost: int  # completion tokens sampled again after a server's death
 
@@ -96,7 +99,8 @@ class Simulation:
         self.under_way: Counter[int] = Counter()  # version: prompts
         self.finished: list[tuple[int, int]] = []  # (version, prompt)
         self.handed, self.training, self.syncing = 0, False, False
-        self.busy, self.updated, self.exposed, self.oldest, self.lost = 0.0, 0.0, 0.0, 0, 0
+        self.busy, self.updated, self.synced, self.exposed, self.oldest, self.lost = 0.0, 0.0, 0.0, 0.0, 0, 0
+        self.scored: tuple[float, float] | None = None  # end of scoring beside a sync, and the batch's tokens
         self.steps: list[tuple[float, float]] = []  # (time, trained tokens)
         for when, server, back in deaths:
             self._at(when, "died", (server, back))
@@ -104,7 +108,7 @@ class Simulation:
     def run(self, steps: int = STEPS, warm: int = WARM) -> Result:
         """Simulates `warm + steps` steps and returns the means of the last ones."""
         self._feed()
-        marks: list[tuple[float, float, float, float]] = []
+        marks: list[tuple[float, ...]] = []
         handlers: dict[str, Callable[[Any], None]] = {
             "ended": self._on_ended,
             "updated": self._on_updated,
@@ -119,9 +123,10 @@ class Simulation:
             if len(self.steps) > done and len(self.steps) in (warm, warm + steps):
                 for server in self.servers:
                     self._advance(server)
-                marks.append((self.now, self.busy, sum(s.busy for s in self.servers), self.exposed))
-        setup, (start, end) = self.setup, (marks[0], marks[-1]) if warm else ((0.0, 0.0, 0.0, 0.0), marks[-1])
-        wall, trained, sampled, exposed = (b - a for a, b in zip(start, end, strict=True))
+                busy = self.busy, sum(s.busy for s in self.servers)
+                marks.append((self.now, *busy, self.synced, self.exposed))
+        setup, (start, end) = self.setup, (marks[0] if warm else (0.0,) * 5, marks[-1])
+        wall, trained, sampled, synced, exposed = (b - a for a, b in zip(start, end, strict=True))
         trainer, servers = trained / wall, sampled / wall / setup.servers
         if setup.shared:
             trainer = servers = trainer + servers
@@ -131,6 +136,7 @@ class Simulation:
             tokens / wall / setup.gpus,
             max(0.0, 1 - trainer),
             max(0.0, 1 - servers),
+            synced / steps,
             exposed / steps,
             self.oldest,
             self.lost,
@@ -251,8 +257,8 @@ class Simulation:
 
     # -- trainer and syncs ----------------------------------------------------------------------------------------
 
-    def _complete(self) -> bool:
-        """True if enough prompts finished, and every prompt that must not grow older."""
+    def _complete(self, trained: int) -> bool:
+        """True if enough prompts finished for version `trained`, and every prompt that must not grow older."""
         batch = self.setup.prompts
         if len(self.finished) < batch:
             return False
@@ -260,7 +266,7 @@ class Simulation:
         if not sum(self.under_way.values()):
             return True
         for version in {*done, *(v for v, count in self.under_way.items() if count)}:
-            may_stay = max(0, (version + self.setup.staleness - self.version) * batch)
+            may_stay = max(0, (version + self.setup.staleness - trained) * batch)
             finished = sum(count for v, count in done.items() if v <= version)
             awaited = sum(count for v, count in self.under_way.items() if v <= version)
             if awaited and finished + awaited - may_stay > min(finished, batch):
@@ -269,21 +275,32 @@ class Simulation:
 
     def _train(self) -> None:
         """Starts training if a batch is complete and the trainer is free."""
-        if self.training or self.syncing or not self._complete():
+        if self.training or self.syncing or not self._complete(self.version):
             return
+        tokens = self._take_batch(self.version)
+        self._at(self.now + self.setup.swap_s + tokens * self.setup.train_s, "updated", tokens)
+
+    def _score_beside(self) -> None:
+        """Scores the next batch beside the sync that has begun, if it is complete: else the trainer waits for both."""
+        if self.setup.scores_beside and self._complete(self.version + 1):
+            tokens = self._take_batch(self.version + 1)
+            self.scored = self.now + tokens * self.setup.score_s, tokens
+
+    def _take_batch(self, version: int) -> float:
+        """Takes the oldest prompts for the trainer. Returns their tokens."""
         self.finished.sort()
         batch, self.finished = self.finished[: self.setup.prompts], self.finished[self.setup.prompts :]
         self.handed += len(batch)
-        self.oldest = max(self.oldest, self.version - batch[0][0])
+        self.oldest = max(self.oldest, version - batch[0][0])
         completions = sum(self.tokens.pop(prompt) for _, prompt in batch)
         tokens = completions + len(batch) * self.setup.samples * self.setup.prompt_tokens
-        seconds = tokens * self.setup.train_s
-        self.training, self.busy = True, self.busy + seconds
-        self._at(self.now + self.setup.swap_s + seconds, "updated", tokens)
+        self.training = True
+        return tokens
 
     def _on_updated(self, tokens: float) -> None:
         """Begins the sync: at once on all servers, or on each after its last completion."""
         self.training, self.syncing, self.updated = False, True, self.now
+        self.busy += tokens * self.setup.train_s
         self.steps.append((self.now, tokens))
         sync_s = self.setup.sync_s + self.setup.swap_s
         for index, server in enumerate(self.servers):
@@ -299,6 +316,7 @@ class Simulation:
         if self.setup.drains:
             self.handed -= self.setup.prompts  # room for the batch that fresh servers start on
             self._feed()
+        self._score_beside()
 
     def _on_synced(self, index: int) -> None:
         server = self.servers[index]
@@ -307,12 +325,19 @@ class Simulation:
         if not all(other.fresh for other in self.servers):
             self._fill_one(index)
             return
-        self.exposed += self.now - self.updated
-        self.syncing, self.version, self.handed = False, self.version + 1, 0
+        scored, self.scored = self.scored, None
+        waits_from = self.updated if scored is None else min(scored[0], self.now)
+        self.synced, self.exposed = self.synced + self.now - self.updated, self.exposed + self.now - waits_from
+        self.syncing, self.version = False, self.version + 1
+        self.handed = 0 if scored is None else self.setup.prompts
         self.waiting.extend(self.held)
         self.held.clear()
         self._feed()
-        self._train()
+        if scored is None:
+            self._train()
+            return
+        end, tokens = scored
+        self._at(max(self.now, end) + tokens * (self.setup.train_s - self.setup.score_s), "updated", tokens)
 
     def _fill_one(self, index: int) -> None:
         server = self.servers[index]

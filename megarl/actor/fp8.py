@@ -6,6 +6,7 @@ the router and the LM head stay as they are, so weight sync and checkpoints do n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -126,3 +127,8 @@ def check_gpu(config: EngineConfig, gpu: tuple[int, int] | None, cuda: tuple[int
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
+
+
+def copied_bytes(elements: int, fp8: str) -> int:
+    """Bytes of the 8-bit copies that layers keep of their matrices in a step: along rows, and along columns."""
+    return 0 if fp8 == "off" else math.ceil(2 * elements * (1 + SCALES[fp8]))

@@ -41,6 +41,7 @@ SCALE = 4  # of a block of quantised weights
 MAIN = 4  # float32 main parameter, if parameters are bfloat16
 BATCH_BYTES = 120  # per token: packed batch, its position-aligned copy, labels, and rows of its attention block
 CHUNK = 64  # tokens of a gated delta net's chunk (delta_rule.py)
+USERBUFFERS = 12  # collectives of Transformer Engine's `initialize_ub`, each with a buffer of a microbatch
 GPU_RUNTIME = 3 << 30  # bytes of CUDA context, NCCL buffers and cuBLAS workspaces: assumed, not measured
 
 
@@ -79,6 +80,7 @@ class TrainerMemory:
     update: int
     batch: int
     runtime: int = 0
+    userbuffers: int = 0
 
     @property
     def total(self) -> int:
@@ -120,6 +122,8 @@ def trainer_memory(
     adapters = parameters.trained_dense + parameters.trained_experts if engine.lora.rank else 0
     trained = parameters.trained_dense + parameters.trained_experts
     item = ITEM_BYTES[engine.dtype]
+    if parallel.tp_comm_overlap:  # pads every microbatch
+        load = replace(load, tokens=engine.max_tokens_per_mb)
     per_stage = parallel.world_size() // parallel.pp_size
     replicas = per_stage // parallel.tp_size  # dp x cp: number of shards of the distributed optimizer
     expert_replicas = per_stage // (parallel.expert_tp_size * parallel.ep_size)
@@ -137,7 +141,7 @@ def trainer_memory(
             embedding = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size * model.hidden_size * item
     return TrainerMemory(
         weights=(parameters.dense + parameters.experts + adapters) * item
-        + _fp8_weights(parameters, engine)
+        + fp8.copied_bytes(parameters.matrices + parameters.experts, engine.fp8)
         - _saved_by_codes(parameters, engine.lora, item)
         + embedding,
         gradients=trained * GRADIENT,
@@ -148,6 +152,7 @@ def trainer_memory(
         update=0 if on_gpu else trained * item,  # gloo all-gathers the parameters into a copy
         batch=BATCH_BYTES * (load.tokens * min(in_flight + 1, load.microbatches) if on_gpu else load.all_tokens),
         runtime=GPU_RUNTIME if on_gpu else 0,
+        userbuffers=USERBUFFERS * load.tokens * model.hidden_size * item if parallel.tp_comm_overlap else 0,
     )
 
 
@@ -157,14 +162,6 @@ def _saved_by_codes(parameters: RankParameters, lora: LoraConfig, item: int) -> 
         return 0
     bytes_each = QUANTISED_BITS[lora.quantization] / 8 + SCALE / QUANTISED_BLOCK
     return math.floor((parameters.matrices + parameters.experts) * (item - bytes_each))
-
-
-def _fp8_weights(parameters: RankParameters, engine: EngineConfig) -> int:
-    """Bytes of the 8-bit copies that layers keep of their matrices in a step: along rows, and along columns."""
-    if engine.fp8 == "off":
-        return 0
-    matrices = parameters.matrices + parameters.experts
-    return math.ceil(2 * matrices * (1 + fp8.SCALES[engine.fp8]))
 
 
 def host_memory(

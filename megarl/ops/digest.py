@@ -15,6 +15,7 @@ K = TypeVar("K")
 
 LEAF_BYTES: int = _C.leaf_bytes
 LEAF_DIGEST = 16  # bytes
+PLACE = 16  # bytes of a leaf's place: two int64
 ALIGNMENT = 16  # bytes of one read by a GPU thread
 
 
@@ -78,9 +79,9 @@ def leaves_in(nbytes: int) -> int:
     return -(-nbytes // LEAF_BYTES)
 
 
-def buffer_bytes(nbytes: int) -> int:
-    """Most bytes that the digest of a contiguous tensor of `nbytes` allocates on a GPU: an aligned copy, and leaves."""
-    return nbytes + leaves_in(nbytes) * LEAF_DIGEST
+def buffer_bytes(leaves: int) -> int:
+    """Bytes that `digests_of` has on a GPU for so many leaves: their places, their hashes, and the hashes joined."""
+    return leaves * (PLACE + 2 * LEAF_DIGEST)
 
 
 def leaves_on_cpu(data: Tensor) -> bytes:

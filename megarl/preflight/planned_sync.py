@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig
 
+from megarl.actor.memory import ITEM_BYTES, server_memory
+from megarl.actor.parameter_counts import rank_parameters
 from megarl.actor.weights.shards import world_table
 from megarl.config import Config, server_ep_size
 from megarl.families import with_adapters, without_mtp
@@ -27,13 +30,24 @@ from megarl.reshard.transfer.memory import SyncMemory, sync_memory
 from megarl.rollout.servers.served_adapters import ServedAdapters
 from megarl.served_checks import servers_on_gpu
 
+_last: deque[tuple[tuple[Config, ServedAdapters | None], PretrainedConfig, TransferPlan]] = deque(maxlen=2)
+
 
 def planned_sync(config: Config, model: PretrainedConfig, adapters: ServedAdapters | None = None) -> TransferPlan:
-    """Plans the sync of all weights, or of `adapters` alone.
+    """Plans the sync of all weights, or of `adapters` alone. The tables of a report share one plan.
 
     Raises:
         UserError: the method has no servers, or trainer and servers do not fit together.
     """
+    for key, of, plan_made in _last:
+        if of is model and key == (config, adapters):
+            return plan_made
+    made = _planned(config, model, adapters)
+    _last.append(((config, adapters), model, made))
+    return made
+
+
+def _planned(config: Config, model: PretrainedConfig, adapters: ServedAdapters | None) -> TransferPlan:
     if config.method != "rl":
         raise UserError(f"show=reshard: method={config.method} has no servers that weights are sent to")
     server = config.server
@@ -96,14 +110,20 @@ def trainer_sync(config: Config, model: PretrainedConfig) -> list[SyncMemory]:
             kept[place.pp] = max(kept[place.pp], nbytes)
     name = planned_names(config)[0]  # all transports of a sync send from one kind of memory
     nbytes, has_gpu = planned_bucket_bytes(config), trainers_on_gpu(config)
-    return [sync_memory(name, nbytes, has_gpu=has_gpu, receives=False, kept=copies) for copies in kept]
+    item = ITEM_BYTES[server_dtype(config, model)]
+    held = (rank_parameters(model, config.parallel, rank) for rank in range(config.parallel.pp_size))
+    return [
+        sync_memory(name, nbytes, has_gpu=has_gpu, receives=False, kept=copies, hashed=(own.dense + own.experts) * item)
+        for copies, own in zip(kept, held, strict=True)
+    ]
 
 
-def server_sync(config: Config) -> SyncMemory:
+def server_sync(config: Config, model: PretrainedConfig) -> SyncMemory:
     """Memory for weight syncs of the fullest server rank: of a relay, where there is one."""
     nbytes, has_gpu, forwards = planned_bucket_bytes(config), servers_on_gpu(config), sends_on(config)
+    weights = server_memory(model, config.server.tp_size, server_dtype(config, model), 0, config.server.format).weights
     memories = [
-        sync_memory(name, nbytes, has_gpu=has_gpu, receives=True, forwards=forwards)
+        sync_memory(name, nbytes, has_gpu=has_gpu, receives=True, forwards=forwards, hashed=weights)
         for name in dict.fromkeys(planned_names(config))
     ]
     return max(memories, key=lambda memory: (memory.gpu, memory.host))

@@ -35,6 +35,7 @@ from megarl.launcher.slurm import plan_of, rendered
 from megarl.parallel.config import MAX_RANKS
 from megarl.parallel.placement import places
 from megarl.preflight import sizing, sync_report
+from megarl.preflight.communication import Communication
 from megarl.preflight.environment import environment_findings
 from megarl.preflight.findings import Finding, findings, has_sizes, refusals
 from megarl.preflight.planned_places import planned_bucket_bytes, planned_transports
@@ -172,7 +173,7 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
             longest = batch_of(config).longest
             fits = f"{cache.tokens:,} tokens, {cache.tokens // longest:,} sequences of full length ({longest})"
             servers.add_row("holds", fits)
-        servers.add_row(staging_name(config), _staging(config))
+        servers.add_row(staging_name(config), _staging(config, model))
         servers.add_row("total", size(need.total))
         yield servers
     if (routes := sizing.routes_of(config, model)) is not None:
@@ -181,9 +182,9 @@ def memory_tables(config: Config, model: PretrainedConfig) -> Iterator[Table]:
         yield phases_table(config, model, stages)
 
 
-def _staging(config: Config) -> str:
+def _staging(config: Config, model: PretrainedConfig) -> str:
     """The buffers of a server rank for weight syncs, in words."""
-    sync, nbytes = server_sync(config), planned_bucket_bytes(config)
+    sync, nbytes = server_sync(config, model), planned_bucket_bytes(config)
     text = f"{size(sync.staging)}: {sync.staging // nbytes} x {size(nbytes)}"
     if sends_on(config):
         text += f", as servers send on (reshard.relay={config.reshard.relay})"
@@ -243,6 +244,20 @@ def time_table(config: Config, step: StepEstimate | None) -> Table:
         f"{cluster.gpu_memory_gb_s:g} GB/s x {cluster.decode_utilisation:g} (decode), network "
         f"{cluster.network_gb_s:g} GB/s; sequences {cluster.mean_length:.0%} of the longest on average. All are knobs "
         "of cluster."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def traffic_table(traffic: Communication) -> Table:
+    """Bytes and seconds of a trainer GPU's collectives in a step, by dimension of the layout."""
+    table = _table("Communication of a step", "", "a GPU receives", "least", "of the least", "moved in", "exposed")
+    for name, moved in traffic.parts().items():
+        sizes = sync_report.size(int(moved.nbytes)), sync_report.size(int(moved.least))
+        times = sync_report.duration(moved.seconds), sync_report.duration(moved.exposed)
+        table.add_row(name, *sizes, f"{moved.nbytes / moved.least:.2f} x", *times)
+    table.caption = (
+        "exposed: not hidden by compute, pipeline bubble included; formulas in megarl/preflight/communication.py"
     )
     table.caption_justify = "left"
     return table
@@ -326,7 +341,10 @@ def tables(
         yield sync_report.render(sync, bandwidth, planned_transports(config), whole)
     if show in (None, "time"):
         sync_s = sync_report.summarise(sync).seconds(bandwidth) if sync is not None else 0.0
-        yield time_table(config, estimate_step(config, model, sync_s) if config.cluster.gpus_per_node else None)
+        step = estimate_step(config, model, sync_s) if config.cluster.gpus_per_node else None
+        yield time_table(config, step)
+        if step is not None and step.traffic.parts():
+            yield traffic_table(step.traffic)
     if show == "script" or (show is None and config.cluster.gpus_per_node):
         yield Text("Slurm script", style="bold")
         yield Padding(Text(rendered(config, arguments)), (0, 0, 0, 2), expand=False)

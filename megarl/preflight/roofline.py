@@ -30,9 +30,11 @@ from megarl.actor.memory import ITEM_BYTES, server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
 from megarl.families import decoder
+from megarl.preflight.communication import Communication
 from megarl.preflight.shapes import server_dtype
 from megarl.preflight.sizing import cache_of
-from megarl.preflight.trainer_time import TrainerWork, trainer_times
+from megarl.preflight.trainer_time import TrainerTimes, trainer_times
+from megarl.preflight.trainer_work import TrainerWork
 from megarl.teacher_checks import teacher_servers
 from megarl.trainer.batch_algebra import batch_of
 
@@ -63,6 +65,7 @@ class StepEstimate:
     gpus: int
     under_way: int  # completions in flight on a server
     longest_s: float  # the longest completion from first to last token, at that many
+    traffic: Communication = Communication()  # of the trainer
 
     @property
     def rollout_s(self) -> float:
@@ -97,32 +100,38 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     """Estimates a step on GPUs; `sync_s` are the seconds of the planned weight sync."""
     batch, share, cost = batch_of(config), config.cluster.mean_length, SequenceCost.of(model)
     mean = share * batch.longest
-    trained = _train(config, model)
+    times = times_of(config, model)
+    trained, traffic = _train(config, model, times), times.communication
     teacher = teacher_servers(config)
     gpus = config.parallel.world_size() + (teacher.n_servers * teacher.tp_size if teacher is not None else 0)
     if config.method != "rl":
-        return StepEstimate([], trained, [], False, 0.0, batch.sequences * mean, 0.0, gpus, 0, 0.0)
+        return StepEstimate([], trained, [], False, 0.0, batch.sequences * mean, 0.0, gpus, 0, 0.0, traffic)
     rollout, under_way, longest_s = _rollout(config, model, cost)
     servers = config.server.n_servers * config.server.tp_size
-    scoring_s = sum(stage.seconds for stage in trained if stage.name == SCORING)
     return StepEstimate(
         rollout=rollout,
         train=trained,
         sync=[StageEstimate("weights", sync_s, "by the plan of the sync, at the network's rate: a floor")],
         overlap=config.rollout.max_head_offpolicyness > 0,
-        hidden_s=min(sync_s, scoring_s) if config.reshard.overlap_scoring else 0.0,
+        hidden_s=min(sync_s, times.scored_s) if config.reshard.overlap_scoring else 0.0,
         tokens=batch.sequences * mean,
         sampled=batch.sequences * share * config.gconfig.max_new_tokens,
         gpus=max(gpus, servers) if config.server.colocate else gpus + servers,
         under_way=under_way,
         longest_s=longest_s,
+        traffic=traffic,
     )
 
 
-def _train(config: Config, model: PretrainedConfig) -> list[StageEstimate]:
-    work, parallel, actor = TrainerWork.of(config, model), config.parallel, config.actor
-    dp = parallel.sizes()["dp_size"]
-    times = trainer_times(work, parallel, dp, actor.recompute, batch_of(config).max_tokens)
+def times_of(config: Config, model: PretrainedConfig) -> TrainerTimes:
+    """Seconds of a configuration's trainer."""
+    dp, actor = config.parallel.sizes()["dp_size"], config.actor
+    work = TrainerWork.of(config, model)
+    return trainer_times(work, config.parallel, dp, actor.recompute, batch_of(config).max_tokens)
+
+
+def _train(config: Config, model: PretrainedConfig, times: TrainerTimes) -> list[StageEstimate]:
+    work, actor = TrainerWork.of(config, model), config.actor
     again, each = work.again[actor.recompute], f"{work.forward / 1e15:.3g} PFLOP"
     bubble = f", bubble {times.bubble:.1%}" if times.bubble else ""
     stages = []
@@ -131,10 +140,10 @@ def _train(config: Config, model: PretrainedConfig) -> list[StageEstimate]:
         stages.append(StageEstimate(SCORING, times.scoring, what))
     how = f"{work.trained * (3 + again):.3g} x {each}{bubble}: forward, backward, {again:.2g} of forward again"
     stages.append(StageEstimate("update", times.update, how + (", policy and critic" if work.trained > 1 else "")))
-    parts = {name: seconds for name, seconds in vars(times.communication).items() if seconds}
+    parts = times.communication.parts()
     if parts:
-        text = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
-        stages.append(StageEstimate("communication", times.communication.total, f"{text}: all of it exposed"))
+        text = ", ".join(f"{name} {moved.exposed:.3g} of {moved.seconds:.3g} s" for name, moved in parts.items())
+        stages.append(StageEstimate("communication", times.communication.exposed, f"exposed: {text}"))
     return stages
 
 

@@ -187,7 +187,7 @@ def phases_of(config: Config, model: PretrainedConfig) -> list[list[Phase]]:
 
     Every process keeps its CUDA context and the buffers of weight syncs.
     """
-    stages, server, receiver = memory_of(config, model), synced_server_of(config, model), server_sync(config)
+    stages, server, receiver = memory_of(config, model), synced_server_of(config, model), server_sync(config, model)
     asleep, phases = GPU_RUNTIME + receiver.gpu, []
     for stage, peak, sender in zip(stages, peaks_of(config, model), trainer_sync(config, model), strict=True):
         held, weights = GPU_RUNTIME + sender.gpu, _weights_of(config, stage)
@@ -233,7 +233,7 @@ def synced_server_of(config: Config, model: PretrainedConfig) -> ServerMemory:
     Raises:
         UserError: weights cannot be sent as planned.
     """
-    sync = server_sync(config)
+    sync = server_sync(config, model)
     staging = sync.gpu if config.cluster.gpus_per_node else sync.held
     return replace(server_memory_of(config, model), staging=staging)
 

@@ -2,7 +2,8 @@
 
 python -m megarl.preflight tune +experiment=NAME [gpus=N] [group=name ...] [knob=value ...]
 
-Searches tp, pp, cp, dp and ep of the trainer, recompute, tokens of a microbatch, and number and tp of the servers.
+Searches tp, pp, vpp, cp, dp and ep of the trainer, tp_comm_overlap, recompute, tokens of a microbatch, and number and
+tp of the servers. Proposals overlap gradients and parameters (`parallel.overlap`), as GPUs do by default.
 Times are `roofline.py`'s, memory is `actor/memory.py`'s, so a proposal is as good as they are: a starting point to
 measure. The weight sync counts with its least time instead of its plan. Batch, algorithm and lengths stay as they are.
 The search is exhaustive and has no random numbers.
@@ -22,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PretrainedConfig
 
+from megarl.actor import userbuffers
 from megarl.actor.checks import check_layout
 from megarl.actor.config import RECOMPUTE
 from megarl.actor.memory import StepLoad, trainer_memory
 from megarl.actor.parameter_counts import RankParameters, rank_parameters
-from megarl.actor.weights.adapter_shards import shape_of
 from megarl.checks import failures
 from megarl.config import Config, longest_sequence
 from megarl.families import decoder
@@ -47,7 +48,8 @@ from megarl.preflight.sizing import (
     size,
     teacher_bytes,
 )
-from megarl.preflight.trainer_time import TrainerWork, trainer_times
+from megarl.preflight.trainer_time import trainer_times
+from megarl.preflight.trainer_work import TrainerWork, is_te
 from megarl.reshard.transfer.transports import MESSAGE_TRANSPORTS, largest_bucket
 from megarl.reshard.transfer.transports.base import SLOTS
 from megarl.trainer.batch_algebra import BatchAlgebra, batch_of
@@ -55,6 +57,7 @@ from megarl.trainer.batch_algebra import BatchAlgebra, batch_of
 BEST = 5
 SIZES = (1, 2, 4, 8, 16)  # of tp and cp, and microbatches in sequences of full length
 MAX_STAGES = 16
+MAX_VIRTUAL = 8  # of vpp
 PER_WORLD = 8  # layouts kept for each number of trainer ranks
 TRIED = 60  # proposals that preflight's findings may refuse
 CHOSEN = {
@@ -67,6 +70,8 @@ CHOSEN = {
         "ep_size",
         "etp_size",
         "sequence_parallel",
+        "overlap",
+        "tp_comm_overlap",
         "first_stage_layers",
         "last_stage_layers",
     ),
@@ -91,10 +96,11 @@ class Layout:
         return parallel.tp_size * parallel.pp_size * parallel.cp_size * (parallel.dp_size or 1)
 
     @property
-    def order(self) -> tuple[float, int, int, int, int]:
+    def order(self) -> tuple[float, int, int, int, int, int, bool]:
         """Quickest first; of equal ones the smaller in memory, then the simpler."""
-        parallel = self.parallel
-        return _rounded(self.seconds), self.memory, parallel.pp_size, parallel.cp_size, parallel.tp_size
+        at = self.parallel
+        sizes = at.pp_size, at.vpp_size, at.cp_size, at.tp_size
+        return _rounded(self.seconds), self.memory, *sizes, at.tp_comm_overlap
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ def gpus_of(config: Config) -> int:
 # -- the search -------------------------------------------------------------------------------------------------------
 
 Servers = tuple[int, int]  # number, tp
-Option = tuple[tuple[float, int, int, int, int, int], Layout, Servers]
+Option = tuple[tuple[float, int, int, int, int, int, bool, int], Layout, Servers]
 
 
 def _combined(config: Config, model: PretrainedConfig, gpus: int) -> Iterator[Option]:
@@ -246,18 +252,35 @@ def _layouts(config: Config, model: PretrainedConfig, gpus: int) -> Iterator[Lay
     replicas = [n for n in range(1, gpus + 1) if unit % n == 0]
     for tp, pp in itertools.product(SIZES, range(1, MAX_STAGES + 1)):
         base = _stages(model, tp, pp, not whole) if tp <= config.cluster.gpus_per_node else None
-        if base is None or (teacher is not None and failures([partial(check_layout, teacher, base)])):
+        if base is None:
             continue
-        adapters, ranks = shape_of(config.actor.lora), {0, min(1, pp - 1), pp - 1}
-        counts = {rank: rank_parameters(model, base, rank, adapters) for rank in ranks}
-        for cp, dp in itertools.product(SIZES[:1] if whole else SIZES[:-1], replicas):
-            if tp * pp * cp * dp > min(gpus, MAX_RANKS):
+        ranks = {0, min(1, pp - 1), pp - 1}
+        for made in _variants(config, base, model.num_hidden_layers):
+            if teacher is not None and failures([partial(check_layout, teacher, made)]):
                 continue
-            for ep in _expert_sizes(search.work, tp * cp * dp):
-                parallel = replace(base, cp_size=cp, dp_size=dp, ep_size=ep)
-                shared = {rank: count.spread(ep) for rank, count in counts.items()}
-                if (layout := _fitting(search, parallel, shared)) is not None:
-                    yield layout
+            counts = {rank: rank_parameters(model, made, rank, search.work.adapters) for rank in ranks}
+            cuts = SIZES[:1] if whole or made.tp_comm_overlap else SIZES[:-1]
+            for cp, dp in itertools.product(cuts, replicas):
+                if tp * pp * cp * dp > min(gpus, MAX_RANKS):
+                    continue
+                for ep in _expert_sizes(search.work, tp * cp * dp):
+                    parallel = replace(made, cp_size=cp, dp_size=dp, ep_size=ep)
+                    shared = {rank: count.spread(ep) for rank, count in counts.items()}
+                    if (layout := _fitting(search, parallel, shared)) is not None:
+                        yield layout
+
+
+def _variants(config: Config, base: ParallelConfig, layers: int) -> Iterator[ParallelConfig]:
+    """Yields `base` with each number of virtual stages that divides every stage's layers, and with userbuffers."""
+    counts = [sum(map(len, stage)) for stage in base.stage_layers(layers)]
+    most = 1 if base.pp_size == 1 else min(MAX_VIRTUAL, *counts)
+    for vpp in (n for n in range(1, most + 1) if math.gcd(*counts) % n == 0):
+        made = replace(base, vpp_size=vpp)
+        yield made
+        if base.sequence_parallel and is_te(config):
+            pieces = replace(made, tp_comm_overlap=True)
+            if not failures([partial(userbuffers.check_knobs, config.actor, pieces, config.deterministic)]):
+                yield pieces
 
 
 def _fitting(search: Search, parallel: ParallelConfig, counts: dict[int, RankParameters]) -> Layout | None:
@@ -357,9 +380,10 @@ def tune(config: Config, model: PretrainedConfig, folder: Path, gpus: int | None
 
 def _cells(config: Config, step: StepEstimate, memory: int) -> list[str]:
     parallel, server = config.parallel, config.server
-    sizes = {"tp": parallel.tp_size, "pp": parallel.pp_size, "cp": parallel.cp_size}
+    sizes = {"tp": parallel.tp_size, "pp": parallel.pp_size, "vpp": parallel.vpp_size, "cp": parallel.cp_size}
     sizes |= {"dp": parallel.sizes()["dp_size"], "ep": parallel.ep_size}
     layout = " ".join(f"{name}{count}" for name, count in sizes.items() if count > 1) or "one GPU"
+    layout += " ub" if parallel.tp_comm_overlap else ""
     servers = f"{server.n_servers} x tp{server.tp_size}" if config.method == "rl" else "-"
     seconds = (step.train_s, step.rollout_s, step.sync_s, step.step_s)
     return [

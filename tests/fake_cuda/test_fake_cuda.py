@@ -20,6 +20,7 @@ from batches import batch, config, without  # noqa: E402
 from fake_cuda import build  # noqa: E402
 
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
+from megarl.ops.digest import buffer_bytes  # noqa: E402
 from megarl.reshard.config import RELAYING  # noqa: E402
 
 NUMBERS = HERE.parents[1] / "docs/numbers.md"
@@ -344,6 +345,7 @@ def test_weights_arrive_and_only_digests_bring_them_to_the_host(outcomes: Any, n
     assert found["reads"][1] == [through_host, through_host], "without digests"
     digests = 0 if through_host else 1  # of all parts, where the packed buckets are on the device
     assert found["reads"][0] == [digests + through_host, through_host], "with digests of all parts"
+    assert found["digests"] == (0 if through_host else buffer_bytes(found["parts"]))  # of a leaf each, live there
 
 
 @pytest.mark.parametrize("name", STAGING)

@@ -148,12 +148,15 @@ def exact(transport: str) -> dict[str, Any]:
             for name, value in served.items():
                 assert torch.equal(value, trained[name].to(torch.bfloat16)), name
             reads.append([of_sender, of_receiver])
+        hashed = {bucket: views.hashed(ends[0].staging.slots[0]) for bucket, views in sender.views.items()}
+        places = [parts._places.nbytes for parts, _ in hashed.values() if parts._places is not None]
+        live = sum(places) + 2 * sum(leaves.nbytes for _, leaves in hashed.values() if leaves.is_cuda)  # and joined
         damage_one_message(ends[1])
         sending = pool.submit(sender.send, Deadline(20), sample, {})
         receiver.receive(Deadline(20), {})
         with pytest.raises(VerificationError, match="rank 0 does not hold what was sent of"):
             check_messages(transfer_plan, sample, [sending.result().digests], 0, receiver.read_back(sample), "rank 0")
-    return {"messages": len(sender.messages), "parts": len(transfer_plan.ops.row), "reads": reads}
+    return {"messages": len(sender.messages), "parts": len(transfer_plan.ops.row), "reads": reads, "digests": live}
 
 
 def memory(transport: str, relay: str, keep: bool) -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ import mutant_table_feed as feed
 import mutant_table_fidelity as fidelity
 import mutant_table_head as head
 import mutant_table_overlap as overlap
+import mutant_table_preflight as preflight
 import mutant_table_quantised as quantised
 import mutant_table_relays as relays
 import mutant_table_systems as systems
@@ -33,6 +34,7 @@ MUTANTS: list[Mutant] = [
         *fidelity.FIDELITY,
         relays.RELAYS,
         overlap.OVERLAP,
+        preflight.PREFLIGHT,
         csrc.HEADERS,
         head.HEAD,
     )

@@ -10,7 +10,7 @@ from virtual_cluster import Cluster, steps_of
 
 OVERRIDES = [
     *("model=tiny", "data=arithmetic", "parallel.tp_size=2", "parallel.pp_size=1", "parallel.cp_size=1"),
-    *("cluster.gpus_per_node=1", "server.n_servers=1", "server.tp_size=1"),
+    *("parallel.dp_size=1", "cluster.gpus_per_node=1", "server.n_servers=1", "server.tp_size=1"),
     *("train_dataset.batch_size=8", "gconfig.n_samples=4", "gconfig.max_new_tokens=24", "algorithm.n_minibatches=1"),
     *("actor.optimizer.warmup_steps=0", "actor.max_tokens_per_mb=2048", "evaluator.every_steps=0"),
 ]

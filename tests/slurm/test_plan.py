@@ -69,7 +69,7 @@ def test_trainers_come_first_and_servers_on_nodes_of_their_own() -> None:
 
 
 def test_servers_share_the_trainers_last_node_where_it_has_room_for_all() -> None:
-    small = ("parallel.tp_size=4", "parallel.pp_size=3", "parallel.cp_size=1", "server.tp_size=2")
+    small = ("parallel.dp_size=1", "parallel.pp_size=3", "parallel.cp_size=1", "server.tp_size=2")
     assert plan(*small, "server.n_servers=2") == slurm.NodePlan(12, 8, 2, 2, 2, 1, 1, 4)
     assert plan(*small, "server.n_servers=3").first_server_node == 2
 

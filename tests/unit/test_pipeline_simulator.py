@@ -86,7 +86,26 @@ def test_a_retracted_cache_is_computed_again_and_one_kept_in_place_is_not() -> N
     assert retract.step_s > in_place.step_s
 
 
-@pytest.mark.parametrize("mode", ["in turn", "overlapped", "partial"])
+@pytest.mark.parametrize(("score", "exposed"), [(0.1, 0.15), (0.25, 0.0), (0.5, 0.0)])
+def test_scoring_beside_the_sync_hides_the_shorter_of_both(score: float, exposed: float) -> None:
+    """The trainer is the slower side: 3 s a step, of which `score` before the update, and a sync of 0.25 s."""
+    slow = replace(SETUP, train_s=3 * SETUP.train_s, score_s=score * SETUP.train_s)
+    found, in_turn = (Simulation(in_mode(slow, mode, 0.0)).run() for mode in ("scoring", "partial"))
+    assert (in_turn.step_s, in_turn.exposed_s) == (pytest.approx(3 + 0.25), pytest.approx(0.25))
+    assert found.step_s == pytest.approx(3 + 0.25 - min(score, 0.25))
+    assert (found.sync_s, found.exposed_s) == (pytest.approx(0.25), pytest.approx(exposed))
+    assert found.trainer_idle == pytest.approx((0.25 - min(score, 0.25)) / found.step_s, abs=1e-6)
+    assert found.oldest <= 2
+
+
+def test_scoring_waits_for_a_batch_that_is_not_complete_when_the_sync_begins() -> None:
+    quick = replace(SETUP, train_s=SETUP.train_s / 10, score_s=SETUP.train_s / 20)  # servers are the slower side
+    found, in_turn = (Simulation(in_mode(quick, mode, 0.0)).run() for mode in ("scoring", "partial"))
+    assert found.step_s == pytest.approx(in_turn.step_s)
+    assert found.exposed_s == pytest.approx(in_turn.exposed_s) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("mode", ["in turn", "overlapped", "partial", "scoring"])
 def test_a_server_that_dies_costs_time_and_no_prompt(mode: str) -> None:
     chosen = in_mode(SETUP, mode, 0.0)
     calm = Simulation(chosen).run(steps=8, warm=0)
@@ -123,7 +142,7 @@ def test_lengths_of_a_run_are_scaled_to_the_mean(tmp_path: Path) -> None:
 
 def test_failures_cost_half_an_interval_of_checkpoints_and_the_restart() -> None:
     trainer = replace(SETUP, trainer_gpus=4, servers=0)
-    result = Result(100.0, 1.0, 0.0, 0.0, 0.0, 0, 0)
+    result = Result(100.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
     lost = lost_to_failures(trainer, result, 10_000, saved_every=10, restart_s=600, seed=0)
     assert lost == pytest.approx(10_000 * FAILURES * (500 + 600), rel=0.25)
     assert lost_to_failures(trainer, result, 100, saved_every=10, restart_s=600, seed=0) < lost / 20

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.ops.digest import buffer_bytes
-from megarl.reshard.plan.planner import OPS_A_BUCKET
+from megarl.ops.digest import buffer_bytes, leaves_in
 from megarl.reshard.transfer.transports import transport_named
 from megarl.reshard.transfer.transports.base import SLOTS
 
@@ -14,8 +13,8 @@ from megarl.reshard.transfer.transports.base import SLOTS
 class SyncMemory:
     """Bytes of one rank, on its GPU or on its host.
 
-    `staging` and `copies` (of sent buckets, for deltas) stay from the first sync on. `digests` are buffers while it
-    runs. The host's digests need none that count.
+    `staging` and `copies` (of sent buckets, for deltas) stay from the first sync on. `digests` are what it adds while
+    it runs; the places of leaves, a third of that, stay too. The host's digests need nothing that counts.
     """
 
     staging: int
@@ -40,7 +39,14 @@ class SyncMemory:
 
 
 def sync_memory(
-    transport_name: str, bucket_bytes: int, *, has_gpu: bool, receives: bool, forwards: bool = False, kept: int = 0
+    transport_name: str,
+    bucket_bytes: int,
+    *,
+    has_gpu: bool,
+    receives: bool,
+    forwards: bool = False,
+    kept: int = 0,
+    hashed: int = 0,
 ) -> SyncMemory:
     """Memory of a trainer rank, or of a server rank that `receives`.
 
@@ -49,11 +55,12 @@ def sync_memory(
         has_gpu: True if the rank's weights are on a GPU.
         forwards: True if it sends weights on to other servers, from staging of its own (`sync/relay_groups.py`).
         kept: bytes of the different buckets that it sends, where copies of them are kept for deltas.
+        hashed: bytes of its different buckets, whose digests wait for the end of a sync. Parts are much larger than a
+            leaf, so what the last leaf of each lacks is not counted.
     """
     if transport_name in ("full", "disk"):
         return SyncMemory(bucket_bytes, 0, 0, on_gpu=False)
     transport = transport_named(transport_name)
     on_gpu = has_gpu and transport.on_gpu and not (receives and transport.in_place)
-    # Of one part at a time. With buckets of 256 MiB they hold hashes and places of the leaves of 64 GB, too.
-    digests = buffer_bytes(bucket_bytes // OPS_A_BUCKET) if on_gpu else 0
+    digests = buffer_bytes(leaves_in(hashed)) if on_gpu else 0
     return SyncMemory(SLOTS * bucket_bytes * (1 + forwards), kept, digests, on_gpu)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from refusal import refusal
+from transformers import LlamaConfig
 
 from megarl.actor import userbuffers
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.memory import StepLoad, trainer_memory
 from megarl.checks import config_checks, failures
 from megarl.config import ClusterConfig, Config
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 
+MODEL = LlamaConfig(
+    num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2
+)
 ON: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}
 
 
@@ -84,3 +90,15 @@ def test_sequences_of_padding_change_no_log_prob(checkpoints: Callable[..., Path
     engine._cut = Cut(fixed_tokens=40)
     torch.testing.assert_close(engine.logprobs(batch), plain, atol=1e-5, rtol=0)
     engine.destroy()
+
+
+def test_buffers_of_every_collective_and_padded_microbatches_take_memory() -> None:
+    """12 buffers of a microbatch in bfloat16, whose activations are those of 4096 tokens and not of 1024."""
+    config = EngineConfig(dtype="bfloat16", max_tokens_per_mb=4096)
+    off = replace(ParallelConfig(**ON), tp_comm_overlap=False)
+    short, full = StepLoad(1024, 2), StepLoad(4096, 2)
+    padded = trainer_memory(MODEL, ParallelConfig(**ON), config, short, 0, on_gpu=True)
+    plain = trainer_memory(MODEL, off, config, full, 0, on_gpu=True)
+    assert padded.userbuffers == 12 * 4096 * MODEL.hidden_size * 2
+    assert replace(padded, userbuffers=0) == plain
+    assert padded.total == plain.total + padded.userbuffers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,14 +12,17 @@ from transformers import PretrainedConfig
 
 from megarl import cli
 from megarl.actor.memory import GPU_RUNTIME
+from megarl.actor.parameter_counts import count_parameters, rank_parameters
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.parallel.placement import places
+from megarl.preflight import planned_sync as planning
 from megarl.preflight import report
 from megarl.preflight.findings import FULL, findings
 from megarl.preflight.planned_sync import planned_sync, sends_on, server_sync, trainer_sync
 from megarl.preflight.sizing import GIB, beside_actor, memory_of, peaks_of, phases_of, synced_server_of
+from megarl.versions import GPUs
 
 BIG = "+experiment=grpo_70b"
 MIB = 2**20
@@ -64,7 +69,7 @@ def test_a_trainer_gpu_that_lacks_room_for_the_buffers_alone_is_refused() -> Non
     between = (max(peaks_of(config, model)) - 256 * MIB) / FULL / GIB
     small = (BIG, f"cluster.gpu_memory_gib={between}", "server.max_total_tokens=100000")
     (text,) = stops(*small)
-    assert re.match(r"pipeline rank 0 with its nccl staging needs 42\.\d GiB a GPU, over 95% of", text)
+    assert re.match(r"pipeline rank 0 with its nccl staging needs 67\.\d GiB a GPU, over 95% of", text)
     assert stops(*small, "reshard.transport=gloo") == []
     assert stops(*small, "reshard.bucket_bytes=67108864") == []
 
@@ -94,7 +99,7 @@ def test_servers_send_on_where_the_plan_says_so(servers: int, relay: str, nodes:
     config, model = planned(*knobs, "reshard.transport=nccl" if relay.isdigit() else "reshard.transport=auto")
     plan = planned_sync(config, model)
     assert sends_on(config) == plan.is_relayed
-    buckets = server_sync(config).staging // 65536
+    buckets = server_sync(config, model).staging // 65536
     assert buckets == (4 if plan.bytes_forwarded.any() else 2)
 
 
@@ -117,7 +122,8 @@ def test_a_shared_gpu_keeps_the_buffers_in_all_phases() -> None:
     on_gpu, on_host = (
         phases_of(*planned(*knobs, f"reshard.transport={transport}"))[0] for transport in ("nixl", "gloo")
     )
-    digests = 2**30 // 8 + 2**27 // 65536 * 16
+    weights = 2 * count_parameters(planned(*knobs)[1])
+    digests = -(-weights // 65536) * 48
     for more, less in zip(on_gpu, on_host, strict=True):
         syncs = digests if more.name == "syncing" else 0
         assert (more.trainer - less.trainer, more.server - less.server) == (2 * GIB + syncs,) * 2
@@ -144,3 +150,24 @@ def test_a_transport_that_is_ruled_out_is_one_problem_of_the_run(capsys: pytest.
         assert "\n1 problem that would stop the run" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"reshard\.relay=1"):
         report.command([*mapped, "show=memory"])
+
+
+def test_a_report_with_deltas_plans_the_sync_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model = planned("+experiment=grpo_0_5b", "reshard.delta=true")
+    made, plan_of = [], planning.plan
+    monkeypatch.setattr(planning, "_last", deque(maxlen=2))
+    monkeypatch.setattr(planning, "plan", lambda *args, **named: made.append(1) or plan_of(*args, **named))
+    tables = list(report.tables(config, model, [], None, GPUs()))
+    assert len(tables) > 5
+    assert len(made) == 1
+    other = replace(config, server=replace(config.server, dtype="float32"))
+    assert planning.planned_sync(other, model) is not planning.planned_sync(config, model)
+    assert len(made) == 2
+
+
+def test_digests_of_a_sync_take_48_bytes_a_leaf_of_a_ranks_weights() -> None:
+    config, model = planned(BIG)
+    (trainer, *_), server = trainer_sync(config, model), server_sync(config, model)
+    held = rank_parameters(model, config.parallel, 0)
+    assert trainer.digests == -(-2 * held.dense // 65536) * 48
+    assert server.digests == pytest.approx(2 * 70.55e9 / 8 / 65536 * 48, rel=0.01)

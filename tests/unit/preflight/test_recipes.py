@@ -150,7 +150,7 @@ def row_of(name: str, config: Config) -> str:
     )
     layout = " ".join(
         f"{short}{count}"
-        for short in ("tp", "pp", "cp", "dp", "ep")
+        for short in ("tp", "pp", "vpp", "cp", "dp", "ep")
         if (count := getattr(config.parallel, f"{short}_size") or 1) > 1
     )
     cells = [

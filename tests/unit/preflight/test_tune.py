@@ -86,6 +86,28 @@ def test_the_search_finds_what_trying_every_layout_finds() -> None:
     assert best == pytest.approx(min(tried), rel=0.01)
 
 
+def variants(*overrides: str) -> list[tuple[int, bool]]:
+    """Virtual stages, and userbuffers, that the search tries on four stages with tp 4."""
+    config, model = model_of("grpo_70b", *overrides)
+    base = ParallelConfig(tp_size=4, pp_size=4, dp_size=1, sequence_parallel=True)
+    found = tune._variants(config, base, model.num_hidden_layers)
+    return [(made.vpp_size, made.tp_comm_overlap) for made in found]
+
+
+def test_the_search_tries_virtual_stages_and_userbuffers_where_they_are_legal() -> None:
+    every = [(vpp, pieces) for vpp in (1, 2, 4, 5) for pieces in (False, True)]  # 20 layers a stage; up to 8
+    assert variants() == every
+    plain = [(vpp, False) for vpp in (1, 2, 4, 5)]
+    for refused in ("actor.backend=torch", "actor.fp8=blockwise", "actor.shared_prefix=true", "deterministic=true"):
+        assert variants(refused) == plain, refused
+    config, model = model_of("grpo_70b")
+    uneven = ParallelConfig(tp_size=4, pp_size=4, dp_size=1, first_stage_layers=16, last_stage_layers=16)
+    counts = [made.vpp_size for made in tune._variants(config, uneven, model.num_hidden_layers)]
+    assert counts == [1, 2, 4, 8]  # of 16 and 24 layers
+    single = ParallelConfig(tp_size=4, dp_size=1)
+    assert list(tune._variants(config, single, model.num_hidden_layers)) == [single]
+
+
 def test_more_gpus_make_a_quicker_step_and_too_few_are_refused() -> None:
     config, model = model_of("grpo_7b")
     folder = report.folder_of(config.actor.path)

@@ -70,19 +70,33 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("nbytes", [2 * 65536, 65536 + 2, 30])
-def test_a_digest_of_an_unaligned_part_allocates_the_bytes_that_are_said(nbytes: int) -> None:
-    """The kernel is left out: it writes into memory that is given."""
-    data = torch.zeros(nbytes // 2 + 8, dtype=torch.bfloat16)
-    data = data[next(i for i in range(8) if data[i:].data_ptr() % 16) :][: nbytes // 2]
-    with patch.object(digest, "where"), patch.object(digest, "_C"), Allocated() as allocated:
-        digest.leaves_on_gpu(data)
-    assert allocated.nbytes == digest.buffer_bytes(nbytes)
+@pytest.mark.parametrize("sizes", [[2 * 65536], [65536, 16, 3 * 65536]])
+def test_digests_of_a_sync_allocate_the_bytes_that_are_said(sizes: list[int]) -> None:
+    """The kernel is left out: it writes into memory that is given. Places come from pinned memory of the host."""
+    offsets, buffer = [sum(sizes[:i]) for i in range(len(sizes))], torch.zeros(sum(sizes), dtype=torch.uint8)
+    leaves = sum(digest.leaves_in(size) for size in sizes)
+    shapes = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    with (
+        patch.object(digest, "where"),
+        patch.object(digest, "_C"),
+        patch.object(Tensor, "is_cuda", new=True),
+        patch.object(Tensor, "pin_memory", lambda self: self),
+    ):
+        every = [digest.Parts(offsets, shapes) for _ in range(3)]
+        buckets = {number: (parts, parts.leaves(buffer)) for number, parts in enumerate(every)}
+        with Allocated() as allocated:
+            digest.digests_of(buckets)
+    places = [parts._places.nbytes for parts, _ in buckets.values() if parts._places is not None]
+    live = sum(places) + sum(hashes.nbytes for _, hashes in buckets.values()) + allocated.nbytes
+    assert live == digest.buffer_bytes(3 * leaves)
 
 
 @pytest.mark.parametrize("transport", MESSAGE_TRANSPORTS)
 def test_buffers_of_digests_are_on_the_gpu_where_staging_is(transport: str) -> None:
-    part = digest.buffer_bytes(2**20 // 8)
-    trainer, server = (sync_memory(transport, 2**20, has_gpu=True, receives=side) for side in (False, True))
+    nbytes = 70 * 2**30  # of all buckets: a leaf of 64 KiB has 48 bytes
+    part = nbytes // 65536 * 48
+    trainer, server = (
+        sync_memory(transport, 2**20, has_gpu=True, receives=side, hashed=nbytes) for side in (False, True)
+    )
     assert trainer.digests == (0 if transport in ("gloo", "shm") else part)
     assert server.digests == (0 if transport in ("gloo", "shm", "cuda_ipc") else part)

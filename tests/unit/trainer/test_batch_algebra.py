@@ -109,8 +109,8 @@ def test_the_two_sequences_of_a_pair_stay_together(rows: int, dp: int, longest: 
 
 def test_the_configuration_determines_the_algebra() -> None:
     algebra = batch_of(cli.composed(["+experiment=grpo_70b", "parallel.vpp_size=2"]))
-    assert algebra == BatchAlgebra(128, 16, 4, 1, 4608, 9216, multiple=4)
-    assert (algebra.per_microbatch, algebra.microbatches) == (2, 256)
+    assert algebra == BatchAlgebra(128, 16, 4, 2, 4608, 9216, multiple=4)
+    assert (algebra.per_microbatch, algebra.microbatches) == (2, 128)
     config = cli.composed(["+experiment=dpo_8b"])
     assert batch_of(config) == BatchAlgebra(128, 2, 1, 4, 2048, 8192, together=2)
     assert batch_of(replace(config, algorithm=KTOConfig())).sequences == 128  # mismatched answers are not trained on
