@@ -55,6 +55,7 @@ def test_two_ranks_take_the_last_step_again_bit_for_bit_through_the_batch_before
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["batch.safetensors", "stats.json"]
 
 
+@pytest.mark.long
 def test_another_layout_takes_the_step_within_rounding_from_the_runs_own_state(
     supervised: RunFolder, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ ACCEPTED: dict[str, str] = {
     "megarl/trainer/checkpoints/saver.py: sizes are not checked": "a file of another size has another digest too",
     "megarl/actor/model/heads.py: comparison: groups.tp_size > 1 -> groups.tp_size >= 1": ONE_RANK,
     "megarl/actor/layer_states.py: all layers have the first microbatch's rows": ONE_RANK,
+    "megarl/actor/model/adapters.py: comparison: at < height -> at <= height": "the rows that it adds are none",
+    "megarl/rollout/estimates.py: constant: 1 -> 2": "resamples drawn at once, of which the figures do not depend",
     "megarl/algorithms/preference.py: statement: chosen, rejected = chosen.detach(), rejected.detach() -> pass": (
         "the engine detaches every metric before it is kept"
     ),

@@ -58,7 +58,10 @@ def test_operations_that_do_not_match_are_refused(case: str, reports: list[str],
             "part_of_group", 3,
             [f"rank {r} is stuck: building the communicator of group default_pg (ranks 0, 1, 2)" for r in (0, 1)],
         ),
-        ("slow", 2, ["rank 0 is stuck: operation 2 of group undefined (ranks 0, 1): allreduce 1 x"]),
+        pytest.param(
+            "slow", 2, ["rank 0 is stuck: operation 2 of group undefined (ranks 0, 1): allreduce 1 x"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["message before collective", "crossing", "part of the group", "slow"],
 )  # fmt: skip

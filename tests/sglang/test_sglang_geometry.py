@@ -105,7 +105,7 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_
 @pytest.mark.parametrize(
     ("name", "tp_size"),
     [
-        ("fp8", 2),
+        pytest.param("fp8", 2, marks=pytest.mark.long),
         ("fp8_channel", 2),
         ("int4", 2),
         pytest.param("int4", 1, marks=pytest.mark.long),

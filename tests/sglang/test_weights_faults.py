@@ -88,6 +88,22 @@ def before_send(monkeypatch: pytest.MonkeyPatch, message: int, act: Callable[[Gl
     monkeypatch.setattr(GlooTransport, "send", acting)
 
 
+def corrupt(monkeypatch: pytest.MonkeyPatch, message: int) -> None:
+    """Flips a bit of the message of that number, on its way to one server: others may be sent the same bucket."""
+    send, tags = GlooTransport.send, []
+
+    def acting(self: GlooTransport, slot: int, nbytes: int, peer: int, tag: int) -> Any:
+        tags.append(tag)
+        if len(tags) != message:
+            return send(self, slot, nbytes, peer, tag)
+        assert self.staging is not None
+        payload = self.staging.slots[slot][:nbytes].clone()
+        payload[9] ^= 1
+        return self.send_tensor(payload, peer, tag)
+
+    monkeypatch.setattr(GlooTransport, "send", acting)
+
+
 def test_a_server_killed_in_the_middle_is_dropped_and_served_again_where_it_comes_back(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,15 +171,8 @@ def test_a_flipped_byte_is_noticed_and_named_and_its_server_answers_nothing_unti
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = served.version
-    flipped: list[int] = []
-
-    def flip(transport: GlooTransport, slot: int, peer: int) -> None:
-        flipped.append(peer)
-        assert transport.staging is not None
-        transport.staging.slots[slot][9] ^= 1
-
     with monkeypatch.context() as patch:
-        before_send(patch, 2, flip)
+        corrupt(patch, 2)
         report = served.push(weights_of(make_model("qwen3", True, seed=4)))
     (bad,) = served.session.dirty
     index = served.addresses.index(bad)
@@ -178,13 +187,8 @@ def test_a_flipped_byte_is_noticed_and_named_and_its_server_answers_nothing_unti
 
 def test_a_flipped_byte_stops_the_run_where_the_policy_says_so(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     session = served.restart_session(on_failure="stop")
-
-    def flip(transport: GlooTransport, slot: int, peer: int) -> None:
-        assert transport.staging is not None
-        transport.staging.slots[slot][9] ^= 1
-
     with monkeypatch.context() as patch:
-        before_send(patch, 2, flip)
+        corrupt(patch, 2)
         with pytest.raises(WeightSyncError, match=r"rank \d does not hold what was sent of model\.") as error:
             served.push(weights_of(make_model("qwen3", True, seed=4)))
     assert error.value.phase == "verify"

@@ -129,6 +129,7 @@ for command in json.loads(sys.argv[1]):
     assert done.stdout.count("parsed") == len(commands)
 
 
+@pytest.mark.long
 def test_the_sanitizers_subset_of_the_kernels_tests_exists() -> None:
     commands = [step.command for step in plan(Machine(1, OPTIONAL_PARTS)) if "sanitizer" in step.name]
     (arguments,) = {words[words.index("pytest") + 1 :] for words in commands}
