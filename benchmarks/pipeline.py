@@ -93,7 +93,7 @@ def sampled(file: Path, mean: float, longest: int) -> Lengths:
 def setup_of(config: Config, model: Any, lengths: Lengths) -> Setup:
     """The run of a configuration, by preflight's times."""
     work, cluster, server = TrainerWork.of(config, model), config.cluster, config.server
-    times, trained = times_of(config, model), work.sequences * work.mean
+    times, trained = times_of(config, work), work.sequences * work.mean
     prompt = cluster.mean_length * (config.train_dataset.max_length or 0)
     compute = server.tp_size * cluster.gpu_tflops * 1e12 * cluster.train_utilisation
     return Setup(
@@ -193,7 +193,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         setup = setup_of(config, model, lengths)
         stages = memory_of(config, model)
         swap_s = max(stage.weights + stage.optimizer for stage in stages) / HOST_LINK
-        traffic = times_of(config, model).communication
+        traffic = times_of(config, TrainerWork.of(config, model)).communication
         for mode in MODES:
             chosen = in_mode(setup, mode, swap_s)
             result = Simulation(chosen, args.seed).run()

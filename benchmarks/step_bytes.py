@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from timing import parse, record
 
 from megarl import cli
+from megarl.config import Config
 from megarl.families import read_config
+from megarl.parallel.config import ParallelConfig
 from megarl.preflight import report, sync_report
 from megarl.preflight.communication import Moved
 from megarl.preflight.planned_sync import planned_sync
@@ -27,9 +29,8 @@ RECIPES = (
 )  # fmt: skip
 
 
-def rows(name: str) -> Iterator[tuple[str, Moved]]:
+def rows(config: Config) -> Iterator[tuple[str, Moved]]:
     """Yields each dimension of a recipe, and its weight sync, with their traffic of a step."""
-    config = cli.load([f"+experiment={name}"])
     model = read_config(str(report.folder_of(config.actor.path)))
     if config.method != "rl":
         yield from estimate_step(config, model).traffic.parts().items()
@@ -42,18 +43,18 @@ def rows(name: str) -> Iterator[tuple[str, Moved]]:
     yield "sync", Moved(received, needed, sync_s, sync_s - step.hidden_s)
 
 
-def layout(name: str) -> str:
+def layout(parallel: ParallelConfig) -> str:
     """Sizes above 1 of a recipe's layout."""
-    parallel = cli.load([f"+experiment={name}"]).parallel
     sizes = {short: getattr(parallel, f"{short}_size") or 1 for short in ("tp", "pp", "vpp", "cp", "dp", "ep")}
     return " ".join(f"{short}{size}" for short, size in sizes.items() if size > 1)
 
 
 def lines(name: str) -> Iterator[tuple[str, float, str]]:
     """Yields traffic, ratio and the table's line of each row of a recipe."""
-    for dimension, moved in rows(name):
+    config = cli.load([f"+experiment={name}"])
+    for dimension, moved in rows(config):
         ratio, (nbytes, least) = moved.nbytes / moved.least, map(int, (moved.nbytes, moved.least))
-        cells = [f"`{name}`", layout(name), dimension, sync_report.size(nbytes), sync_report.size(least)]
+        cells = [f"`{name}`", layout(config.parallel), dimension, sync_report.size(nbytes), sync_report.size(least)]
         cells += [f"{ratio:.2f}", sync_report.duration(moved.seconds), sync_report.duration(moved.exposed)]
         yield dimension, ratio, f"| {' | '.join(cells)} |"
 

@@ -100,8 +100,9 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     """Estimates a step on GPUs; `sync_s` are the seconds of the planned weight sync."""
     batch, share, cost = batch_of(config), config.cluster.mean_length, SequenceCost.of(model)
     mean = share * batch.longest
-    times = times_of(config, model)
-    trained, traffic = _train(config, model, times), times.communication
+    work = TrainerWork.of(config, model)
+    times = times_of(config, work)
+    trained, traffic = _train(config, work, times), times.communication
     teacher = teacher_servers(config)
     gpus = config.parallel.world_size() + (teacher.n_servers * teacher.tp_size if teacher is not None else 0)
     if config.method != "rl":
@@ -123,15 +124,14 @@ def estimate_step(config: Config, model: PretrainedConfig, sync_s: float = 0.0) 
     )
 
 
-def times_of(config: Config, model: PretrainedConfig) -> TrainerTimes:
+def times_of(config: Config, work: TrainerWork) -> TrainerTimes:
     """Seconds of a configuration's trainer."""
     dp, actor = config.parallel.sizes()["dp_size"], config.actor
-    work = TrainerWork.of(config, model)
     return trainer_times(work, config.parallel, dp, actor.recompute, batch_of(config).max_tokens)
 
 
-def _train(config: Config, model: PretrainedConfig, times: TrainerTimes) -> list[StageEstimate]:
-    work, actor = TrainerWork.of(config, model), config.actor
+def _train(config: Config, work: TrainerWork, times: TrainerTimes) -> list[StageEstimate]:
+    actor = config.actor
     again, each = work.again[actor.recompute], f"{work.forward / 1e15:.3g} PFLOP"
     bubble = f", bubble {times.bubble:.1%}" if times.bubble else ""
     stages = []

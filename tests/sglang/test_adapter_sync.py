@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_weights_faults import before_send, restart
+from test_weights_faults import corrupt, restart
 from weights_support import PROMPT, Served, SingleRankWeights, logprobs
 
 from megarl.families.adapters import SERVED, Adapters, is_adapter
 from megarl.knobs import UserError
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.rollout.servers.external import ExternalServers
 from megarl.rollout.servers.served_adapters import ServedAdapters
 from megarl.rollout.servers.server_config import SGLangServerConfig
@@ -183,12 +182,9 @@ def test_a_delta_of_adapters_sends_what_changed(qwen3: Served) -> None:
 def test_a_corrupted_adapter_stops_the_sync_with_its_name_and_the_next_one_mends_it(
     qwen3: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flip(transport: GlooTransport, slot: int, peer: int) -> None:
-        transport.staging.slots[slot][9] ^= 1
-
     qwen3.push(weights_of(adapted("qwen3", WIDE, 50)))
     with monkeypatch.context() as patch:
-        before_send(patch, 1, flip)
+        corrupt(patch, 1)
         with pytest.raises(WeightSyncError, match=r"rank 0 does not hold what was sent of .*\.lora_[AB]") as error:
             qwen3.push(weights_of(adapted("qwen3", WIDE, 51)))
     assert is_adapter(error.value.tensor)

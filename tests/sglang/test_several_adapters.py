@@ -15,7 +15,7 @@ import torch
 from peft import PeftModel
 from test_adapter_sync import NARROW, TOLERANCE, WIDE, adapted, held_bytes, nbytes, serving
 from test_adapter_sync import weights_of as alone
-from test_weights_faults import before_send, restart
+from test_weights_faults import corrupt, restart
 from torch import nn
 from weights_support import PROMPT, Served, SingleRankWeights, logprobs
 
@@ -23,7 +23,6 @@ from megarl.families.adapters import is_adapter, wire_name
 from megarl.knobs import UserError
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
-from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.rollout.servers.external import ExternalServers
 from megarl.rollout.servers.served_adapters import ServedAdapters
 from megarl.rollout.servers.sglang_server import SGLangServers
@@ -177,9 +176,6 @@ def test_a_delta_sends_the_adapters_that_changed(qwen3: Run) -> None:
 def test_a_corrupted_adapter_is_named_with_its_matrix_and_the_next_sync_mends_it(
     qwen3: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flip(transport: GlooTransport, slot: int, peer: int) -> None:
-        transport.staging.slots[slot][9] ^= 1
-
     for seed, adapter in enumerate(PAIR):
         qwen3.push()
         qwen3.push()
@@ -189,7 +185,7 @@ def test_a_corrupted_adapter_is_named_with_its_matrix_and_the_next_sync_mends_it
         assert last > 1, "the second adapter begins no bucket"
         qwen3.draw(PAIR, 10 + seed)
         with monkeypatch.context() as patch:
-            before_send(patch, 1 if adapter == MATH else last, flip)
+            corrupt(patch, 1 if adapter == MATH else last)
             message = rf"rank 0 does not hold what was sent of {adapter}/model\.layers\..*\.lora_[AB]\.weight"
             with pytest.raises(WeightSyncError, match=message) as error:
                 qwen3.push()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from megarl.families import decoder, read_config
 from megarl.types import ROUTED_EXPERTS
 from tests.distributed.test_layouts import make_batch
 from tests.distributed.test_replayed_experts import made_routes
-from tests.te.test_stand_in import ROOT, SP, STAND_IN
+from tests.te.test_stand_in import SP, run_cases
 
 MODELS: dict[str, dict[str, Any]] = {  # by how routers score: softmax of all experts, of the chosen ones, or sigmoid
     "softmax": {"family": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1]},
@@ -73,15 +70,7 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         case = {"name": name, "model": model_name, "layout": layout, "knobs": knobs, "off": off}
         case |= {"reference": "te" if "fp8" in knobs else "torch", "replays": name == "replayed"}
         cases[str(ranks)].append({**case, "nan": name in NAN})
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.te.fusions_worker", str(folder), json.dumps(cases)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1000,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_cases("tests.te.fusions_worker", folder, cases)
     return folder
 
 

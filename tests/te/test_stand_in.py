@@ -196,8 +196,14 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
                 SHARED: recompute == SHARED,
             }
             cases.setdefault(str(ranks), []).append(case)
+    run_cases("tests.te.stand_in_worker", folder, cases)
+    return folder
+
+
+def run_cases(worker: str, folder: Path, cases: dict[str, list[dict[str, Any]]]) -> None:
+    """Has a worker run cases, by number of ranks, on the stand-in. It leaves their facts in the folder."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.te.stand_in_worker", str(folder), json.dumps(cases)],
+        [sys.executable, "-W", "ignore", "-m", worker, str(folder), json.dumps(cases)],
         cwd=ROOT,
         # Without a compiler for Megatron's functions: it takes longer than they do here.
         env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}", "TORCHDYNAMO_DISABLE": "1"},
@@ -206,7 +212,6 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         timeout=1000,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    return folder
 
 
 def facts_of(work: Path, name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from megarl.config import Config
 from megarl.families import read_config
 from megarl.preflight import report
 from megarl.preflight.roofline import StepEstimate, decode_speed, estimate_step, limits_rollout, times_of
+from megarl.preflight.trainer_work import TrainerWork
 
 BIG = "grpo_70b"
 
@@ -125,7 +126,8 @@ def test_scoring_beside_a_sync_hides_the_shorter_of_both_from_the_trainer() -> N
         return estimate_step(config, read_config(str(report.folder_of(config.actor.path))), sync_s)
 
     config = cli.composed(["+experiment=grpo_1_5b"])
-    scoring = times_of(config, read_config(str(report.folder_of(config.actor.path)))).scored_s
+    work = TrainerWork.of(config, read_config(str(report.folder_of(config.actor.path))))
+    scoring = times_of(config, work).scored_s
     assert scoring > seconds(step("grpo_1_5b"), "log-probs")  # with its exchanges between stages
     for sync_s, hidden_s in ((scoring / 2, scoring / 2), (2 * scoring, scoring)):
         in_turn, beside = estimate(sync_s, "false"), estimate(sync_s, "true")

@@ -13,6 +13,7 @@ from megarl.families import read_config
 from megarl.preflight import report
 from megarl.preflight.roofline import times_of
 from megarl.preflight.trainer_time import TrainerTimes
+from megarl.preflight.trainer_work import TrainerWork
 
 LAYOUT = ["parallel.tp_size=8", "parallel.pp_size=4", "parallel.vpp_size=1", "parallel.cp_size=2", "parallel.dp_size=1"]
 DENSE = ["+experiment=grpo_70b", "actor.recompute=none", "actor.max_tokens_per_mb=9216", *LAYOUT]
@@ -28,7 +29,8 @@ def model_of(*overrides: str) -> tuple[Config, PretrainedConfig]:
 
 @functools.cache
 def times(*overrides: str) -> TrainerTimes:
-    return times_of(*model_of(*overrides))
+    config, model = model_of(*overrides)
+    return times_of(config, TrainerWork.of(config, model))
 
 
 def test_a_small_model_waits_for_launches_and_for_its_gradients() -> None:
