@@ -10,33 +10,30 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from megarl import cli, train
-from megarl.rollout.client.requests import CompletionPart
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
+from megarl.types import ModelRequest, ModelResponse
 
 
 def main() -> None:
     tape = Path(sys.argv[1])
     lines = tape.read_text().splitlines() if tape.exists() else []
-    known: dict[str, list[CompletionPart]] = {}
+    known: dict[str, list[ModelResponse]] = {}
     for line in lines:
-        key, pieces = json.loads(line)
-        known[key] = [CompletionPart(**piece) for piece in pieces]
-    real = RemoteSGLangEngine._post
+        key, answers = json.loads(line)
+        known[key] = [ModelResponse(**answer) for answer in answers]
+    real = RemoteSGLangEngine.agenerate_group
 
-    async def post(
-        self: RemoteSGLangEngine, input_ids: list[int], params: list[dict[str, Any]]
-    ) -> list[CompletionPart]:
-        key = f"{self.get_version()}: {input_ids} x {len(params)}"
+    async def agenerate_group(self: RemoteSGLangEngine, req: ModelRequest) -> list[ModelResponse]:
+        key = f"{self.get_version()}: {req.input_ids} x {req.gconfig.n_samples}"
         if key not in known:
-            known[key] = await real(self, input_ids, params)
+            known[key] = await real(self, req)
             with tape.open("a") as file:
-                file.write(json.dumps([key, [dataclasses.asdict(piece) for piece in known[key]]]) + "\n")
+                file.write(json.dumps([key, [dataclasses.asdict(answer) for answer in known[key]]]) + "\n")
         return known[key]
 
-    RemoteSGLangEngine._post = post  # type: ignore[method-assign]
+    RemoteSGLangEngine.agenerate_group = agenerate_group  # type: ignore[method-assign]
     sys.argv = ["megarl.train", *sys.argv[2:]]
     cli.run_command(train.main)
 

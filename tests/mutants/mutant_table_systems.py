@@ -73,19 +73,19 @@ ROLLOUT: Bugs = {
             ),
         ],
     },
-    "megarl/rollout/client/sglang_client.py": {
+    "megarl/rollout/client/completions.py": {
         unit("rollout/test_routing", "rollout/test_sglang_client"): [
             (
                 "a server that died counts as an attempt",
-                "            if address not in self.router.addresses:\n                tried.pop()",
+                "            if address not in self._router.addresses:\n                tried.pop()",
                 "            if False:\n                tried.pop()",
             ),
             (
                 "one retry more",
-                "if len(tried) > self.config.max_retries:",
-                "if len(tried) > self.config.max_retries + 1:",
+                "if len(tried) > self._config.max_retries:",
+                "if len(tried) > self._config.max_retries + 1:",
             ),
-            ("no pause before a retry", "self.config.retry_delay_s * 2 ** (len(tried) - 1)", "0.0"),
+            ("no pause before a retry", "self._config.retry_delay_s * 2 ** (len(tried) - 1)", "0.0"),
         ],
     },
     "megarl/rollout/client/requests.py": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,9 +10,9 @@ from typing import Any, TypeVar
 
 from megarl.knobs import UserError, class_of
 from megarl.observe.metrics import stats_tracker
-from megarl.rollout import sampling_seeds
 from megarl.rollout.api import GenerationError, InferenceEngine, RolloutWorkflow
 from megarl.rollout.bounded_staleness import RolloutStream, ShouldAccept, StreamLimits
+from megarl.rollout.client.completions import Completions
 from megarl.rollout.client.connections import (
     ADDRESSES_VARIABLE,
     KEY_VARIABLE,
@@ -21,7 +20,7 @@ from megarl.rollout.client.connections import (
     addresses_in_environment,
     plain_address,
 )
-from megarl.rollout.client.requests import CompletionPart, Draft, QueuedRequest, sampling_params
+from megarl.rollout.client.requests import sampling_params
 from megarl.rollout.client.routes import RouteShape
 from megarl.rollout.config import RolloutConfig
 from megarl.rollout.executor import LoopThread, assemble, record_stats, rollout_batch
@@ -58,11 +57,7 @@ def workflow_of(
 
 
 class RemoteSGLangEngine(InferenceEngine):
-    """SGLang servers reached over HTTP, used from synchronous code; its asyncio loop runs in a thread of its own.
-
-    Requests for the same tokens that are made together (a group) travel as one HTTP request, to the server that
-    `routing.Router` chooses. That saves both sides most of the HTTP and JSON work.
-    """
+    """SGLang servers reached over HTTP, used from synchronous code; its asyncio loop runs in a thread of its own."""
 
     def __init__(self, config: RolloutConfig, seed: int | None = None):
         """With `seed`, each completion has a seed that follows from it and the episode, for deterministic servers."""
@@ -79,8 +74,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._workflows: list[RolloutWorkflow] = []  # to close
         self._thread: LoopThread | None = None
         self._connections: Connections | None = None
-        self._waiting: dict[tuple[int, ...], list[QueuedRequest]] = {}  # by prompt
-        self._sending: set[asyncio.Task[None]] = set()
+        self._completions: Completions | None = None
 
     def initialize(
         self, addresses: Sequence[str] | None = None, ft_spec: Any = None, *, api_key: str | None = None
@@ -111,7 +105,7 @@ class RemoteSGLangEngine(InferenceEngine):
     def destroy(self) -> None:
         """Cancels requests under way, closes workflows and connections and ends the thread. May be called twice."""
         thread, connections, workflows = self._thread, self._connections, self._workflows
-        self._thread = self._connections = self._stream = None
+        self._thread = self._connections = self._completions = self._stream = None
         self._workflows = []
         if thread is None:
             return
@@ -272,123 +266,23 @@ class RemoteSGLangEngine(InferenceEngine):
         `rid` is never sent to the servers, so requests may share one. Raises `RequestRefused` on a 4xx answer,
         `GenerationError` on anything else that leaves no completion.
         """
-        (response,) = await self._complete(req, 1)
+        (response,) = await self._running().complete(req, 1, self.seed)
         return response
 
     async def agenerate_group(self, req: ModelRequest) -> list[ModelResponse]:
         """`req.gconfig.n_samples` completions, each like that of `agenerate`."""
-        return await self._complete(req, req.gconfig.n_samples)
+        return await self._running().complete(req, req.gconfig.n_samples, self.seed)
 
-    async def _complete(self, req: ModelRequest, count: int) -> list[ModelResponse]:
-        seeds = [None] * count if self.seed is None else sampling_seeds.stream.get().take(self.seed, count)
-        drafts = [Draft(seed=seed) for seed in seeds]
-        unfinished = drafts
-        while unfinished:
-            parts = await self._ask(req, unfinished)
-            for draft, part in zip(unfinished, parts, strict=True):
-                draft.add(part, req.gconfig.max_new_tokens)
-            unfinished = [draft for draft in unfinished if draft.reason == "abort"]
-            if unfinished:
-                stats_tracker.total(interruptions=len(unfinished))
-                empty_parts = max(draft.empty_parts for draft in unfinished)
-                if empty_parts > self.config.max_retries:
-                    raise GenerationError(
-                        f"request {req.rid} was aborted {empty_parts} times in a row without a new token"
-                    )
-                if empty_parts:
-                    await asyncio.sleep(self.config.retry_delay_s)
-        for draft in drafts:
-            stats_tracker.scalar(truncated=float(draft.reason == "length"))
-        return [draft.response(req) for draft in drafts]
+    def _running(self) -> Completions:
+        if self._completions is None:
+            raise GenerationError("the rollout engine is not initialized; call initialize() first")
+        return self._completions
 
     async def _open(self, addresses: Sequence[str], api_key: str | None) -> None:
         self._connections = Connections(self.config, api_key, self.adapter, self.routes)
+        self._completions = Completions(self.config, self.router, self._connections)
         await asyncio.gather(*(self._connections.check(address) for address in addresses))
         self.router.set(addresses)
-
-    async def _ask(self, req: ModelRequest, drafts: Sequence[Draft]) -> list[CompletionPart]:
-        """Queues completions that continue the prompt and the tokens already written.
-
-        Completions of one prompt that are queued in one turn of the loop are sent together. That is a group when it
-        starts, and the rest of it after a weight update aborted it.
-        """
-        loop = asyncio.get_running_loop()
-        queued = QueuedRequest(
-            [req.input_ids + draft.tokens for draft in drafts],
-            [sampling_params(req.gconfig, len(draft.tokens), draft.seed) for draft in drafts],
-            loop.create_future(),
-        )
-        key = tuple(req.input_ids)
-        if key not in self._waiting:
-            self._waiting[key] = []
-            loop.call_soon(self._send_group, key)
-        self._waiting[key].append(queued)
-        return await queued.parts
-
-    def _send_group(self, key: tuple[int, ...]) -> None:
-        group = self._waiting.pop(key)
-        task = asyncio.get_running_loop().create_task(self._serve(group))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-
-        def give_up(_: asyncio.Future[list[CompletionPart]]) -> None:
-            if all(queued.parts.cancelled() for queued in group):
-                task.cancel()  # closes the connection: the server then drops the requests
-
-        for queued in group:
-            queued.parts.add_done_callback(give_up)
-
-    async def _serve(self, group: Sequence[QueuedRequest]) -> None:
-        inputs = [ids for queued in group for ids in queued.inputs]
-        params = [each for queued in group for each in queued.params]
-        try:
-            parts = iter(await self._post(inputs, params))
-        except Exception as error:
-            for queued in group:
-                if not queued.parts.done():
-                    queued.parts.set_exception(error)
-        else:
-            for queued in group:
-                own_parts = list(itertools.islice(parts, len(queued.inputs)))
-                if not queued.parts.done():
-                    queued.parts.set_result(own_parts)
-
-    async def _post(self, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]) -> list[CompletionPart]:
-        """Sends a group. Retries on lost connections and 5xx, each time at an untried server if there is one.
-
-        Waits while the answer is withheld; it is asked again if its server is taken out of service meanwhile.
-        """
-        tried: list[str] = []
-        while True:
-            async with self.router.place(inputs[0], len(params), tried, self.config.batch_timeout_s) as address:
-                try:
-                    answer = await self.router.unless_lost(address, self._released(address, inputs, params))
-                except ServerLost:  # not the request's fault: another server answers it
-                    stats_tracker.total(retries=1)
-                    continue
-                if not isinstance(answer, str):
-                    for ids, part in zip(inputs, answer, strict=True):
-                        self.router.answered(ids + part.tokens, address)
-                    return answer
-            tried.append(address)
-            if len(tried) > self.config.max_retries:
-                raise GenerationError(f"{answer}; that was attempt {len(tried)} of {self.config.max_retries + 1}")
-            stats_tracker.total(retries=1)
-            await asyncio.sleep(self.config.retry_delay_s * 2 ** (len(tried) - 1))
-            if address not in self.router.addresses:
-                tried.pop()  # the server had died: no attempt of the request
-
-    async def _released(
-        self, address: str, inputs: Sequence[list[int]], params: Sequence[dict[str, Any]]
-    ) -> list[CompletionPart] | str:
-        """The result of one attempt, once `router.hold` no longer withholds it."""
-        if self._connections is None:
-            raise GenerationError("the rollout engine is not initialized; call initialize() first")
-        answer = await self._connections.generate(address, inputs, params)
-        if not isinstance(answer, str):
-            newest = max((version for part in answer for version in part.versions), default=-1)
-            await self.router.released(newest, self.config.batch_timeout_s)
-        return answer
 
     # -- around a weight sync -----------------------------------------------------------------------------------
 
