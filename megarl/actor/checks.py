@@ -222,7 +222,7 @@ def _check_backend(config: EngineConfig, same_bits: bool) -> None:
 
 
 def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> None:
-    """Refuses what no attention of Transformer Engine (`get_attention_backend` of its 2.12.0) or torch computes."""
+    """Refuses float32 on `te` with cp or shared prompts: no kernel takes it (`get_attention_backend` of TE 2.12.0)."""
     options = {f"parallel.cp_size={parallel.cp_size}": parallel.cp_size > 1}
     options["actor.shared_prefix=true"] = config.shared_prefix
     for option, is_set in options.items():
@@ -303,7 +303,7 @@ def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None
 
 
 def _check_shared_heads(config: EngineConfig, model: PretrainedConfig, same_bits: bool) -> None:
-    """Refuses heads that flash attention does not compute, on the layers that a GPU would take."""
+    """Refuses heads too large for flash attention over shared prompts, where a GPU would run the backend `te`."""
     on_te = backend_of(config, has_gpu=True, has_te=True, same_bits=same_bits) == "te"
     if config.shared_prefix and on_te and (head_dim := decoder(model).attention.head_dim) > FLASH_HEAD_DIM:
         raise UserError(
