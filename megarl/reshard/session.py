@@ -62,7 +62,7 @@ class SyncReport:
     received: tuple[int, ...] = ()  # bytes, by each rank of each server
     servers: tuple[str, ...] = ()  # addresses that serve the version now
     seconds: dict[str, float] = field(default_factory=dict)  # per phase, in order
-    transports: str = ""  # to how many servers by which, and why; "" where full tensors were sent
+    transports: str = ""  # transports, the number of servers of each, and the reason; "" where full tensors were sent
 
     @property
     def total_seconds(self) -> float:
