@@ -46,7 +46,7 @@ class Draft:
     routes: Tensor | None = None  # of the prompt too, without the last token's
     reason: str = "abort"
     seed: int | None = None  # of its samples, for servers in a deterministic mode
-    empty_parts: int = 0  # in a row
+    empty_parts: int = 0  # consecutive answers without a token
 
     def add(self, part: CompletionPart, max_tokens: int) -> None:
         """Appends a part; a completion of `max_tokens` tokens is complete even if it was aborted there.

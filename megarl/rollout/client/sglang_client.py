@@ -76,10 +76,10 @@ class RemoteSGLangEngine(InferenceEngine):
         self._updates: WeightUpdates | None = None
         self._stream: RolloutStream | None = None
         self._saved: dict[str, Any] | None = None  # state for the stream, until it exists
-        self._workflows: list[RolloutWorkflow] = []  # to close
+        self._workflows: list[RolloutWorkflow] = []  # closed by `destroy`
         self._thread: LoopThread | None = None
         self._connections: Connections | None = None
-        self._waiting: dict[tuple[int, ...], list[QueuedRequest]] = {}  # by prompt
+        self._waiting: dict[tuple[int, ...], list[QueuedRequest]] = {}  # requests to send together, by prompt
         self._sending: set[asyncio.Task[None]] = set()
 
     def initialize(
