@@ -37,7 +37,7 @@ from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
-# Names of the shard table, which are those of Megatron's local spec (regex) -> names in modules that fuse a norm into
+# Names in the shard table, as in Megatron's local spec (regex) -> names in modules that fuse a norm into
 # the following projection, or hold all experts of a layer. No other code knows these names.
 TE_SPELLINGS = (
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
