@@ -243,12 +243,12 @@ def _check_offloaded_activations(config: EngineConfig, parallel: ParallelConfig,
     if parallel.pp_size > 1:
         raise UserError(
             f"actor.offload_activations={config.offload_activations} takes one pipeline stage, and parallel.pp_size="
-            f"{parallel.pp_size}; set one of them to 0 and 1"
+            f"{parallel.pp_size}; set offload_activations to 0, or pp_size to 1"
         )
     if config.lora.quantization != "none":
         raise UserError(
             f"actor.offload_activations={config.offload_activations} does not see what layers of a quantised base keep "
-            f"(actor.lora.quantization={config.lora.quantization}); set one of them to 0 and none"
+            f"(actor.lora.quantization={config.lora.quantization}); set it to 0, or quantization to none"
         )
     if config.recompute != "none":
         raise UserError(
@@ -261,7 +261,7 @@ def _check_offloaded_layers(config: EngineConfig, model: PretrainedConfig) -> No
     if config.offload_activations >= model.num_hidden_layers:
         raise UserError(
             f"actor.offload_activations={config.offload_activations} must be below the model's "
-            f"{model.num_hidden_layers} layers: the last ones' are read at once; lower it"
+            f"{model.num_hidden_layers} layers: backward reads the last layer's at once; lower it"
         )
 
 

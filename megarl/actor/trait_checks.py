@@ -63,7 +63,7 @@ def check_mtp_knobs(config: EngineConfig, parallel: ParallelConfig) -> None:
         ("parallel.tp_comm_overlap=true", parallel.tp_comm_overlap, "their projection has no buffer for it"),
     ):
         if config.mtp == "train" and is_set:
-            raise UserError(f"{option} does not go with actor.mtp=train: {reason}; set one of them back")
+            raise UserError(f"{option} does not go with actor.mtp=train: {reason}; set one of them to its default")
 
 
 def check_windows(
