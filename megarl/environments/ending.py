@@ -51,7 +51,7 @@ class Ends:
                 os.close(descriptor)
             for pid in pids:
                 kill_group(pid)
-            for process in started:  # children outside the process's group
+            for process in started:  # also those that have left its group
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         for line in self._failures.read().splitlines():

@@ -56,7 +56,7 @@ class SyncReport:
 
     version: int
     bytes: int = 0  # sent by the trainer, over all servers
-    dense_bytes: int = 0  # the same without delta
+    dense_bytes: int = 0  # bytes of the same weights without delta
     forwarded: int = 0  # bytes that servers sent on to others
     verified: int = 0  # tensor parts proven equal, over all ranks of all servers
     received: tuple[int, ...] = ()  # bytes, by each rank of each server
