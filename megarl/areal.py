@@ -227,7 +227,7 @@ RemoteSGLangEngine = ConnectedRollout
 
 
 class _Connected(MegatronEngine):
-    """An engine of AReaL's shape: made of one config, with the process's weight session."""
+    """Base of AReaL's engines: constructed from one config, connected to the process's weight session."""
 
     def initialize(
         self, addr: str | None = None, ft_spec: FinetuneSpec | None = None, base: MegatronEngine | None = None
@@ -321,7 +321,7 @@ class FSDPPPOActor(_Connected, MegatronPPOActor):
 def extract_answer(text: str, data_name: str = "math") -> str | None:
     r"""Extracts the final answer of a solution: the number after `####`, the last `\boxed{}`, else the last number.
 
-    `data_name` is AReaL's choice of a benchmark's habits; one rule serves all here.
+    `data_name` selects a benchmark's answer format in AReaL. It is ignored: one rule covers all formats.
     """
     return extract_boxed(text) or extract_solution(text, method="flexible")
 

@@ -234,7 +234,7 @@ def _check_minibatches(config: Config) -> None:
 
 
 def _check_colocation(config: Config) -> None:
-    """Refuses co-located servers where the GPUs cannot go from one side to the other."""
+    """Refuses co-located servers where trainer and servers cannot hand the GPUs to each other."""
     if not config.server.colocate:
         return
     if config.launcher != "local":
@@ -306,7 +306,7 @@ def _check_transport(config: Config) -> None:
             f"reshard.transport={transport} moves weights between GPUs, and the servers run on the CPU (server.device="
             f"{config.server.device}, cluster.gpus_per_node={per_node}); use gloo or shm"
         )
-    package = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}.get(transport)  # it has the module of this name
+    package = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}.get(transport)  # by the name of its module
     if package is not None and importlib.util.find_spec(transport) is None:
         raise UserError(
             f"reshard.transport={transport} needs the package {package} on trainer and servers: pip install {package}, "

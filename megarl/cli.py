@@ -141,7 +141,7 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
         with _in_words_of(files):
             sys.exit(command(arguments))
     except UserError as error:
-        print(f"megarl: {error}".encode(errors="backslashreplace").decode(), file=sys.stderr)  # it may be no UTF-8
+        print(f"megarl: {error}".encode(errors="backslashreplace").decode(), file=sys.stderr)  # it may not be UTF-8
         sys.exit(2)
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
@@ -219,7 +219,7 @@ def from_files(arguments: list[str]) -> tuple[list[str], list[Converted]]:
 
 @contextmanager
 def _in_words_of(files: Sequence[Converted]) -> Iterator[None]:
-    """Tells a mistake in the words of the file that it stands in, with its line."""
+    """Rewords an error about a knob as one about the file's key that set it, with the file and line."""
     try:
         yield
     except UserError as error:

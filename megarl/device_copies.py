@@ -59,7 +59,7 @@ def _copied(tensors: list[Tensor], device: torch.device | str) -> list[Tensor]:
 
     def part(memory: Tensor, start: int, like: Tensor) -> Tensor:
         view = memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
-        return view.data  # with a version of its own: a write to one is none to the others
+        return view.data  # its own version counter: a write to one part does not count as one to the others
 
     for start, tensor in zip(ends, tensors, strict=False):
         part(staging, start, tensor).copy_(tensor)

@@ -228,7 +228,7 @@ def _renamed(output: Path) -> Iterator[Path]:
 
 
 def _carried(stored: StoredState, config: PretrainedConfig, source: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors that no checkpoint of a run holds, from the run's source: they are not trained.
+    """Yields the tensors that are not trained, from the run's source: no checkpoint of a run holds them.
 
     Raises:
         UserError: the source has moved.

@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported what they need: code of a user's runs there, supervised.
+"""Runs a user's code in supervised processes, forked from one that has imported what they need.
 
     parent --socket--> fork server, which imports once --fork--> a process for a reward or an environment
       |                                                             ^
@@ -91,7 +91,7 @@ class ForkServer:
         child_end.close()
         try:
             self._control.settimeout(START_DEADLINE_S)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: so says `_answer`
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the process has ended: `_answer` raises
                 send(self._control, pickle.dumps((same, path, served)))
             answer = self._answer()
             if "error" in answer:
@@ -111,7 +111,8 @@ class ForkServer:
         """Forks a process that serves this end of a socket pair; returns its pid.
 
         Raises:
-            ForkError: the fork server does not answer, or did not once: a late answer would name another fork.
+            ForkError: the fork server does not answer, or missed a deadline before: a late answer would name another
+                fork.
         """
         with self._lock:
             if self._control.fileno() < 0:

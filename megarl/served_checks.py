@@ -38,7 +38,7 @@ REPLAY_OPTIONS: dict[str, Any] = {
     "enable_flexkv": False,
     "enable_two_batch_overlap": False,
 }
-PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a name that can be a folder's
+PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")  # a valid folder name
 
 
 def served_checks(config: Config, model: PretrainedConfig) -> Sequence[Callable[[], object]]:
@@ -122,7 +122,7 @@ def _check_class(config: Config, model: PretrainedConfig) -> None:
 
 
 def _check_sparse(config: Config, model: PretrainedConfig) -> None:
-    """Refuses models whose layers with experts are others than SGLang's: it reads no list of them."""
+    """Refuses models whose list of layers with experts differs from SGLang's rule: SGLang reads no list."""
     family, sparse = FAMILIES[model.model_type], decoder(model).sparse
     served = tuple(family.experts and index >= family.sglang_dense(model) for index in range(len(sparse)))
     for index, (here, there) in enumerate(zip(sparse, served, strict=True)):
@@ -252,7 +252,7 @@ def _check_tiles(geometry: Geometry, format: ServedFormat) -> None:
 
 
 def _check_cache(config: Config, model: PretrainedConfig) -> None:
-    """Refuses a cache in 8 bits on CPUs for models that keep something else than keys and values of heads."""
+    """Refuses an 8-bit cache on CPUs for models whose cache is not keys and values of heads."""
     if config.server.kv_cache_dtype == "auto" or servers_on_gpu(config):
         return
     for layer in decoder(model).layers:

@@ -11,7 +11,7 @@ from megarl.actor.weights.adapter_shards import adapted_parts, shape_of
 from megarl.actor.weights.shards import tensor_specs
 from megarl.families import decoder
 
-# Modules that read what another one keeps: the latent projections of queries, or the router.
+# Modules whose input another module keeps already: the latent projection of queries, or the router.
 SHARED_INPUTS = (".linear_kv_down_proj", ".shared_experts.linear_fc1")
 
 
@@ -36,8 +36,8 @@ def adapter_bytes(model: PretrainedConfig, lora: LoraConfig, item: int) -> Adapt
     assert adapters is not None, "a rank above 0"
     parts = adapted_parts(tensor_specs(model).values(), adapters)
     experts = shape.experts
-    share = 0.0 if experts is None else experts.topk / experts.count  # of the tokens, to one expert
-    kept: dict[bool, float] = {True: 0.0, False: 0.0}  # by: in attention
+    share = 0.0 if experts is None else experts.topk / experts.count  # of all tokens, that one expert gets
+    kept: dict[bool, float] = {True: 0.0, False: 0.0}  # bytes a token; True: attention, False: the rest
     modules: dict[str, tuple[float, int]] = {}
     for part in parts:
         tokens = share if ".experts." in part.module else 1.0

@@ -20,7 +20,7 @@ WeightFormat = Literal["hf", "native"]
 
 
 class LossSource(Protocol):
-    """Model outputs of its own for a loss function, such as a student beside its teacher has."""
+    """Computes a loss function's inputs itself, such as a student's divergence from its teacher."""
 
     def prepare(self, batch: PackedBatch, microbatches: Sequence[Any]) -> None:
         """Prepares the engine's microbatches of the global batch, before the pass over them. A collective."""

@@ -222,7 +222,7 @@ def _check_backend(config: EngineConfig, same_bits: bool) -> None:
 
 
 def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> None:
-    """Refuses what no attention of Transformer Engine (`get_attention_backend` of its 2.12.0) or torch computes."""
+    """Refuses float32 on `te` with cp or shared prompts: no kernel takes it (`get_attention_backend` of TE 2.12.0)."""
     options = {f"parallel.cp_size={parallel.cp_size}": parallel.cp_size > 1}
     options["actor.shared_prefix=true"] = config.shared_prefix
     for option, is_set in options.items():
@@ -243,12 +243,12 @@ def _check_offloaded_activations(config: EngineConfig, parallel: ParallelConfig,
     if parallel.pp_size > 1:
         raise UserError(
             f"actor.offload_activations={config.offload_activations} takes one pipeline stage, and parallel.pp_size="
-            f"{parallel.pp_size}; set one of them to 0 and 1"
+            f"{parallel.pp_size}; set offload_activations to 0, or pp_size to 1"
         )
     if config.lora.quantization != "none":
         raise UserError(
             f"actor.offload_activations={config.offload_activations} does not see what layers of a quantised base keep "
-            f"(actor.lora.quantization={config.lora.quantization}); set one of them to 0 and none"
+            f"(actor.lora.quantization={config.lora.quantization}); set it to 0, or quantization to none"
         )
     if config.recompute != "none":
         raise UserError(
@@ -261,7 +261,7 @@ def _check_offloaded_layers(config: EngineConfig, model: PretrainedConfig) -> No
     if config.offload_activations >= model.num_hidden_layers:
         raise UserError(
             f"actor.offload_activations={config.offload_activations} must be below the model's "
-            f"{model.num_hidden_layers} layers: the last ones' are read at once; lower it"
+            f"{model.num_hidden_layers} layers: backward reads the last layer's at once; lower it"
         )
 
 
@@ -303,7 +303,7 @@ def _check_shared_prefix(config: EngineConfig, parallel: ParallelConfig) -> None
 
 
 def _check_shared_heads(config: EngineConfig, model: PretrainedConfig, same_bits: bool) -> None:
-    """Refuses heads that flash attention does not compute, on the layers that a GPU would take."""
+    """Refuses heads too large for flash attention over shared prompts, where a GPU would run the backend `te`."""
     on_te = backend_of(config, has_gpu=True, has_te=True, same_bits=same_bits) == "te"
     if config.shared_prefix and on_te and (head_dim := decoder(model).attention.head_dim) > FLASH_HEAD_DIM:
         raise UserError(

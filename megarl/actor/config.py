@@ -45,7 +45,7 @@ class OptimizerConfig:
     clip_grad: float = knob(1.0, "largest norm of the gradient; 0 turns clipping off", least=0, most=1e9)
 
     def check(self, path: str) -> None:
-        """Refuses knobs outside their range, and a decay that the style does not take; `path` is that of the knobs.
+        """Refuses knobs outside their range, and a decay that the style lacks; `path` is the dotted path of the knobs.
 
         Raises:
             UserError: naming the knob.
@@ -200,7 +200,7 @@ def backend_of(config: EngineConfig, *, has_gpu: bool, has_te: bool, same_bits: 
 
     `auto` takes Transformer Engine if it can run, except in float32: flash-attn and cuDNN compute 16 bits only, and
     what is left stores all scores. Without a GPU, float32 models take the kernels of `megarl/cpu`. All other cases
-    take plain torch. A run of `same_bits` has layers of its own.
+    take plain torch. With `same_bits`, layers are row-invariant.
     """
     if same_bits:
         return "deterministic"

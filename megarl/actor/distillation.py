@@ -27,7 +27,7 @@ TOP_K_ROWS = 512  # rows of logits in memory while the most likely tokens are fo
 
 
 class MegatronTeacher(MegatronReference):
-    """A frozen model whose hidden states a student's divergence is computed from."""
+    """Frozen teacher model. The student's divergence is computed from its hidden states."""
 
     @torch.no_grad()
     def hidden_rows(self, batch: PackedBatch, microbatches: Sequence[Microbatch]) -> list[Tensor]:

@@ -108,8 +108,8 @@ class MegatronEngine(TrainEngine):
         self._head = heads.HeadSettings.of(config, self.parallel.tp_size)
         self._state: EngineState | None = None
         self._mtp: MtpTraining | None = None
-        self._replay: RoutingReplay | None = None  # of a policy whose routers replay
-        self._on_base = False  # True: another engine's frozen model is this one's too
+        self._replay: RoutingReplay | None = None  # set if the routers replay given experts
+        self._on_base = False  # True: shares the frozen model of another engine
 
     # -- lifecycle -------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class MegatronEngine(TrainEngine):
         memory up and take it back for both together (`offload.py`), and destroy `base` last: it leaves the groups.
 
         Raises:
-            UserError: with `base`, whose checkpoint, dtype or layout is another.
+            UserError: `base` has another checkpoint, dtype or layout.
         """
         self.groups = process_groups.initialize(self.parallel)
         if base is not None:

@@ -1,4 +1,4 @@
-"""Checks of a trainer on GPUs whose libraries are to repeat their bits. Imports no Megatron."""
+"""Checks that training on GPUs can be repeated bit for bit. Imports no Megatron."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.knobs import UserError
 from megarl.parallel import determinism
 from megarl.parallel.determinism import Determinism
 
-CUDNN_CAPABILITY = (9, 0)  # from which cuDNN's attention has a deterministic backward (Transformer Engine 2.12)
+CUDNN_CAPABILITY = (9, 0)  # lowest on which cuDNN's attention has a deterministic backward (Transformer Engine 2.12)
 
 
 def check_knobs(config: EngineConfig, deterministic: Determinism) -> None:
-    """Refuses DeepEP: it receives tokens in the order in which they arrive, in which an expert's gradients are added.
+    """Refuses DeepEP: it would sum an expert's gradients in the order in which tokens happen to arrive.
 
     Raises:
         UserError: naming the knob.
@@ -29,7 +29,7 @@ def check_knobs(config: EngineConfig, deterministic: Determinism) -> None:
 
 
 def check_model(model: PretrainedConfig, deterministic: Determinism) -> None:
-    """Refuses models with layers whose kernels do not repeat their bits.
+    """Refuses models with layers that lack deterministic kernels.
 
     Raises:
         UserError: naming the layers.
@@ -57,7 +57,7 @@ def check_gpu(
     has_flash_attention: bool,
     environment: Mapping[str, str],
 ) -> None:
-    """Refuses machines without GPUs or without a deterministic attention, and variables against the mode.
+    """Refuses machines without GPUs or deterministic attention, and environment variables that undo the mode.
 
     Args:
         capability: the lowest of this machine's GPUs; None without one.

@@ -157,7 +157,7 @@ def trainer_memory(
 
 
 def _saved_by_codes(parameters: RankParameters, lora: LoraConfig, item: int) -> int:
-    """Bytes that the codes and scales of a quantised base are less than its matrices."""
+    """Bytes that a quantised base saves: its matrices, less their codes and scales."""
     if lora.quantization == "none":
         return 0
     bytes_each = QUANTISED_BITS[lora.quantization] / 8 + SCALE / QUANTISED_BLOCK
@@ -229,7 +229,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class _AttentionBytes:
-    """Bytes per token that an attention keeps for backward."""
+    """Bytes per token that an attention layer keeps for backward."""
 
     around: float  # outside its core: norms of queries and keys, the input of the last projection
     core: float  # inside its core
@@ -238,7 +238,7 @@ class _AttentionBytes:
 
 @dataclass(frozen=True)
 class _Rank:
-    """The properties of a rank on which the bytes of its layers depend."""
+    """Properties of a rank that decide the bytes of its layers."""
 
     parallel: ParallelConfig
     engine: EngineConfig
@@ -277,7 +277,7 @@ class _Rank:
         block = layer.attention
         attention = self._delta_net(block) if isinstance(block, DeltaNet) else self._attention(block)
         around = (4 if layer.sandwich else 2) * norm + attention.around
-        around -= 2 * (item - saved) * hidden_size / spread  # what follows the norms; attention's output stays
+        around -= 2 * (item - saved) * hidden_size / spread  # the norms' outputs; attention's output stays
         fused, outputs = self._fuses(layer.mlp), hidden  # outputs: of norms and SwiGLU
         if isinstance(layer.mlp, Experts):
             at_once = self.te and groups_experts(engine, self.backend)
@@ -380,14 +380,14 @@ def _mlp(width: float, hidden: int, item: int, fused: bool) -> tuple[float, int,
 def _experts(
     moe: Experts, hidden: int, parallel: ParallelConfig, item: int, fused: bool, at_once: bool
 ) -> tuple[float, int, float]:
-    """Computes of a token's experts what `_mlp` does of an MLP, if each rank gets its share of the tokens.
+    """Bytes of a token's experts, as `_mlp` returns them, if ranks get equal shares of the tokens.
 
     With `at_once`, the gradients of all experts' weights are in memory together.
     """
     # Kept for each expert of a token: its input, the MLP's tensors, and their product times the router's weight.
     width, tensors = moe.width / parallel.expert_tp_size, 4 if fused else 6
-    # For each expert of the model: a token's place among its tokens (8 bytes), float32 weight and mask. For each of the
-    # token: two places, two weights.
+    # Per token and expert of the model: the token's place among the expert's tokens (8 bytes), a float32 weight and a
+    # mask. Per expert that the token takes: two places and two weights.
     routing = 13 * moe.count + 24 * moe.topk
     kept = moe.topk * (hidden + tensors * width) * item + routing
     together = moe.count // parallel.ep_size if at_once else 1
@@ -431,7 +431,7 @@ def _head(
 ) -> int:
     """Computes bytes of the final norm, the gradient of its output, and all logits or one chunk (`heads.logprobs`).
 
-    Logits that a GPU keeps because memory is free are not counted: without it they are computed in chunks.
+    Logits that a GPU keeps in free memory are not counted: where memory is short, they are computed in chunks.
     """
     vocab = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size
     logit = max(item, 4) if engine.float32_head else item

@@ -2,7 +2,7 @@
 
 The model's hidden states, embedding and head enter their loss as constants, and their parameters have buffers, an
 optimizer shard and a gradient norm of their own. So log-probs, losses and weights of the model are equal bit for bit
-to a run without them. This keeps what they are for: to draft what the policy says.
+to a run without them. Training keeps them able to draft what the policy says.
 
 The gradient of a token's log-prob is a constant. So a head in chunks takes it at once, and computes logits once
 (`ops/known_gradients.py`).
@@ -48,7 +48,7 @@ class MtpTraining:
         The optimizer steps by `factor` times the loss.
         """
         self.groups, self.backend, self.factor = groups, backend, factor
-        # A draft is compared with the policy's own distribution.
+        # Drafts are judged by the policy's own distribution, without the sampling temperature.
         self._head = dataclasses.replace(head, temperature=1.0)
         self.depths, self.vocab = len(decoder(model).mtp), model.vocab_size
         self._first, self._last = modules[0], modules[groups.vpp_size - 1]

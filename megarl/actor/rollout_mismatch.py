@@ -16,8 +16,8 @@ def rollout_mismatch(batch: PackedBatch, version: int) -> dict[str, float]:
     | `rollout_kl_k1` | mean of -d, Schulman's estimate k1 of KL(rollout, trainer) |
     | `rollout_kl` | mean of w - 1 - d, his estimate k3 |
     | `rollout_chi2` | mean of w^2 - 1 |
-    | `rollout_ess` | (sum w)^2 / (n sum w^2) of the n tokens: the share of them that weighted ones are worth |
-    | `rollout_ess_sequences` | the same of sequences, with the product of their tokens' w |
+    | `rollout_ess` | (sum w)^2 / (n sum w^2) of the n tokens: the effective share of tokens under weights w |
+    | `rollout_ess_sequences` | the effective share of sequences, each weighted by the product of its tokens' w |
     | `logprob_diff_mean`, `logprob_diff_max` | mean and largest abs(d) of tokens sampled from `version` |
 
     The last two are omitted if there are no such tokens. They show how the two engines differ on the same weights.

@@ -29,7 +29,7 @@ def trained_tokens(data: PackedBatch) -> Tensor:
 
 
 def _check_keys(method: str, data: Any) -> None:
-    """Refuses a batch that does not say which tokens are trained, or a padded one that does not say what is padding."""
+    """Refuses a batch without `loss_mask`, and a padded one without `attention_mask`."""
     remedies = {
         "attention_mask": "pad_sequences_to_tensors adds it, True on tokens and False on padding",
         "loss_mask": "mark the tokens to train with 1, those of the prompt with 0",

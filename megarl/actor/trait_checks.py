@@ -49,7 +49,7 @@ def check_mtp(config: EngineConfig, model: PretrainedConfig) -> None:
 
 
 def check_mtp_knobs(config: EngineConfig, parallel: ParallelConfig) -> None:
-    """Refuses options that layers of multi-token prediction do not take.
+    """Refuses options that layers of multi-token prediction do not support.
 
     Raises:
         UserError: naming the option.
@@ -63,13 +63,13 @@ def check_mtp_knobs(config: EngineConfig, parallel: ParallelConfig) -> None:
         ("parallel.tp_comm_overlap=true", parallel.tp_comm_overlap, "their projection has no buffer for it"),
     ):
         if config.mtp == "train" and is_set:
-            raise UserError(f"{option} does not go with actor.mtp=train: {reason}; set one of them back")
+            raise UserError(f"{option} does not go with actor.mtp=train: {reason}; set one of them to its default")
 
 
 def check_windows(
     config: EngineConfig, parallel: ParallelConfig, model: PretrainedConfig, deterministic: Determinism
 ) -> None:
-    """Refuses windows and sinks on layers and layouts that would leave them out, as a GPU would take them.
+    """Refuses windows and sinks where layers or layout would ignore them; judges by the backend of a GPU.
 
     Raises:
         UserError: naming the trait and the knob.

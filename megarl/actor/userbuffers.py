@@ -1,4 +1,4 @@
-"""Tensor parallel collectives in pieces, beside the products that they feed (`parallel.tp_comm_overlap`).
+"""Overlaps tensor parallel collectives, cut in pieces, with the products they feed (`parallel.tp_comm_overlap`).
 
 Transformer Engine moves the pieces through buffers of one fixed shape, its "userbuffers". So every microbatch is padded
 to the same number of tokens, `actor.max_tokens_per_mb`.

@@ -134,7 +134,8 @@ WHY_NOT = {
     "trl.scale_rewards": "advantages are left unscaled by rl: grpo with one clip range alone",
     "trl.num_iterations": "each sampled batch is trained on once",
 }
-# Keys of adapters by knob of actor.lora; of the others, beside those that begin with lora_, peft and adapter, some.
+# LORA: the key of each knob of actor.lora. ADAPTER_KEYS: further keys of adapters, besides those that begin with lora_,
+# peft or adapter.
 LORA = {
     "rank": "lora_r",
     "alpha": "lora_alpha",

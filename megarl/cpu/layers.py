@@ -21,7 +21,7 @@ from megarl.cpu.attention import Sequences, packed_attention
 
 @dataclass
 class PackedForKernel(PackedSeqParams):
-    """A packed microbatch as the fused attention takes it: rotary table, and sequences by their bounds.
+    """Parameters of the fused attention for a packed microbatch: rotary table and sequence bounds.
 
     Sequences that context parallelism cuts go through the plain attention; `plain` holds its parameters then.
     """

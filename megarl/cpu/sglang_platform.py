@@ -27,7 +27,7 @@ def arguments(tp_size: int, deterministic: bool, given: Collection[str]) -> dict
     plain = not any("speculative" in name or name == "enable_return_routed_experts" for name in given)
     if tp_size == 1 and not deterministic and not with_adapters and plain:
         chosen["speculative_algorithm"] = SEVERAL_STEPS
-        chosen["speculative_num_draft_tokens"] = 4  # SGLang reserves slots for twice as many: 8 steps
+        chosen["speculative_num_draft_tokens"] = 4  # SGLang reserves twice as many slots: room for 8 steps
         chosen["disable_overlap_schedule"] = True
     return chosen
 

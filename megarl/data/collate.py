@@ -183,7 +183,8 @@ class Batches:
         """Moves the stream to the position of `state`.
 
         Raises:
-            UserError: the number of rows, batch size, shuffling, seed or the mixed sources differ, or it is a stream's.
+            UserError: the number of rows, batch size, shuffling, seed or mixed sources differ, or a stream wrote the
+                state.
         """
         _refuse_other_kind(state, "loader")
         _refuse_change(self._identity, state)
@@ -239,7 +240,7 @@ class StreamBatches:
         """Moves the stream to the position of `state`.
 
         Raises:
-            UserError: batch size, shuffling, window, seed or sources differ, or the checkpoint is of no stream.
+            UserError: batch size, shuffling, window, seed or sources differ, or no stream wrote the state.
         """
         _refuse_other_kind(state, "stream")
         _refuse_change(self._identity, state)

@@ -1,8 +1,8 @@
 """Finds rows to train on that share text with held-out rows: the same words, `n` in a row.
 
 An n-gram of words, without case and punctuation, is GPT-3's measure with n = 13 (Brown et al.,
-https://arxiv.org/abs/2005.14165, appendix C). The held-out rows' n-grams are held, 12 bytes each; the rows to train on
-pass by, so their number does not matter. A match of hashes counts once the words themselves are equal.
+https://arxiv.org/abs/2005.14165, appendix C). Memory holds the held-out rows' n-grams, 12 bytes each. Rows to train on
+are streamed past them, so their number does not matter. A match of hashes counts once the words themselves are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megarl.observe.metrics import stats_tracker
 logger = logging.getLogger("megarl.data")
 
 MAX_NGRAMS = 2**24  # of the held-out rows: 200 MB
-COMMON_SHARE, COMMON_ROWS = 0.05, 3  # n-grams of more held-out rows than both are instructions and templates
+COMMON_SHARE, COMMON_ROWS = 0.05, 3  # n-grams in more held-out rows than both limits count as instructions or templates
 WORD = re.compile(r"\w+")
 BASE = np.uint64(0x9E3779B97F4A7C15)  # an odd number: powers of it spread over all bits
 

@@ -85,7 +85,7 @@ def open_rows(path: str, split: str, name: str, order: random.Random | None) -> 
     """
     if split != _base(split):
         raise UserError(
-            f"split {split!r} of {path}: stream=true reads on and on, and a slice needs the number of rows; name a "
+            f"split {split!r} of {path}: stream=true has no end, and a slice needs the number of rows; name a "
             "split alone, or set stream=false"
         )
     files = _local_files(path, split, name)

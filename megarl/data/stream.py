@@ -178,7 +178,7 @@ class RowStream:
         self._reader.load_state_dict(state["reader"])
         self._raw, self._window, self._first = iter(self._reader), [], state["first"]
         self._fill()
-        self._before = state["reader"]  # before its first row, a reader that was moved tells its old position
+        self._before = state["reader"]  # until it yields a row, a moved reader reports its old position
         self._at, self._used = state["at"], state["used"]
 
 
@@ -218,7 +218,7 @@ class StreamMixture:
         """Moves every stream to its position in `state`.
 
         Raises:
-            UserError: the sources are others.
+            UserError: the sources differ.
         """
         if state["labels"] != self.labels:
             raise UserError(

@@ -54,7 +54,7 @@ class Environment(abc.ABC):
         """Releases what it holds; called once, when its process ends: with the run, or after a lost episode.
 
         It may interrupt a `step` that takes too long. A process that crashes, or whose trainer is killed, ends without
-        it: then what an environment starts has to end with its process by itself.
+        this call. So processes that an environment starts must end by themselves when its own process does.
         """
 
 

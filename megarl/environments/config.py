@@ -105,7 +105,7 @@ class EnvironmentConfig:
         check_ranges(self, "rollout.environment")
 
     def check(self) -> None:
-        """Refuses an environment that is not named, or lacks what its kind needs.
+        """Refuses an environment without a name, or without a knob that its kind needs.
 
         Raises:
             UserError: naming the knob.

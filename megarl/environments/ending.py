@@ -51,14 +51,14 @@ class Ends:
                 os.close(descriptor)
             for pid in pids:
                 kill_group(pid)
-            for process in started:  # one that left the group
+            for process in started:  # also those that have left its group
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         for line in self._failures.read().splitlines():
             self._name(f"failed, {line}")
 
     def _wait(self, running: Sequence[int]) -> None:
-        """Asks processes, of which these are descriptors, to end, and waits."""
+        """Asks the processes behind the pidfds `running` to end, and waits until the deadline."""
         poll, left, end = select.poll(), len(running), time.monotonic() + self._limit_s
         for descriptor in running:
             with contextlib.suppress(ProcessLookupError):

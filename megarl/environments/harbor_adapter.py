@@ -72,7 +72,7 @@ class _Harbor(Environment):
         return [{"role": "user", "content": (self.task / "instruction.md").read_text(encoding="utf-8") + TELLS}]
 
     def _start(self, environment: dict[str, Any]) -> None:
-        """Starts the container. It ends with this process: its main process reads what this one never writes."""
+        """Starts the container. Its main process reads a pipe from this process, so both end together."""
         image = environment.get("docker_image") or self._build()
         self.episodes += 1
         mark = hashlib.sha256(f"{self.task} {id(self)} {self.episodes} {os.getpid()}".encode()).hexdigest()

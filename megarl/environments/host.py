@@ -16,7 +16,7 @@ from megarl.environments.base import Environment, Step
 from megarl.forks import receive, send
 
 MAX_CAUSE = 500  # characters of an error
-END = signal.SIGRTMAX  # the pool ends a process by it; no scheduler sends it
+END = signal.SIGRTMAX  # the pool's signal to end a process; schedulers do not send it
 
 
 class Ended(BaseException):

@@ -1,4 +1,4 @@
-"""Processes of environments: one for each episode under way, used again after a good one.
+"""Processes of environments: one for each episode under way, reused after an episode without a fault.
 
     workflow --reset, step--> EnvironmentPool --JSON--> a process of megarl.forks that holds one environment
 
@@ -177,7 +177,7 @@ class EnvironmentPool:
         ended = process.loop.run_in_executor(self._ending, self._ends.all_of, [process.pid])
 
         def free(_: asyncio.Future[None]) -> None:
-            process.writer.transport.abort()  # not before: a process that ends by itself leaves what it started
+            process.writer.transport.abort()  # not earlier: a process that ends itself leaves its children
             self._live.discard(process)
             self._room.release()
 

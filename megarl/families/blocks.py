@@ -196,8 +196,8 @@ class Experts:
     clamp: float = 0.0  # 0: SiLU without clamps
     score: str = "softmax"  # of the router's logits: softmax or sigmoid
     selection_bias: bool = False  # True: a bias is added to scores for the choice of experts, and not to their weights
-    groups: int = 1  # experts form so many groups, and a token's are from
-    topk_groups: int = 1  # so many of them
+    groups: int = 1  # number of groups of experts
+    topk_groups: int = 1  # number of groups that a token's experts come from
     scale: float = 1.0  # factor on the weights of a token's experts
 
     def active_elements(self, hidden: int) -> int:

@@ -20,15 +20,15 @@ class Family:
     experts: bool = False  # True: a mixture of experts
     stacked_experts: bool = False  # True: checkpoints have all experts of a layer in one tensor
     carried: tuple[str, ...] = ()  # prefixes of tensors that are no part of the actor's model: MTP, vision
-    mtp: Callable[[PretrainedConfig, Decoder], tuple[MtpLayer, ...]] = lambda config, model: ()  # that can be trained
-    problem: Callable[[PretrainedConfig], str] = lambda config: ""  # of its config that the actor cannot run
+    mtp: Callable[[PretrainedConfig, Decoder], tuple[MtpLayer, ...]] = lambda config, model: ()  # the trainable ones
+    problem: Callable[[PretrainedConfig], str] = lambda config: ""  # what the actor cannot run; "": nothing
     sglang_untouched: tuple[str, ...] = ()  # prefixes of SGLang's parameters that training does not change
     sglang_ties_head: bool = True  # False: SGLang stores tied embeddings twice, as embed_tokens and as lm_head
     sglang_shards_embedding: bool = True  # False: every rank of a server holds the whole embedding
     # Number of first layers to which SGLang gives no experts; it gives them to all others of a mixture of experts.
     sglang_dense: Callable[[PretrainedConfig], int] = lambda config: 0
     sglang_windows: bool = False  # True: SGLang's model attends in sliding windows; others see all tokens
-    fields: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})  # of the config, as supported
+    fields: dict[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})  # supported values of the config
     quantisation: str = "fp8"  # method whose weights are read, besides plain ones
 
 

@@ -53,7 +53,7 @@ class ServedFormat:
     values: Piece
     scales: Piece
     config: Mapping[str, Any]  # the entry `quantization_config` of a checkpoint's config.json
-    families: tuple[str, ...] = DENSE  # whose servers have rules for it
+    families: tuple[str, ...] = DENSE  # families whose layout on servers has rules for this format
     tile_rows: int = 1  # on GPUs, a linear layer's rows on a server rank are a multiple of this
     shape: str = ""  # suffix of a tensor with the weight's rows and columns, which checkpoints have beside the pieces
 

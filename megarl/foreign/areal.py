@@ -60,7 +60,7 @@ def read_areal(path: str) -> Converted:
         reading.set("async_training", False, "rollout.max_head_offpolicyness", 0)
     if reading.unread.get("actor.use_lora") is True:
         reading.note("actor.use_lora", reading.take("actor.use_lora"), "see actor.lora_rank")
-        if not reading.unread.get("actor.target_modules"):  # AReaL takes none for all
+        if not reading.unread.get("actor.target_modules"):  # AReaL reads no target as all linear layers
             reading.unread["actor.target_modules"] = "all-linear"
         set_adapters(reading, LORA, {"rank": 32, "alpha": 16})
     mode = reading.text("allocation_mode")

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.foreign.yaml_file import Lines
 from megarl.knobs import UserError, override
 
-MOST = 10**12  # of any number that counts something
+MOST = 10**12  # upper limit of counts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Origin:
     """The key that set a knob."""
 
     key: str
-    same: bool = True  # the knob has the key's own value
+    same: bool = True  # True: the knob takes the key's value unchanged
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Converted:
     """A configuration as megarl takes it."""
 
     overrides: list[str]  # for `cli.load`
-    table: str  # every key's outcome, for people
+    table: str  # every key's outcome, to be printed
     source: str  # the file or command
     origins: dict[str, Origin]  # by knob
     lines: Lines = Lines("")
 
     def in_its_words(self, message: str) -> str:
-        """Tells an error in the words of the source, with the line: knobs that it set become its keys.
+        """Rewords an error about a knob as one about the source's key that set it, with the line.
 
         Where a knob's value was computed, the knob stays and the key is added. A message that names the file's line
         already is returned as it is.

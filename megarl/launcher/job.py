@@ -13,7 +13,7 @@ from megarl.parallel.watchdog import WATCH
 
 LOGS = "MEGARL_LOGS"  # folder of SGLang's own logs
 INDEX = "MEGARL_SERVER_INDEX"
-FIRST_GPU = "MEGARL_FIRST_SERVER_GPU"  # of a node that servers share with trainers; counted from 0
+FIRST_GPU = "MEGARL_FIRST_SERVER_GPU"  # first GPU of the servers, from 0, on a node that they share with trainers
 
 
 @dataclass(frozen=True)

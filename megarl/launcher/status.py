@@ -179,7 +179,7 @@ def _health(address: str, ask: Ask) -> str:
             connection.request("GET", "/health")
             status = connection.getresponse().status
             return f"{address} answers" if status in (200, 401) else f"{address} answers with {status}"
-    except (OSError, OverflowError, UnicodeError, http.client.HTTPException) as error:  # all that odd addresses raise
+    except (OSError, OverflowError, UnicodeError, http.client.HTTPException) as error:  # of malformed addresses too
         return f"{address} does not answer: {error}"
 
 

@@ -6,7 +6,7 @@
 
 The middle is GKD's generalised Jensen-Shannon divergence (Agarwal et al., https://arxiv.org/abs/2306.13649, section 2).
 Logits are computed from hidden states, some rows at a time, and again in backward. Every rank of a tensor parallel
-group has its columns of both. Of a whole row only a few sums travel.
+group has its columns of both. Ranks exchange only a few sums per row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megarl.ops.linear_logprob import add_weight_grad, product
 from megarl.ops.logprob_kernels import inverse_temperature, stats_dtype
 
 CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of a chunk's logits in float32; backward has about six of them
-LEAST_REST = 1e-7  # probability outside the top k that a teacher is given at least, the spacing of float32 below 1
-NO_LOGIT = -1e4  # a student's logit of a token that it does not have
-LEAST_LOG_REST = -30.0  # log-prob outside the top k that a student is given at least
+LEAST_REST = 1e-7  # floor of a teacher's probability outside its top k: the spacing of float32 below 1
+NO_LOGIT = -1e4  # logit of a token outside the student's vocabulary
+LEAST_LOG_REST = -30.0  # floor of a student's log-prob outside the top k
 
 
 @dataclass(frozen=True)

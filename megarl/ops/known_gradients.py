@@ -1,4 +1,4 @@
-"""Log-probs from hidden states, whose gradients a function tells as soon as a chunk's values are there.
+"""Log-probs from hidden states, with the loss's gradients given chunk by chunk, while the logits are in memory.
 
 The caller of `linear_logprobs` knows the loss's gradients after the whole forward pass, so backward computes the logits
 again: 8 T*H*V operations. If the gradients at a token depend on no other token's log-prob or entropy, they can be had
@@ -22,7 +22,7 @@ from megarl.ops.native import values_checked
 # log-probs, and of the entropies where there are some.
 TokenGradients = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, ...]]
 
-DIFFERENCE = 1e-4  # of gradients that backward gets and those told, as a share of the largest: far above rounding
+DIFFERENCE = 1e-4  # between gradients of backward and given ones, relative to the largest: far above rounding
 
 
 def logprobs_of_token_loss(

@@ -111,7 +111,7 @@ def linear_token_loss(
     vocab, dtype = (vocab_valid, vocab_start), logits_dtype or hidden.dtype
     sums = _weight_sums(weight, main_grad, weight_grad_dtype)
     head = _Head.make(hidden, weight, labels, vocab, temperature, group, rows, chunk_rows, sums, dtype, skipped)
-    if not torch.is_grad_enabled():  # autograd functions do not learn of it
+    if not torch.is_grad_enabled():  # an autograd function cannot see that gradients are off
         hidden, weight, loss_grad = hidden.detach(), weight.detach(), None
     loss, logprob, entropy = _LinearTokenLoss.apply(hidden, weight, head, with_entropy, loss_fn, loss_grad)
     return loss, logprob, entropy if with_entropy else None
@@ -434,7 +434,7 @@ class _LinearTokenLoss(torch.autograd.Function):
 
 
 def _check_loss_grad(actual: Tensor, told: float) -> None:
-    """Refuses another gradient than forward was told. On a GPU the device itself stops, so that nothing waits."""
+    """Refuses a gradient that differs from `loss_grad`. On a GPU the kernel stops, so the host needs no wait."""
     expected = torch.full_like(actual, told)
     if values_checked(actual) and not torch.equal(actual, expected):
         raise ValueError(f"backward got a loss gradient of {float(actual):g} after loss_grad={told:g}; pass the same")

@@ -121,7 +121,7 @@ class ParallelConfig:
         if self.tp_comm_overlap and self.cp_size > 1:
             raise UserError(
                 f"parallel.tp_comm_overlap=true pads whole sequences, and parallel.cp_size={self.cp_size} cuts them; "
-                "set one of them to false or 1"
+                "set it to false, or cp_size to 1"
             )
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:

@@ -80,7 +80,7 @@ class Moved:
         return Moved(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, count: float, bubble: float = 0.0) -> Moved:
-        """So much traffic `count` times, exposed in a pipeline's bubble too."""
+        """Multiplies the traffic by `count`, and exposed seconds also by 1 + the pipeline's `bubble`."""
         return Moved(self.nbytes * count, self.least * count, self.seconds * count, self.exposed * count * (1 + bubble))
 
 

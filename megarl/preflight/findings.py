@@ -38,8 +38,8 @@ from megarl.preflight.sizing import (
 )
 from megarl.teacher_checks import check_teacher_model, teacher_servers
 
-LOPSIDED = 3.0  # times as long as the other side
-ROOMY = 0.85  # part of a GPU that another recompute may fill, so that estimates may err
+LOPSIDED = 3.0  # ratio of the two sides' times from which a note is made
+ROOMY = 0.85  # part of a GPU that a proposed recompute mode may fill: estimates err
 FULL = 0.95  # usable part of a device's memory; allocators leave holes
 REMEDY = (
     "lower actor.max_tokens_per_mb, set actor.recompute=full or actor.dtype=bfloat16, or raise tp_size, pp_size or "

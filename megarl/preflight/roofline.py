@@ -59,12 +59,12 @@ class StepEstimate:
     train: list[StageEstimate]
     sync: list[StageEstimate]
     overlap: bool  # servers sample the next batch while the trainer trains
-    hidden_s: float  # of the sync, which the trainer spends on scoring the next batch
+    hidden_s: float  # part of the sync beside which the trainer scores the next batch
     tokens: float  # trained in a step, prompts included
     sampled: float  # completion tokens among them
     gpus: int
     under_way: int  # completions in flight on a server
-    longest_s: float  # the longest completion from first to last token, at that many
+    longest_s: float  # the longest completion, first to last token, with `under_way` in flight
     traffic: Communication = Communication()  # of the trainer
 
     @property

@@ -4,8 +4,9 @@
                 and the time to read a microbatch's weights and, in backward, to add to its float32 gradients
     bubble      (p - 1) / (m v) of it: p stages, v virtual ones, m microbatches (Narayanan et al. 2021,
                 https://arxiv.org/abs/2104.04473). Virtual stages take a multiple of p microbatches
-    filling     parallel.tp_comm_overlap pads every microbatch to max_tokens_per_mb. Sequences fill floor(tokens / that)
-                + 1 of them: what first-fit makes of log-normal lengths, 8 microbatches or more (91% to 99.6% full)
+    filling     parallel.tp_comm_overlap pads every microbatch to max_tokens_per_mb. Sequences fill
+                floor(tokens / max_tokens_per_mb) + 1 of them, as first-fit does with log-normal lengths in 8
+                microbatches or more (91% to 99.6% full)
     exchanges   `communication.py`
 
 Expected loads are even: the trainer balances its ranks, and experts are assumed to be balanced.

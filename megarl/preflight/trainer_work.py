@@ -132,8 +132,8 @@ def pairs_of(layer: Layer, hidden: int, te: bool) -> list[Pair]:
 def teacher_work(config: Config, model: PretrainedConfig, sequences: int, mean: float) -> float:
     """FLOPs of a teacher's forward pass over all sequences of `mean` tokens; 0 without one.
 
-    divergence=full computes the logits of both models twice more than that, in forward and in backward, where the
-    student's own loss does it once.
+    divergence=full adds two computations of the teacher's logits, in forward and in backward, and one of the student's:
+    its own loss counts the other.
     """
     teacher = teacher_of(config)
     if teacher is None or not isinstance(config.algorithm, OPDConfig):

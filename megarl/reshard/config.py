@@ -13,7 +13,7 @@ PAUSE_MODES = ("retract", "in_place", "abort")
 VERIFY = ("always", "sampled", "off")
 ON_FAILURE = ("stop", "drop_server")
 OFF = "off"
-RELAYED_FROM = 16  # servers from which on reshard.relay=auto lets servers send weights on
+RELAYED_FROM = 16  # number of servers from which on reshard.relay=auto uses relays
 RELAYING = (AUTO, "gloo", "nccl", "nixl", "mooncake")  # transports that reach from server to server
 
 

@@ -64,7 +64,7 @@ class QuantisedWeights:
 
     @contextlib.contextmanager
     def rounded(self) -> Iterator[None]:
-        """Context in which the source's live weights have the values with which servers compute.
+        """Context in which the source's live weights are rounded to the values that servers compute with.
 
         They are put back at its end. Gradients of passes in it are of the rounded weights, and an optimizer that takes
         them steps the full ones: quantisation-aware training by the straight-through estimator (arXiv:1308.3432).

@@ -56,13 +56,13 @@ class SyncReport:
 
     version: int
     bytes: int = 0  # sent by the trainer, over all servers
-    dense_bytes: int = 0  # the same without delta
+    dense_bytes: int = 0  # bytes of the same weights without delta
     forwarded: int = 0  # bytes that servers sent on to others
     verified: int = 0  # tensor parts proven equal, over all ranks of all servers
     received: tuple[int, ...] = ()  # bytes, by each rank of each server
     servers: tuple[str, ...] = ()  # addresses that serve the version now
     seconds: dict[str, float] = field(default_factory=dict)  # per phase, in order
-    transports: str = ""  # to how many servers by which, and why; "" where full tensors were sent
+    transports: str = ""  # transports, the number of servers of each, and the reason; "" where full tensors were sent
 
     @property
     def total_seconds(self) -> float:

@@ -213,8 +213,8 @@ class Evaluator:
     def _write(self, batch: PackedBatch, solved: list[bool], step: int) -> Path:
         """Writes one line per sample: problem, prompt, completion, reward, solved, and its weight versions in order.
 
-        The prompt of a sample in several segments is what the model read in the last one, and how many there are.
-        A conversation of several turns has the last segment's as `turns` too (`sample_lines.turns_of`).
+        For a sample in several segments, the prompt is the last segment's, with the number of segments. A conversation
+        of several turns also has the last segment's `turns` (`sample_lines.turns_of`).
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{step:06d}.jsonl"

@@ -145,7 +145,7 @@ async def run_episode(
 async def _run(
     workflow: RolloutWorkflow, engine: InferenceEngine, data: dict[str, Any], version: int, index: int, run: int
 ) -> Any:
-    """Runs the workflow on a prompt, with seeds of its own; `run` numbers the runs of one prompt."""
+    """Runs the workflow on a prompt, with the seeds of run number `run` of that prompt."""
     sampling_seeds.stream.set(sampling_seeds.stream.get().child(version, index, run))
     return await workflow.arun_episode(engine, data)
 

@@ -18,7 +18,7 @@ from megarl.rollout.api import GenerationError
 T = TypeVar("T")
 
 BLOCK = 16  # tokens; prefixes are remembered at multiples of it, and whole
-MAX_PREFIXES = 1 << 16  # remembered
+MAX_PREFIXES = 1 << 16  # prefixes kept in `_readers`
 # Completions that a server may have above the least loaded one and still be preferred for a prefix that it has read:
 # one for each block of the prefix, all of them for a whole prompt (a group stays together).
 MAX_IMBALANCE = 32
@@ -50,7 +50,7 @@ class Router:
         self.max_per_server = max_per_server
         self.fleet: Fleet | None = None
         self._load: dict[str, int] = {}  # completions under way, of servers in service
-        self._asked: dict[str, int] = {}  # completions ever
+        self._asked: dict[str, int] = {}  # completions asked for so far, by server
         self._lost: dict[str, asyncio.Future[None]] = {}  # done when the server is taken out of service
         self._awaited: dict[asyncio.Future[None], None] = {}  # one for each request that waits for room, in order
         self._readers: OrderedDict[int, str] = OrderedDict()  # hash of a prefix -> server that has read it

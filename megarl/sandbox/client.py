@@ -23,7 +23,7 @@ from megarl.sandbox.isolation import Features
 START_S = 120.0  # for a server to start on a busy machine
 GRACE_S = 30.0  # for a server to end
 LEAST_WALL_S = 10.0
-WALL_PER_CPU_S = 5.0  # a machine may be this busy before a run is given up
+WALL_PER_CPU_S = 5.0  # wall seconds per processor second before a run on a busy machine is given up
 CHUNK = 65_536
 _BOOT = "import sys; sys.path.insert(0, sys.argv[3]); from megarl.sandbox import server; del sys.path[0]; server.main()"
 _ROOT = str(Path(__file__).parents[2])

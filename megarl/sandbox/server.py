@@ -95,7 +95,7 @@ def _supervise(pid: int, control: socket.socket, cpu_limit_s: float, wall_limit_
         ready = [descriptor for descriptor, _ in poll.poll(1000 * min(wall_left, max(cpu_left / cores, CHECK_S)))]
         if pidfd in ready:
             break
-        if ready:  # a word of the client, or its end
+        if ready:  # the client asks for the end, or has ended
             control.recv(1)
             stopped = "stopped"
     if stopped:

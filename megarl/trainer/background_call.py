@@ -57,6 +57,6 @@ class BackgroundCall(Generic[T]):
         return result
 
     def wait(self, seconds: float) -> None:
-        """Waits for the end, at most `seconds`. Neither its error nor the passing of the time is raised."""
+        """Waits for the end, at most `seconds`. Raises neither the call's error nor a TimeoutError."""
         with contextlib.suppress(TimeoutError):
             self._outcome.exception(seconds)

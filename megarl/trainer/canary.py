@@ -6,7 +6,7 @@ Digests prove the parameters of a server, not that it computes with them. A CUDA
 The probe is a request of its own, and not the first training batch, for three reasons:
 
 - Only tokens of the trainer's own version can be compared. A batch of an asynchronous run has few or none of these.
-- It names a server without a record of who sampled what, and before the batch costs a forward pass.
+- It names the faulty server without a record of who sampled what, before the batch costs a forward pass.
 - Rollouts need not wait: they start before it, and their answers are withheld until the verdict (`Router.hold`). So a
   server that is left out has contributed no token of the version, and its requests are asked again elsewhere.
 

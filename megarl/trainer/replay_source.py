@@ -26,7 +26,7 @@ def find(folder: RunFolder, step: int) -> Source:
     """Finds the newest state before the step from which kept batches reach it.
 
     Raises:
-        UserError: the folder is no run, or it has not what the step needs; names the steps that can be replayed.
+        UserError: the folder is no run, or lacks state or batches for the step; names the steps that can be replayed.
     """
     if not folder.config.is_file():
         raise UserError(f"{folder.path} is no run; give its folder, such as runs/gsm8k_grpo/latest")

@@ -77,8 +77,8 @@ class Models:
 
         The update itself sets `prox_logp` if it is missing.
         """
-        unknown = "rollout_logprobs" not in batch  # the workflow has none: the trainer's log-probs replace them
-        dropped = self.actor.config.lora.dropout > 0  # the update's own log-probs are then of another policy
+        unknown = "rollout_logprobs" not in batch  # the workflow gives no log-probs: the trainer's replace them
+        dropped = self.actor.config.lora.dropout > 0  # dropout changes the policy in the update's own forward pass
         if unknown or dropped or self.actor.algorithm.needs_prox_logp:
             batch["prox_logp"] = self.actor.compute_logp(batch)
         if unknown:

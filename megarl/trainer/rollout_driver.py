@@ -49,7 +49,7 @@ class RolloutDriver:
         self._rank0: Rank0Rollouts | None = None  # on rank 0
         self._saved: Mapping[str, Any] = {}  # rollout state to continue from
         self._episodes = EpisodeLog(folder, inputs.tokenizer, config.logger.samples_per_step)
-        self._version_offset = 0  # of the servers' versions to the trainer's steps
+        self._version_offset = 0  # servers' version minus trainer's step
         self._canary = Canary(config, inputs)
         self._answers: Answers | None = None  # to the last canary, on rank 0
         self._comparison_due = False

@@ -79,7 +79,7 @@ class Run:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Run:
-        stats_tracker.export()  # a run that ended early in this process has left its last numbers
+        stats_tracker.export()  # drops numbers left by an earlier run of this process
         if self.config.resume:
             state = self._saver.restore(self.engines)
             self.done, self.facts, self._before_s = state["step"], state["facts"], state["wall_s"]

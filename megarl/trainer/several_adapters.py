@@ -104,7 +104,7 @@ def train(
 ) -> None:
     """Trains the adapters of the job `config`. `configs` and `inputs` have each one's, by name."""
     is_rank0 = next(iter(inputs.values())).train is not None
-    stats_tracker.export()  # a run that ended early in this process has left its last numbers
+    stats_tracker.export()  # drops numbers left by an earlier run of this process
     with contextlib.ExitStack() as opened:
         weights = opened.enter_context(WeightSync(config, folder, is_rank0))
         if is_rank0:

@@ -28,9 +28,9 @@ from megarl.trainer.background_call import BackgroundCall
 from megarl.trainer.rank0_servers import Rank0Servers
 from megarl.trainer.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
 
-CLOSE_S = 10.0  # for a push under way, of a run that has failed
+CLOSE_S = 10.0  # time for a push under way, when the run has failed
 
-Attempt = tuple[list[str], SyncReport]  # addresses of restarted servers that were admitted, and the outcome
+Attempt = tuple[list[str], SyncReport]  # addresses of the restarted servers that took part, and the report
 
 
 class Follower(Protocol):
@@ -216,7 +216,7 @@ class WeightSync:
         return admitted, transfer()
 
     def _complete(self, version: int, transfer: Callable[[], SyncReport], attempt: Callable[[], Attempt]) -> None:
-        """Takes the outcome of `attempt`, makes others where it failed and may be repeated, and has servers judged."""
+        """Awaits `attempt`, repeats it where it failed and may be repeated, and has the followers judge the servers."""
         while True:
             try:
                 admitted, report = attempt()

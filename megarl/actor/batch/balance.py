@@ -46,8 +46,8 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     until one remains, pairing heavy parts of one with light parts of the other. Sums differ by at most the largest
     cost.
     """
-    # A heap entry: minus the spread, the index (to break ties), and a solution: its parts that are not empty as (sum,
-    # members), lightest first. Members are an index, or a pair of members. So most merges cost few operations.
+    # Heap entry: (-spread, index as tie-break, solution). A solution lists its non-empty parts as (sum, members),
+    # lightest first. `members` is an index or a pair of members, so that most merges cost few operations.
     heap: list[tuple[float, int, list[tuple[float, Any]]]]
     heap = [(-cost if parts > 1 else 0.0, index, [(cost, index)]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
@@ -55,7 +55,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
         _, order, wide = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
         other.reverse()
-        empty = parts - len(wide)  # of `wide`; the heaviest parts of the other solution meet these
+        empty = parts - len(wide)  # empty parts of `wide`, which take the heaviest parts of `other`
         met = other[empty:]
         joined = other[:empty] + [(a + b, (m, n)) for (a, m), (b, n) in zip(wide, met, strict=False)] + wide[len(met) :]
         joined.sort(key=lambda part: part[0])

@@ -1,8 +1,9 @@
-"""Batches of the ranks: one that all of them share, or one of each data parallel rank's own.
+"""Batches of the ranks: the same batch on all ranks, or a separate one on each data parallel rank.
 
-The trainer passes the same batch on every rank, which it has broadcast. A loop of a user's may sample or load a batch
-on each data parallel rank instead, as AReaL's do. Checksums of the sequences tell it from a shared one. Own batches are
-joined in the order of data parallel ranks, so a step is the same, however its sequences were spread.
+The trainer passes the same batch on every rank, which it has broadcast. A user's loop may instead sample or load a
+batch on each data parallel rank, as AReaL's do. Checksums of the sequences tell the two cases apart. Separate batches
+are joined in the order of data parallel ranks, so the result of a step does not depend on how its sequences were
+spread.
 """
 
 from __future__ import annotations

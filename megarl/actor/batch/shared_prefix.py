@@ -96,8 +96,8 @@ def _read_alike(batch: PackedBatch, sequences: list[slice]) -> list[np.ndarray]:
 def _shared_lengths(batch: PackedBatch, members: list[int]) -> np.ndarray:
     """Counts the tokens at the beginning that each pair of a group shares, int64 `[members, members]`.
 
-    All share the group's common prefix. Fewer members never share less, so a part of a group reads no more tokens than
-    the group's lengths say.
+    All share the group's common prefix. A subset of the group shares at least as much, so it reads no more tokens than
+    these lengths imply.
     """
     bounds = batch.cu_seqlens.tolist()
     equal = _equal_tokens(_read_alike(batch, [slice(bounds[i], bounds[i + 1]) for i in members]))
@@ -111,16 +111,16 @@ def _groups(batch: PackedBatch) -> list[tuple[list[int], np.ndarray]]:
 
 
 def _branches(shared: np.ndarray, member: int) -> list[tuple[int, int]]:
-    """Lists (owner, end) for the beginnings that a member shares with earlier ones: up to token `end`, `owner` reads.
+    """Lists (owner, end) of the prefixes that a member shares: up to token `end`, the model reads `owner`'s tokens.
 
-    Each token belongs to the first member that has it.
+    Owners are earlier members. Each token belongs to the first member that has it.
     """
     reach = np.maximum.accumulate(np.concatenate(([0], shared[member, :member])))
     return [(int(owner), int(reach[owner + 1])) for owner in np.flatnonzero(np.diff(reach))]
 
 
 def _readers(batch: PackedBatch, groups: list[tuple[list[int], np.ndarray]]) -> Tensor:
-    """Index of the token that is read for each token, int64 `[total_tokens]`."""
+    """For each token, the index of the token that the model reads in its place, int64 `[total_tokens]`."""
     source, starts = torch.arange(batch.total_tokens), batch.cu_seqlens.tolist()
     for members, shared in groups:
         for member, sequence in enumerate(members):
@@ -177,7 +177,7 @@ def _in_order(segments: list[Segment]) -> list[Segment]:
     roots = children.get(-1, [])
     parents = [i for i in roots if i in children]
     order = list(parents)
-    for parent in parents:  # grows by children that have children themselves
+    for parent in parents:  # the loop appends children that have children
         order += children[parent]
         parents += [i for i in children[parent] if i in children]
     order += [i for i in roots if i not in children]

@@ -1,6 +1,6 @@
 """Low-rank adapters in Megatron's linear layers (LoRA, arXiv:2106.09685), on every cut of tensor parallelism.
 
-A module's adapter adds `scale * x A^T B^T` to its output. Vectors of `rank` elements are what ranks exchange:
+A module's adapter adds `scale * x A^T B^T` to its output. Ranks exchange vectors of `rank` elements only:
 
     column-parallel   A complete, B by rows      gathers `x A^T` under sequence parallelism
     row-parallel      A by columns, B complete   sums `x A^T` over the ranks
@@ -10,8 +10,8 @@ Experts exchange tokens around their layers, not in them. There the gradient of 
 
 Experts of a rank that are one module have their adapters in one as well (`GroupedAdapters`), in a loop.
 
-Dropout masks: ranks that have the same input drop the same elements of it, and ranks that have parts of it drop their
-own. All masks of a step follow from its seed, so a resumed run draws them again (`masks_of_step`).
+Dropout masks: ranks with the same input drop the same elements. Ranks with different parts of an input draw masks of
+their own. All masks of a step follow from its seed, so a resumed run draws them again (`masks_of_step`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Adapter(nn.Module):
             part = self._part(name)
             cut = {0: [part.b], 1: [part.a]}.get(self.cut, [])
             if self.is_expert and self.group.size() == 1:
-                cut = [part.a, part.b]  # as weights of experts that are not cut: each rank counts its part of a norm
+                cut = [part.a, part.b]  # like weights of uncut experts: each rank counts its part of a norm
             for matrix in cut:
                 set_tensor_model_parallel_attributes(matrix, is_parallel=True, dim=max(self.cut, 0), stride=1)
             if self.sequence_parallel:  # gradients of a rank's own tokens: Megatron sums them over tp
@@ -97,7 +97,7 @@ class Adapter(nn.Module):
         return part
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes what is added to the module's output, `[..., rows of this rank]`, from its input."""
+        """Computes the addend of the module's output, `[..., rows of this rank]`, from the module's input."""
         if self.dropout and self.training:
             x = self._dropped(x)
         parts = {name: self._part(name) for name in self._names}
@@ -208,7 +208,7 @@ def part_of(modules: Sequence[nn.Module], part: AdaptedPart) -> AdapterPart:
 
 
 def _module_of(stage: nn.Module, name: str) -> tuple[nn.Module, Any, str]:
-    """Finds the module `name` of the local layer spec, its weight, and the number of an expert among others in it."""
+    """Finds the module `name` of the local layer spec, its weight, and the expert's index if it holds several."""
     if (found := EXPERT.fullmatch(name)) is not None:
         layer = stage.get_submodule(found["experts"])
         if not hasattr(layer, "local_experts"):

@@ -136,7 +136,7 @@ class LayerBackend:
     mlp: Any = MLP
     gated_activation: Any = None
     router: Any = TopKRouter
-    expert_column_linear: Any = ColumnParallelLinear  # of experts one after another, like the next
+    expert_column_linear: Any = ColumnParallelLinear  # used where experts run one after another, as the next
     expert_row_linear: Any = RowParallelLinear
     experts: ExpertsBuilder | None = None  # builds a rank's experts as one module; None: one after another
     fused_delta_rule: bool = False  # True: gated delta nets run on the kernels of flash-linear-attention
@@ -219,7 +219,8 @@ def choose_backend(
 ) -> LayerBackend:
     """Builds an engine's backend on this machine, by `actor.backend` and the run's `Config.determinism`.
 
-    Adapters, and the base under them, are a `trainable` engine's. The form by library is entered here, by the process.
+    Only a `trainable` engine has adapters and a quantised base. With `by_library`, the whole process takes
+    deterministic algorithms from here on.
     """
     determinism.enter(deterministic)
     quantization = config.lora.quantization if trainable else "none"
@@ -228,7 +229,7 @@ def choose_backend(
     if name == "te":
         te = _transformer_engine(config.shared_prefix, config.recompute, frozen=config.lora.rank > 0)
         backend = dataclasses.replace(te, config_fields={**te.config_fields, **fp8.transformer_fields(config.fp8)})
-        if config.lora.rank:  # an adapter reads what the norm returns, and communicates as its layer does by itself
+        if config.lora.rank:  # an adapter reads the norm's output, and communicates by itself
             backend = dataclasses.replace(backend, norm_linear=None, overlaps_shared_experts=False)
         if config.offload_activations:  # its copies wait for one stream
             backend = dataclasses.replace(backend, overlaps_shared_experts=False)
@@ -246,7 +247,7 @@ def _fitted(backend: LayerBackend, config: PretrainedConfig) -> LayerBackend:
     """Adapts the backend to the model's activation, windows and tables of rotary frequencies."""
     model, fields = decoder(config), dict(backend.config_fields)
     backend = dataclasses.replace(backend, tables=len(rope_parameters(config)))
-    if (model.windowed or backend.tables > 1) and backend.name == "cpu":  # its kernels see all tokens, by one table
+    if (model.windowed or backend.tables > 1) and backend.name == "cpu":  # its kernels lack windows, and take one table
         plain = _torch()
         backend = dataclasses.replace(backend, pack=plain.pack, rotary=plain.rotary, attention=plain.attention)
     experts, mlp = model.experts, model.mlp
@@ -314,11 +315,11 @@ def _transformer_engine(shared_prefix: bool, recompute: str, frozen: bool) -> La
     of experts take a kernel each. Linear layers add weight gradients to DDP's main gradient in float32; `frozen`
     experts have none. Attention over shared prompts is torch's flash attention (`prefix_attention.py`).
 
-    `recompute` selective recomputes what is large and cheap. Of the 158 KB a token that a layer of Qwen3-8B keeps, the
-    outputs of norms and SwiGLU are 41, and no product is repeated for them. Flash attention keeps its inputs, which are
-    kept anyway, its output, which the next product keeps, and 4 bytes a head: repeating it frees nothing. Repeating
-    the MLP would free 57 KB for 78% of the layer's products; full recompute frees 150 KB for all of them. Experts are
-    narrow, keep more for each product, and are repeated.
+    `recompute` selective recomputes what is large and cheap. A layer of Qwen3-8B keeps 158 KB a token. The outputs of
+    norms and SwiGLU are 41 KB of them, and are recomputed without repeating a matrix product. Flash attention keeps its
+    inputs, which are kept anyway, its output, which the next product keeps, and 4 bytes a head: repeating it frees
+    nothing. Repeating the MLP would free 57 KB for 78% of the layer's products; full recompute frees 150 KB for all of
+    them. Experts are narrow, keep more for each product, and are repeated.
     """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # imports the package
 

@@ -140,7 +140,7 @@ def build_model(
     """
     megatron = transformer_config(config, groups, dtype, backend, recompute, offloaded_layers)
     quantised = backend.quantization != "none"
-    if base or quantised:  # tied stages exchange no embedding while they are built
+    if base or quantised:  # Megatron must not exchange tied embeddings during the build
         setattr(megatron, "init_model_with_meta_device", True)  # noqa: B010 (only Megatron reads it)
     without_memory = (
         shared_base.without_memory if base else quantised_base.without_weights if quantised else contextlib.nullcontext

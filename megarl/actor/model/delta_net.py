@@ -39,7 +39,7 @@ from megarl.knobs import UserError
 
 
 def check_kernels() -> None:
-    """Checks that the kernels of flash-linear-attention are there, in a version that Megatron finds them in.
+    """Refuses a missing flash-linear-attention, and versions whose kernels Megatron does not find.
 
     Raises:
         UserError: they do not load.

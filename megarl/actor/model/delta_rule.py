@@ -114,7 +114,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta:
     future = torch.ones(plan.chunk, plan.chunk, dtype=torch.bool, device=q.device).triu(1)
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(future, float("-inf")).exp()
     weighted = k * strength
-    # Row i of the system: update i takes back what the chunk's earlier updates already give for its key.
+    # Row i of the system: update i subtracts the value that the chunk's earlier updates already give for its key.
     system = (weighted @ k.mT) * between
     right = torch.cat((v * strength, weighted * decay.exp()[..., None]), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

@@ -1,4 +1,4 @@
-"""Layers of the backend `te`, built around Transformer Engine's: what they accumulate, and what they recompute."""
+"""Transformer Engine's layers for the backend `te`: they accumulate gradients in float32, and recompute activations."""
 
 from __future__ import annotations
 

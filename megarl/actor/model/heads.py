@@ -67,7 +67,7 @@ def weight_of(module: GPTModel) -> Tensor:
 
 
 class _Readying(torch.autograd.Function):
-    """Identity of hidden states. In backward, what came after them has added its gradient: `ready` is called."""
+    """Identity of hidden states. Backward calls `ready`, after the product behind them has added its gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ready: Callable[[], None]) -> Tensor:
@@ -81,7 +81,7 @@ class _Readying(torch.autograd.Function):
 
 
 def _readying(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Hidden states of a product that leaves no gradient of `weight` to autograd.
+    """Marks the hidden states of a product that adds the gradient of `weight` itself, without autograd.
 
     The backward hook of Megatron's DDP does not run for such a weight. So with overlapped reduction the weight has
     `grad_ready` (`data_parallel.py`), to be called once in each backward pass.
@@ -119,12 +119,12 @@ def logits(hidden: Tensor, module: GPTModel, groups: Groups, vocab_size: int) ->
 
 
 class KeptLogits:
-    """Most bytes of logits to keep for backward, by `actor.kept_logits_mb`.
+    """Limit on the bytes of logits kept for backward, by `actor.kept_logits_mb`.
 
     On a GPU the default follows the memory that is free, with what torch's allocator holds unused. CUDA is asked once a
     pass, behind the layers of its first microbatch, whose activations are in memory then.
-    Ranks that share the vocabulary must decide alike, as the ways differ in their collectives: they go by the GPU's
-    whole memory.
+    Ranks that share the vocabulary must decide alike, as keeping and chunking take different collectives. They go by
+    the GPU's total memory instead.
     """
 
     def __init__(self, megabytes: int, tp_size: int) -> None:
@@ -144,7 +144,7 @@ class KeptLogits:
     def _most(self, device: torch.device) -> int:
         if self._megabytes >= 0 or device.type != "cuda":
             return (self._megabytes if self._megabytes >= 0 else KEPT_LOGITS_ON_CPU_MB) * 2**20
-        if self._tp_size > 1 or determinism.entered():  # the ways have other bits
+        if self._tp_size > 1 or determinism.entered():  # keeping and chunking round differently
             return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE_OF_ALL)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((torch.cuda.mem_get_info(device)[0] + unused) * KEPT_SHARE_OF_FREE)

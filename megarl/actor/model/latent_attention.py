@@ -8,7 +8,7 @@ Megarl has a module of its own, because Megarl's layouts need more than Megatron
 - It refuses every class but its own for the projections to latents (multi_latent_attention.py:532).
 - With tensor parallelism, and without Transformer Engine under sequence parallelism, the gradient of the shared key
   part is that of the rank's own heads (multi_latent_attention.py:714).
-- Its fused rotation takes heads of a power of two only (fused_mla_yarn_rope_apply.py:441), which GLM-4.7-Flash has not.
+- Its fused rotation takes heads of a power of two only (fused_mla_yarn_rope_apply.py:441), which GLM-4.7-Flash lacks.
 
 Parameters have Megatron's names.
 """

@@ -21,7 +21,7 @@ from megarl.parallel.config import ParallelConfig
 
 
 def overlaps_shared_experts(layout: ParallelConfig) -> bool:
-    """True if this layout has tokens of experts to exchange, beside which a layer's shared experts can run.
+    """True if a layer's shared experts can run beside this layout's exchange of tokens between experts.
 
     `tp_comm_overlap` rules it out: Megatron takes the collectives from the layers of shared experts, and leaves them
     in the buffers of that overlap for gradients (shared_experts.py:157).
@@ -31,10 +31,10 @@ def overlaps_shared_experts(layout: ParallelConfig) -> bool:
 
 
 def fits_fused_routing(experts: Experts) -> bool:
-    """True if Transformer Engine's kernel of routing takes so many experts.
+    """True if Transformer Engine's routing kernel takes this number of experts.
 
-    Its backward pass holds four tokens in shared memory, of which a block has 48 KiB: of each expert three float32
-    numbers and a byte (release 2.12, `fused_topk_with_score_function.cu`). Later releases ask for more memory.
+    A block of its backward pass holds four tokens in 48 KiB of shared memory. Each token takes three float32 numbers
+    and a byte per expert (release 2.12, `fused_topk_with_score_function.cu`). Later releases ask for more memory.
     """
     return 4 * experts.count * (3 * 4 + 1) <= 48 * 1024
 
@@ -94,7 +94,7 @@ class FusedRouter(TopKRouter):
     """Router that gives Transformer Engine's kernel finite logits alone.
 
     Among scores that are NaN, the kernel chooses one expert again and again. The dispatcher then has too few tokens,
-    and the run would end where a step is to be left out. The layer's input stays NaN, and so does the loss.
+    and the run would end instead of skipping the step. The layer's input stays NaN, and so does the loss.
     """
 
     def gating(self, input: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class ReplayedRouter:
         given = self.replayed[:, :1] >= 0
         experts = torch.where(given, self.replayed, own)
         with torch.no_grad():
-            differs = (experts.sort(-1).values != own.sort(-1).values).any(-1)  # never where nothing is given
+            differs = (experts.sort(-1).values != own.sort(-1).values).any(-1)  # False without a given route
             self.counts.append(torch.stack((differs.sum(), given.sum())))
         self.chosen = experts
         if self.keeps:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class SandwichLayer(TransformerLayer):
     """Layer that normalises what attention and the MLP add to the residual stream.
 
-    Megatron adds a block's output to the stream in a function (`self_attn_bda`, `mlp_bda`), which gets the norm before
+    Megatron adds a block's output to the stream in a function (`self_attn_bda`, `mlp_bda`). Here the norm runs before
     it. So every backend's linear layers stay as they are.
     """
 
@@ -27,7 +27,7 @@ class SandwichLayer(TransformerLayer):
 
 
 def _after(norm: nn.Module, choose: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
-    """Returns `choose` of Megatron, which chooses a function of (output, bias), residual and dropout."""
+    """Wraps `choose`, Megatron's factory of the function that adds an output to the stream: `norm` comes first."""
 
     def chosen(*options: Any) -> Callable[..., Tensor]:
         add = choose(*options)

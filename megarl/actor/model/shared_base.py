@@ -1,4 +1,4 @@
-"""Engines of one process that train adapters on the same frozen model hold its parameters once.
+"""Shares one frozen model between the engines of a process that train adapters on it.
 
 The second engine builds its modules without memory and takes the first one's parameters, as the same objects. What it
 trains is its own: adapters, and a value head. The parameters live as long as one of the engines.

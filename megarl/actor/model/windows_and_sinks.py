@@ -1,4 +1,4 @@
-"""Sliding windows and attention sinks: what they add to causal attention over packed sequences.
+"""Sliding windows and attention sinks for causal attention over packed sequences.
 
 In a window of `n` tokens, a query sees itself and the `n - 1` tokens before it. A sink is a logit of each head, in the
 softmax but without a value. So the weights of a query's keys sum to less than 1 (gpt-oss).

@@ -54,7 +54,7 @@ class AdaptedPart:
 
 
 def shape_of(config: LoraConfig) -> Adapters | None:
-    """The adapters of the knobs, as tables of shards take them; None without any."""
+    """Shape of the configured adapters, for tables of shards; None without adapters."""
     if not config.rank:
         return None
     return Adapters(config.rank, tuple(config.targets), config.alpha, config.rslora, config.quantization)

@@ -37,8 +37,8 @@ from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
 from megarl.parallel.placement import place_of
 
-# Parameter names of Megatron's local spec (regex), which the shard table has -> names in Transformer Engine's modules,
-# which fuse a norm into the following projection, and in modules that hold all experts of a layer. No other code knows.
+# Names in the shard table, as in Megatron's local spec (regex) -> names in modules that fuse a norm into
+# the following projection, or hold all experts of a layer. No other code knows these names.
 TE_SPELLINGS = (
     (r"input_layernorm\.weight$", "self_attention.linear_qkv.layer_norm_weight"),
     (r"pre_mlp_layernorm\.weight$", "mlp.linear_fc1.layer_norm_weight"),
@@ -147,7 +147,7 @@ def load(
 
     Raises:
         UserError: on every rank. A tensor of the model is missing or has another shape, or the checkpoint has an
-            unknown tensor. Or it has another head or embedding where the model has one.
+            unknown tensor. Or a repeated head or embedding differs from the model's one.
     """
     checkpoint = hf_files.Checkpoint(path, config)
     needed, present = tensor_shapes(config), checkpoint.names()

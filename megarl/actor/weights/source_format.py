@@ -57,7 +57,7 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def _stacked_parts(config: PretrainedConfig, source: Path) -> tuple[str, ...]:
-    """Prefixes under which exports have stacked experts: as the source has them, or all of it has no weights.
+    """Prefixes under which exports stack experts: the source's own, or all if the source has no weights.
 
     Only some families stack. Layers of multi-token prediction may differ from the decoder's.
     """

@@ -1,7 +1,6 @@
 """Latent attention in SGLang on a CPU without AMX: DeepSeek-V3 and its relatives.
 
-SGLang 0.5.23 computes it there by two functions that this CPU lacks or that refuse. Both have another way, which GPUs
-take in decode:
+SGLang 0.5.23 computes it there by two functions that fail without AMX. Each is replaced:
 
 - A prefill expands keys and values, and `torch_native_backend.py:312` then reads latent vectors from the cache instead.
   Attention to latent vectors themselves, with the projection absorbed into queries, works for prefill too.

@@ -3,8 +3,8 @@
 A product widens the weights, in the dtype of the activations. On GPUs SGLang quantises the activations too. A cache in
 8 bits is SGLang's for GPUs, with scales of 1; `batched_decode.py` widens it.
 
-Latent attention multiplies by other arrangements of `kv_b_proj`. On GPUs SGLang makes them of the widened weight, in
-bfloat16; here they are in the dtype of the model. On CPUs it would round to one scale for the whole weight.
+Latent attention multiplies by rearranged copies of `kv_b_proj`. On GPUs SGLang makes them from the widened weight, in
+bfloat16; here they have the dtype of the model. On CPUs it would round to one scale for the whole weight.
 """
 
 from collections.abc import Sequence

@@ -143,7 +143,7 @@ def only_temperature(info: Any, top_logprobs_nums: list[int] | None, token_ids_l
 
 
 def _ends_elsewhere(request: Any) -> bool:
-    """True if SGLang would find a wrong end among several tokens.
+    """True if SGLang could end this request at the wrong token of several.
 
     It keeps all tokens of a request that is being aborted. Of several stop texts it takes the first of its list, not
     the first in the answer.
@@ -161,7 +161,7 @@ def write_slots(requests: Tensor, table: Tensor, start: Tensor, end: Tensor, slo
 
 
 def copy_slots(data: Tensor, strides: Tensor, to: Tensor, source: Tensor) -> None:
-    """Stands in for the move of cache slots between branching drafts; SGLang only tries it, a slot onto itself."""
+    """Stands in for the move of cache slots between drafts. SGLang calls it once, to move a slot onto itself."""
     if not torch.equal(to, source):
         raise RuntimeError(
             "several drafts of a token need sgl_kernel, which has no wheel for CPUs: leave out "
@@ -172,6 +172,6 @@ def copy_slots(data: Tensor, strides: Tensor, to: Tensor, source: Tensor) -> Non
 SpeculativeAlgorithm.register(SEVERAL_STEPS, supports_overlap=False, spec_class=SeveralStepsAlgorithm)(
     lambda args: SeveralSteps
 )
-if importlib.util.find_spec("sgl_kernel") is None:  # it holds these two, and has no wheel for CPUs
+if importlib.util.find_spec("sgl_kernel") is None:  # the package of both functions has no wheel for CPUs
     allocation.assign_req_to_token_pool_cpu = write_slots
     cache_move.copy_all_layer_kv_cache_cpu = copy_slots

@@ -1,1 +1,1 @@
-"""A run as one looks into it: its files read as they grow, and the page of the dashboard and of the report."""
+"""Reads a run's files as they grow, and makes the page of the dashboard and of the report."""

@@ -1,4 +1,4 @@
-"""Makes the page's HTML: one script and one style of our own, data that stay data, and a policy that admits no others.
+"""Makes the page's HTML: one inline script and style, inert data, and a Content-Security-Policy that admits no more.
 
 The report embeds a run's data; the dashboard's page asks for them. Both draw by the same script.
 """

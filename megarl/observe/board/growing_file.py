@@ -13,10 +13,10 @@ MAX_LINE = 64 * 2**20  # bytes; a longer line is damaged
 
 
 class GrowingFile:
-    """Position in a file of JSON lines. Each `new_lines` reads what came since the last.
+    """Position in a file of JSON lines. Each `new_lines` reads the lines since the last call.
 
     A last line without its newline is left for the next time. A file that was replaced or cut, as a resumed run does,
-    is read from its beginning: then `resets` rises, and what was made of the earlier lines is void. `damaged` counts
+    is read from its beginning. `resets` then rises: callers must drop their results of earlier lines. `damaged` counts
     lines that are no JSON objects.
     """
 
@@ -59,7 +59,7 @@ class GrowingFile:
                     start += len(line) + 1
 
     def check(self) -> None:
-        """Begins anew if the file is another than before, or shorter. Raises `resets`."""
+        """Begins anew, and increments `resets`, if the file was replaced or cut."""
         try:
             found = self.path.stat()
         except OSError:

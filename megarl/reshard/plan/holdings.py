@@ -39,7 +39,7 @@ class Box:
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The box's view of its full checkpoint tensor."""
+        """View of this box in its full checkpoint tensor."""
         if tensor.dim() != len(self.stop) or any(b > size for b, size in zip(self.stop, tensor.shape, strict=True)):
             raise ValueError(f"{self.name} has shape {tuple(tensor.shape)}, and the box ends at {self.stop}")
         return tensor[tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))]

@@ -172,7 +172,7 @@ def _check_used(
         boxes, _ = needed[np.flatnonzero(np.isin(destinations.holder, list(holders)))].distinct()
         used = sum_by(boxes.tensor, boxes.volume, len(sources.names))
         left, right, _, _ = overlaps(boxes, boxes)
-        for tensor in np.unique(boxes.tensor[left[left != right]]):  # counted twice above
+        for tensor in np.unique(boxes.tensor[left[left != right]]):  # overlaps were counted twice above
             used[tensor] = union_volume(boxes[np.flatnonzero(boxes.tensor == tensor)])
         for tensor in np.flatnonzero(used != held):
             name = sources.names[tensor]

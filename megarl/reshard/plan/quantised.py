@@ -52,7 +52,7 @@ def boxes_of(box: Box, format: ServedFormat, whose: str) -> list[Box]:
 
 
 def quantised_parameters(parameter: ServerParameter, format: ServedFormat, rank: TpRank) -> Iterator[ServerParameter]:
-    """Yields what a quantised server holds for a parameter: itself, or the format's pieces.
+    """Yields the tensors that a quantised server holds for a parameter: itself, or the format's pieces.
 
     The first dimension of experts' parameters counts them, in each piece.
 

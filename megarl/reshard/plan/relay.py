@@ -19,7 +19,7 @@ from megarl.reshard.plan.transfer_plan import NO_RELAY, Buckets, Messages
 
 OFF, AUTO = "off", "auto"
 FAN_OUT = 2
-STRIPES = 2 * FAN_OUT  # trees over the same ranks; more of them would only add peers
+STRIPES = 2 * FAN_OUT  # trees over the same ranks; more trees would only add peers
 LAG = 4  # rounds from a rank to those that it forwards to: it takes turns with up to STRIPES others
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -41,7 +41,7 @@ class ServedShares:
 
     @staticmethod
     def of(relay: str, bytes_needed: Ints, sources: int, servers: int) -> ServedShares:
-        """By `relay`: OFF; AUTO, which spares the trainer's own nodes; or how many servers the trainer serves."""
+        """Reads `relay`: OFF, AUTO (relays to other nodes only), or the number of servers that the trainer serves."""
         if relay == OFF:
             return ServedShares()
         if relay == AUTO:
@@ -101,7 +101,7 @@ def _tree(members: Ints, number: int, stripe: int) -> Forest:
     parent = np.maximum(np.arange(size) - 1, 0) // FAN_OUT
     level = np.zeros(size, dtype=np.int64)
     first = 1
-    while first < size:  # the children of the ranks before `first`
+    while first < size:  # each turn sets the level of the children of ranks before `first`
         last = min(1 + FAN_OUT * first, size)
         level[first:last] = level[parent[first:last]] + 1
         first = last
@@ -143,7 +143,7 @@ class RelayRounds:
 
 
 def _step(count: int) -> int:
-    """A step through `count` places that meets each once."""
+    """Step size, near the golden ratio, that visits each of `count` places once."""
     step = max(1, round(count * GOLDEN))
     while math.gcd(step, count) > 1:
         step += 1

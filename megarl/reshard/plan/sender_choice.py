@@ -110,7 +110,7 @@ def choose(
 def _by_node(
     replicas: tuple[int, ...], receivers: tuple[int, ...], topology: Topology
 ) -> list[tuple[Ints, Ints, bool]]:
-    """(candidates, receivers, True) of each node that has both; all candidates, the remaining receivers, False."""
+    """Groups of (candidates, receivers, on one node): one group for each node with both, then the other receivers."""
     sources, receiving = np.array(replicas, dtype=np.int64), np.array(receivers, dtype=np.int64)
     groups = []
     remote = np.ones(len(receiving), dtype=bool)
@@ -145,10 +145,10 @@ def _least_loaded(loads: Ints, candidates: Ints, count: int, size: int) -> Ints:
 def in_turn(bucket: Ints, source: Ints, destination: Ints, nbytes: Ints) -> Ints:
     """Orders messages so that ranks wait little for each other, if each sends one and receives one at a time.
 
-    The side with the busiest rank chooses. Its rank that is free first takes its next bucket with a peer that is free
-    then, or with the one that is free first. Each takes turns among its peers, and begins with another one. A list
-    schedule of this kind takes at most twice the time of the busiest rank (Graham 1966). For large models it takes 1
-    to 2% more than that time.
+    The side with the busiest rank chooses. The first free rank of that side takes its next bucket, with a peer that is
+    free by then or else the first to be free. Ranks take turns among their peers, and begin with different ones. A list
+    schedule of this kind takes at most twice the time of the busiest rank (Graham 1966). For large models it takes 1 to
+    2% more than that time.
     """
     peer, chooser = source, destination
     if np.bincount(source, nbytes).max() > np.bincount(destination, nbytes).max():
@@ -162,7 +162,7 @@ def in_turn(bucket: Ints, source: Ints, destination: Ints, nbytes: Ints) -> Ints
         queues[choosers[first]].append((peers[first], first, end))
     for rank, queue in enumerate(queues):
         queue.rotate(-(rank * len(queue) // ranks))
-    free = [0] * (int(peer.max()) + 1)  # when each peer is, in bytes
+    free = [0] * (int(peer.max()) + 1)  # the time, in bytes sent, at which each peer is free
     ready = [(0, rank) for rank, queue in enumerate(queues) if queue]
     order = []
     while ready:

@@ -192,7 +192,7 @@ class TransferPlan:
 
     @cached_property
     def bytes_needed(self) -> Ints:
-        """Bytes held by each destination rank, the least that any plan can send it, `[destination ranks]`."""
+        """Bytes held by each destination rank, `[destination ranks]`: the lower bound of any plan."""
         return bytes_held(self.destinations, len(self.topology.node))
 
 

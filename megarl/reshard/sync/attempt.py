@@ -40,9 +40,9 @@ class AttemptSpec:
     adapters_only: bool  # True: the base stays as it is on the servers
     delta: bool  # True: buckets may travel as deltas
     keep: bool  # True: senders keep a copy of all sent buckets
-    modulus: int  # of the sample that is read back
+    modulus: int  # of the sampled buckets that are read back (`BucketSample`)
     remainder: int
-    relays_connect_s: float  # time for server ranks to connect with each other; after it they hear of the next attempt
+    relays_connect_s: float  # time for server ranks to connect with each other; then they learn of the next attempt
     relayed_s: float  # time for a server rank to receive and send on; less than the trainer waits
     servers: tuple[ServerGroup, ...]
 

@@ -237,8 +237,8 @@ class Coordinator:
     def attribute_failure(self, outcomes: Sequence[dict[str, Any] | None], relays_join: bool = False) -> None:
         """Finds the servers that broke a transfer, drops them, and raises `Retry`; or WeightSyncError, by the policy.
 
-        With `relays_join` servers were about to connect to each other. If nothing else failed, and none has died, the
-        way between them is at fault: none is dropped, as the next attempt is without relays.
+        With `relays_join`, servers were about to connect to each other. If nothing else failed and no server died,
+        their network is at fault. Then no server is dropped, and the next attempt has no relays.
 
         `outcomes` are the trainer ranks' own reports, None where one is missing. A rank that lost a connection or
         waited in vain is rarely at fault. The first of these that exists is:
@@ -288,7 +288,7 @@ def _waited_for_server(error: Exception) -> TypeGuard[RankFailure]:
 
 
 def _only_waited(errors: Collection[Exception]) -> bool:
-    """True if servers waited for other servers in vain, and nothing else is known."""
+    """True if servers waited for other servers in vain, and no other failure is known."""
     waited = [error for error in errors if _waited_for_server(error)]
     return bool(waited) and all(error in waited or isinstance(error, NoAnswer) for error in errors)
 

@@ -13,11 +13,11 @@ from megarl.reshard.transfer.transports import transport_named
 from megarl.reshard.transfer.transports.base import PlainStaging, Staging, Transport
 
 SENDER, RECEIVER = 0, 1  # ranks of a group: a relay and a rank that it sends to
-Member = tuple[int, int, int]  # a server's index and epoch, and the rank there
+Member = tuple[int, int, int]  # server index, server epoch, rank within the server
 
 
 class RelayGroups:
-    """Groups of two ranks each, kept between syncs while both ranks and the pair stay.
+    """Groups of two ranks each. A group is kept between syncs while the plan pairs the same two ranks.
 
     A pair is joined and left by both of its ranks in the same attempts, as all ranks make the same plan.
     """

@@ -47,7 +47,7 @@ class ServerLink:
         self.dirty = False
         self.version_checked = False  # True once its version was compared with the session's
         self.epoch = 0
-        self.transport_name = ""  # the group was joined for it; "": not joined
+        self.transport_name = ""  # transport of the joined group; "": none is joined
         self.layout: list[dict[str, Any]] = []  # published by each rank
         self.attempt_number = 0
         self._order_call: PendingCall | None = None

@@ -36,7 +36,7 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]  # the model's own l
 
 
 class Arrangement(Protocol):
-    """Weights that the model computes with in another arrangement than they travel in; fragments are of plain copies.
+    """Converts between the arrangement that the model computes with and plain copies, of which fragments are views.
 
     `open` comes before a sync, `settle` after its last message, `close` at its end, also after a failure.
     """

@@ -101,4 +101,4 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
 
     server_rank.carry_out(order, live, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
     if (rearrange := getattr(model, "post_load_weights", None)) is not None:
-        rearrange()  # latent attention: SGLang keeps other arrangements of kv_b_proj
+        rearrange()  # latent attention: SGLang keeps rearranged copies of kv_b_proj

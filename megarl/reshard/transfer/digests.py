@@ -41,7 +41,7 @@ class BucketSample:
 class VerificationError(RuntimeError):
     """A server holds other weights than were sent. `tensor` names the first checkpoint tensor at fault.
 
-    `messages` are the plan's messages that brought it other bits, where the fault lies in messages.
+    `messages` are the plan's messages whose bits differ, if the weights came by messages.
     """
 
     def __init__(self, message: str, tensor: str, messages: Collection[int] = ()):
@@ -102,10 +102,10 @@ def check_messages(
 
 
 def relays_at_fault(plan: TransferPlan, wrong: Collection[int]) -> set[int]:
-    """The destination ranks at which the bits of the messages `wrong` went astray; empty if no relay sent one of them.
+    """Destination ranks that corrupted the messages `wrong`; empty if no relay sent one of them.
 
-    The first rank of a bucket's way whose own copy is wrong may have been given a wrong one. So the rank that sent it,
-    where that was a relay, is at fault; else the rank itself.
+    Follows a bucket's way to the first rank with a wrong copy. The relay that sent the copy is at fault; without one,
+    the rank itself.
     """
     messages = plan.messages
     if not any(messages.relay[index] != NO_RELAY for index in wrong):

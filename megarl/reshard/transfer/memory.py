@@ -13,8 +13,8 @@ from megarl.reshard.transfer.transports.base import SLOTS
 class SyncMemory:
     """Bytes of one rank, on its GPU or on its host.
 
-    `staging` and `copies` (of sent buckets, for deltas) stay from the first sync on. `digests` are what it adds while
-    it runs; the places of leaves, a third of that, stay too. The host's digests need nothing that counts.
+    `staging` and `copies` (of sent buckets, for deltas) stay from the first sync on. `digests` are bytes added while a
+    sync runs; a third of them, the places of leaves, stays too. Digests on the host need no memory worth counting.
     """
 
     staging: int
@@ -56,7 +56,7 @@ def sync_memory(
         forwards: True if it sends weights on to other servers, from staging of its own (`sync/relay_groups.py`).
         kept: bytes of the different buckets that it sends, where copies of them are kept for deltas.
         hashed: bytes of its different buckets, whose digests wait for the end of a sync. Parts are much larger than a
-            leaf, so what the last leaf of each lacks is not counted.
+            leaf, so the padding of last leaves is not counted.
     """
     if transport_name in ("full", "disk"):
         return SyncMemory(bucket_bytes, 0, 0, on_gpu=False)

@@ -43,7 +43,7 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class Route:
-    """The way to a rank of the other side: `name` for errors, and its rank in the group of `transport`."""
+    """Route to a rank of the other side: `name` for errors, and its rank in the group of `transport`."""
 
     name: str
     transport: Transport
@@ -246,7 +246,7 @@ class ShardSender:
 
 @dataclass(frozen=True)
 class Relays:
-    """A server rank's ways to other servers: to ranks that send to it, and to `targets` that it sends to.
+    """Routes of a server rank to other servers: to the `sources` that send to it, and the `targets` that it sends to.
 
     `staging` is packed for the targets; it must not be the memory that the rank receives into.
     """
@@ -289,7 +289,7 @@ class Forwarding:
             self._deltas[bucket] = payload.clone()
 
     def due(self, index: float) -> int | None:
-        """The bucket of the next message, if that stands before message `index` in the plan; else None."""
+        """The bucket of the next message, if the plan has that before message `index`; else None."""
         messages = self._forwarder.messages
         if self._sent == len(messages) or messages[self._sent].index > index:
             return None

@@ -28,7 +28,7 @@ class Completions:
         self._config = config
         self._router = router
         self._connections = connections
-        self._waiting: dict[tuple[int, ...], list[QueuedRequest]] = {}  # by prompt
+        self._waiting: dict[tuple[int, ...], list[QueuedRequest]] = {}  # requests to send together, by prompt
         self._sending: set[asyncio.Task[None]] = set()
 
     async def complete(self, req: ModelRequest, count: int, seed: int | None) -> list[ModelResponse]:

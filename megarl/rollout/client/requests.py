@@ -46,7 +46,7 @@ class Draft:
     routes: Tensor | None = None  # of the prompt too, without the last token's
     reason: str = "abort"
     seed: int | None = None  # of its samples, for servers in a deterministic mode
-    empty_parts: int = 0  # in a row
+    empty_parts: int = 0  # consecutive answers without a token
 
     def add(self, part: CompletionPart, max_tokens: int) -> None:
         """Appends a part; a completion of `max_tokens` tokens is complete even if it was aborted there.
@@ -142,7 +142,7 @@ def _parse_part(output_ids: Any, meta: dict[str, Any]) -> CompletionPart:
     for span in meta["weight_versions"]:
         start, end, version = span["start"], span["end"], version_of(span["version"])
         if type(start) is not int or type(end) is not int:
-            raise ValueError(f"weight version {version} is of tokens {start!r} to {end!r}")
+            raise ValueError(f"weight version {version} has the range {start!r} to {end!r}, not integers")
         consistent = consistent and start == len(versions) and end <= len(output_ids)
         if consistent:  # an end that is wrong may be a huge number
             versions += [version] * (end - start)

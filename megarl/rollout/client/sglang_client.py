@@ -71,7 +71,7 @@ class RemoteSGLangEngine(InferenceEngine):
         self._updates: WeightUpdates | None = None
         self._stream: RolloutStream | None = None
         self._saved: dict[str, Any] | None = None  # state for the stream, until it exists
-        self._workflows: list[RolloutWorkflow] = []  # to close
+        self._workflows: list[RolloutWorkflow] = []  # closed by `destroy`
         self._thread: LoopThread | None = None
         self._connections: Connections | None = None
         self._completions: Completions | None = None

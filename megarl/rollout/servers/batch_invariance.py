@@ -44,7 +44,7 @@ LATENT = ("triton", "fa3", "fa4")  # for latent attention, with the prefix cache
 
 
 def check_latent(sglang: Mapping[str, Any]) -> None:
-    """Refuses latent attention on a backend that SGLang would choose: on Blackwell, one without the mode.
+    """Refuses latent attention where SGLang would choose its backend: on Blackwell it chooses one without the mode.
 
     Raises:
         UserError: naming the argument and the backends that serve.

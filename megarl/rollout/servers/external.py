@@ -105,7 +105,7 @@ class ExternalServers:
 class JobServer(ExternalServer):
     """One server of this job on another machine, where `megarl.launcher.server_task` restarts it when it dies."""
 
-    owned = True  # it is restarted: waited for, not given up
+    owned = True  # its task restarts it, so it is awaited
 
     def __init__(self, index: int, address: str, api_key: str, ready_timeout_s: float) -> None:
         super().__init__(address, api_key)
@@ -125,7 +125,7 @@ class JobServer(ExternalServer):
         return answered
 
     def fault(self) -> ServerError | None:  # type: ignore[override]
-        """Notices within a tick that its process has ended, before a restarted one could answer in its place."""
+        """Reports within a tick that its process has ended, before a restarted process could answer in its place."""
         if self._back_by is not None:
             return None
         host, port = self.address.rsplit(":", 1)

@@ -1,8 +1,8 @@
-"""Launches SGLang so that no single request ends a server, and none is answered without the key.
+"""Launches SGLang so that no request can end the server, and none is answered without the key.
 
-An exception in SGLang's scheduler process ends the whole server, and its HTTP process lets pass what the scheduler
-cannot compute. `launch` adds the missing checks to the HTTP process. Schedulers answer failed control requests, such
-as weight updates. SGLang is imported inside functions: without a GPU, `megarl/cpu` prepares its import first.
+An exception in SGLang's scheduler process ends the whole server, and its HTTP process accepts requests that raise one.
+`launch` adds the missing checks to the HTTP process. Schedulers answer failed control requests, such as weight updates.
+SGLang is imported inside functions: without a GPU, `megarl/cpu` prepares its import first.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class ServedAdapters:
     def arguments(self, logs: Path) -> dict[str, Any]:
         """Writes the adapters that a server starts with, and returns SGLang's ServerArgs for them.
 
-        They have no tensors, which SGLang takes for zeros. Their scale is the trained ones', and their folder is named
-        by it: a running server's facts have their path alone.
+        They have no tensors, which SGLang reads as zeros, and the scale of the trained adapters. The scale is part of
+        their folder's name, because `/server_info` reports only the path.
         """
         rank, pinned = self.shape.rank, []
         document = {
@@ -61,13 +61,13 @@ class ServedAdapters:
         return f"scale_{self.shape.scale:.6g}"
 
     def _targets(self) -> list[str]:
-        """Ends of the names of the layers with adapters, as PEFT has them."""
+        """Suffixes of the names of layers with adapters, in PEFT's form."""
         from megarl.families.adapters import ALL_LINEAR
 
         return list(LINEAR if self.shape.targets == (ALL_LINEAR,) else self.shape.targets)
 
     def modules(self) -> list[str]:
-        """Last words of those names, as SGLang's option has them."""
+        """Last words of the suffixes, in the form of SGLang's option."""
         return sorted({target.rpartition(".")[2] for target in self._targets()})
 
 

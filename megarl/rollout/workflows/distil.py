@@ -1,4 +1,4 @@
-"""Workflows around another one, for distillation: prompts that the teacher alone reads, and answers of the teacher."""
+"""Wrappers of workflows for distillation: prompts that only the teacher reads, and answers of the teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes in an environment: the policy answers, the environment acts by the answer and says what comes next."""
+"""Episodes in an environment: the policy answers, the environment acts on the answer and returns an observation."""
 
 from __future__ import annotations
 
@@ -111,5 +111,5 @@ class EnvironmentWorkflow(RolloutWorkflow):
 
 
 def _lied(call: str, error: Exception) -> EnvironmentFault:
-    """The fault of messages that are too long for the sequence, or that the chat template refuses."""
+    """Fault of an environment whose messages are too long for the sequence, or refused by the chat template."""
     return EnvironmentFault(f"{call} gave messages that cannot be read: {error}", "lied")

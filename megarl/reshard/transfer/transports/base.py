@@ -63,7 +63,7 @@ class Transport(ABC):
     """One rank's end of a group. `store` must be private to the group (a PrefixStore)."""
 
     in_place: ClassVar[bool] = False  # True: receivers read the sender's staging memory and need none of their own
-    memory: ClassVar[str] = "host"  # kind of the staging memory; a rank sends from one kind in a sync
+    memory: ClassVar[str] = "host"  # kind of the staging memory; in a sync a rank sends from one kind only
     on_gpu: ClassVar[bool] = False  # True: staging memory is on the rank's GPU, if it has one
     bucket_bytes: ClassVar[int] = 64 * 2**20  # of a staging buffer, where reshard.bucket_bytes is 0
 
@@ -74,7 +74,7 @@ class Transport(ABC):
 
     @classmethod
     def make_receiver_staging(cls, bucket_bytes: int) -> Staging:
-        """Allocates a receiver's memory. One that reads in place has the host's, to read its weights back into."""
+        """Allocates a receiver's memory: on the host, to read weights back into, if it reads messages in place."""
         return PlainStaging(bucket_bytes) if cls.in_place else cls.make_staging(bucket_bytes)
 
     @abstractmethod
