@@ -9,8 +9,8 @@ stay where they are, and the judge holds a `Remote`. A program cannot answer for
 data, and arithmetic or order between both raises TypeError. Two objects of the program compare by its own methods.
 
 Names in a statement are its own, then Python's builtins, then the program's. A program that replaces `sorted` or `abs`
-therefore changes nothing. A module of the standard library is imported by the judge itself, and so is what the statement
-uses like one: `math` in `math.isclose(...)`, whatever the program calls `math`.
+therefore changes nothing. A module of the standard library is imported by the judge itself, and so is what the
+statement uses like one: `math` in `math.isclose(...)`, whatever the program calls `math`.
 """
 
 from __future__ import annotations

@@ -205,11 +205,11 @@ def test_a_sleep_within_the_limit_is_allowed() -> None:
 def test_threads_are_limited_though_the_kernel_counts_none(features: Features) -> None:
     """Threads with the smallest stacks, in memory for tens of thousands, would take all process ids of the machine."""
     code = (
-        "import ctypes\nlibc = ctypes.CDLL(None)\nattributes, thread = ctypes.create_string_buffer(128), ctypes.c_ulong()\n"
+        "import ctypes\nlibc, thread = ctypes.CDLL(None), ctypes.c_ulong()\n"
+        "attributes = ctypes.create_string_buffer(128)\n"
         "libc.pthread_attr_init(attributes)\nlibc.pthread_attr_setstacksize(attributes, 16384)\n"
-        "pause = ctypes.cast(libc.pause, ctypes.c_void_p)\n"
-        "for n in range(100):\n"
-        "    if libc.pthread_create(ctypes.byref(thread), attributes, pause, None): raise SystemExit('no more threads')\n"
+        "pause = ctypes.cast(libc.pause, ctypes.c_void_p)\nfor n in range(100):\n"
+        "    if libc.pthread_create(ctypes.byref(thread), attributes, pause, None): raise SystemExit('no more')\n"
         "libc.pause()"
     )
     done = run_python(code, time_limit_s=20.0, features=features)
