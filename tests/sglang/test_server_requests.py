@@ -53,11 +53,14 @@ FIELDS: list[dict[str, Any]] = [
     {"require_reasoning": True}, {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1},
     {"stream": True}, {"sampling_params": None}, {"sampling_params": []},
     {"return_logprob": [True], "input_ids": [[5]] * 2}, {"no_such_field": 1},
+    *({"sampling_params": {"max_new_tokens": 12, "min_new_tokens": 3, "stop_token_ids": ids}}
+      for ids in ([-5], [3, VOCAB_SIZE], [2**40], [VOCAB_SIZE - 1])),
+    {"sampling_params": {"max_new_tokens": 2**40, "min_new_tokens": 2**40}},
 ]  # fmt: skip
 # Fields of SGLang's SamplingParams, likewise.
 SAMPLING: dict[str, list[Any]] = {
     "temperature": [0.0, 0.7, 1e-6, 1e-30, 1e300, -1, "a", None, float("nan"), float("inf")],
-    "top_p": [0.9, 1e-9, 0, None], "top_k": [5, 1, -1, 0, 10**9, 1.5], "min_p": [0.1, 1, 2],
+    "top_p": [0.9, 1e-9, 0, None], "top_k": [5, 1, -1, 0, 10**9, 2**31 - 1, 2**31, 2**63, 1.5], "min_p": [0.1, 1, 2],
     "frequency_penalty": [0.5, 9], "presence_penalty": [0.5], "repetition_penalty": [1.2, 0],
     "min_new_tokens": [5, 100], "max_new_tokens": [0, 1, None, -1, 10**9, 2.5, "x"], "n": [2, 0, -1],
     "json_schema": ['{"type": "object"}', "{"], "regex": ["[0-9]+", "("], "ebnf": ['root ::= "a"'],

@@ -16,6 +16,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # SGLang answers these without a key; /health_generate runs the model
+MAX_INT32 = 2**31 - 1
 BARRIERS = (  # requests at whose end SGLang's ranks wait for each other
     "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromIPCReqInput", "BeginWeightUpdateReqInput",
     "EndWeightUpdateReqInput",
@@ -111,12 +112,31 @@ def check_request(request: Any, input_ids: list[int] | None, vocab_size: int, mu
     overrides = getattr(request, "positional_embed_overrides", None)
     if overrides is not None and not hasattr(overrides, "embeds"):
         raise ValueError("positional_embed_overrides are tensors, which HTTP does not carry; leave them out")
-    patterns = (request.sampling_params or {}).get("stop_regex") or ()
+    params = request.sampling_params or {}
+    _check_integers(params, vocab_size)
+    patterns = params.get("stop_regex") or ()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"stop_regex={pattern!r} is no regular expression: {error}") from error
+
+
+def _check_integers(params: dict[str, Any], vocab_size: int) -> None:
+    """Refuses integers of a request's sampling parameters that do not fit the tensors into which SGLang puts them.
+
+    Raises:
+        ValueError: see `check_request`.
+    """
+    for name in ("top_k", "min_new_tokens"):
+        value = params.get(name)
+        if isinstance(value, int) and value > MAX_INT32:
+            raise ValueError(f"{name}={value} must be at most {MAX_INT32}")
+    stops = params.get("stop_token_ids")
+    if params.get("min_new_tokens") and isinstance(stops, list):  # they index the logits until then
+        bad = [token for token in stops if isinstance(token, int) and not 0 <= token < vocab_size]
+        if bad:
+            raise ValueError(f"stop_token_ids has {bad[0]}; with min_new_tokens they must be in [0, {vocab_size})")
 
 
 def resident(make_pool: Any) -> Any:
