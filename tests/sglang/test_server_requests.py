@@ -265,6 +265,9 @@ def test_a_bad_weight_update_leaves_the_server_running(bad: str, plain: SGLangSe
         ("/get_weights_by_name", {"name": "no.such.weight"}),
         ("/weights_checker", {"action": "no such action"}),
         ("/abort_request", {"rid": "absent"}),
+        ("/start_expert_distribution_record", {}),
+        ("/stop_expert_distribution_record", {}),
+        ("/close_session", {"session_id": "absent"}),
         ("/flush_cache", {}),
     ],
 )
@@ -272,6 +275,17 @@ def test_a_bad_control_request_leaves_the_server_running(path: str, body: dict[s
     status, text = ask(plain, path, body)
     assert status, text
     assert answers_still(plain)
+
+
+def test_a_request_that_fails_in_the_scheduler_is_answered_with_400(server: SGLangServers) -> None:
+    """SGLang 0.5 changes a session's requests while it walks through them, where one replaces all of them."""
+    assert ask(server, "/open_session", {"capacity_of_str_len": 100, "session_id": "s"})[0] == 200
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    assert ask(server, "/generate", {**body, "session_params": {"id": "s"}})[0] == 200
+    status, text = ask(server, "/generate", {**body, "session_params": {"id": "s", "replace": True}})
+    assert (status, b"RuntimeError" in text) == (400, True)
+    assert answers_still(server)
+    assert ask(server, "/close_session", {"session_id": "s"})[0] == 200
 
 
 @pytest.mark.parametrize("end", ["stopped", "died"])

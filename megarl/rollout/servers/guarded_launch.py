@@ -1,8 +1,9 @@
 """Launches SGLang so that no single request ends a server, and none is answered without the key.
 
 An exception in SGLang's scheduler process ends the whole server, and its HTTP process lets pass what the scheduler
-cannot compute. `launch` adds the missing checks to the HTTP process. Schedulers answer failed control requests, such
-as weight updates. SGLang is imported inside functions: without a GPU, `megarl/cpu` prepares its import first.
+cannot compute. `launch` adds the missing checks to the HTTP process. Schedulers answer requests that fail when they
+arrive, such as weight updates. SGLang is imported inside functions: without a GPU, `megarl/cpu` prepares its import
+first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import logging
 import os
 import re
+from http import HTTPStatus
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -183,7 +185,7 @@ def keep_arrangement(updater: Any) -> None:
 
 
 def run_scheduler(*arguments: Any) -> None:
-    """Runs a scheduler process, whose failed control requests are answered."""
+    """Runs a scheduler process, whose failed requests are answered."""
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -217,11 +219,20 @@ def run_scheduler(*arguments: Any) -> None:
 
 
 def refusal(request: Any, error: Exception) -> Any:
-    """SGLang's answer `success=False` to a control request; None for a request whose answer has no such form."""
+    """SGLang's answer to a request that failed in its scheduler; None if no answer can tell so.
+
+    A request for tokens is answered with 400, a control request with `success=False`. The recorder of experts has an
+    answer without content, so the failure stands in the log alone.
+    """
     from sglang.srt.managers import io_struct
 
-    name = type(request).__name__
+    name, message = type(request).__name__, f"{type(error).__name__}: {error}"
+    if name == "TokenizedGenerateReqInput":
+        reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
+        return io_struct.AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
+    if name == "ExpertDistributionReq":
+        return io_struct.ExpertDistributionReqOutput()
     answer = getattr(io_struct, name.removesuffix("Input") + "Output", None) if name.endswith("ReqInput") else None
     if answer is None or not {"success", "message"} <= set(answer.__struct_fields__):
         return None
-    return answer(success=False, message=f"{type(error).__name__}: {error}")
+    return answer(success=False, message=message)
