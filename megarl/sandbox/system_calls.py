@@ -91,11 +91,13 @@ def seccomp_filter(pid: int) -> bytes:
         for value in values:
             body += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
         lines += _on(numbers_[column], [*body, (_RETURN, 0, 0, _EPERM)])
-    refused_bits = [(numbers, place, TRUNCATE | ACCESS_MODE, TRUNCATE) for *numbers, place in OPEN.values()]
+    refused_bits: list[tuple[list[int | None], int, int, int]] = [
+        (numbers, place, TRUNCATE | ACCESS_MODE, TRUNCATE) for *numbers, place in OPEN.values()
+    ]
     refused_bits += [(list(numbers), 0, NEGATIVE, NEGATIVE) for numbers in CLOCK.values()]
-    for numbers_, place, mask, refused in refused_bits:
+    for calls, place, mask, refused in refused_bits:
         body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * place), (_AND, 0, 0, mask), (_EQUAL, 0, 1, refused)]
-        lines += _on(numbers_[column], [*body, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)])
+        lines += _on(calls[column], [*body, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)])
     for numbers in ABSENT.values():
         lines += _on(numbers[column], [(_RETURN, 0, 0, _ENOSYS)])
     lines.append((_RETURN, 0, 0, _EPERM))
