@@ -10,7 +10,7 @@ data, and arithmetic or order between both raises TypeError. Two objects of the 
 
 Names in a statement are its own, then Python's builtins, then the program's. A program that replaces `sorted` or `abs`
 therefore changes nothing. A module of the standard library is imported by the judge itself, and so is what the
-statement uses like one: `math` in `math.isclose(...)`, whatever the program calls `math`.
+statement uses like one: `math` in `math.isclose(...)`, even if the program has its own `math`.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def _raise_builtin(names: list[str], text: str) -> NoReturn:
 
 
 class _Names(dict[str, Any]):
-    """Python's builtins, then the program's names, but for those of the standard library's modules."""
+    """Python's builtins, then the program's names. A module's name stands for the standard library's."""
 
     channel: Channel
     attributes: set[tuple[str, str]]  # ("math", "isclose") of each `math.isclose` in the statement
