@@ -28,7 +28,9 @@ _DECORATION = re.compile(r"\\(?:left|right|,|;|:|!| )|\\text\{[^{}]*\}$|\\(?:mat
 _UNBOUNDED = re.compile(
     r"\^[^{]*\^|\^\{[^}]*\^|\*\*.*\*\*|[0-9]{5,}!|!!|\^\{?-?[0-9]{3,}|[0-9]{40,}|__|\\(?:sum|prod|int)"
     r"|[!^].*[)}\]]!"  # the factorial of a factorial or power
-    r"|binom\{?[0-9]{6,}|choose[^0-9]*[0-9]{6,}|[0-9]{6,}\\choose"
+    r"|[0-9]{5,}[^+-]*[)}]!|(?:[0-9]{2,}(?:\\cdot|\\times|\*)){2}[^+-]*[)}]!"  # or of a large number or product
+    r"|\^\{[^}]*(?:[0-9]{2,}!|(?:[0-9]{2,}(?:\\cdot|\\times|\*)){2})"  # such an exponent
+    r"|binom\{[^{}]*(?:\}\{[^{}]*)?\^|binom\{?[0-9]{6,}|choose[^0-9]*[0-9]{6,}|[0-9]{6,}\\choose"
 )
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _POWER_OF_SUM = re.compile(r"\([^()]*[a-zA-Z][^()]*\)\^\{?(?:[2-9][0-9]|[0-9]{3})")  # has thousands of terms

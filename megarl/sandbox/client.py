@@ -35,16 +35,17 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Outcome of a run: how it ended, its output, and the processor seconds that it took.
+    """Outcome of a run: how it ended, its output, and the seconds of processor time and of sleep that it took.
 
-    `status` is "ok" (exit code 0), "failed", "time" (limit of processor time), "output" (limit), or "wall": the run
-    ended before it had its processor time. The machine was busy, or the code slept; nothing is known of the code.
+    `status` is "ok" (exit code 0), "failed", "time" (limit of processor time), "sleep" (the same limit), "output"
+    (limit), or "wall": the machine was too busy to give the run its processor time. Nothing is known of the code then.
     """
 
     status: str
     stdout: str
     stderr: str
     cpu_s: float = dataclasses.field(default=0.0, compare=False)
+    sleep_s: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -61,7 +62,7 @@ def run_python(
     output_limit: int = 65_536,
     features: Features | None = None,
 ) -> SandboxResult:
-    """Runs `code` as a script with `stdin` for at most `time_limit_s` seconds of processor time.
+    """Runs `code` as a script with `stdin` for at most `time_limit_s` seconds of processor time, and as many of sleep.
 
     `wall_limit_s` defaults to five times that, and at least 10. `memory_limit_mb` is in MiB. `output_limit` is in
     bytes, for stdout and stderr each.
@@ -105,8 +106,9 @@ def check_statement(
         judge.at_end = program.stop
         _communicate([program, judge], limits.wall_s)
     verdict, run = judge.result(), program.result()
-    status = "ok" if verdict.ok else run.status if run.status in ("wall", "time", "output") else verdict.status
-    return SandboxResult(status, run.stdout, run.stderr + verdict.stderr, run.cpu_s + verdict.cpu_s)
+    limit = run.status in ("wall", "time", "sleep", "output")
+    status = "ok" if verdict.ok else run.status if limit else verdict.status
+    return SandboxResult(status, run.stdout, run.stderr + verdict.stderr, run.cpu_s + verdict.cpu_s, run.sleep_s)
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,9 @@ class _Run:
         self.output = {"stdout": b"", "stderr": b"", "error": b""}
         self.exceeded = False
         self.report: dict[str, float | str] = {}
+        self.activity: dict[str, float] = {}  # while it runs; see `activity.Activity.summary`
+        self.sleep_s = 0.0  # together with the other run of a pair
+        self.overslept = False
         self.at_end: Callable[[], None] = lambda: None
         request = {
             "judge": judge,
@@ -266,11 +271,14 @@ class _Run:
         status = "ok" if self.report["code"] == 0 else "failed"
         if self.exceeded:
             status = "output"
+        elif self.overslept:
+            status = "sleep"
         elif ended in ("time", "wall"):
             status = str(ended)
         stdout, stderr = (self.output[name][: self.limits.output] for name in ("stdout", "stderr"))
         cpu_s = float(self.report["cpu_s"])
-        return SandboxResult(status, stdout.decode(errors="replace"), stderr.decode(errors="replace"), cpu_s)
+        texts = (stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+        return SandboxResult(status, *texts, cpu_s, self.sleep_s)
 
     def _write(self) -> bool:
         try:
@@ -302,7 +310,11 @@ class _Run:
             message = b""
         if not message:
             raise SandboxError("the sandbox's server ended during a run; see its output above")
-        self.report = json.loads(message)
+        content = json.loads(message)
+        if "ended" not in content:
+            self.activity = content
+            return True
+        self.report = content
         self.at_end()
         return False
 
@@ -325,6 +337,22 @@ def _communicate(runs: list[_Run], wall_s: float) -> None:
                 for key, _ in selector.select(remaining):
                     if not key.data():
                         selector.unregister(key.fileobj)
+                _end_sleepers(runs)
     finally:
         for run in runs:
             run.close()
+
+
+def _end_sleepers(runs: list[_Run]) -> None:
+    """Ends runs that slept longer than their limit of processor time, which would else let them end as "wall".
+
+    One run of a pair sleeps while the other works, so only sleep of both at once counts.
+    """
+    if any(run.report or run.activity.get("works", True) for run in runs):
+        return
+    sleep_s = min(run.activity["elapsed_s"] for run in runs) - sum(run.activity["working_s"] for run in runs)
+    for run in runs:
+        run.sleep_s = max(sleep_s, 0.0)
+        if sleep_s > run.limits.cpu_s and not run.overslept:
+            run.overslept = True
+            run.stop()

@@ -9,11 +9,13 @@ stay where they are, and the judge holds a `Remote`. A program cannot answer for
 data, and arithmetic or order between both raises TypeError. Two objects of the program compare by its own methods.
 
 Names in a statement are its own, then Python's builtins, then the program's. A program that replaces `sorted` or `abs`
-therefore changes nothing. A module of the standard library is imported by the judge itself.
+therefore changes nothing. A module of the standard library is imported by the judge itself, and so is what the
+statement uses like one: `math` in `math.isclose(...)`, even if the program has its own `math`.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import collections
 import datetime
@@ -335,15 +337,22 @@ def _raise_builtin(names: list[str], text: str) -> NoReturn:
 
 
 class _Names(dict[str, Any]):
-    """Python's builtins, then the program's names."""
+    """Python's builtins, then the program's names. A module's name stands for the standard library's."""
 
     channel: Channel
+    attributes: set[tuple[str, str]]  # ("math", "isclose") of each `math.isclose` in the statement
 
     def __missing__(self, name: str) -> Any:
         value = self.channel.ask("name", name)
-        if name in sys.stdlib_module_names and type(value) is Remote and self.channel.ask("is_module", value) is True:
+        if name in sys.stdlib_module_names and type(value) is Remote and self._is_module(name, value):
             return importlib.import_module(name)  # not the program's, whose `math.isclose` may be true of anything
         return value
+
+    def _is_module(self, name: str, value: Remote) -> bool:
+        if self.channel.ask("is_module", value) is True:
+            return True
+        used = [attribute for owner, attribute in self.attributes if owner == name]
+        return bool(used) and all(hasattr(importlib.import_module(name), attribute) for attribute in used)
 
 
 def judge(statement: str, channel: Channel) -> None:
@@ -354,8 +363,14 @@ def judge(statement: str, channel: Channel) -> None:
     """
     names = _Names(vars(builtins))
     names.channel = channel
+    tree = ast.parse(statement, "<test>")
+    names.attributes = {
+        (node.value.id, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
     try:
-        exec(compile(statement, "<test>", "exec"), {"__name__": "<test>", "__builtins__": names})
+        exec(compile(tree, "<test>", "exec"), {"__name__": "<test>", "__builtins__": names})
     except SystemExit as error:
         raise AssertionError("the statement ended before its end") from error
     if channel.gone:  # a bare `except` of the statement

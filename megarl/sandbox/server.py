@@ -7,7 +7,8 @@ of a started Python takes a few milliseconds, a new Python five times that.
     client --request, pipes--> server --fork--> isolated process
     client <-----report------- server <-exit--
 
-The server ends with its client: the control socket closes then, which also ends the process under way.
+The server ends with its client: the control socket closes then, which also ends the process under way. Twenty times a
+second it looks at how many threads the process has, and how long it worked. The client hears the latter.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import types
 from typing import Any
 
 from megarl.sandbox import judge
-from megarl.sandbox.isolation import Features, isolate
+from megarl.sandbox.activity import Activity
+from megarl.sandbox.isolation import MAX_THREADS, Features, isolate
 
 MAX_REQUEST = 4096
 STOP = b"."  # message of the client: end the process under way
@@ -40,6 +42,8 @@ PRELOADED = (  # what programs import most: read once, before the fork
 )  # fmt: skip
 ERROR_FD, CHANNEL_IN, CHANNEL_OUT = 3, 4, 5
 CHECK_S = 0.005  # least time between two looks at the processor time
+LOOK_S = 0.05  # time between two looks at threads and sleep
+TELL_S = 0.25  # time between two messages about sleep
 REMOVE_S = 60.0
 TRACEBACK = 50  # last calls that are printed
 
@@ -77,27 +81,38 @@ def main() -> None:
 def _supervise(pid: int, control: socket.socket, cpu_limit_s: float, wall_limit_s: float) -> dict[str, Any]:
     """Waits for the process, ends it at a limit or at the client's word, and reports how it ended.
 
-    Processor time is the process's own, threads included. It passes at most once a core.
+    Processor time is the process's own, threads included. It passes at most once a core. The kernel does not count
+    threads for root, nor without a user namespace, so they are counted here.
     """
     clock = (~pid << 3) | 2  # the CPU clock of a process, see clock_getcpuclockid(3)
     cores = os.cpu_count() or 1
-    wall_end = time.monotonic() + wall_limit_s
+    start = told = time.monotonic()
+    wall_end = start + wall_limit_s
+    activity = Activity(pid)
     pidfd = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.register(control, select.POLLIN)
     stopped = ""
     while not stopped:
-        cpu_left, wall_left = cpu_limit_s - time.clock_gettime(clock), wall_end - time.monotonic()
+        cpu_s, now = time.clock_gettime(clock), time.monotonic()
+        cpu_left, wall_left = cpu_limit_s - cpu_s, wall_end - now
         if cpu_left <= 0 or wall_left <= 0:
             stopped = "time" if cpu_left <= 0 else "wall"
             break
-        ready = [descriptor for descriptor, _ in poll.poll(1000 * min(wall_left, max(cpu_left / cores, CHECK_S)))]
+        look_s = min(wall_left, LOOK_S, max(cpu_left / cores, CHECK_S))
+        ready = [descriptor for descriptor, _ in poll.poll(1000 * look_s)]
         if pidfd in ready:
             break
         if ready:  # the client asks for the end, or has ended
             control.recv(1)
             stopped = "stopped"
+        elif activity.look() > MAX_THREADS:
+            stopped = "threads"
+        elif now - told >= TELL_S:
+            told = now
+            with contextlib.suppress(BrokenPipeError):  # the client has ended, which `poll` tells next
+                control.send(json.dumps(activity.summary(now - start, cpu_s)).encode())
     if stopped:
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so it is no other process
     os.close(pidfd)

@@ -32,15 +32,14 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     "mmap": (9, 222), "munmap": (11, 215), "mremap": (25, 216), "mprotect": (10, 226), "madvise": (28, 233),
     "brk": (12, 214),
     # time and randomness
-    "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None),
-    "times": (100, 153), "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "alarm": (37, None),
+    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "nanosleep": (35, 101), "alarm": (37, None),
     "setitimer": (38, 103), "getitimer": (36, 102), "getrandom": (318, 278),
     # the process, its threads and handlers of its signals
-    "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getpgid": (121, 155), "getpgrp": (111, None),
-    "getsid": (124, 156), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
+    "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getpgrp": (111, None),
+    "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177),
     "getgroups": (115, 158), "getresuid": (118, 148), "getresgid": (120, 150), "getrusage": (98, 165),
     "getrlimit": (97, 163), "uname": (63, 160), "sysinfo": (99, 179), "getcpu": (309, 168), "sched_yield": (24, 124),
-    "sched_getaffinity": (204, 123), "futex": (202, 98), "set_robust_list": (273, 99), "set_tid_address": (218, 96),
+    "futex": (202, 98), "set_robust_list": (273, 99), "set_tid_address": (218, 96),
     "rseq": (334, 293), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
     "rt_sigsuspend": (130, 133), "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "sigaltstack": (131, 132),
     "pause": (34, None), "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
@@ -58,10 +57,18 @@ ON_VALUE: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
     "prctl": (157, 167, 0, SET_NAME),
 }
 # Calls on a process: 0 or its own id. `kill(0)` would reach the group, which is the process alone (see `server`).
-ON_ITSELF: dict[str, tuple[int, int]] = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}
+ON_ITSELF: dict[str, tuple[int, int]] = {
+    "kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), "getpgid": (121, 155), "getsid": (124, 156),
+    "sched_getaffinity": (204, 123),
+}  # fmt: skip
 # name: numbers, the argument with the flags. Landlock before version 3 lets a read-only open truncate.
 OPEN: dict[str, tuple[int, int | None, int]] = {"open": (2, None, 1), "openat": (257, 56, 2)}
 TRUNCATE, ACCESS_MODE = 0o1000, 0o3
+# Calls on a clock, the first argument. A negative one is the processor time of a process, see clock_getcpuclockid(3).
+CLOCK: dict[str, tuple[int, int]] = {
+    "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115),
+}  # fmt: skip
+NEGATIVE = 0x80000000
 # Flags behind a pointer, which a filter cannot read. On ENOSYS, libc takes `clone` and `openat`.
 ABSENT: dict[str, tuple[int, int]] = {"clone3": (435, 435), "openat2": (437, 437)}
 
@@ -84,9 +91,13 @@ def seccomp_filter(pid: int) -> bytes:
         for value in values:
             body += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
         lines += _on(numbers_[column], [*body, (_RETURN, 0, 0, _EPERM)])
-    for *opens, place in OPEN.values():
-        body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * place), (_AND, 0, 0, TRUNCATE | ACCESS_MODE), (_EQUAL, 0, 1, TRUNCATE)]
-        lines += _on(opens[column], [*body, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)])
+    refused_bits: list[tuple[list[int | None], int, int, int]] = [
+        (numbers, place, TRUNCATE | ACCESS_MODE, TRUNCATE) for *numbers, place in OPEN.values()
+    ]
+    refused_bits += [(list(numbers), 0, NEGATIVE, NEGATIVE) for numbers in CLOCK.values()]
+    for calls, place, mask, refused in refused_bits:
+        body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * place), (_AND, 0, 0, mask), (_EQUAL, 0, 1, refused)]
+        lines += _on(calls[column], [*body, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)])
     for numbers in ABSENT.values():
         lines += _on(numbers[column], [(_RETURN, 0, 0, _ENOSYS)])
     lines.append((_RETURN, 0, 0, _EPERM))

@@ -53,11 +53,14 @@ FIELDS: list[dict[str, Any]] = [
     {"require_reasoning": True}, {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1},
     {"stream": True}, {"sampling_params": None}, {"sampling_params": []},
     {"return_logprob": [True], "input_ids": [[5]] * 2}, {"no_such_field": 1},
+    *({"sampling_params": {"max_new_tokens": 12, "min_new_tokens": 3, "stop_token_ids": ids}}
+      for ids in ([-5], [3, VOCAB_SIZE], [2**40], [VOCAB_SIZE - 1])),
+    {"sampling_params": {"max_new_tokens": 2**40, "min_new_tokens": 2**40}},
 ]  # fmt: skip
 # Fields of SGLang's SamplingParams, likewise.
 SAMPLING: dict[str, list[Any]] = {
     "temperature": [0.0, 0.7, 1e-6, 1e-30, 1e300, -1, "a", None, float("nan"), float("inf")],
-    "top_p": [0.9, 1e-9, 0, None], "top_k": [5, 1, -1, 0, 10**9, 1.5], "min_p": [0.1, 1, 2],
+    "top_p": [0.9, 1e-9, 0, None], "top_k": [5, 1, -1, 0, 10**9, 2**31 - 1, 2**31, 2**63, 1.5], "min_p": [0.1, 1, 2],
     "frequency_penalty": [0.5, 9], "presence_penalty": [0.5], "repetition_penalty": [1.2, 0],
     "min_new_tokens": [5, 100], "max_new_tokens": [0, 1, None, -1, 10**9, 2.5, "x"], "n": [2, 0, -1],
     "json_schema": ['{"type": "object"}', "{"], "regex": ["[0-9]+", "("], "ebnf": ['root ::= "a"'],
@@ -262,6 +265,9 @@ def test_a_bad_weight_update_leaves_the_server_running(bad: str, plain: SGLangSe
         ("/get_weights_by_name", {"name": "no.such.weight"}),
         ("/weights_checker", {"action": "no such action"}),
         ("/abort_request", {"rid": "absent"}),
+        ("/start_expert_distribution_record", {}),
+        ("/stop_expert_distribution_record", {}),
+        ("/close_session", {"session_id": "absent"}),
         ("/flush_cache", {}),
     ],
 )
@@ -269,6 +275,17 @@ def test_a_bad_control_request_leaves_the_server_running(path: str, body: dict[s
     status, text = ask(plain, path, body)
     assert status, text
     assert answers_still(plain)
+
+
+def test_a_request_that_fails_in_the_scheduler_is_answered_with_400(server: SGLangServers) -> None:
+    """SGLang 0.5 changes a session's requests while it walks through them, where one replaces all of them."""
+    assert ask(server, "/open_session", {"capacity_of_str_len": 100, "session_id": "s"})[0] == 200
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+    assert ask(server, "/generate", {**body, "session_params": {"id": "s"}})[0] == 200
+    status, text = ask(server, "/generate", {**body, "session_params": {"id": "s", "replace": True}})
+    assert (status, b"RuntimeError" in text) == (400, True)
+    assert answers_still(server)
+    assert ask(server, "/close_session", {"session_id": "s"})[0] == 200
 
 
 @pytest.mark.parametrize("end", ["stopped", "died"])

@@ -38,7 +38,7 @@ PACKAGE_LEVEL = LEVEL["families"]  # of megarl/__init__.py, whose names are load
 # Inside a part: its files and folders from the bottom up. Each imports from lower ones and from itself.
 INSIDE = {
     "reshard": ("config", "plan", "transfer", "sync", "session"),
-    "sandbox": ("system_calls", "isolation", "judge", "server", "client", "programs"),
+    "sandbox": ("system_calls", "isolation", "activity", "judge", "server", "client", "programs"),
 }
 
 # Importers of a library: parts of megarl, or folders in them.

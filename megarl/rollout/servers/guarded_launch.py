@@ -1,8 +1,8 @@
 """Launches SGLang so that no request can end the server, and none is answered without the key.
 
 An exception in SGLang's scheduler process ends the whole server, and its HTTP process accepts requests that raise one.
-`launch` adds the missing checks to the HTTP process. Schedulers answer failed control requests, such as weight updates.
-SGLang is imported inside functions: without a GPU, `megarl/cpu` prepares its import first.
+`launch` adds the missing checks to the HTTP process. Schedulers answer requests that fail when they arrive, such as
+weight updates. SGLang is imported inside functions: without a GPU, `megarl/cpu` prepares its import first.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import functools
 import logging
 import os
 import re
+from http import HTTPStatus
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # SGLang answers these without a key; /health_generate runs the model
+MAX_INT32 = 2**31 - 1
 BARRIERS = (  # requests at whose end SGLang's ranks wait for each other
     "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromIPCReqInput", "BeginWeightUpdateReqInput",
     "EndWeightUpdateReqInput",
@@ -111,12 +113,31 @@ def check_request(request: Any, input_ids: list[int] | None, vocab_size: int, mu
     overrides = getattr(request, "positional_embed_overrides", None)
     if overrides is not None and not hasattr(overrides, "embeds"):
         raise ValueError("positional_embed_overrides are tensors, which HTTP does not carry; leave them out")
-    patterns = (request.sampling_params or {}).get("stop_regex") or ()
+    params = request.sampling_params or {}
+    _check_integers(params, vocab_size)
+    patterns = params.get("stop_regex") or ()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(f"stop_regex={pattern!r} is no regular expression: {error}") from error
+
+
+def _check_integers(params: dict[str, Any], vocab_size: int) -> None:
+    """Refuses integers of a request's sampling parameters that do not fit the tensors into which SGLang puts them.
+
+    Raises:
+        ValueError: see `check_request`.
+    """
+    for name in ("top_k", "min_new_tokens"):
+        value = params.get(name)
+        if isinstance(value, int) and value > MAX_INT32:
+            raise ValueError(f"{name}={value} must be at most {MAX_INT32}")
+    stops = params.get("stop_token_ids")
+    if params.get("min_new_tokens") and isinstance(stops, list):  # they index the logits until then
+        bad = [token for token in stops if isinstance(token, int) and not 0 <= token < vocab_size]
+        if bad:
+            raise ValueError(f"stop_token_ids has {bad[0]}; with min_new_tokens they must be in [0, {vocab_size})")
 
 
 def resident(make_pool: Any) -> Any:
@@ -163,7 +184,7 @@ def keep_arrangement(updater: Any) -> None:
 
 
 def run_scheduler(*arguments: Any) -> None:
-    """Runs a scheduler process, whose failed control requests are answered."""
+    """Runs a scheduler process, whose failed requests are answered."""
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -197,11 +218,20 @@ def run_scheduler(*arguments: Any) -> None:
 
 
 def refusal(request: Any, error: Exception) -> Any:
-    """SGLang's answer `success=False` to a control request; None for a request whose answer has no such form."""
+    """SGLang's answer to a request that failed in its scheduler; None if no answer can tell so.
+
+    A request for tokens is answered with 400, a control request with `success=False`. The recorder of experts has an
+    answer without content, so the failure stands in the log alone.
+    """
     from sglang.srt.managers import io_struct
 
-    name = type(request).__name__
+    name, message = type(request).__name__, f"{type(error).__name__}: {error}"
+    if name == "TokenizedGenerateReqInput":
+        reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
+        return io_struct.AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
+    if name == "ExpertDistributionReq":
+        return io_struct.ExpertDistributionReqOutput()
     answer = getattr(io_struct, name.removesuffix("Input") + "Output", None) if name.endswith("ReqInput") else None
     if answer is None or not {"success", "message"} <= set(answer.__struct_fields__):
         return None
-    return answer(success=False, message=f"{type(error).__name__}: {error}")
+    return answer(success=False, message=message)

@@ -34,13 +34,11 @@ class Manifest:
     files: dict[str, tuple[int, str]]
 
     def check_sizes(self) -> None:
-        """Raises Damaged if a file is missing or has another size."""
+        """Raises Damaged if a file is missing, cannot be looked at, or has another size."""
         for name, (size, _) in self.files.items():
-            path = self.folder / name
-            if not path.is_file():
-                raise Damaged(f"{name} is missing")
-            if path.stat().st_size != size:
-                raise Damaged(f"{name} has {path.stat().st_size} bytes, written were {size}")
+            found = _size(self.folder, name)
+            if found != size:
+                raise Damaged(f"{name} has {found} bytes, written were {size}")
 
     def check_content(self, part: int = 0, parts: int = 1) -> None:
         """Raises Damaged if a file's content changed. Reads share `part` of the files, out of `parts`."""
@@ -49,15 +47,27 @@ class Manifest:
 
     def check_file(self, name: str) -> None:
         """Raises Damaged if the file is missing, cannot be read, or its content changed."""
-        path = self.folder / name
-        if not path.is_file():
-            raise Damaged(f"{name} is missing")
+        _size(self.folder, name)
         try:
-            digest = _sha256(path)
+            digest = _sha256(self.folder / name)
         except OSError as error:
             raise Damaged(f"{name} cannot be read ({error})") from error
         if digest != self.files[name][1]:
             raise Damaged(f"{name} is not what was written: its SHA-256 differs")
+
+
+def _size(folder: Path, name: str) -> int:
+    """Bytes of a file. Anything else in its place, such as a pipe that would be waited for, counts as missing.
+
+    Raises:
+        Damaged: it is missing, or the disk or its rights do not let it be looked at.
+    """
+    try:
+        if (folder / name).is_file():
+            return (folder / name).stat().st_size
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read ({error})") from error
+    raise Damaged(f"{name} is missing")
 
 
 def describe(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, str]]:
@@ -84,8 +94,7 @@ def read(folder: Path) -> Manifest:
         Damaged: the manifest is missing or was changed.
         UserError: a newer format.
     """
-    if not (folder / NAME).is_file():  # a pipe would be waited for
-        raise Damaged(f"{NAME} is missing")
+    _size(folder, NAME)
     try:
         text = (folder / NAME).read_text()
         body = json.loads(text)

@@ -87,21 +87,32 @@ def test_tests_after_the_samples_limit_count_as_failed(monkeypatch: pytest.Monke
 
 
 def test_a_sample_out_of_wall_time_is_left_out_and_not_scored_0() -> None:
-    def sleeps(*_: Any, tests: list[Any], **__: Any) -> float:
+    def loops(*_: Any, tests: list[Any], **__: Any) -> float:
         from megarl.sandbox import client
 
-        client.LEAST_WALL_S = 0.5
-        code.TEST_LIMIT_S = 0.1
-        return code_reward_fn("", "import time\ntime.sleep(1000)", [], [], tests=tests)
+        client.LEAST_WALL_S, client.WALL_PER_CPU_S = 0.5, 0.0
+        code.TEST_LIMIT_S = 300.0
+        return code_reward_fn("", "while True: pass", [], [], tests=tests)
 
     async def both() -> float:
         for tests in ([TEST], [{"input": "", "output": ""}]):
-            with pytest.raises(RewardError, match=r"TimeoutError: a test had 0\.\d of 0\.1 s of processor time"):
+            with pytest.raises(RewardError, match=r"TimeoutError: a test had 0\.\d of 300 s of processor time"):
                 await pool("", "", [], [], tests=tests)
         return pool.failures["raised"]
 
-    with RewardPool([sleeps], RewardConfig(functions=["code"], time_limit_s=300.0)) as pool:
+    with RewardPool([loops], RewardConfig(functions=["code"], time_limit_s=300.0)) as pool:
         assert asyncio.run(both()) == 2
+
+
+def test_a_program_that_sleeps_is_scored_0_and_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong program must not hide: by one long sleep, nor by short ones in each test until the pool's limit."""
+    monkeypatch.setattr(code, "TEST_LIMIT_S", 0.5)
+    for tests in ([TEST], [{"input": "", "output": "3"}]):
+        assert code_reward_fn("", "import time\ntime.sleep(1000)", [], [], tests=tests) == 0.0
+    monkeypatch.setattr(code, "TEST_LIMIT_S", 60.0)
+    monkeypatch.setattr(code, "SAMPLE_LIMIT_S", 0.5)
+    naps = "import time\ndef add(a, b):\n    time.sleep(1.2)\n    return a + b"
+    assert code_reward_fn("", naps, [], [], tests=[TEST] * 4) == 0.25
 
 
 def test_a_busy_machine_does_not_lower_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:

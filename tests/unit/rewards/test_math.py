@@ -49,6 +49,10 @@ def test_the_last_box_with_balanced_braces_is_the_answer(text: str, answer: str 
         (r"\left(\frac{2}{3}\right)^{50}", r"\frac{2^{50}}{3^{50}}"),
         ("(x+1)^{2}(x-1)^{2}", "(x^{2}-1)^{2}"),
         ("(n+1)!", "(1+n)!"),
+        (r"2^{3\cdot4}", "4096"),
+        (r"\frac{(2\cdot3)!}{2}", "360"),
+        (r"\binom{10}{2}x^{2}", "45x^2"),
+        (r"\binom{10}{3}2^{7}", "15360"),
     ],
 )
 def test_equal_answers_are_equal_in_both_orders(a: str, b: str) -> None:
@@ -93,6 +97,13 @@ def test_the_reference_may_be_a_whole_solution_or_the_answer_alone() -> None:
         "9^{99}!",
         "(a+b+c+d+e+f+g)^{99}",
         r"\left(\alpha+b+c+d+e+f+g\right)^{99}",
+        "9^{99!}",
+        r"9^{99\cdot99\cdot99\cdot99}",
+        r"(\frac{1}{3})^{99\times99\times99}",
+        "9^{99*99*99*99}",
+        r"(99\cdot99\cdot99\cdot99)!",
+        r"(\frac{9999999999}{1})!",
+        r"\binom{9^9}{9^8}",
     ],
 )
 def test_terms_that_grow_without_bound_are_never_computed(term: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,3 +80,24 @@ def test_every_path_needs_the_key(path: str, auth: ModuleType, monkeypatch: pyte
     for header in (b"", b"Bearer other", "Bearer k\u00e9y".encode("latin-1")):
         request = {"type": "http", "method": "GET", "path": path, "headers": [(b"authorization", header)]}
         assert answers(app, request)[0]["status"] == 401, header
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"top_k": 2**31}, r"top_k=2147483648 must be at most 2147483647"),
+        ({"min_new_tokens": 2**40}, r"min_new_tokens=1099511627776 must be at most"),
+        ({"min_new_tokens": 1, "stop_token_ids": [3, -5]}, r"stop_token_ids has -5; .* \[0, 10\)"),
+        ({"min_new_tokens": 1, "stop_token_ids": [10]}, r"stop_token_ids has 10"),
+        ({"stop_token_ids": [10**6, -1], "top_k": 2**31 - 1}, None),  # never an index
+        ({"min_new_tokens": 1, "stop_token_ids": [0, 9]}, None),
+    ],
+)
+def test_integers_that_end_a_scheduler_are_refused(params: dict[str, Any], message: str | None) -> None:
+    """Each of the refused ended a server: SGLang's tensors have 32 bits, or an entry for each token."""
+    request = SimpleNamespace(sampling_params=params)
+    if message is None:
+        guarded_launch.check_request(request, [1], 10)
+    else:
+        with pytest.raises(ValueError, match=message):
+            guarded_launch.check_request(request, [1], 10)

@@ -50,6 +50,11 @@ ATTACKS: dict[str, dict[str, str]] = {
         "list the root": "os.listdir('/')",
         "read the users": "open('/etc/passwd').read()",
         "map a file": "mmap.mmap(os.open(FILE, os.O_RDONLY), 0, prot=mmap.PROT_READ)[:1]",
+        "processor time of a process": "time.clock_gettime((~PID << 3) | 2)",
+        "sleep until a process has worked": "t = struct.pack('qq', 0, 1); raw(230, 115, (~PID << 3) | 2, 1, t, None)",
+        "cores of a process": "os.sched_getaffinity(PID)",
+        "group of a process": "os.getpgid(PID)",
+        "session of a process": "os.getsid(PID)",
         "watch a folder": "done(libc.inotify_add_watch(done(libc.inotify_init()), FOLDER.encode(), 0xFFF))",
         "what a page cache holds": "m = mmap.mmap(-1, 4096); b = ctypes.create_string_buffer(1); "
         "raw(27, 232, ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(m))), ctypes.c_size_t(4096), b)",

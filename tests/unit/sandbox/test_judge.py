@@ -196,12 +196,27 @@ def test_a_forged_module_is_not_asked() -> None:
     assert done.status == "failed"
     module = "import sys, math\nmath.isclose = lambda *a: True\ndef add(a, b): return 0"
     assert check_statement(module, "assert math.isclose(add(1, 2), 3)").status == "failed"
+    instance = "import types\nmath = types.SimpleNamespace(isclose=lambda *a: True)\ndef add(a, b): return 0"
+    for forged in (fake, instance):  # no module, and the statement does not import its own
+        assert check_statement(forged, "assert math.isclose(add(1, 2), 3)").status == "failed"
+    honest = "import math\ndef add(a, b): return 3.0"
+    assert check_statement(honest, "assert math.isclose(add(1, 2), 3)").ok
+
+
+def test_a_program_may_call_its_own_things_like_modules() -> None:
+    assert check_statement("def bisect(a, b): return 7", "assert bisect(1, 2) == 7").ok
+    stack = "class Stack(list):\n    def push(self, x): self.append(x)\nqueue = Stack()"
+    assert check_statement(stack, "queue.push(3)\nassert queue.pop() == 3").ok
 
 
 def test_a_program_that_loops_or_sleeps_costs_its_own_time() -> None:
     for code in ("def f():\n    while True: pass", "while True: pass"):
         assert check_statement(code, "f()", time_limit_s=0.5, wall_limit_s=300.0).status == "time"
     assert check_statement("import time\ntime.sleep(1000)", "f()", wall_limit_s=1.0).status == "wall"
+    for code in ("import time\ndef f(): time.sleep(1000)", "import time\ntime.sleep(1000)"):
+        done = check_statement(code, "f()", time_limit_s=0.5, wall_limit_s=300.0)
+        assert done.status == "sleep"
+        assert done.sleep_s > 0.5
     swallow = "try:\n    f()\nexcept BaseException:\n    pass"
     assert check_statement("import os\ndef f(): os._exit(0)", swallow).status == "failed"
 

@@ -162,6 +162,78 @@ def test_a_run_out_of_wall_time_is_no_failure_and_leaves_no_process(code: str) -
     assert not [child for server in servers for child in server.children()]
 
 
+def test_every_system_call_that_is_not_listed_fails_those_of_later_kernels_too() -> None:
+    """All numbers to 1023, of both ABIs of x86_64. `uretprobe` and `uprobe` pass every filter and end their caller."""
+    column = list(system_calls.AUDIT_ARCH).index(platform.machine())
+    tables = (system_calls.ALLOWED, system_calls.ON_VALUE, system_calls.ON_ITSELF, system_calls.OPEN)
+    tables += (system_calls.CLOCK, system_calls.ABSENT)
+    listed = {numbers[column] for table in tables for numbers in table.values()} | {335, 336}
+    others = [number for number in range(1024) if number not in listed]
+    others += [number | 0x40000000 for number in range(1024)] if column == 0 else []
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nno = ctypes.c_long(-1)\n"
+        f"for number in {others}:\n"
+        "    result = libc.syscall(ctypes.c_long(number), no, no, no, no, no, no)\n"
+        "    if (result, ctypes.get_errno()) != (-1, 1): print(number, result, ctypes.get_errno())"
+    )
+    done = run_python(code, time_limit_s=30.0)
+    assert (done.status, done.stdout) == ("ok", "")
+
+
+SLEEPS = {
+    "sleep": "import time; time.sleep(1000)",
+    "many short ones": "import time\nwhile True: time.sleep(0.01)",
+    "an empty pipe": "import os; os.read(os.pipe()[0], 1)",
+    "a lock": "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "stopped by itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+    "a thread after the main one": "import ctypes, threading, time\n"
+    "threading.Thread(target=time.sleep, args=(1000,)).start()\nctypes.CDLL(None).syscall(60, 0)",
+}
+
+
+@pytest.mark.parametrize("code", SLEEPS.values(), ids=SLEEPS)
+def test_sleep_is_limited_like_processor_time(code: str) -> None:
+    """Else a program that sleeps would pass for a busy machine, whose samples are left out."""
+    done = run_python(code, time_limit_s=0.5, wall_limit_s=300.0)
+    assert done.status == "sleep"
+    assert done.sleep_s > 0.5
+
+
+def test_a_wait_for_a_processor_is_no_sleep() -> None:
+    """Twelve processes share two cores for longer than the limit of sleep."""
+    code = "import time\nwhile time.process_time() < 1.0: pass"
+    results: list[SandboxResult] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(run_python(code, time_limit_s=1.5, wall_limit_s=300.0)))
+        for _ in range(6 * (os.cpu_count() or 1))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [done.status for done in results] == ["ok"] * len(threads)
+    assert max(done.sleep_s for done in results) < 0.3
+
+
+def test_a_sleep_within_the_limit_is_allowed() -> None:
+    assert run_python("import time; time.sleep(0.6); print(1)", time_limit_s=60.0).stdout == "1\n"
+
+
+@pytest.mark.parametrize("features", [Features(), Features(namespaces=False)], ids=["all", "no namespaces"])
+def test_threads_are_limited_though_the_kernel_counts_none(features: Features) -> None:
+    """Threads with the smallest stacks, in memory for tens of thousands, would take all process ids of the machine."""
+    code = (
+        "import ctypes\nlibc, thread = ctypes.CDLL(None), ctypes.c_ulong()\n"
+        "attributes = ctypes.create_string_buffer(128)\n"
+        "libc.pthread_attr_init(attributes)\nlibc.pthread_attr_setstacksize(attributes, 16384)\n"
+        "pause = ctypes.cast(libc.pause, ctypes.c_void_p)\nfor n in range(100):\n"
+        "    if libc.pthread_create(ctypes.byref(thread), attributes, pause, None): raise SystemExit('no more')\n"
+        "libc.pause()"
+    )
+    done = run_python(code, time_limit_s=20.0, features=features)
+    assert done.status == "failed"
+
+
 def test_output_is_limited() -> None:
     for code in ("while True: print('x' * 1000)", "print('x' * 5001)", "import sys; sys.stderr.write('x' * 5001)"):
         done = run_python(code, output_limit=5000)
@@ -312,6 +384,7 @@ def test_the_numbers_of_the_calls_are_the_kernels(column: int, machine: str) -> 
         system_calls.ON_VALUE,
         system_calls.ON_ITSELF,
         system_calls.OPEN,
+        system_calls.CLOCK,
         system_calls.ABSENT,
     )
     listed = {name: entry[column] for table in tables for name, entry in table.items()}  # type: ignore[attr-defined]

@@ -151,19 +151,21 @@ def test_a_damaged_folder_falls_back(damage: str, resumed: Callable[..., dict[st
     assert resumed(FOLDER_DAMAGES[damage])["step"] == OLDER
 
 
+@pytest.mark.parametrize("method", ["open", "stat"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_that_the_disk_does_not_give_falls_back(
-    resumed: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    name: str, method: str, resumed: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`EIO` of a bad disk, for every file of the newest checkpoint: opening raises. Stands for no other fault."""
-    opened = Path.open
+    """`EIO` of a bad disk, or a folder without rights: the file cannot be opened, or not even looked at."""
+    given = getattr(Path, method)
 
     def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
-        if f"step_{NEWEST:06d}/{ACTOR}" in str(path):
+        if str(path).endswith(f"step_{NEWEST:06d}/{name}"):
             raise OSError(5, "Input/output error", str(path))
-        return opened(path, *args, **kwargs)
+        return given(path, *args, **kwargs)
 
     def change(step: Path) -> None:
-        monkeypatch.setattr(Path, "open", refuse)
+        monkeypatch.setattr(Path, method, refuse)
 
     assert resumed(change)["step"] == OLDER
 
