@@ -43,10 +43,10 @@ from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged
 from megarl.trainer.checkpoints.saver import ACTOR
-from megarl.trainer.kept_batches import read_batch
-from megarl.trainer.replay_checks import changed_knobs, overrides_of
-from megarl.trainer.replay_order import Order
-from megarl.trainer.replay_source import Source, find
+from megarl.trainer.replay.checks import changed_knobs, overrides_of
+from megarl.trainer.replay.kept_batches import read_batch
+from megarl.trainer.replay.order import Order
+from megarl.trainer.replay.source import Source, find
 from megarl.types import PackedBatch
 
 USAGE = "usage: python -m megarl.compare RUN step=N [against=server|MODEL] [sequences=8] [output=DIR] [KNOB=VALUE ...]"
@@ -147,7 +147,7 @@ def actor_side(overrides: Sequence[str], weights: Path, source: Source, sequence
 
 def server_side(config: Config, weights: Path, batch: PackedBatch, logs: Path) -> dict[str, Tensor]:
     """Log-probs of the batch's trained tokens by one server that loads `weights`."""
-    from megarl.trainer.compared_side import LOGPROBS  # loads Megatron
+    from megarl.trainer.replay.compared_side import LOGPROBS  # loads Megatron
     from megarl.trainer.teacher import score_by_servers
 
     logs.mkdir()
@@ -202,8 +202,8 @@ def compare(comparison: Comparison) -> int:
         read_batch(source.batches[-1])
     except Damaged as error:
         raise UserError(f"step={comparison.step} cannot be compared: {error}; choose another step") from error
-    from megarl.trainer.compared_side import first_sequences, read_side
-    from megarl.trainer.drift import drift_of
+    from megarl.trainer.replay.compared_side import first_sequences, read_side
+    from megarl.trainer.replay.drift import drift_of
 
     batch = first_sequences(source.batches[-1], comparison.sequences)
     with tempfile.TemporaryDirectory(prefix="megarl-compare-") as name:
@@ -221,7 +221,7 @@ def compare(comparison: Comparison) -> int:
         compared[batch.cu_seqlens[:-1].long()] = False  # nothing predicts a first token
         drift = drift_of(batch, one, other, compared)
         tokenizer = AutoTokenizer.from_pretrained(weights)
-    from megarl.trainer.drift_report import report
+    from megarl.trainer.replay.drift_report import report
 
     knobs = changed_knobs(run, config)
     names = {SERVER: "a server", "": ", ".join(knobs) or "the same knobs"}
@@ -253,7 +253,7 @@ def command(arguments: list[str]) -> int:
     """Runs the command, or a rank of it."""
     if PARENT not in os.environ:
         return compare(parse(arguments))
-    from megarl.trainer import compared_side  # loads Megatron
+    from megarl.trainer.replay import compared_side  # loads Megatron
 
     compared_side.measure(Path(arguments[0]))
     return 0

@@ -26,7 +26,7 @@ from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.evaluate import Evaluation
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.rank0_rollouts import build_evaluator, max_sequence_tokens, open_environments, open_rewards
+from megarl.trainer.rollouts.rank0_rollouts import build_evaluator, max_sequence_tokens, open_environments, open_rewards
 
 USAGE = (
     "usage: python -m megarl.evaluate +experiment=NAME actor.path=DIR [evaluator.n_samples=8] [GROUP=NAME ...] "

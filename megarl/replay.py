@@ -30,10 +30,10 @@ from megarl.observe.run_folder import RunFolder
 from megarl.processes import die_with_parent
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged
-from megarl.trainer.kept_batches import read_batch
-from megarl.trainer.replay_checks import changed_knobs, check_replay, overrides_of
-from megarl.trainer.replay_order import FIGURES, STATS, Order, read_order
-from megarl.trainer.replay_source import Source, find, whole_checkpoints
+from megarl.trainer.replay.checks import changed_knobs, check_replay, overrides_of
+from megarl.trainer.replay.kept_batches import read_batch
+from megarl.trainer.replay.order import FIGURES, STATS, Order, read_order
+from megarl.trainer.replay.source import Source, find, whole_checkpoints
 from megarl.types import PackedBatch
 
 USAGE = "usage: python -m megarl.replay RUN step=N [keep=DIR] [GROUP=NAME ...] [KNOB=VALUE ...]"
@@ -207,10 +207,10 @@ def command(arguments: list[str]) -> int:
     """Runs the command, or a rank of it."""
     if PARENT not in os.environ:
         return replay(parse(arguments))
-    from megarl.trainer import replayed_steps  # loads Megatron
+    from megarl.trainer.replay import steps  # loads Megatron
 
     file = Path(arguments[0])
-    replayed_steps.replay(read_order(file), file.parent)
+    steps.replay(read_order(file), file.parent)
     return 0
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig
 
-from megarl.actor import fp8, gpu_determinism, userbuffers
 from megarl.actor.config import EngineConfig, backend_of
+from megarl.actor.gpu import determinism as gpu_determinism
+from megarl.actor.gpu import fp8, userbuffers
 from megarl.actor.trait_checks import check_expert_biases, check_mtp, check_mtp_knobs, check_windows
 from megarl.actor.weights import quantised
 from megarl.actor.weights.peft_files import check_adapters

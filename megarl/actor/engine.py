@@ -15,7 +15,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megarl.actor import data_parallel, fp8, userbuffers
+from megarl.actor import data_parallel
 from megarl.actor.api import FinetuneSpec, LossFn, LossInput, LossWeightFn, TrainEngine, WeightFormat
 from megarl.actor.batch import feed, rank_batches, schedule
 from megarl.actor.batch.balance import SequenceCost
@@ -32,6 +32,7 @@ from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
 from megarl.actor.checks import device_checks, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine_weights import EngineWeights
+from megarl.actor.gpu import fp8, userbuffers
 from megarl.actor.health import SkippedSteps, gradients_are_finite, on_all_ranks
 from megarl.actor.model import build, heads, shared_base
 from megarl.actor.model.backends import choose_backend
@@ -52,7 +53,6 @@ from megarl.parallel import hardware_queues, megatron_patches, platform
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.determinism import OFF, Determinism
-from megarl.parallel.groups import Groups
 from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
 
 
@@ -98,7 +98,7 @@ class MegatronEngine(TrainEngine):
         self._weight_updates: WeightUpdates | None = None
         self._skipped = SkippedSteps(config.max_skipped_steps)
         # Set by `initialize`, which joins the process groups.
-        self.groups: Groups
+        self.groups: process_groups.Groups
         self._weights: EngineWeights
         self.modules: list[GPTModel] = []
         self.ddps: list[Any] = []

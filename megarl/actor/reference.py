@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.offload import Offloaded
+from megarl.actor.gpu.offload import Offloaded
 from megarl.actor.weights import hf_weights
 from megarl.parallel.config import ParallelConfig
 from megarl.types import ROUTED_EXPERTS, PackedBatch

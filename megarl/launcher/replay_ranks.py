@@ -7,9 +7,9 @@ from pathlib import Path
 from megarl import cli
 from megarl.knobs import UserError
 from megarl.launcher.local import run_ranks
-from megarl.trainer.replay_checks import overrides_of
-from megarl.trainer.replay_order import Order, write_order
-from megarl.trainer.replay_source import Source
+from megarl.trainer.replay.checks import overrides_of
+from megarl.trainer.replay.order import Order, write_order
+from megarl.trainer.replay.source import Source
 
 RANK_MODULE = "megarl.replay"
 

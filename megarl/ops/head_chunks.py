@@ -8,7 +8,7 @@ smallest chunk whose expected time is close to the best.
 All ranks of a tensor parallel group must choose alike, as each chunk is a collective. So the choice depends on shapes
 and on the GPU's model alone, not on the memory that is free.
 
-Imports no torch, so `actor/memory.py` can estimate with it.
+Imports no torch, so `actor/sizes/memory.py` can estimate with it.
 """
 
 from __future__ import annotations

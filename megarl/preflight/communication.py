@@ -55,8 +55,8 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
-from megarl.actor.memory import GRADIENT
-from megarl.actor.parameter_counts import RankParameters
+from megarl.actor.sizes.memory import GRADIENT
+from megarl.actor.sizes.parameter_counts import RankParameters
 from megarl.config import ClusterConfig
 from megarl.families.blocks import Experts
 from megarl.parallel.config import ParallelConfig

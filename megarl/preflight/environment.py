@@ -18,7 +18,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from megarl.actor import fp8
+from megarl.actor.gpu import fp8
 from megarl.actor.weights.hf_files import Checkpoint
 from megarl.algorithms import RewardModelConfig
 from megarl.config import Config, longest_sequence

@@ -24,8 +24,8 @@ from rich.text import Text
 from transformers import PretrainedConfig
 
 from megarl import cli
-from megarl.actor.memory import TrainerMemory, host_memory
-from megarl.actor.parameter_counts import count_parameters
+from megarl.actor.sizes.memory import TrainerMemory, host_memory
+from megarl.actor.sizes.parameter_counts import count_parameters
 from megarl.actor.trait_checks import trained_model
 from megarl.config import Config, longest_sequence
 from megarl.families import read_config

@@ -12,7 +12,7 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from megarl.actor.config import EngineConfig
-from megarl.actor.memory import (
+from megarl.actor.sizes.memory import (
     GPU_RUNTIME,
     GRADIENT,
     ITEM_BYTES,
@@ -24,7 +24,7 @@ from megarl.actor.memory import (
     server_memory,
     trainer_memory,
 )
-from megarl.actor.parameter_counts import count_parameters, rank_parameters
+from megarl.actor.sizes.parameter_counts import count_parameters, rank_parameters
 from megarl.algorithms import OPDConfig, RLConfig, algorithm_of
 from megarl.config import Config
 from megarl.families import decoder, read_config
@@ -171,7 +171,7 @@ def _other_models(config: Config, stage: TrainerMemory) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes on a GPU that trainer and servers share, in one phase of `trainer/shared_gpus.py`."""
+    """Bytes on a GPU that trainer and servers share, in one phase of `trainer/rollouts/shared_gpus.py`."""
 
     name: str
     trainer: int

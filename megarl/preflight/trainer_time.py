@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megarl.actor.memory import GRADIENT
-from megarl.actor.parameter_counts import RankParameters, rank_parameters
+from megarl.actor.sizes.memory import GRADIENT
+from megarl.actor.sizes.parameter_counts import RankParameters, rank_parameters
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight.communication import Communication, Passes, Share, communication
 from megarl.preflight.trainer_work import TrainerWork

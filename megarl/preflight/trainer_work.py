@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.config import backend_of
-from megarl.actor.memory import ITEM_BYTES
+from megarl.actor.sizes.memory import ITEM_BYTES
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.algorithms import OPDConfig
 from megarl.config import ClusterConfig, Config

@@ -4,9 +4,9 @@ python -m megarl.preflight tune +experiment=NAME [gpus=N] [group=name ...] [knob
 
 Searches tp, pp, vpp, cp, dp and ep of the trainer, tp_comm_overlap, recompute, tokens of a microbatch, and number and
 tp of the servers. Proposals overlap gradients and parameters (`parallel.overlap`), as GPUs do by default.
-Times are `roofline.py`'s, memory is `actor/memory.py`'s, so a proposal is as good as they are: a starting point to
-measure. The weight sync counts with its least time instead of its plan. Batch, algorithm and lengths stay as they are.
-The search is exhaustive and has no random numbers.
+Times are those of `roofline.py`, memory is that of `actor/sizes/memory.py`. A proposal is as good as they are: a
+starting point to measure. The weight sync counts with its least time instead of its plan. Batch, algorithm and lengths
+stay as they are. The search is exhaustive and has no random numbers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from megarl.actor import userbuffers
 from megarl.actor.checks import check_layout
 from megarl.actor.config import RECOMPUTE
-from megarl.actor.memory import StepLoad, trainer_memory
-from megarl.actor.parameter_counts import RankParameters, rank_parameters
+from megarl.actor.gpu import userbuffers
+from megarl.actor.sizes.memory import StepLoad, trainer_memory
+from megarl.actor.sizes.parameter_counts import RankParameters, rank_parameters
 from megarl.checks import failures
 from megarl.config import Config, longest_sequence
 from megarl.families import decoder

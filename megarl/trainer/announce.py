@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from transformers import PretrainedConfig
 
 from megarl import __version__
-from megarl.actor.parameter_counts import count_parameters
+from megarl.actor.sizes.parameter_counts import count_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.config import Config
 from megarl.data.config import BUNDLED, BUNDLED_JUDGED, BUNDLED_PAIRS, SourceConfig

@@ -26,10 +26,10 @@ from megarl.reshard.quantised_weights import QuantisedWeights
 from megarl.rollout.client.scoring import Scorer
 from megarl.trainer.checkpoints.saver import ACTOR
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts.weight_sync import WeightSync
 from megarl.trainer.run import Run, stage
 from megarl.trainer.teacher import Teacher
-from megarl.trainer.weight_sync import WeightSync
 from megarl.types import PackedBatch
 
 

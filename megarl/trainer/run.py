@@ -24,7 +24,7 @@ from megarl.parallel import watchdog
 from megarl.rollout.executor import NoSamplesError
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
 from megarl.trainer.checkpoints.trainer_state import Resumable
-from megarl.trainer.kept_batches import BatchRing
+from megarl.trainer.replay.kept_batches import BatchRing
 from megarl.trainer.stop_signal import StopSignal
 from megarl.types import PackedBatch
 

@@ -30,10 +30,10 @@ from megarl.observe.run_folder import RunFolder
 from megarl.rollout.executor import NoSamplesError
 from megarl.trainer import rl
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts.weight_sync import WeightSync
 from megarl.trainer.run import Run, stage
 from megarl.trainer.stop_signal import StopSignal
-from megarl.trainer.weight_sync import WeightSync
 
 
 class AllAdapters:

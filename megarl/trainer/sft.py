@@ -17,9 +17,9 @@ from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.trainer.checkpoints.saver import ACTOR
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.rollouts.teacher_servers import TeacherServers
 from megarl.trainer.run import Run, stage
 from megarl.trainer.teacher import Teacher
-from megarl.trainer.teacher_servers import TeacherServers
 from megarl.types import PackedBatch
 
 

@@ -19,7 +19,7 @@ from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.critic import MegatronPPOCritic
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.offload import PARTS, EngineMemory
+from megarl.actor.gpu.offload import PARTS, EngineMemory
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.weights.hf_weights import named_tensors
 from megarl.algorithms import ALGORITHMS, algorithm_of

@@ -19,7 +19,7 @@ from megarl.preflight.planned_sync import planned_sync
 from megarl.rollout.executor import NoSamplesError
 from megarl.served_checks import adapters_on_servers
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts.rollout_driver import RolloutDriver
 
 ARGUMENTS = [
     "+experiment=gsm8k_grpo", "train_dataset.batch_size=4", "gconfig.n_samples=4", "server.n_servers=1",

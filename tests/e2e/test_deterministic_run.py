@@ -14,7 +14,7 @@ from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import new_run
 from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.logprob_check import LogprobMismatchError, check_equal_logprobs
+from megarl.trainer.rollouts.logprob_check import LogprobMismatchError, check_equal_logprobs
 
 STEPS = 4
 

@@ -13,7 +13,7 @@ import pytest
 from megarl import cli, compare
 from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder
-from megarl.trainer.kept_batches import BatchRing, kept_steps, read_batch
+from megarl.trainer.replay.kept_batches import BatchRing, kept_steps, read_batch
 from tests.e2e.test_main_job import DEADLINE_S, Command
 
 pytestmark = pytest.mark.usefixtures("warm_commands")

@@ -22,9 +22,10 @@ from megarl.knobs import UserError
 from megarl.observe.run_folder import new_run
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.servers.sglang_server import SGLangServers
-from megarl.trainer import rank0_servers, rl
+from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.logprob_check import LogprobMismatchError
+from megarl.trainer.rollouts import rank0_servers
+from megarl.trainer.rollouts.logprob_check import LogprobMismatchError
 from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 

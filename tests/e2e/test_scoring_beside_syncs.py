@@ -21,7 +21,7 @@ from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.rollout.evaluate import Evaluator
 from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts.rollout_driver import RolloutDriver
 from tests.e2e.test_main_job import DEADLINE_S, Command, corrupt_second_message, steps_in
 
 STEPS = 5

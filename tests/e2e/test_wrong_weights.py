@@ -25,11 +25,12 @@ from megarl.reshard.sync.server_control import ServerControl
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
-from megarl.trainer import rank0_servers, rl
-from megarl.trainer.canary import Canary
+from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.logprob_check import LogprobMismatchError
-from megarl.trainer.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts import rank0_servers
+from megarl.trainer.rollouts.canary import Canary
+from megarl.trainer.rollouts.logprob_check import LogprobMismatchError
+from megarl.trainer.rollouts.rollout_driver import RolloutDriver
 from megarl.types import PackedBatch
 
 OVERRIDES = [

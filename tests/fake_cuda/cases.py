@@ -21,7 +21,7 @@ from megarl.actor.batch import feed
 from megarl.actor.batch.microbatch import Labels, Microbatch
 from megarl.actor.critic import MegatronPPOCritic, MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.offload import PARTS, EngineMemory
+from megarl.actor.gpu.offload import PARTS, EngineMemory
 from megarl.actor.policy import MegatronPPOActor
 from megarl.actor.reference import MegatronReference
 from megarl.actor.supervised import MegatronLMEngine

@@ -11,10 +11,10 @@ ONE_RANK = "with one rank the collective, or the cut, leaves the values as they 
 
 # By the mutant's name, as `run_mutants.py` prints it, without its line number.
 ACCEPTED: dict[str, str] = {
-    "megarl/actor/memory.py: constant: 4 -> 5": ESTIMATE,
-    "megarl/actor/memory.py: constant: 3 -> 4": ESTIMATE,
-    "megarl/actor/memory.py: constant: 0 -> 1": "the place of a rank within its stage, and all of these need the same",
-    "megarl/actor/memory.py: sign: tokens * (layer.norm + model.hidden_size * item) + chunk * r -> "
+    "megarl/actor/sizes/memory.py: constant: 4 -> 5": ESTIMATE,
+    "megarl/actor/sizes/memory.py: constant: 3 -> 4": ESTIMATE,
+    "megarl/actor/sizes/memory.py: constant: 0 -> 1": "a rank's place in its stage, and all of these need the same",
+    "megarl/actor/sizes/memory.py: sign: tokens * (layer.norm + model.hidden_size * item) + chunk * r -> "
     "tokens * (layer.norm + model.hidden_size * item) - chunk * ": ESTIMATE,
     "megarl/reshard/sync/http_pipeline.py: constant: 1 -> 2": (
         "the size of a read, and any length above what has come"

@@ -93,7 +93,7 @@ ADAPTERS: Bugs = {
             ),
         ],
     },
-    "megarl/actor/memory.py": {
+    "megarl/actor/sizes/memory.py": {
         unit("actor/test_memory"): [
             ("frozen norms keep as trained ones do", "((2 - self.frozen) * 4 * hidden_size", "(2 * 4 * hidden_size"),
         ],

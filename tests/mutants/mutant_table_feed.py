@@ -52,7 +52,7 @@ FEED: Bugs = {
             ("messages take no time", "max(now, free[other]) + sizes[first]", "max(now, free[other])"),
         ],
     },
-    "megarl/actor/memory.py": {
+    "megarl/actor/sizes/memory.py": {
         unit("actor/test_memory"): [
             ("the copy ahead is not counted", "min(in_flight + 1, load", "min(in_flight, load"),
             (

@@ -303,7 +303,7 @@ DETERMINISM: Bugs = {
 }
 
 REPLAYS: Bugs = {
-    "megarl/trainer/kept_batches.py": {
+    "megarl/trainer/replay/kept_batches.py": {
         unit("trainer/test_kept_batches"): [
             ("a step that is taken anew stays", "if later > step:", "if later > step + 1:"),
             ("the ring has one batch more", "len(paths) >= self._most", "len(paths) > self._most"),
@@ -317,7 +317,7 @@ REPLAYS: Bugs = {
             ),
         ],
     },
-    "megarl/trainer/replay_source.py": {
+    "megarl/trainer/replay/source.py": {
         unit("trainer/test_kept_batches", "trainer/test_replayed_steps"): [
             ("the state after the step serves", "if first - 1 <= number < step]", "if first - 1 <= number <= step]"),
             ("the oldest state is taken", "start = max(starts)", "start = min(starts)"),
@@ -325,7 +325,7 @@ REPLAYS: Bugs = {
             ("configurations may differ", "and replace(before, step=step) == own:", "and before is not own:"),
         ],
     },
-    "megarl/trainer/replayed_steps.py": {
+    "megarl/trainer/replay/steps.py": {
         unit("trainer/test_replayed_steps"): [
             (
                 "only the actor's state is loaded",
@@ -342,7 +342,7 @@ REPLAYS: Bugs = {
 }
 
 COMPARISONS: Bugs = {
-    "megarl/trainer/drift.py": {
+    "megarl/trainer/replay/drift.py": {
         unit("trainer/test_drift"): [
             (
                 "the smallest gaps are shown",

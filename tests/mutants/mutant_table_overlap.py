@@ -37,7 +37,7 @@ OVERLAP: Bugs = {
             ),
         ],
     },
-    "megarl/trainer/rollout_driver.py": {
+    "megarl/trainer/rollouts/rollout_driver.py": {
         RUNS: [
             (
                 "an evaluation is of the old weights",

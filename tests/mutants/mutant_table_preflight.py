@@ -64,7 +64,7 @@ PREFLIGHT: Bugs = {
             ),
         ],
     },
-    "megarl/actor/memory.py": {
+    "megarl/actor/sizes/memory.py": {
         unit("actor/test_userbuffers"): [
             ("userbuffers take no memory", "USERBUFFERS * load.tokens", "0 * load.tokens"),
             (

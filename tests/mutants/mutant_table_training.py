@@ -181,7 +181,7 @@ ACTOR: Bugs = {
             ("a unit counts the prompt again", "common[i, first:i].max(initial=0)", "common[i, i:i].max(initial=0)"),
         ],
     },
-    "megarl/actor/model/prefix_attention.py": {
+    "megarl/actor/model/attention/prefix.py": {
         unit("actor/test_prefix_attention"): [
             (
                 "the outputs' weights are swapped",
@@ -251,7 +251,7 @@ ACTOR: Bugs = {
             ("gate and up are swapped", "part[self.turn :: step]", "part[1 - self.turn :: step]"),
         ],
     },
-    "megarl/actor/model/windows_and_sinks.py": {
+    "megarl/actor/model/attention/windows_and_sinks.py": {
         unit("actor/test_windows_and_sinks"): [
             ("a window sees one key more", "keys > queries[..., None] - window", "keys >= queries[..., None] - window"),
             ("sinks have no mark", "    mark_sinks(sinks)\n    return", "    return"),
@@ -264,7 +264,7 @@ ACTOR: Bugs = {
             ("experts are compared by tp", "place.etp + shift", "place.etp"),
         ],
     },
-    "megarl/actor/memory.py": {
+    "megarl/actor/sizes/memory.py": {
         unit("actor/test_memory"): [
             ("one expert's gradient is counted for all", "if at_once else 1", "if False else 1"),
             ("an expert's input is not counted", "(hidden + tensors * width) * item", "(tensors * width) * item"),

@@ -22,8 +22,8 @@ from triton.runtime.autotuner import Autotuner
 
 Autotuner._bench = lambda self, *arguments, config, **meta: [0.0]
 
-from megarl.actor.model import delta_net  # noqa: E402
-from megarl.actor.model.delta_rule import causal_convolution, gated_delta_rule, plan_recurrence, unit_length  # noqa: E402
+from megarl.actor.model.attention import delta_net  # noqa: E402
+from megarl.actor.model.attention.delta_rule import causal_convolution, gated_delta_rule, plan_recurrence, unit_length  # noqa: E402
 from megarl.types import cu_seqlens_of  # noqa: E402
 from tests.unit.actor.test_delta_net import trained  # noqa: E402
 

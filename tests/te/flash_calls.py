@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.actor.batch.shared_prefix import share_in_segments
-from megarl.actor.model import prefix_attention
-from megarl.actor.model.prefix_attention import Bounds
+from megarl.actor.model.attention import prefix as prefix_attention
+from megarl.actor.model.attention.prefix import Bounds
 from megarl.types import PackedBatch, cu_seqlens_of
 
 

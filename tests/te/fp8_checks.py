@@ -21,8 +21,8 @@ from transformer_engine.pytorch import quantization, utils  # noqa: E402
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer  # noqa: E402
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer  # noqa: E402
 
-from megarl.actor import fp8  # noqa: E402
 from megarl.actor.config import EngineConfig  # noqa: E402
+from megarl.actor.gpu import fp8  # noqa: E402
 from megarl.knobs import UserError  # noqa: E402
 
 GPUS = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]

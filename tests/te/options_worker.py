@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.module import base
 
-from megarl.actor import userbuffers
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.gpu import userbuffers
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig

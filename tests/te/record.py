@@ -111,7 +111,7 @@ def parameters_of(name: str, layout: dict[str, Any], rank: int, recompute: str) 
 
 
 def record(*, stand_in: bool = False) -> dict[str, Any]:
-    from megarl.actor.model import delta_net
+    from megarl.actor.model.attention import delta_net
     from megarl.parallel import platform
 
     for name in (*NAMES, *OFFERED):

@@ -36,7 +36,7 @@ from megarl.actor.batch import shared_prefix
 from megarl.actor.checkpoint.stored_state import StoredState
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model import delta_net
+from megarl.actor.model.attention import delta_net
 from megarl.parallel import groups, platform
 from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch

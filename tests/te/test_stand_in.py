@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.actor.config import RECOMPUTE, EngineConfig
-from megarl.actor.memory import LayerBytes
+from megarl.actor.sizes.memory import LayerBytes
 from megarl.actor.weights.peft_files import write
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, read_config, with_adapters

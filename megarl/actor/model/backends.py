@@ -36,31 +36,32 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megarl.actor import fp8
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.batch.shared_prefix import Share, share, share_in_segments
 from megarl.actor.config import EngineConfig, backend_of, groups_experts
-from megarl.actor.model import delta_net, fused_layers, heads
-from megarl.actor.model.delta_net import PackedDeltaNet
-from megarl.actor.model.deterministic_layers import (
-    RowInvariantAttention,
-    RowInvariantColumnLinear,
-    RowInvariantRouter,
-    RowInvariantRowLinear,
-)
-from megarl.actor.model.latent_attention import LatentParts, LatentSelfAttention, ReplicatedLinear
-from megarl.actor.model.moe import FrozenBiasRouter, FusedRouter, grouped_experts
-from megarl.actor.model.norms import RMSNorm
-from megarl.actor.model.packed_attention import (
+from megarl.actor.gpu import fp8
+from megarl.actor.model import fused_layers, heads
+from megarl.actor.model.attention import delta_net
+from megarl.actor.model.attention.delta_net import PackedDeltaNet
+from megarl.actor.model.attention.latent import LatentParts, LatentSelfAttention, ReplicatedLinear
+from megarl.actor.model.attention.packed import (
     OwnRotaryAttention,
     PackedAttention,
     PackedRotary,
     RotaryTable,
     pack_in_blocks,
 )
-from megarl.actor.model.prefix_attention import pack_segments, with_shared_prompts
+from megarl.actor.model.attention.prefix import pack_segments, with_shared_prompts
+from megarl.actor.model.attention.windows_and_sinks import in_transformer_engine
+from megarl.actor.model.deterministic_layers import (
+    RowInvariantAttention,
+    RowInvariantColumnLinear,
+    RowInvariantRouter,
+    RowInvariantRowLinear,
+)
+from megarl.actor.model.moe import FrozenBiasRouter, FusedRouter, grouped_experts
+from megarl.actor.model.norms import RMSNorm
 from megarl.actor.model.sandwich import SandwichLayer
-from megarl.actor.model.windows_and_sinks import in_transformer_engine
 from megarl.families import decoder, rotary_inv_freq
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
 from megarl.families.rotary import rope_parameters
@@ -313,7 +314,7 @@ def _transformer_engine(shared_prefix: bool, recompute: str, frozen: bool) -> La
 
     A norm and the projection behind it are one module, except before experts. SwiGLU, rotary positions and the choice
     of experts take a kernel each. Linear layers add weight gradients to DDP's main gradient in float32; `frozen`
-    experts have none. Attention over shared prompts is torch's flash attention (`prefix_attention.py`).
+    experts have none. Attention over shared prompts is torch's flash attention (`attention/prefix.py`).
 
     `recompute` selective recomputes what is large and cheap. A layer of Qwen3-8B keeps 158 KB a token. The outputs of
     norms and SwiGLU are 41 KB of them, and are recomputed without repeating a matrix product. Flash attention keeps its

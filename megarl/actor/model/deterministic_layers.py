@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megarl.actor.model.packed_attention import PackedAttention
+from megarl.actor.model.attention.packed import PackedAttention
 from megarl.ops import row_invariant
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.gather import gather_rows

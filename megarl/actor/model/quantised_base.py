@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from megarl.actor.model.latent_attention import ReplicatedLinear
+from megarl.actor.model.attention.latent import ReplicatedLinear
 from megarl.actor.weights.quantised import QuantisedWeight
 
 LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)

@@ -1,4 +1,4 @@
-"""Shards of gated delta nets: HF tensors in the parameters of `actor/model/delta_net.py`.
+"""Shards of gated delta nets: HF tensors in the parameters of `actor/model/attention/delta_net.py`.
 
 Each rank's rows of `in_proj` are query, key, value, z, beta and alpha of its heads. Checkpoints of Qwen3.5 have them in
 `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a`, and Qwen3-Next by key head in `in_proj_qkvz`, `in_proj_ba`.

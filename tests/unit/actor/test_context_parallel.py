@@ -18,7 +18,7 @@ from megarl.actor.batch.context_parallel import (
     _GatherSummingGradients,
     local_tokens,
 )
-from megarl.actor.model.packed_attention import pack_in_blocks
+from megarl.actor.model.attention.packed import pack_in_blocks
 from megarl.types import cu_seqlens_of
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.actor.checks import check_layout, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model import delta_net
+from megarl.actor.model.attention import delta_net
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
-from megarl.actor.model.delta_rule import causal_convolution, gated_delta_rule, plan_recurrence, unit_length
+from megarl.actor.model.attention.delta_rule import causal_convolution, gated_delta_rule, plan_recurrence, unit_length
 from megarl.types import cu_seqlens_of
 
 CPU = torch.device("cpu")

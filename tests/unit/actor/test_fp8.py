@@ -12,13 +12,13 @@ import torch
 from refusal import refusal
 from transformers import Qwen3Config
 
-from megarl.actor import fp8
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.checks import check_device, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.memory import StepLoad, trainer_memory
-from megarl.actor.parameter_counts import elements
+from megarl.actor.gpu import fp8
+from megarl.actor.sizes.memory import StepLoad, trainer_memory
+from megarl.actor.sizes.parameter_counts import elements
 from megarl.actor.weights.shards import shard_specs
 from megarl.config import Config
 from megarl.knobs import run_all

@@ -23,7 +23,7 @@ from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import shared_base
 from megarl.actor.model.adapters import adapters_in
-from megarl.actor.parameter_counts import rank_parameters
+from megarl.actor.sizes.parameter_counts import rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.actor.weights.peft_files import CONFIG, WEIGHTS
 from megarl.families import read_config

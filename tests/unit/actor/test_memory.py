@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config
 
 from megarl.actor.config import EngineConfig, LoraConfig
-from megarl.actor.memory import LayerBytes, StepLoad, TrainerMemory, trainer_memory
+from megarl.actor.sizes.memory import LayerBytes, StepLoad, TrainerMemory, trainer_memory
 from megarl.actor.supervised import MegatronLMEngine, trained_tokens
 from megarl.config import Config
 from megarl.data.config import DatasetConfig

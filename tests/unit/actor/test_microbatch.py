@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.actor.batch.balance import SequenceCost
 from megarl.actor.batch.microbatch import build_microbatch, last_positions, partition, plan_microbatches, shift_right
 from megarl.actor.batch.shared_prefix import share
-from megarl.actor.model.packed_attention import WHOLE, PackedAttention, pack_in_blocks
+from megarl.actor.model.attention.packed import WHOLE, PackedAttention, pack_in_blocks
 from megarl.knobs import UserError
 from megarl.types import PackedBatch, cu_seqlens_of
 

@@ -27,12 +27,12 @@ from megarl.actor.checkpoint.stored_state import check_facts
 from megarl.actor.checks import knob_checks, model_checks
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.memory import StepLoad, server_memory, trainer_memory
 from megarl.actor.model import heads
-from megarl.actor.model.packed_attention import pack_in_blocks
+from megarl.actor.model.attention.packed import pack_in_blocks
 from megarl.actor.mtp import MtpTraining
-from megarl.actor.parameter_counts import count_parameters, rank_parameters
 from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.sizes.memory import StepLoad, server_memory, trainer_memory
+from megarl.actor.sizes.parameter_counts import count_parameters, rank_parameters
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.checks import config_checks

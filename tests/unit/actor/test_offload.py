@@ -10,7 +10,7 @@ import torch
 
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
-from megarl.actor.offload import PARTS, EngineMemory, Offloaded
+from megarl.actor.gpu.offload import PARTS, EngineMemory, Offloaded
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -58,7 +58,7 @@ def test_training_goes_on_with_the_same_bits(
 def test_the_optimizer_gives_up_moments_and_main_parameters(
     dtype: str, per_parameter: int, checkpoints: Callable[..., Path]
 ) -> None:
-    """As `actor/memory.py` counts them: the main parameters of float32 models are the parameters."""
+    """As `actor/sizes/memory.py` counts them: the main parameters of float32 models are the parameters."""
     engine = MegatronLMEngine(EngineConfig(path=str(checkpoints("qwen3", tied=True)), dtype=dtype))
     engine.initialize(ft_spec=FinetuneSpec(1, 3, 1))
     engine.train_lm(texts(0))

@@ -16,8 +16,8 @@ from megarl.actor.batch import shared_prefix
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.batch.microbatch import build_microbatch
 from megarl.actor.batch.shared_prefix import pad, share, share_in_segments, units
-from megarl.actor.model.packed_attention import PackedAttention, PackedBounds, pack_in_blocks
-from megarl.actor.model.prefix_attention import PackedSegments, attend, pack_segments, with_shared_prompts
+from megarl.actor.model.attention.packed import PackedAttention, PackedBounds, pack_in_blocks
+from megarl.actor.model.attention.prefix import PackedSegments, attend, pack_segments, with_shared_prompts
 from megarl.types import PackedBatch, cu_seqlens_of
 from tests.te import flash_calls, flash_twin
 

@@ -13,11 +13,11 @@ import torch
 from refusal import refusal
 from transformers import LlamaConfig
 
-from megarl.actor import userbuffers
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.memory import StepLoad, trainer_memory
+from megarl.actor.gpu import userbuffers
+from megarl.actor.sizes.memory import StepLoad, trainer_memory
 from megarl.checks import config_checks, failures
 from megarl.config import ClusterConfig, Config
 from megarl.parallel.config import ParallelConfig

@@ -18,8 +18,8 @@ from megarl.actor.batch.context_parallel import Cut, LocalTokens, local_tokens
 from megarl.actor.batch.shared_prefix import share
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.model import windows_and_sinks
-from megarl.actor.model.packed_attention import PackedAttention, pack_in_blocks
+from megarl.actor.model.attention import windows_and_sinks
+from megarl.actor.model.attention.packed import PackedAttention, pack_in_blocks
 from megarl.parallel import groups
 from megarl.types import PackedBatch, cu_seqlens_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.actor.batch.context_parallel import Cut
 from megarl.actor.batch.shared_prefix import share
 from megarl.actor.config import EngineConfig
-from megarl.actor.model.packed_attention import PackedAttention, pack_in_blocks
+from megarl.actor.model.attention.packed import PackedAttention, pack_in_blocks
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.cpu import layers
 from megarl.parallel import groups

@@ -6,7 +6,7 @@ from math import comb
 
 import pytest
 
-from megarl.actor.parameter_counts import rank_parameters
+from megarl.actor.sizes.parameter_counts import rank_parameters
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight.communication import Communication, in_pieces
 from tests.unit.preflight.test_trainer_time import DENSE, EXPERTS, TOKENS, model_of, times

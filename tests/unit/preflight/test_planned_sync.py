@@ -11,8 +11,8 @@ import pytest
 from transformers import PretrainedConfig
 
 from megarl import cli
-from megarl.actor.memory import GPU_RUNTIME
-from megarl.actor.parameter_counts import count_parameters, rank_parameters
+from megarl.actor.sizes.memory import GPU_RUNTIME
+from megarl.actor.sizes.parameter_counts import count_parameters, rank_parameters
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.knobs import UserError

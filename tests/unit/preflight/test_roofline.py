@@ -8,7 +8,7 @@ import pytest
 
 from megarl import cli
 from megarl.actor.batch.balance import SequenceCost
-from megarl.actor.parameter_counts import count_parameters
+from megarl.actor.sizes.parameter_counts import count_parameters
 from megarl.config import Config
 from megarl.families import read_config
 from megarl.preflight import report

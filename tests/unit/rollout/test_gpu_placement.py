@@ -14,8 +14,8 @@ from megarl.rollout.client.connections import ADDRESSES_VARIABLE
 from megarl.rollout.servers import gpu_backends, server_config
 from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.sglang_server import SGLangServers
-from megarl.trainer.rank0_servers import choose_servers
-from megarl.trainer.teacher_servers import TeacherServers
+from megarl.trainer.rollouts.rank0_servers import choose_servers
+from megarl.trainer.rollouts.teacher_servers import TeacherServers
 
 
 def test_servers_on_gpus_take_backends_that_serve_their_dtype() -> None:

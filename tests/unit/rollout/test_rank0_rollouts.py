@@ -20,8 +20,8 @@ from megarl.rollout.workflows.multi_turn import MultiTurnWorkflow
 from megarl.rollout.workflows.remax import ReMaxRLVRWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.trainer.inputs import read_inputs
-from megarl.trainer.rank0_rollouts import Rank0Rollouts, max_sequence_tokens
-from megarl.trainer.rank0_servers import choose_servers
+from megarl.trainer.rollouts.rank0_rollouts import Rank0Rollouts, max_sequence_tokens
+from megarl.trainer.rollouts.rank0_servers import choose_servers
 
 
 def configured(*overrides: str) -> Config:

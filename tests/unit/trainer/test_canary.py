@@ -17,10 +17,10 @@ from megarl.config import Config
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import GenerationError
-from megarl.trainer.canary import Answers, Canary
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.rollout_driver import RolloutDriver
-from megarl.trainer.weight_sync import WeightSync
+from megarl.trainer.rollouts.canary import Answers, Canary
+from megarl.trainer.rollouts.rollout_driver import RolloutDriver
+from megarl.trainer.rollouts.weight_sync import WeightSync
 from megarl.types import GenerationHyperparameters, ModelResponse, PackedBatch
 
 LOGPROB = -1.25

@@ -17,9 +17,9 @@ from megarl.knobs import UserError
 from megarl.observe.compare_page import draw_panels, write_compare_page
 from megarl.parallel import groups
 from megarl.preflight.invariance import CASES, MODELS, batch, build_actor, write_models
-from megarl.trainer.compared_side import LOGPROBS
-from megarl.trainer.drift import drift_of
-from megarl.trainer.drift_report import report
+from megarl.trainer.replay.compared_side import LOGPROBS
+from megarl.trainer.replay.drift import drift_of
+from megarl.trainer.replay.drift_report import report
 
 
 class Words:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.observe.run_folder import RunFolder
-from megarl.trainer.episode_log import EpisodeLog
+from megarl.trainer.rollouts.episode_log import EpisodeLog
 from megarl.types import Episode, PackedBatch
 
 

@@ -14,10 +14,10 @@ from megarl.config import Config
 from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder
 from megarl.preflight.invariance import batch as random_batch
-from megarl.trainer import kept_batches
 from megarl.trainer.checkpoints.manifest import Damaged
-from megarl.trainer.kept_batches import BatchRing, KeepError, kept_steps, read_batch, read_facts
-from megarl.trainer.replay_source import find
+from megarl.trainer.replay import kept_batches
+from megarl.trainer.replay.kept_batches import BatchRing, KeepError, kept_steps, read_batch, read_facts
+from megarl.trainer.replay.source import find
 from megarl.types import PackedBatch
 
 

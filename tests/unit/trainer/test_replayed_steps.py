@@ -22,13 +22,14 @@ from megarl.observe.run_folder import RunFolder
 from megarl.parallel import groups
 from megarl.preflight.invariance import batch as random_batch
 from megarl.replay import Replayed, parse, verdict
-from megarl.trainer import replayed_steps, rl
+from megarl.trainer import rl
 from megarl.trainer.checkpoints.saver import Saver
-from megarl.trainer.kept_batches import BatchRing, read_batch
-from megarl.trainer.replay_checks import changed_knobs, check_replay, overrides_of
-from megarl.trainer.replay_order import FIGURES, STATS, Order
-from megarl.trainer.replay_source import Source, find
-from megarl.trainer.replayed_steps import replay
+from megarl.trainer.replay import steps as replayed_steps
+from megarl.trainer.replay.checks import changed_knobs, check_replay, overrides_of
+from megarl.trainer.replay.kept_batches import BatchRing, read_batch
+from megarl.trainer.replay.order import FIGURES, STATS, Order
+from megarl.trainer.replay.source import Source, find
+from megarl.trainer.replay.steps import replay
 from megarl.types import PackedBatch
 
 PPO = [

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from megarl.rollout.servers.sglang_server import ServerError
-from megarl.trainer import shared_gpus
-from megarl.trainer.shared_gpus import ServersInTurn, SharedGpus
+from megarl.trainer.rollouts import shared_gpus
+from megarl.trainer.rollouts.shared_gpus import ServersInTurn, SharedGpus
 
 ALL = ["kv_cache", "cuda_graph", "weights"]
 

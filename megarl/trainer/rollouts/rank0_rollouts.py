@@ -25,8 +25,8 @@ from megarl.rollout.workflows.choose import DEFAULT, build_workflow
 from megarl.rollout.workflows.distil import HintedWorkflow, TeacherAnswers
 from megarl.served_checks import sampling_adapter
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.rank0_servers import Rank0Servers
-from megarl.trainer.teacher_servers import TeacherServers
+from megarl.trainer.rollouts.rank0_servers import Rank0Servers
+from megarl.trainer.rollouts.teacher_servers import TeacherServers
 
 
 class Rank0Rollouts:

@@ -25,8 +25,8 @@ from megarl.reshard.session import SyncReport, WeightSession, WeightSource, Weig
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
 from megarl.trainer.background_call import BackgroundCall
-from megarl.trainer.rank0_servers import Rank0Servers
-from megarl.trainer.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
+from megarl.trainer.rollouts.rank0_servers import Rank0Servers
+from megarl.trainer.rollouts.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
 
 CLOSE_S = 10.0  # time for a push under way, when the run has failed
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
-from megarl.actor.model.delta_rule import (
+from megarl.actor.model.attention.delta_rule import (
     WHOLE,
     Recurrence,
     causal_convolution,

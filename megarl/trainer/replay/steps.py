@@ -1,6 +1,6 @@
 """The ranks of a replay: they take some steps of a run again, from kept batches and without servers or data.
 
-`megarl.replay` starts them with an order (`replay_order.py`).
+`megarl.replay` starts them with an order (`order.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megarl.config import Config, SaverConfig
 from megarl.parallel.broadcast import gather_json
 from megarl.trainer import rl
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
-from megarl.trainer.kept_batches import read_batch, read_facts
 from megarl.trainer.preference import Preferences
-from megarl.trainer.replay_order import FIGURES, STATS, Order
+from megarl.trainer.replay.kept_batches import read_batch, read_facts
+from megarl.trainer.replay.order import FIGURES, STATS, Order
 from megarl.types import PackedBatch
 
 Step = Callable[[PackedBatch], tuple[PackedBatch, dict[str, float]]]  # to the batch with its figures, and metrics

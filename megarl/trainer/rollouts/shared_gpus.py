@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import torch.distributed as dist
 
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.offload import PARTS, EngineMemory
+from megarl.actor.gpu.offload import PARTS, EngineMemory
 from megarl.parallel.broadcast import broadcast_json
 from megarl.reshard.sync.server_control import ServerControl, ServerControlError
 from megarl.reshard.transfer.store import Deadline

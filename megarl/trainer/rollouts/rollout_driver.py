@@ -20,12 +20,12 @@ from megarl.reshard.session import SyncReport
 from megarl.rollout.client.scoring import Scorer
 from megarl.rollout.executor import NoSamplesError
 from megarl.rollout.routing import WeightsWanted
-from megarl.trainer.canary import Answers, Canary
-from megarl.trainer.episode_log import EpisodeLog
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.logprob_check import LogprobMismatchError, check_equal_logprobs, check_first_logprobs
-from megarl.trainer.rank0_rollouts import Rank0Rollouts
-from megarl.trainer.weight_sync import WeightSync
+from megarl.trainer.rollouts.canary import Answers, Canary
+from megarl.trainer.rollouts.episode_log import EpisodeLog
+from megarl.trainer.rollouts.logprob_check import LogprobMismatchError, check_equal_logprobs, check_first_logprobs
+from megarl.trainer.rollouts.rank0_rollouts import Rank0Rollouts
+from megarl.trainer.rollouts.weight_sync import WeightSync
 from megarl.types import PackedBatch
 
 log = logging.getLogger(__name__)

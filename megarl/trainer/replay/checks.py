@@ -22,7 +22,7 @@ from megarl.parallel import platform
 from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.server_config import gpu_count
 from megarl.trainer.checkpoints.saver import ACTOR
-from megarl.trainer.kept_batches import Facts
+from megarl.trainer.replay.kept_batches import Facts
 from megarl.trainer.saved_config import differences
 from megarl.types import PackedBatch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl import cli
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.layer_states import ROWS, layer_states
-from megarl.trainer.kept_batches import read_batch
+from megarl.trainer.replay.kept_batches import read_batch
 from megarl.types import PackedBatch
 
 LOGPROBS = "logprobs"

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens, gather_keys_values
-from megarl.actor.model.windows_and_sinks import attend_in_window, attend_with_sinks, near, new_sinks
+from megarl.actor.model.attention.windows_and_sinks import attend_in_window, attend_with_sinks, near, new_sinks
 
 WHOLE = Cut()
 MAX_MASKED_KEYS = 2048  # masks of longer sequences would take too much memory

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megarl.actor.batch.context_parallel import Cut, LocalTokens
 from megarl.actor.batch.shared_prefix import Segment, SharedTokens
-from megarl.actor.model.packed_attention import WHOLE, pack_with_bounds
+from megarl.actor.model.attention.packed import WHOLE, pack_with_bounds
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.types import cu_seqlens_of
 

@@ -9,7 +9,7 @@ from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder
 from megarl.trainer.checkpoints import manifest
 from megarl.trainer.checkpoints.manifest import Damaged
-from megarl.trainer.kept_batches import Facts, kept_steps, read_facts
+from megarl.trainer.replay.kept_batches import Facts, kept_steps, read_facts
 
 
 @dataclass(frozen=True)

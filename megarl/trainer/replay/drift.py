@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.actor.layer_states import EXPERTS, HIDDEN
-from megarl.trainer.compared_side import LOGPROBS
+from megarl.trainer.replay.compared_side import LOGPROBS
 from megarl.types import PackedBatch
 
 POSITIONS = 12  # ranges of positions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.trainer.drift import Drift
+from megarl.trainer.replay.drift import Drift
 from megarl.types import PackedBatch
 
 Rows = list[list[str]]

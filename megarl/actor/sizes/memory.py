@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields, replace
 
 from transformers import PretrainedConfig
 
-from megarl.actor import fp8
-from megarl.actor.adapter_memory import AdapterBytes, adapter_bytes
 from megarl.actor.config import (
     KEPT_LOGITS_ON_CPU_MB,
     QUANTISED_BITS,
@@ -24,7 +22,9 @@ from megarl.actor.config import (
     backend_of,
     groups_experts,
 )
-from megarl.actor.parameter_counts import RankParameters, rank_parameters
+from megarl.actor.gpu import fp8
+from megarl.actor.sizes.adapter_memory import AdapterBytes, adapter_bytes
+from megarl.actor.sizes.parameter_counts import RankParameters, rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.families import decoder, padded_vocab_size, without_mtp
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
@@ -36,11 +36,11 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # bytes per parameter
 GRADIENT = 4  # float32 main gradient (DDP's grad_reduce_in_fp32)
 MOMENTS = 8  # Adam's two moments, float32
-SINK_COLUMNS = 8  # of `model/windows_and_sinks.py`
+SINK_COLUMNS = 8  # of `model/attention/windows_and_sinks.py`
 SCALE = 4  # of a block of quantised weights
 MAIN = 4  # float32 main parameter, if parameters are bfloat16
 BATCH_BYTES = 120  # per token: packed batch, its position-aligned copy, labels, and rows of its attention block
-CHUNK = 64  # tokens of a gated delta net's chunk (delta_rule.py)
+CHUNK = 64  # tokens of a gated delta net's chunk (`model/attention/delta_rule.py`)
 USERBUFFERS = 12  # collectives of Transformer Engine's `initialize_ub`, each with a buffer of a microbatch
 GPU_RUNTIME = 3 << 30  # bytes of CUDA context, NCCL buffers and cuBLAS workspaces: assumed, not measured
 

@@ -1,0 +1,1 @@
+"""Parts of an engine that work on GPUs alone, and their checks."""

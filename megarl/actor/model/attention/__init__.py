@@ -1,0 +1,1 @@
+"""Attention over packed sequences, and the layers with a recurrent state that take its place."""

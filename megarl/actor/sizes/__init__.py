@@ -1,0 +1,1 @@
+"""Bytes and parameters of a rank, from the configuration alone."""
