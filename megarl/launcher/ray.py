@@ -69,7 +69,7 @@ def launch(job: Job) -> int:
 def _cluster(job: Job) -> Iterator[Any]:
     """Connects to the cluster, or starts one. Yields the module `ray`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address, scratch = os.environ.get(ADDRESS), None
+    address = os.environ.get(ADDRESS) or None
     if address is None:
         os.environ.update(OWN_CLUSTER, RAY_AUTH_TOKEN=secrets.token_hex(32))
         os.environ[INTERFACE] = "lo"
@@ -79,31 +79,32 @@ def _cluster(job: Job) -> Iterator[Any]:
         raise UserError(f'launcher=ray needs Ray: pip install "{PACKAGE}", or choose launcher=local') from error
     if address is not None:
         _check_answers(address)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    scratch = None if address else tempfile.mkdtemp(prefix="megarl-ray-")
     try:
-        if address is not None:
-            ray.init(address=address, **quiet)
-        else:
-            scratch = tempfile.mkdtemp(prefix="megarl-ray-")
-            ray.init(
-                address="local",
-                num_cpus=job.world_size + job.servers,
-                num_gpus=None if job.gpus_per_node else 0,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=os.path.join(scratch, "ray"),  # Ray makes it 0777; its parent is 0700
-                **quiet,
-            )
+        try:
+            ray.init(**_options(job, address, scratch), log_to_driver=False, logging_level="warning")
+        except Exception as error:  # the class that Ray raises itself if a node is not up within 30 s
+            where = f"{ADDRESS}={address}" if address else "a cluster on this machine"
+            raise UserError(f"launcher=ray: {where} does not come up: {' '.join(str(error).split())[:300]}") from error
         yield ray
-    except (ConnectionError, RuntimeError) as error:
-        if ray.is_initialized():
-            raise
-        where = f"{ADDRESS}={address}" if address else "a cluster on this machine"
-        raise UserError(f"launcher=ray: {where} does not come up: {' '.join(str(error).split())[:300]}") from error
     finally:
         ray.shutdown()
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _options(job: Job, address: str | None, scratch: str | None) -> dict[str, Any]:
+    """Options of `ray.init`: for the cluster at `address`, or for one on this machine with its files in `scratch`."""
+    if scratch is None:
+        return {"address": address}
+    return {
+        "address": "local",
+        "num_cpus": job.world_size + job.servers,
+        "num_gpus": None if job.gpus_per_node else 0,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_temp_dir": os.path.join(scratch, "ray"),  # Ray makes it 0777; its parent is 0700
+    }
 
 
 def _check_answers(address: str) -> None:

@@ -9,6 +9,13 @@ import time
 MAX_TASKS = 256  # threads that are read; a process with more is ended
 
 
+def worked_s() -> float:
+    """Seconds that this thread has worked or waited for a processor; 0 where /proc does not tell."""
+    with contextlib.suppress(OSError), open("/proc/thread-self/schedstat") as file:
+        return sum(int(field) for field in file.read().split()[:2]) / 1e9
+    return 0.0
+
+
 class Activity:
     """Threads of a process, and its time in line for a processor or the disk, as /proc tells them.
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.sandbox.activity import worked_s
 from megarl.sandbox.isolation import Features
 
 START_S = 120.0  # for a server to start on a busy machine
@@ -326,6 +327,7 @@ def _communicate(runs: list[_Run], wall_s: float) -> None:
         SandboxError: a server does not keep its own limits.
     """
     deadline = time.monotonic() + wall_s + START_S
+    worked_before_s = worked_s()
     try:
         with selectors.DefaultSelector() as selector:
             for run in runs:
@@ -337,20 +339,22 @@ def _communicate(runs: list[_Run], wall_s: float) -> None:
                 for key, _ in selector.select(remaining):
                     if not key.data():
                         selector.unregister(key.fileobj)
-                _end_sleepers(runs)
+                _end_sleepers(runs, worked_before_s)
     finally:
         for run in runs:
             run.close()
 
 
-def _end_sleepers(runs: list[_Run]) -> None:
+def _end_sleepers(runs: list[_Run], worked_before_s: float) -> None:
     """Ends runs that slept longer than their limit of processor time, which would else let them end as "wall".
 
-    One run of a pair sleeps while the other works, so only sleep of both at once counts.
+    One run of a pair sleeps while the other works, and both while this thread has yet to feed or read them. So only
+    time in which none of the three works or waits for a processor is sleep.
     """
     if any(run.report or run.activity.get("works", True) for run in runs):
         return
-    sleep_s = min(run.activity["elapsed_s"] for run in runs) - sum(run.activity["working_s"] for run in runs)
+    working_s = sum(run.activity["working_s"] for run in runs) + worked_s() - worked_before_s
+    sleep_s = min(run.activity["elapsed_s"] for run in runs) - working_s
     for run in runs:
         run.sleep_s = max(sleep_s, 0.0)
         if sleep_s > run.limits.cpu_s and not run.overslept:

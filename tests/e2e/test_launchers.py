@@ -113,7 +113,7 @@ def on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subp
     pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
     out = tmp_path_factory.mktemp("cluster")
     command = [sys.executable, "-m", "tests.e2e.ray_worker", str(out)]
-    return out, subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    return out, subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
 
 
 def test_ranks_fill_the_nodes_of_a_cluster_in_their_order_and_see_their_gpus_alone(

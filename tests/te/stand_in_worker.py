@@ -43,6 +43,7 @@ from megarl.types import PackedBatch
 from tests.distributed.layout_worker import ADAM, gather_gradients, logits_loss_fn, loss_fn, loss_weight_fn
 from tests.te import flash_twin
 
+WORLD_LIMIT_S = 2400  # of the cases of one number of ranks; for a hang alone
 NORMS = ("grad_norm", "mtp_grad_norm", "mtp_loss")
 
 
@@ -273,7 +274,7 @@ def main(work: Path, cases: dict[str, list[dict[str, Any]]]) -> int:
             process.start()
         running = {process.sentinel: process for process in ranks}
         while running:
-            ended = [running.pop(one) for one in connection.wait(list(running), timeout=600)]
+            ended = [running.pop(one) for one in connection.wait(list(running), timeout=WORLD_LIMIT_S)]
             for process in ended:
                 process.join()  # its sentinel may come before its exit code
             if not ended or any(process.exitcode for process in ended):

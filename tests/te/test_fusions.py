@@ -16,7 +16,7 @@ from megarl.families import decoder, read_config
 from megarl.types import ROUTED_EXPERTS
 from tests.distributed.test_layouts import make_batch
 from tests.distributed.test_replayed_experts import made_routes
-from tests.te.test_stand_in import SP, run_cases
+from tests.te.test_stand_in import SP, TIMEOUT, run_cases
 
 MODELS: dict[str, dict[str, Any]] = {  # by how routers score: softmax of all experts, of the chosen ones, or sigmoid
     "softmax": {"family": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1]},
@@ -51,6 +51,9 @@ CASES: dict[str, Case] = {  # ranks, model, layout, knobs of `te`, and what is t
 }
 NAN = ("softmax", "sigmoid")  # cases in which a token is NaN
 RUNS = [(name, off) for name, case in CASES.items() for off in ("", *case[4])]
+
+
+pytestmark = TIMEOUT
 
 
 @pytest.fixture(scope="module")

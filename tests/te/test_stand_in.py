@@ -59,7 +59,9 @@ OFFLOADED, SIXTEEN = "offloaded", "bfloat16"
 QUANTISED = "quantised"
 # With the adapters of a model's folder, and their recompute mode.
 ADAPTED = {"adapters": "none", "adapters_selective": "selective", QUANTISED: "none"}
-pytestmark = rows.marks()
+RUN_LIMIT_S = 3000  # of all cases; for a hang alone
+TIMEOUT = pytest.mark.timeout(RUN_LIMIT_S + 600)  # of a test, the run of its cases included
+pytestmark = [*rows.marks(), TIMEOUT]
 OVERLAPPED: list[tuple[str, dict[str, Any], str]] = [  # shared experts of `te` beside the exchange of tokens
     ("gated", SP, "none"),
     ("latent", {"dp_size": 2, "ep_size": 2}, "full"),
@@ -209,7 +211,7 @@ def run_cases(worker: str, folder: Path, cases: dict[str, list[dict[str, Any]]])
         env={**os.environ, "PYTHONPATH": f"{STAND_IN}:{ROOT}", "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,
-        timeout=1000,
+        timeout=RUN_LIMIT_S,
     )
     assert run.returncode == 0, run.stderr[-4000:]
 

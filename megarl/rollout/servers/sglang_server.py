@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 STOP_DEADLINE_S = 10.0
 ON_COMMAND_LINE = ("lora_paths",)  # SGLang does not take it from a file
 LOG_TAIL_LINES = 25
+GONE = "gone"  # beside psutil's names of a process's state
 SHARED_MEMORY = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")
 
 
@@ -135,17 +136,26 @@ class SGLangServer:
         """An error if one of the server's processes has ended or is stopped, else None."""
         try:
             self.check_alive()
-            assert self.process is not None, "alive"
-            for member in [psutil.Process(self.process.pid), *self._family]:
-                status = member.status()  # the next check reports a zombie of our own, with its exit code
-                ended = status == psutil.STATUS_ZOMBIE and member.pid != self.process.pid
-                if ended or status == psutil.STATUS_STOPPED:
-                    return self.error(f"has a process {member.pid} that is {status}")
-        except psutil.NoSuchProcess as gone:
-            return self.error(f"lost its process {gone.pid}")
+            broken = self._broken_process()
+            self.check_alive()  # a server that ends takes its processes along, and its exit code says more
         except ServerError as error:
             return error
-        return None
+        return self.error(broken) if broken else None
+
+    def _broken_process(self) -> str:
+        """Names a process that has ended or is stopped; empty if there is none, or if the server itself has ended."""
+        assert self.process is not None, "alive"
+        broken = [
+            f"has a process {member.pid} that is {status}"
+            for member in self._family
+            if (status := status_of(member.pid)) in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, GONE)
+        ]
+        own = status_of(self.process.pid)  # read last: it becomes a zombie before the others do
+        if own == psutil.STATUS_ZOMBIE:
+            return ""  # once its last thread has ended, the next check reports its exit code
+        if own == psutil.STATUS_STOPPED:
+            return f"has a process {self.process.pid} that is {own}"
+        return broken[0] if broken else ""
 
     def restart(self) -> None:
         """Ends the server's remaining processes and starts it again. The calling thread must outlive the server."""
@@ -224,6 +234,14 @@ def answers_at(address: str, api_key: str, timeout_s: float) -> bool:
         return False
     finally:
         connection.close()
+
+
+def status_of(pid: int) -> str:
+    """A process's state, as psutil names it, or `GONE`."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return GONE
 
 
 def shared_memory_of(process: psutil.Process) -> list[str]:

@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from megarl.sandbox import Features, SandboxError, SandboxResult, close, isolation, run_python, system_calls
+from megarl.sandbox import Features, SandboxError, SandboxResult, client, close, isolation, run_python, system_calls
 from tests.own_children import own_children
 
 EACH_KERNEL = pytest.mark.parametrize(
@@ -213,6 +214,22 @@ def test_a_wait_for_a_processor_is_no_sleep() -> None:
         thread.join()
     assert [done.status for done in results] == ["ok"] * len(threads)
     assert max(done.sleep_s for done in results) < 0.3
+
+
+def test_a_wait_for_a_slow_client_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program waits for its input, as this thread computes between any two parts of it."""
+    write = client._Run._write
+
+    def late(run: client._Run) -> bool:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return write(run)
+
+    monkeypatch.setattr(client._Run, "_write", late)
+    text = "x" * 20 * client.CHUNK
+    done = run_python("print(len(input()))", stdin=text, time_limit_s=1.0, wall_limit_s=300.0)
+    assert (done.status, done.stdout) == ("ok", f"{len(text)}\n")
 
 
 def test_a_sleep_within_the_limit_is_allowed() -> None:
