@@ -4,8 +4,8 @@ python -m megarl.preflight tune +experiment=NAME [gpus=N] [group=name ...] [knob
 
 Searches tp, pp, vpp, cp, dp and ep of the trainer, tp_comm_overlap, recompute, tokens of a microbatch, and number and
 tp of the servers. Proposals overlap gradients and parameters (`parallel.overlap`), as GPUs do by default.
-Times are those of `roofline.py`, memory is that of `actor/sizes/memory.py`. A proposal is as good as they are: a
-starting point to measure. The weight sync counts with its least time instead of its plan. Batch, algorithm and lengths
+Times come from `roofline.py` and memory from `actor/sizes/memory.py`. A proposal is as good as they are: a starting
+point to measure. The weight sync counts with its least time instead of its plan. Batch, algorithm and lengths
 stay as they are. The search is exhaustive and has no random numbers.
 """
 
