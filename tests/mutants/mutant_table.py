@@ -7,6 +7,7 @@ import mutant_table_csrc as csrc
 import mutant_table_feed as feed
 import mutant_table_fidelity as fidelity
 import mutant_table_head as head
+import mutant_table_hostile as hostile
 import mutant_table_overlap as overlap
 import mutant_table_preflight as preflight
 import mutant_table_quantised as quantised
@@ -37,6 +38,7 @@ MUTANTS: list[Mutant] = [
         preflight.PREFLIGHT,
         csrc.HEADERS,
         head.HEAD,
+        hostile.HOSTILE,
     )
     for mutant in flat(bugs)
 ]
