@@ -82,7 +82,7 @@ def _cluster(job: Job) -> Iterator[Any]:
     scratch = None if address else tempfile.mkdtemp(prefix="megarl-ray-")
     try:
         try:
-            ray.init(**_options(job, address, scratch), log_to_driver=False, logging_level="warning")
+            ray.init(**_options(job, address, scratch))
         except Exception as error:  # the class that Ray raises itself if a node is not up within 30 s
             where = f"{ADDRESS}={address}" if address else "a cluster on this machine"
             raise UserError(f"launcher=ray: {where} does not come up: {' '.join(str(error).split())[:300]}") from error
@@ -95,8 +95,9 @@ def _cluster(job: Job) -> Iterator[Any]:
 
 def _options(job: Job, address: str | None, scratch: str | None) -> dict[str, Any]:
     """Options of `ray.init`: for the cluster at `address`, or for one on this machine with its files in `scratch`."""
+    quiet = {"log_to_driver": False, "logging_level": "warning"}
     if scratch is None:
-        return {"address": address}
+        return {"address": address, **quiet}
     return {
         "address": "local",
         "num_cpus": job.world_size + job.servers,
@@ -104,6 +105,7 @@ def _options(job: Job, address: str | None, scratch: str | None) -> dict[str, An
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "_temp_dir": os.path.join(scratch, "ray"),  # Ray makes it 0777; its parent is 0700
+        **quiet,
     }
 
 
