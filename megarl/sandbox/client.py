@@ -356,7 +356,7 @@ def _end_sleepers(runs: list[_Run], worked_before_s: float) -> None:
     working_s = sum(run.activity["working_s"] for run in runs) + worked_s() - worked_before_s
     sleep_s = min(run.activity["elapsed_s"] for run in runs) - working_s
     for run in runs:
-        run.sleep_s = max(sleep_s, 0.0)
+        run.sleep_s = max(run.sleep_s, sleep_s)
         if sleep_s > run.limits.cpu_s and not run.overslept:
             run.overslept = True
             run.stop()
