@@ -30,6 +30,7 @@ from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 
 NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
+OFTEN = ("grpo", "ppo", "decoupled_ppo", "dapo", "gdpo", "opd", "remax")  # unlike the others in more than the loss
 EXPERIMENTS = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo", "opd": "opd"}
 BY_ADVANTAGES = {"opd": ["algorithm.divergence=sampled"]}  # divergences: test_teacher_layouts.py
 STEPS = 3
@@ -108,7 +109,9 @@ def gain(models: rl.Models, batch: PackedBatch) -> dict[str, float]:
     return gains
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.long) for name in NAMES]
+)
 @pytest.mark.usefixtures("lent")
 def test_a_method_trains_on_its_own_completions(name: str, tmp_path: Path) -> None:
     found, moved = steps_of(name, STEPS, tmp_path, "train_dataset.batch_size=16", *BY_ADVANTAGES.get(name, []))

@@ -106,7 +106,7 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_shared_kv_
     ("name", "tp_size"),
     [
         pytest.param("fp8", 2, marks=pytest.mark.long),
-        ("fp8_channel", 2),
+        pytest.param("fp8_channel", 2, marks=pytest.mark.long),
         ("int4", 2),
         pytest.param("int4", 1, marks=pytest.mark.long),
         pytest.param("fp8", 1, marks=pytest.mark.long),
