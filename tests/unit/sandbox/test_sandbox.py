@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.sandbox import Features, SandboxError, SandboxResult, client, close, isolation, run_python, system_calls
-from megarl.sandbox.activity import worked_s
+from megarl.sandbox.activity import Activity, worked_s
 from tests.own_children import own_children
 
 EACH_KERNEL = pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_sleep_is_limited_like_processor_time(code: str) -> None:
 
 
 def test_a_wait_for_a_processor_is_no_sleep() -> None:
-    """Twelve processes share two cores for longer than the limit of sleep."""
-    code = "import time\nwhile time.process_time() < 1.0: pass"
+    """Twelve processes share two cores for longer than the limit of sleep; each sleeps for an instant now and then."""
+    code = "import time\nfor n in range(1, 51):\n    while time.process_time() < n / 50: pass\n    time.sleep(0.001)"
     results: list[SandboxResult] = []
     threads = [
         threading.Thread(target=lambda: results.append(run_python(code, time_limit_s=1.5, wall_limit_s=300.0)))
@@ -218,6 +218,20 @@ def test_a_wait_for_a_processor_is_no_sleep() -> None:
     assert max(done.sleep_s for done in results) < 0.3
 
 
+def test_a_process_works_while_one_of_its_threads_does() -> None:
+    own = Activity(os.getpid())
+    assert own.look() >= 1
+    assert own.works
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as sleeper:
+        other = Activity(sleeper.pid)
+        end = time.monotonic() + 300
+        while other.works and time.monotonic() < end:
+            time.sleep(0.01)
+            assert other.look() == 1
+        assert not other.works
+        sleeper.kill()
+
+
 def test_a_wait_for_a_slow_client_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program waits for its input, as this thread computes between any two parts of it."""
     write = client._Run._write
@@ -229,7 +243,7 @@ def test_a_wait_for_a_slow_client_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -
         return write(run)
 
     monkeypatch.setattr(client._Run, "_write", late)
-    text = "x" * 20 * client.CHUNK
+    text = "x" * 10 * client.CHUNK
     done = run_python("print(len(input()))", stdin=text, time_limit_s=1.0, wall_limit_s=300.0)
     assert (done.status, done.stdout) == ("ok", f"{len(text)}\n")
 
