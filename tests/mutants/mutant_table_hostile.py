@@ -31,7 +31,7 @@ HOSTILE: Bugs = {
     },
     "megarl/sandbox/system_calls.py": {
         unit("sandbox/test_sandbox", "sandbox/test_attacks"): [
-            ("clocks of other processes answer", "NEGATIVE = 0x80000000", "NEGATIVE = 0x40000000"),
+            ("clocks of other processes answer", "0, NEGATIVE, NEGATIVE)", "0, NEGATIVE, 1)"),
         ],
     },
     "megarl/rewards/code.py": {

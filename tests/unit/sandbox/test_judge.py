@@ -200,6 +200,8 @@ def test_a_forged_module_is_not_asked() -> None:
     instance = "import types\nmath = types.SimpleNamespace(isclose=lambda *a: True)\ndef add(a, b): return 0"
     for forged in (fake, instance):  # no module, and the statement does not import its own
         assert check_statement(forged, "assert math.isclose(add(1, 2), 3)").status == "failed"
+        other = "text = '3'\nassert text.isdigit() and math.isclose(add(1, 2), 3)"  # an attribute that `math` lacks
+        assert check_statement(forged, other).status == "failed"
     honest = "import math\ndef add(a, b): return 3.0"
     assert check_statement(honest, "assert math.isclose(add(1, 2), 3)").ok
 
