@@ -140,19 +140,27 @@ def test_processor_time_is_limited(code: str) -> None:
     assert 0.5 <= done.cpu_s < 1.9  # at 2 s the kernel ends it, as a second line
 
 
-def test_processor_time_is_not_wall_time() -> None:
-    """Twelve processes share two cores: the last gets its processor time late, and yet has all of it."""
-    loop = "import time\nwhile time.process_time() < 1.0: pass\nprint('whole')"
+def run_beside_each_other(code: str, per_core: int) -> list[SandboxResult]:
+    """Runs `per_core` copies of a program a core at once, each with 1.5 s of processor time."""
     results: list[SandboxResult] = []
+    count = per_core * (os.cpu_count() or 1)
     threads = [
-        threading.Thread(target=lambda: results.append(run_python(loop, time_limit_s=1.5, wall_limit_s=300.0)))
-        for _ in range(3 * (os.cpu_count() or 1))
+        threading.Thread(target=lambda: results.append(run_python(code, time_limit_s=1.5, wall_limit_s=300.0)))
+        for _ in range(count)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [(done.status, done.stdout) for done in results] == [("ok", "whole\n")] * len(threads)
+    assert len(results) == count, "a run raised"
+    return results
+
+
+def test_processor_time_is_not_wall_time() -> None:
+    """Twelve processes share two cores: the last gets its processor time late, and yet has all of it."""
+    loop = "import time\nwhile time.process_time() < 1.0: pass\nprint('whole')"
+    results = run_beside_each_other(loop, 3)
+    assert [(done.status, done.stdout) for done in results] == [("ok", "whole\n")] * len(results)
 
 
 @pytest.mark.parametrize(
@@ -205,16 +213,8 @@ def test_sleep_is_limited_like_processor_time(code: str) -> None:
 def test_a_wait_for_a_processor_is_no_sleep() -> None:
     """Twelve processes share two cores for longer than the limit of sleep; each sleeps for an instant now and then."""
     code = "import time\nfor n in range(1, 51):\n    while time.process_time() < n / 50: pass\n    time.sleep(0.001)"
-    results: list[SandboxResult] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(run_python(code, time_limit_s=1.5, wall_limit_s=300.0)))
-        for _ in range(6 * (os.cpu_count() or 1))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [done.status for done in results] == ["ok"] * len(threads)
+    results = run_beside_each_other(code, 6)
+    assert [done.status for done in results] == ["ok"] * len(results)
     assert max(done.sleep_s for done in results) < 0.3
 
 
