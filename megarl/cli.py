@@ -32,6 +32,7 @@ from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
 from megarl.other_trainers import from_other_trainer, set_by
 from megarl.parallel import hardware_queues
+from megarl.processes import open_many_files
 from megarl.rollout.executor import NoSamplesError
 
 PACKAGE = Path(__file__).resolve().parent
@@ -131,6 +132,7 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
     without any sample end with 1.
     """
     arguments = sys.argv[1:]
+    open_many_files()
     _drop_noise()
     logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
     if any(a in ("-h", "--help") for a in arguments):

@@ -129,7 +129,8 @@ class ForkServer:
         self._control.close()
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(FORK_DEADLINE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # held by the kernel, it ends when it can
+            self._process.wait(FORK_DEADLINE_S)
 
     def _answer(self) -> dict[str, Any]:
         try:
@@ -160,8 +161,16 @@ class ForkedProcess:
             ForkError: the fork server does not answer.
         """
         parent_end, child_end = socket.socketpair()
-        with child_end:
-            pid = await asyncio.to_thread(server.fork, child_end)
+
+        def fork() -> int:
+            with child_end:  # this thread's: a cancellation does not end it
+                return server.fork(child_end)
+
+        try:
+            pid = await asyncio.to_thread(fork)
+        except BaseException:
+            parent_end.close()  # what is forked all the same ends with it
+            raise
         parent_end.setblocking(False)
         return cls(pid, *await asyncio.open_unix_connection(sock=parent_end))
 

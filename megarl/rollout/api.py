@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.rollout.together import together
 from megarl.types import ModelRequest, ModelResponse, PackedBatch
 
 
@@ -34,7 +34,7 @@ class InferenceEngine(abc.ABC):
 
     async def agenerate_group(self, req: ModelRequest) -> list[ModelResponse]:
         """`req.gconfig.n_samples` completions of `req.input_ids`, returned together."""
-        return list(await asyncio.gather(*(self.agenerate(req) for _ in range(req.gconfig.n_samples))))
+        return await together(self.agenerate(req) for _ in range(req.gconfig.n_samples))
 
     @abc.abstractmethod
     def set_version(self, version: int) -> None:

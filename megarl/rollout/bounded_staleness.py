@@ -208,7 +208,7 @@ class RolloutStream:
         while len(self._under_way) + len(self._finished) < room and self._error is None:
             try:
                 ticket = self._queue.popleft() if self._queue else self._read_one()
-            except UserError as error:
+            except Exception as error:  # a loader may raise any; the trainer gets it with its next batch
                 self._stop(error)
                 return
             ticket.version = self._version
@@ -230,7 +230,16 @@ class RolloutStream:
         raise UserError("the loader has no prompts; give it at least one")
 
     async def _run(self, ticket: Ticket) -> None:
-        """Runs one prompt to its end and accounts for its outcome, once."""
+        """Runs one prompt to its end. The trainer gets what cannot be accounted for, such as an error of its filter."""
+        try:
+            await self._account(ticket)
+        except Exception as error:
+            self._stop(error)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _account(self, ticket: Ticket) -> None:
+        """Runs one prompt and accounts for its outcome, once."""
         limit = self.limits.episode_timeout_s
         item = {"prompt_id": str(ticket.number), **ticket.item}
         origin = ticket.item.get(ORIGIN, {})
@@ -238,8 +247,6 @@ class RolloutStream:
         try:
             async with asyncio.timeout(limit):
                 episode = await run_episode(self.engine, ticket.number, item, self.workflow, self.group_size)
-        except asyncio.CancelledError:
-            raise
         except TimeoutError:
             took = time.monotonic() - started
             late = Episode(item["prompt_id"], None, f"timed out after {took:.0f} s", origin=origin)
@@ -256,8 +263,6 @@ class RolloutStream:
                 reason = "refused by should_accept_fn"
                 episode = Episode(episode.prompt_id, None, reason, episode.dropped, origin, rewards)
             self._end(ticket, episode, failed=unusable)
-        async with self._changed:
-            self._changed.notify_all()
 
     def _failed(self, ticket: Ticket, prompt_id: str, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error, WorkflowError) else error

@@ -16,6 +16,7 @@ from megarl.knobs import UserError, visible
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout import reward_call, sampling_seeds
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
+from megarl.rollout.together import together
 from megarl.types import ORIGIN, TEACHER_SAMPLED, Episode, PackedBatch, trained_tokens_of_samples
 
 T = TypeVar("T")
@@ -99,13 +100,7 @@ async def run_episodes(
     then cancelled and awaited.
     """
     sampling_seeds.stream.set(sampling_seeds.SeedStream(sampling_seeds.BATCH))
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run_episode(engine, i, item, workflow)) for i, item in enumerate(data)]
-    except BaseExceptionGroup as failures:
-        first = failures.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]
+    return await together(run_episode(engine, i, item, workflow) for i, item in enumerate(data))
 
 
 async def run_episode(
@@ -125,7 +120,7 @@ async def run_episode(
     try:
         version = engine.get_version()
         runs = (_run(workflow, engine, dict(data), version, index, run) for run in range(group_size))
-        results = [result for result in await asyncio.gather(*runs) if result is not None]
+        results = [result for result in await together(runs) if result is not None]
         if not results:
             return Episode(prompt_id, None, f"rejected by {name}", origin=origin)
         joined = _join([pack(result, name) for result in results])

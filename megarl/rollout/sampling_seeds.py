@@ -6,12 +6,13 @@ have one in common there, so that all samples of a group would be equal.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 from collections.abc import Awaitable, Iterable
 from contextvars import ContextVar
 from typing import TypeVar
+
+from megarl.rollout.together import together
 
 T = TypeVar("T")
 BATCH = -1  # of the streams of a batch that is asked for as a whole, such as an evaluation's
@@ -48,4 +49,4 @@ async def gather_apart(runs: Iterable[Awaitable[T]]) -> list[T]:
         stream.set(own.child(number))
         return await awaitable
 
-    return await asyncio.gather(*(run(number, awaitable) for number, awaitable in enumerate(runs)))
+    return await together(run(number, awaitable) for number, awaitable in enumerate(runs))

@@ -18,6 +18,7 @@ import orjson
 
 from megarl.rollout.client.requests import excerpt, named
 from megarl.rollout.executor import LoopThread, NoSamplesError
+from megarl.rollout.together import together
 
 SEQUENCES_AT_ONCE = 16  # in one request
 RETRY_S = 1.0
@@ -79,7 +80,8 @@ class Scorer:
         """
         parts = [queries[i : i + SEQUENCES_AT_ONCE] for i in range(0, len(queries), SEQUENCES_AT_ONCE)]
         rounds = math.ceil(len(parts) / self._max_requests)
-        limit = rounds * (self.wait_s + (self._timeout.total or 0.0)) + CONNECT_S
+        longest = self.wait_s + 2 * (self._timeout.total or 0.0) + RETRY_S  # the first answer is lost, and the last
+        limit = rounds * longest + CONNECT_S
         answers = self._thread.run(self._score_all(parts, k), limit, "asking the teacher")
         return [scores for part in answers for scores in part]
 
@@ -91,12 +93,7 @@ class Scorer:
                 async with gate:
                     return await self._ask(session, index, part, k)
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(ask(index, part)) for index, part in enumerate(parts)]
-            except BaseExceptionGroup as failures:
-                raise failures.exceptions[0] from failures.exceptions[0].__cause__
-        return [task.result() for task in tasks]
+            return await together(ask(index, part) for index, part in enumerate(parts))
 
     async def _ask(self, session: aiohttp.ClientSession, first: int, part: Sequence[Query], k: int) -> list[Scores]:
         """One request, sent to the servers in turn until one answers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -118,11 +119,11 @@ class RemoteSGLangEngine(InferenceEngine):
                 if connections is not None:
                     await connections.close()
 
-        try:
-            thread.cancel_all()  # episodes before the endpoints that they talk to: else they would start them again
-            thread.run(close(), CLOSE_TIMEOUT_S, "closing the workflows and the connections to the SGLang servers")
-        finally:
-            thread.stop()
+        with contextlib.ExitStack() as closing:
+            what = "closing the workflows and the connections to the SGLang servers"
+            closing.callback(thread.stop)
+            closing.callback(lambda: thread.run(close(), CLOSE_TIMEOUT_S, what))
+            closing.callback(thread.cancel_all)  # before the endpoints that episodes talk to, and would start again
 
     @property
     def addresses(self) -> list[str]:

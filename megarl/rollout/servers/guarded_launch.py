@@ -27,6 +27,8 @@ BARRIERS = (  # requests at whose end SGLang's ranks wait for each other
 def launch(arguments: list[str]) -> None:
     """Runs a server with the command-line arguments of `sglang.launch_server`; returns when it has ended."""
     from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingDetokenize
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -36,6 +38,10 @@ def launch(arguments: list[str]) -> None:
     auth.decide_request_auth = key_everywhere(auth.decide_request_auth)
     auth.add_api_key_middleware = with_http_alone(auth.add_api_key_middleware)
     TokenizerManager._validate_one_request = checked(TokenizerManager._validate_one_request)
+    OpenAIServingDetokenize._validate_request = with_token_check(OpenAIServingDetokenize._validate_request)
+    for request in (GenerateReqInput, EmbeddingReqInput):
+        request.normalize_batch_and_arguments = refused_as_value(request.normalize_batch_and_arguments)
+        request.__getitem__ = refused_as_value(request.__getitem__)
     server_args = prepare_server_args(arguments)
     server_args.resolve_once()
     try:
@@ -89,6 +95,32 @@ def checked(validate: Any) -> Any:
     def validate_all(manager: Any, request: Any, input_ids: list[int] | None) -> None:
         validate(manager, request, input_ids)
         check_request(request, input_ids, manager.model_config.vocab_size, manager.model_config.is_multimodal)
+
+    return validate_all
+
+
+def refused_as_value(split: Any) -> Any:
+    """Wraps a method that splits a request into its parts: fields that do not fit together raise ValueError."""
+
+    @functools.wraps(split)
+    def split_or_refuse(*arguments: Any) -> Any:
+        try:
+            return split(*arguments)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"the request's fields do not fit together: {error}") from error
+
+    return split_or_refuse
+
+
+def with_token_check(validate: Any) -> Any:
+    """Wraps SGLang's validation of tokens to decode, whose words are answered with 400: ids fit 31 bits."""
+
+    @functools.wraps(validate)
+    def validate_all(serving: Any, request: Any) -> str | None:
+        parts = [part if isinstance(part, list) else [part] for part in request.tokens]
+        bad = [token for part in parts for token in part if not 0 <= token <= MAX_INT32]
+        refusal: str | None = validate(serving, request)
+        return f"tokens has {bad[0]}; token ids are in [0, {MAX_INT32}]" if bad else refusal
 
     return validate_all
 

@@ -27,9 +27,11 @@ from typing import Any
 
 import psutil
 
+from megarl.observe.log_tail import log_tail
 from megarl.parallel import hardware_queues
 from megarl.parallel.determinism import OFF, Determinism
 from megarl.processes import die_with_parent
+from megarl.rollout.closing import close_after
 from megarl.rollout.servers import guarded_launch, served_adapters
 from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
 from megarl.rollout.servers.server_config import (
@@ -44,7 +46,7 @@ from megarl.rollout.servers.server_config import (
 
 log = logging.getLogger(__name__)
 
-STOP_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 120.0  # for a hang alone
 ON_COMMAND_LINE = ("lora_paths",)  # SGLang does not take it from a file
 LOG_TAIL_LINES = 25
 GONE = "gone"  # beside psutil's names of a process's state
@@ -189,8 +191,7 @@ class SGLangServer:
 
     def error(self, what: str) -> ServerError:
         """An error that names the server and its log, with the log's last lines."""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        tail = "\n".join("  " + line[:300] for line in lines)
+        tail = "\n".join("  " + line[:300] for line in log_tail(self.log_path, LOG_TAIL_LINES))
         return ServerError(
             f"SGLang server {self.index} at {self.address} {what}; its log {self.log_path} ends:\n{tail}"
         )
@@ -208,10 +209,9 @@ class SGLangServer:
                 family = self._family
             self._shared_memory |= {path for member in family for path in shared_memory_of(member)}
             for member in family:
-                if member.is_running():
+                with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
-            _, alive = psutil.wait_procs(family, timeout=STOP_DEADLINE_S)
-            if alive:
+            if alive := still_running(family, STOP_DEADLINE_S):
                 raise ServerError(f"SGLang server {self.index} left processes that a SIGKILL did not end: {alive}")
             for path in self._shared_memory:
                 Path(path).unlink(missing_ok=True)
@@ -242,6 +242,19 @@ def status_of(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return GONE
+
+
+def still_running(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Waits for the end of processes; returns those that run after `within_s` seconds.
+
+    A zombie has ended. Who has to reap it may be late, or may be a container's first process, which reaps none.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        running = [p for p in processes if p.is_running() and status_of(p.pid) not in (psutil.STATUS_ZOMBIE, GONE)]
+        if not running or time.monotonic() > deadline:
+            return running
+        time.sleep(0.01)
 
 
 def shared_memory_of(process: psutil.Process) -> list[str]:
@@ -339,8 +352,8 @@ class SGLangServers:
         try:
             for server in self.servers:
                 server.wait_ready()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            close_after(error, self.stop)
             raise
 
     def check_alive(self) -> None:
@@ -349,14 +362,21 @@ class SGLangServers:
             server.check_alive()
 
     def stop(self) -> None:
+        """Stops every server. Raises the first failure after that."""
+        errors = []
         for server in self.servers:
-            server.stop()
+            try:
+                server.stop()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> SGLangServers:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        close_after(error, self.stop)
 
 
 if __name__ == "__main__":

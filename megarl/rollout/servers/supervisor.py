@@ -11,6 +11,7 @@ current ones. An external server is never restarted; it is ready once it answers
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +65,12 @@ class ServerStatus:
     state: str = SERVING
     restarts: int = 0
     error: ServerError | None = None  # the last
+    lost_at: float = 0.0  # when it went out of service, of `time.monotonic`
     failed_sync: bool = False
+    starts: int = 0  # by this run, after the first; `restarts` are those that its faults made necessary
+    starting: bool = False  # started again, and has not answered yet
+    held: bool = False  # its start was broken off, until `allow_restarts`
+    put_off: ServerError | None = None  # it was silent, and was stopped for the trainer's memory
     hopeless: bool = False  # lost, and never restarted by this run
     next_check: float = 0.0
 
@@ -113,9 +119,9 @@ class Supervisor:
         """Addresses of the servers that run: those that serve, and restarted ones that wait for weights."""
         return self._in_state(SERVING, READY, ADMITTED)
 
-    def restarts(self, address: str) -> int:
-        """Times that this run has restarted the server."""
-        return self._statuses[address].restarts
+    def starts(self, address: str) -> int:
+        """Times that this run has started the server again."""
+        return self._statuses[address].starts
 
     def outlook(self) -> str:
         """Prospect while no server serves: `ready` if one awaits weights, `starting` if one may come, else `none`."""
@@ -133,10 +139,21 @@ class Supervisor:
             time.sleep(TICK_S)
         return False
 
-    def raise_cause(self) -> None:
-        """Raises the ServerError of a server that is out of service, if there is one: it causes other errors."""
-        for status in self._statuses.values():
-            error = status.server.fault() or (status.error if status.state in (LOST, GONE) else None)
+    def raise_cause(self, address: str = "") -> None:
+        """Raises the ServerError of the server at `address`, if it is out of service: it causes other errors.
+
+        Without an address it raises that of the server that went last, if none serves any more.
+        """
+        named = self._statuses.get(address)
+        causes = []
+        for status in [named] if named is not None else self._statuses.values():
+            if status.state in (LOST, GONE):
+                causes.append((status.lost_at, status.error))
+            elif (fault := status.server.fault()) is not None:
+                causes.append((math.inf, fault))  # its thread has not looked yet
+            elif status.state == SERVING:
+                return
+        for _, error in sorted(causes, key=lambda cause: cause[0], reverse=True):
             if error is not None:
                 raise error
 
@@ -146,9 +163,14 @@ class Supervisor:
         """Restarts no server until `allow_restarts`, and stops those that are starting: both need memory."""
         self._may_restart.clear()
         with self._restarting:
-            for address in self._in_state(LOST):
-                if self._statuses[address].server.owned:
-                    self._statuses[address].server.stop()
+            with self._lock:
+                lost = [s for s in self._statuses.values() if s.state == LOST and s.server.owned]
+                for status in lost:
+                    status.held = status.starting
+                    if not status.starting:
+                        status.put_off = status.server.error("did not answer, and was stopped for the trainer")
+            for status in lost:
+                status.server.stop()
 
     def allow_restarts(self) -> None:
         self._may_restart.set()
@@ -181,22 +203,35 @@ class Supervisor:
                 if status.state == ADMITTED and address in proven:
                     status.state = SERVING
                 elif status.state in (SERVING, ADMITTED) and address not in proven:
-                    status.failed_sync, status.state = True, LOST
+                    status.failed_sync, status.state, status.lost_at = True, LOST, time.monotonic()
         self.on_change()
 
     # -- a server's thread --------------------------------------------------------------------------------------
 
     def _watch(self, status: ServerStatus) -> None:
-        while status.state != GONE and not self._closing.wait(TICK_S):
-            fault = self._check(status)
-            if fault is not None:
-                self._lose(status, fault)
+        try:
+            while status.state != GONE and not self._closing.wait(TICK_S):
+                if status.held:
+                    if self._may_restart.is_set():
+                        self._restart(status)
+                    continue
+                fault = self._check(status)
+                if fault is not None and not status.held:
+                    self._lose(status, fault)
+        except Exception as error:
+            log.exception("%s can no longer be watched, and is out of service", status.server.address)
+            status.error = ServerError(
+                f"{status.server.address} can no longer be watched: {type(error).__name__}: {error}"
+            )
+            self._move(status, GONE)
 
     def _check(self, status: ServerStatus) -> ServerError | None:
         """The fault for which the server must be restarted; None without one. Takes a silent server out of service."""
         server = status.server
         if status.failed_sync:
             return server.error("failed in a weight sync")
+        if status.put_off is not None:
+            return status.put_off
         if (fault := server.fault()) is not None:
             return fault
         if status.state != LOST and time.monotonic() < status.next_check:
@@ -208,9 +243,7 @@ class Supervisor:
                 log.warning("%s has not answered for %g s and is out of service", server.address, self.heartbeat_s)
                 self._move(status, LOST)
         elif answered:
-            log.info("%s answers, and waits for the weights", server.address)
-            status.hopeless = False
-            self._move(status, READY)
+            self._welcome(status)
         elif server.late:
             return server.error(f"does not answer within server.heartbeat_s={self.heartbeat_s:g} s")
         return None
@@ -231,12 +264,29 @@ class Supervisor:
                     return
             status.restarts += 1
             stats_tracker.total(server_restarts=1)
-            try:
-                with self._restarting:
-                    status.server.restart()
-            except (ServerError, OSError) as failure:
-                status.error = status.server.error(f"cannot be started again: {failure}")
-                self._move(status, GONE)
+            self._restart(status)
+
+    def _restart(self, status: ServerStatus) -> None:
+        try:
+            with self._restarting:
+                if not self._may_restart.is_set():  # held again meanwhile
+                    status.held = True
+                    return
+                status.held, status.put_off, status.starting = False, None, True
+                status.starts += 1
+                status.server.restart()
+        except (ServerError, OSError) as failure:
+            status.error = status.server.error(f"cannot be started again: {failure}")
+            self._move(status, GONE)
+
+    def _welcome(self, status: ServerStatus) -> None:
+        """Has the server wait for weights, unless it was stopped while it answered."""
+        with self._lock:
+            if status.held or status.put_off is not None:
+                return
+            log.info("%s answers, and waits for the weights", status.server.address)
+            status.hopeless, status.starting, status.error, status.state = False, False, None, READY
+        self.on_change()
 
     def _in_state(self, *states: str) -> list[str]:
         with self._lock:
@@ -244,5 +294,7 @@ class Supervisor:
 
     def _move(self, status: ServerStatus, state: str) -> None:
         with self._lock:
+            if state in (LOST, GONE) and status.state not in (LOST, GONE):
+                status.lost_at = time.monotonic()
             status.state = state
         self.on_change()

@@ -31,6 +31,7 @@ from megarl.knobs import MAX_SECONDS, UserError, check_ranges, function_of, knob
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.conversation import ChatTemplate, Conversation
 from megarl.rollout.reward_call import is_async
+from megarl.rollout.together import together
 from megarl.rollout.transcript import Transcript, pad_samples
 from megarl.types import GenerationHyperparameters, Reward, RewardError
 
@@ -84,6 +85,7 @@ class _Session:
     conversations: dict[str, Conversation] = field(default_factory=dict)  # by their messages as JSON
     ends: list[Conversation] = field(default_factory=list)
     error: GenerationError | None = None  # of the servers, at the last request
+    asking: set[asyncio.Task[Any]] = field(default_factory=set)  # requests under way
 
     def record(self, messages: list[dict[str, Any]], conversation: Conversation, parent: Conversation | None) -> None:
         """Adds a conversation, whose last answer is sampled, as a continuation of `parent`."""
@@ -124,7 +126,7 @@ class AgentWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         url = await self._serve()
-        runs = await asyncio.gather(*(self._run(engine, data, url) for _ in range(self.gconfig.n_samples)))
+        runs = await together(self._run(engine, data, url) for _ in range(self.gconfig.n_samples))
         return pad_samples([segments for segments, _ in runs], [reward for _, reward in runs])
 
     async def aclose(self) -> None:
@@ -150,6 +152,8 @@ class AgentWorkflow(RolloutWorkflow):
             reward = RewardError(f"{type(error).__name__}: {error}")
         finally:
             del self._sessions[key]
+            for request in session.asking:  # of a thread, which cannot be cancelled itself
+                request.cancel()
         if session.error is not None:  # the servers failed, not the agent: the prompt is run again elsewhere
             raise session.error
         segments = session.finished()
@@ -215,6 +219,9 @@ class AgentWorkflow(RolloutWorkflow):
         if model_request is None:
             tokens = len(self._template.ids([*conversation.messages, *turns]))
             return _refusal(400, f"the conversation has {tokens} tokens of at most {limit}, no room for an answer")
+        own = asyncio.current_task()
+        assert own is not None, "a handler runs in a task"
+        session.asking.add(own)
         try:
             response = await session.engine.agenerate(model_request)
         except RequestRefused as error:
@@ -222,6 +229,8 @@ class AgentWorkflow(RolloutWorkflow):
         except GenerationError as error:
             session.error = error
             return _refusal(503, str(error))
+        finally:
+            session.asking.discard(own)
         session.error = None
         if parent is not None and parent not in session.ends:  # its first continuation trains on its answers
             conversation.as_read()
@@ -272,8 +281,8 @@ class AgentWorkflow(RolloutWorkflow):
     def _resume(
         self, session: _Session, messages: list[dict[str, Any]]
     ) -> tuple[Conversation | None, list[dict[str, Any]]]:
-        """The longest recorded beginning of a conversation, and the turns after it."""
-        for count in range(len(messages) - 1, 0, -1):
+        """Finds the longest recorded beginning, of at least a prompt and an answer, and the turns after it."""
+        for count in range(len(messages) - 1, 1, -1):
             key = _key_of(messages[:count])
             if key in session.conversations:
                 return session.conversations[key], messages[count:]

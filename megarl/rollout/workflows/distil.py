@@ -15,6 +15,7 @@ from megarl.knobs import UserError
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.transcript import prompt_ids
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import TEACHER_SAMPLED, ModelRequest, ModelResponse, PackedBatch
 
 NOT_THE_POLICYS = -1  # version of tokens that no policy sampled
@@ -46,9 +47,10 @@ class HintedWorkflow(RolloutWorkflow):
 
     def __init__(self, inner: RolloutWorkflow, hint: str, most: int, tokenizer: Any) -> None:
         self.inner, self.hint, self.most, self.tokenizer = inner, hint, most, tokenizer
+        self._options = {"enable_thinking": inner.enable_thinking} if isinstance(inner, RLVRWorkflow) else {}
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
-        ids = hinted_ids(data["messages"], self.hint.format(**data), self.tokenizer)
+        ids = hinted_ids(data["messages"], self.hint.format(**data), self.tokenizer, **self._options)
         if len(ids) > self.most:
             return None
         result = await self.inner.arun_episode(engine, data)
@@ -61,14 +63,17 @@ class HintedWorkflow(RolloutWorkflow):
         await self.inner.aclose()
 
 
-def hinted_ids(messages: Sequence[dict[str, Any]], hint: str, tokenizer: Any) -> list[int]:
-    """Token ids of a prompt whose last user message ends with the hint, on a line of its own."""
+def hinted_ids(messages: Sequence[dict[str, Any]], hint: str, tokenizer: Any, **options: Any) -> list[int]:
+    """Token ids of a prompt whose last user message ends with the hint, on a line of its own.
+
+    `options` go to the chat template, as for the student's prompt.
+    """
     hinted = copy.deepcopy(list(messages))
     last = next((m for m in reversed(hinted) if m["role"] == "user"), None)
     if last is None:
         raise UserError("teacher.hint is added to the last user message, and a prompt has none; leave it out")
     last["content"] = f"{last['content']}\n{hint}"
-    return prompt_ids(tokenizer, hinted)
+    return prompt_ids(tokenizer, hinted, **options)
 
 
 class _OnItsLoop(InferenceEngine):

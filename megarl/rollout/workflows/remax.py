@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from torch import Tensor
 
 from megarl.rollout.api import InferenceEngine
 from megarl.rollout.reward_call import call_reward
+from megarl.rollout.together import together
 from megarl.rollout.transcript import pad_responses, prompt_ids
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.types import ModelRequest, RewardError
@@ -23,8 +24,9 @@ class ReMaxRLVRWorkflow(RLVRWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Tensor]:
         input_ids = prompt_ids(self.tokenizer, data["messages"], enable_thinking=self.enable_thinking)
         sampled = ModelRequest(input_ids=input_ids, gconfig=self.gconfig)
-        greedy = ModelRequest(input_ids=input_ids, gconfig=self.gconfig.new(greedy=True, n_samples=1))
-        responses, greedy_response = await asyncio.gather(engine.agenerate_group(sampled), engine.agenerate(greedy))
+        greedy = ModelRequest(input_ids=input_ids, gconfig=self.gconfig.new(greedy=True))
+        asked: list[Awaitable[Any]] = [engine.agenerate_group(sampled), engine.agenerate(greedy)]
+        responses, greedy_response = await together(asked)
         prompt = self.tokenizer.decode(input_ids)
         all_responses = [*responses, greedy_response]
         completions = [self.tokenizer.decode(r.output_tokens, skip_special_tokens=True) for r in all_responses]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from megarl.knobs import UserError
 from megarl.rollout.api import InferenceEngine, RolloutWorkflow
 from megarl.rollout.reward_call import RewardFn, call_reward
+from megarl.rollout.together import together
 from megarl.rollout.transcript import Transcript, pad_transcripts, prompt_ids
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
 
@@ -31,6 +33,14 @@ class GeneratingModel:
         self._engine = engine
         self._gconfig = gconfig
         self._loop = loop
+        self._asking: set[Future[Any]] = set()
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Cancels requests under way and refuses later ones: the thread of an episode cannot be cancelled itself."""
+        self._has_ended = True
+        for future in list(self._asking):
+            future.cancel()
 
     def generate(
         self,
@@ -51,9 +61,18 @@ class GeneratingModel:
         ]
 
         async def ask() -> list[ModelResponse]:
-            return list(await asyncio.gather(*(self._engine.agenerate(request) for request in requests)))
+            return await together(self._engine.agenerate(request) for request in requests)
 
-        responses = asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
+        if self._has_ended:
+            raise CancelledError("the episode has ended")
+        asking = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        self._asking.add(asking)
+        if self._has_ended:  # meanwhile
+            asking.cancel()
+        try:
+            responses = asking.result()
+        finally:
+            self._asking.discard(asking)
         rows = [
             torch.cat([row, torch.tensor(r.output_tokens, dtype=row.dtype)])
             for row, r in zip(input_ids, responses, strict=True)
@@ -98,7 +117,10 @@ class RolloutFuncWorkflow(RolloutWorkflow):
         model = GeneratingModel(engine, self.gconfig, asyncio.get_running_loop())
         prompts = [{"messages": data["messages"]} for _ in range(self.gconfig.n_samples)]
         processing_class = ProcessingClass(self.tokenizer)
-        texts = await asyncio.to_thread(self.rollout_func, model, processing_class, prompts, None)
+        try:
+            texts = await asyncio.to_thread(self.rollout_func, model, processing_class, prompts, None)
+        finally:
+            model.end()
         if len(texts) != len(prompts) or not all(isinstance(text, str) for text in texts):
             raise UserError(f"rollout_func must return {len(prompts)} strings, one a prompt; it returned {len(texts)}")
         prompt = prompt_ids(self.tokenizer, data["messages"])

@@ -50,7 +50,7 @@ class Server:
         self._reply = reply
         self._model_info = model_info
         self._runner: web.AppRunner | None = None
-        self.address = thread.run(self._start(), 10, "starting the test server")
+        self.address = thread.run(self._start(), 300, "starting the test server")
 
     async def _start(self) -> str:
         app = web.Application()
@@ -77,4 +77,4 @@ class Server:
 
     def stop(self) -> None:
         assert self._runner is not None
-        self._thread.run(self._runner.cleanup(), 10, "stopping the test server")
+        self._thread.run(self._runner.cleanup(), 300, "stopping the test server")

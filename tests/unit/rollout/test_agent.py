@@ -15,10 +15,11 @@ from aiohttp import web
 from conversations import DATA, GCONFIG, sequences
 from fault_server import answer
 
+from megarl.knobs import UserError
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.transcript import MIN_ANSWER, prompt_ids
-from megarl.rollout.workflows.agent import AgentConfig, AgentWorkflow
+from megarl.rollout.workflows.agent import AgentConfig, AgentWorkflow, agent_of
 
 
 class Post:
@@ -33,6 +34,11 @@ class Post:
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.close()
+
+
+def test_an_agent_without_a_function_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rollout\.workflow=agent needs rollout\.agent\.function=MODULE\.FUNCTION"):
+        agent_of(AgentConfig())
 
 
 def test_an_agent_by_openais_client_is_recorded_token_by_token(say: Any, tokenizer: Any) -> None:
@@ -153,14 +159,14 @@ def test_an_agent_that_hangs_or_exits_costs_its_own_sample(say: Any, tokenizer: 
 
     agent = first_hangs if kind == "async" else first_hangs_second_exits
     # One thread: the second run starts when the first one's time is up, and has all of its own time.
-    config = AgentConfig(time_limit_s=5.0, max_threads=1)
+    config = AgentConfig(time_limit_s=15.0, max_threads=1)
     workflow = AgentWorkflow(agent, GCONFIG.new(n_samples=3), tokenizer, config)
     try:
         batch = say(lambda *_: "7").rollout_batch([DATA], workflow)
     finally:
         released.set()
     assert batch["rewards"].tolist() == [1.0] * (2 if kind == "async" else 1)
-    assert "it took longer than rollout.agent.time_limit_s=5" in caplog.text
+    assert "it took longer than rollout.agent.time_limit_s=15" in caplog.text
     assert ("SystemExit(3)" in caplog.text) == (kind == "sync")
 
 
@@ -231,7 +237,7 @@ def test_the_endpoint_and_its_requests_end_with_the_engine(start_server: Any, co
 
     threads_before = threading.enumerate()
     server = start_server(hangs)
-    engine = connect(server, batch_timeout_s=1.0)
+    engine = connect(server, batch_timeout_s=10.0)
     with pytest.raises(TimeoutError):
         engine.prepare_batch(Loader(), AgentWorkflow(agent, GCONFIG, tokenizer))
     assert begun.wait(300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -252,7 +253,7 @@ def test_refused_groups_are_replaced_or_leave_the_batch_smaller(thread: LoopThre
 
 def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) -> None:
     engine = Engine()
-    stream, workflow = begin(thread, engine, 0, 1, timeout_s=1.0)
+    stream, workflow = begin(thread, engine, 0, 1, timeout_s=5.0)  # a late second episode ends within it
 
     async def let_the_second_end() -> None:
         while 1 not in workflow.open:
@@ -262,7 +263,11 @@ def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) ->
     ending = thread.submit(let_the_second_end())
     episodes = stream.next_batch(300.0)
     ending.result(300)
-    assert [(e.prompt_id, e.reason) for e in episodes if e.group is None] == [("0", "timed out after 1 s")]
+    ((late, reason),) = [(e.prompt_id, e.reason) for e in episodes if e.group is None]
+    assert late == "0"
+    took = re.fullmatch(r"timed out after (\d+) s", reason)
+    assert took is not None, reason
+    assert int(took[1]) >= 5  # more on a busy machine
     thread.cancel_all()
 
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
 from megarl.rollout.api import RolloutWorkflow
-from megarl.rollout.executor import WorkflowError, run_episode
+from megarl.rollout.executor import LoopThread, WorkflowError, run_episode
 
 
 def group(value: int, n: int = 2, **changes: Any) -> dict[str, Any]:
@@ -306,3 +306,21 @@ def test_the_numbers_of_a_batch_are_recorded_in_the_callers_scope(engine):
     assert stats["eval/rollout/staleness_max"] == 2
     assert stats["eval/rollout/completion_len"] == 2
     assert stats["eval/rollout/tokens_per_s"] > 0
+
+
+def test_a_thread_that_stops_cancels_what_runs_and_waits_for_it():
+    ended = []
+
+    async def runs():
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append(True)
+
+    thread, begun = LoopThread("test-stop"), threading.Event()
+    thread.submit(runs())
+    assert begun.wait(300)
+    thread.stop()
+    assert ended == [True]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megarl.rollout.servers.server_config import SGLangServerConfig
-from megarl.rollout.servers.sglang_server import SGLangServer
+from megarl.rollout.servers.sglang_server import ServerError, SGLangServer, SGLangServers, still_running
 
 DEADLINE_S = 300.0  # for a hang alone
 EXIT = 60 if platform.machine() == "x86_64" else 93  # the call that ends one thread
@@ -94,3 +94,57 @@ def test_a_server_that_is_stopped_is_named(server: SGLangServer) -> None:
     own.suspend()
     until(lambda: own.status() == psutil.STATUS_STOPPED)
     assert f"has a process {own.pid} that is stopped; its log" in str(server.fault())
+
+
+def test_a_process_that_nobody_reaps_has_ended(server: SGLangServer) -> None:
+    (child,) = server._family
+    assert still_running([child], 0.0) == [child]
+    child.kill()
+    until(lambda: child.status() == psutil.STATUS_ZOMBIE)
+    assert still_running([child], 0.0) == []
+
+
+def test_a_process_that_ends_while_it_is_killed_is_no_failure(
+    server: SGLangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server reaps it at any moment."""
+    kill = psutil.Process.kill
+
+    def killed_by_another(process: psutil.Process) -> None:
+        kill(process)
+        raise psutil.NoSuchProcess(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "kill", killed_by_another)
+    family = [*server._family, psutil.Process(server.process.pid)] if server.process else []
+    server.stop()
+    assert still_running(family, DEADLINE_S) == []
+    assert server.process is None
+
+
+def test_an_error_names_the_server_though_its_log_cannot_be_read(server: SGLangServer) -> None:
+    server.log_path.unlink()
+    message = str(server.error("ended"))
+    assert message.startswith("SGLang server 3 at 127.0.0.1:1 ended; its log ")
+    assert "(it cannot be read: [Errno 2]" in message
+
+
+def test_all_servers_are_stopped_though_one_cannot_be() -> None:
+    stopped = []
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        if number < 2:
+            raise ServerError(f"server {number} stays")
+
+    def wait_ready() -> None:
+        raise ServerError("server 0 has no memory")
+
+    servers = SGLangServers.__new__(SGLangServers)
+    each: list[Any] = [SimpleNamespace(stop=lambda n=n: stop(n), wait_ready=wait_ready) for n in range(3)]
+    servers.servers = each
+    with pytest.raises(ServerError, match="server 0 stays"):
+        servers.stop()
+    assert stopped == [0, 1, 2]
+    with pytest.raises(ServerError, match="server 0 has no memory"):  # not that it stays
+        servers.wait_ready()
+    assert stopped == [0, 1, 2] * 2

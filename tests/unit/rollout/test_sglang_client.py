@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -12,6 +13,7 @@ from fault_server import answer, tokens_of
 
 from megarl.knobs import UserError
 from megarl.observe.metrics import stats_tracker
+from megarl.rollout import executor
 from megarl.rollout.api import GenerationError, RolloutWorkflow
 from megarl.rollout.client.requests import parse_answer, sampling_params
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine
@@ -158,11 +160,11 @@ def test_a_silent_server_meets_the_request_deadline_and_is_not_asked_again(start
 
 def test_waiting_for_a_free_connection_does_not_count_as_waiting_for_the_server(start_server, connect):
     async def slow(body, request):
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.5)
         return web.json_response(tokens_of(body))
 
-    engine = connect(start_server(slow), request_timeout_s=4.0, max_connections=1)
-    assert len(ask(engine, *(request(i) for i in range(1, 9)))) == 8  # the last waits for 4.2 s
+    engine = connect(start_server(slow), request_timeout_s=9.0, max_connections=1)
+    assert len(ask(engine, *(request(i) for i in range(1, 9)))) == 8  # the last waits for 10.5 s
 
 
 def test_a_failed_episode_closes_the_connections_of_the_others(start_server, connect):
@@ -380,6 +382,30 @@ def test_the_engine_leaves_no_thread_and_can_be_initialized_again(start_server):
         assert threading.active_count() == before
     with pytest.raises(UserError, match="not initialized"):
         ask(engine, request(1))
+
+
+def test_workflows_are_closed_though_an_episode_swallows_its_end(start_server, monkeypatch):
+    class Watches:
+        closed = False
+
+        async def aclose(self):
+            self.closed = True
+
+    async def swallow():
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(executor, "STOP_GRACE_S", 0.2)
+    engine, workflow, begun = RemoteSGLangEngine(RolloutConfig()), Watches(), threading.Event()
+    engine.initialize([start_server().address])
+    engine._workflows.append(workflow)
+    engine._thread.submit(swallow())
+    assert begun.wait(300)
+    with pytest.raises(TimeoutError):
+        engine.destroy()
+    assert workflow.closed
 
 
 @pytest.mark.parametrize("knob", [{"max_connections": 0}, {"request_timeout_s": 0.0}, {"max_retries": -1}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,11 +20,15 @@ class Scripted:
         self.address, self.owned, self.late = address, owned, True
         self.healthy, self.dead, self.starts = True, False, 0
         self.broken: Exception | None = None  # raised by a restart
+        self.unknown: Exception | None = None  # raised by a look at it
+        self.slow = False  # a restart takes long
 
     def answers(self, timeout_s: float) -> bool:
         return self.healthy
 
     def fault(self) -> ServerError | None:
+        if self.unknown is not None:
+            raise self.unknown
         return self.error("is dead") if self.dead else None
 
     def error(self, what: str) -> ServerError:
@@ -33,7 +38,10 @@ class Scripted:
         if self.broken is not None:
             raise self.broken
         self.starts += 1
-        self.healthy, self.dead = True, False
+        self.healthy, self.late, self.dead = not self.slow, not self.slow, False
+
+    def stop(self) -> None:
+        self.dead = True
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -151,3 +159,98 @@ def test_a_server_of_somebody_elses_is_not_waited_for_and_not_started_but_may_co
     supervisor.after_sync(["one"])
     assert supervisor.serving() == ["one"]
     assert one.starts == 0
+
+
+def test_a_server_that_went_long_ago_causes_no_error_while_another_serves(watch) -> None:
+    one, other = Scripted("one"), Scripted("other")
+    supervisor = watch(one, other, restarts=0)
+    one.dead = True
+    until(lambda: supervisor.serving() == ["other"])
+    one.dead = False
+    supervisor.raise_cause()
+    supervisor.raise_cause("other")
+    with pytest.raises(ServerError, match="one is dead"):
+        supervisor.raise_cause("one")
+    other.dead = True
+    with pytest.raises(ServerError, match="other is dead"):  # also before its thread has looked
+        supervisor.raise_cause()
+    until(lambda: supervisor.outlook() == "none")
+    with pytest.raises(ServerError, match="other is dead"):
+        supervisor.raise_cause()
+
+
+def test_a_server_whose_start_is_put_off_keeps_its_cause_and_its_restarts(watch) -> None:
+    """As in each training phase of `colocate=true`, whose memory a starting server would take."""
+    one, other = Scripted("one"), Scripted("other")
+    supervisor = watch(one, other, restarts=1)
+    one.slow = one.dead = True
+    until(lambda: one.starts == 1 and not one.dead)
+    for phase in range(3):
+        supervisor.hold_restarts()
+        assert one.dead
+        with pytest.raises(ServerError, match="one is dead"):
+            supervisor.raise_cause("one")
+        time.sleep(0.1)
+        assert one.starts == phase + 1
+        supervisor.allow_restarts()
+        until(lambda phase=phase: one.starts == phase + 2)
+    assert supervisor.starts("one") == 4
+    assert supervisor._statuses["one"].restarts == 1
+    one.healthy = True
+    until(lambda: supervisor.before_sync(1) == (["one"], []))
+    supervisor.after_sync(["one", "other"])
+    assert supervisor.serving() == ["one", "other"]
+
+
+def test_a_silent_server_that_is_stopped_for_the_trainer_is_started_again_once_and_told_as_silent(watch) -> None:
+    one = Scripted("one")
+    supervisor = watch(one, Scripted("other"), restarts=1)
+    one.healthy = one.late = False
+    until(lambda: supervisor.serving() == ["other"])
+    supervisor.hold_restarts()
+    assert one.dead
+    until(lambda: supervisor._statuses["one"].error is not None)
+    with pytest.raises(ServerError, match="one did not answer, and was stopped for the trainer"):
+        supervisor.raise_cause("one")
+    supervisor.allow_restarts()
+    until(lambda: supervisor.outlook() == "ready")
+    assert one.starts == supervisor._statuses["one"].restarts == 1
+    until(lambda: supervisor.before_sync(1) == (["one"], []))
+    supervisor.after_sync(["one", "other"])
+    one.healthy = False
+    until(lambda: supervisor.serving() == ["other"])
+    supervisor.raise_cause("one")  # its fault of long ago is none of now
+
+
+def test_a_server_that_is_stopped_while_it_answers_does_not_wait_for_weights(watch) -> None:
+    """SGLang's processes are looked for after the answer, which takes a moment."""
+    one = Scripted("one")
+    supervisor = watch(one, Scripted("other"), restarts=1)
+    answers = one.answers
+
+    def stopped_meanwhile(timeout_s: float) -> bool:
+        answered = answers(timeout_s)
+        if answered and one.starts == 1:
+            supervisor.hold_restarts()
+            held.set()
+        return answered
+
+    held = threading.Event()
+    one.answers = stopped_meanwhile  # type: ignore[method-assign]
+    one.dead = True
+    assert held.wait(300)
+    time.sleep(0.1)
+    assert supervisor.before_sync(1) == ([], ["one"])
+    supervisor.allow_restarts()
+    until(lambda: supervisor.before_sync(1) == (["one"], []))
+    assert one.starts == 2
+
+
+def test_a_server_that_cannot_be_looked_at_is_given_up_with_the_cause(watch) -> None:
+    one = Scripted("one")
+    supervisor = watch(one)
+    one.unknown = RuntimeError("no such process")
+    until(lambda: supervisor.outlook() == "none")
+    one.unknown = None
+    with pytest.raises(ServerError, match="one can no longer be watched: RuntimeError: no such process"):
+        supervisor.raise_cause()
