@@ -1,5 +1,5 @@
 #!/bin/bash
-# GRPO of Qwen3-235B-A22B: trainers on 16 nodes, a server of 8 GPUs on each of 8 more.
+# GRPO of Qwen3-235B-A22B: trainers on 10 nodes, a server of 8 GPUs on each of 14 more.
 # sbatch slurm/grpo_moe_235b.sh [KNOB=VALUE ...]     Knobs: configs/experiment/grpo_moe_235b.yaml. Steps: slurm/job.sh. Site: slurm/env.sh.
 #SBATCH --job-name=grpo_moe_235b
 #SBATCH --nodes=24

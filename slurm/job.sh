@@ -52,7 +52,8 @@ here() {
   fi
 }
 
-# step NAME NODES TASKS TASKS_PER_NODE COMMAND...: replaces this shell by a job step with a log for each task. Steps may
+# step NAME NODES TASKS TASKS_PER_NODE COMMAND...: replaces this shell by a job step with a log for each task. Nodes are
+# filled in turn, as the plan assumes: "block" would spread the tasks evenly, and takes no limit for a node. Steps may
 # overlap on a node that trainers and servers share; the plan assigns the GPUs. Ranks end together: srun gives the others
 # MEGARL_GRACE_S once one has ended, and no time if it failed. A server may fail while others serve. What srun says of its
 # tasks is kept beside their logs.
@@ -61,8 +62,8 @@ step() {
   shift 4
   if [[ $name == rank ]]; then together=(--kill-on-bad-exit=1 --wait="$MEGARL_GRACE_S"); fi
   count=$(tr ',' '\n' <<<"$where" | wc -l)
-  exec srun --job-name="$name" --nodes="$count" --nodelist="$where" --ntasks="$tasks" --ntasks-per-node="$per_node" \
-    --distribution=block --overlap --cpu-bind=none "${together[@]}" --output="$LOGS/${name}_%t.log" \
+  exec srun --job-name="$name" --nodes="$count" --nodelist="$where" --ntasks="$tasks" \
+    --distribution=plane="$per_node" --overlap --cpu-bind=none "${together[@]}" --output="$LOGS/${name}_%t.log" \
     "${image_options[@]}" "${image[@]}" "$@" 2> >(exec tee -a "$LOGS/$name.srun" >&2)
 }
 
@@ -144,10 +145,16 @@ first_failure() {
   sed -n 's/^srun: error: \(.*: tasks\{0,1\} [0-9].*\)/\1/p' "$LOGS/rank.srun" 2>/dev/null | head -n 1
 }
 
+# hanging_rank: prints what ranks 0 and 1, which watch all ranks, said of those that hang. They end the job then, so srun
+# names them.
+hanging_rank() {
+  sed -nE 's/^megarl: (ranks? .*(makes no progress|does not run).*)/\1/p' "$LOGS"/rank_[01].log 2>/dev/null | head -n 1
+}
+
 # show_logs: prints the ends of logs with errors, that of the first rank that failed last.
 show_logs() {
   local log first others
-  first=$LOGS/rank_$(sed -n 's/.*: tasks\{0,1\} \([0-9]*\).*/\1/p' <<<"$cause").log
+  first=$LOGS/rank_$(sed -nE 's/^(.*: tasks?|ranks?) ([0-9]+).*/\2/p' <<<"$cause").log
   mapfile -t others < <(grep -lsE 'Error|megarl: ' "$LOGS"/{rank,server}_*.log | grep -vxF "$first" | head -n 2)
   for log in "${others[@]}" "$first"; do
     if [[ -f $log ]]; then
@@ -175,6 +182,7 @@ finish() {
   elif ((code)) && [[ -z $asked ]]; then
     failed=$(failed_nodes)
     if [[ -n $failed ]]; then leave "$failed"; fi
+    cause=${cause:-$(hanging_rank)}
     cause=${cause:-$(first_failure)}
     show_logs
   fi

@@ -47,7 +47,8 @@ class Process:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(KILL_DEADLINE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_DEADLINE_S)
 
 
 def rank_environment(rank: int, world_size: int, scratch: Path) -> dict[str, str]:

@@ -150,20 +150,24 @@ def _place(ray: Any, job: Job) -> tuple[list[_Task], list[_Task]]:
     kind = ray.remote(num_cpus=1, max_restarts=0)(Child)
     passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
 
-    def start(name: str, group: Any, bundle: int, gpus: int, command: tuple[list[str], dict[str, str]]) -> _Task:
+    def start(
+        name: str, group: Any, bundle: int, gpus: int, command: tuple[list[str], dict[str, str]], sharing: int
+    ) -> _Task:
         strategy = PlacementGroupSchedulingStrategy(group, bundle)
         actor = kind.options(num_gpus=gpus, scheduling_strategy=strategy, name=f"{name} of {job.folder}").remote()
         arguments, variables = command
         log, environment = job.log(name), {**passed_on, **variables}
-        return _Task(ray, name, actor, log, actor.start.remote(arguments, environment, str(log), os.getcwd()))
+        started = actor.start.remote(arguments, environment, str(log), os.getcwd(), sharing)
+        return _Task(ray, name, actor, log, started)
 
     per_node, gpu = job.gpus_per_node or job.world_size, int(bool(job.gpus_per_node))
     servers = [
-        start(f"server {i}", groups[1], i, gpu * job.server_gpus, job.server(i, first_gpu=0))
+        start(f"server {i}", groups[1], i, gpu * job.server_gpus, job.server(i, first_gpu=0), 0)
         for i in range(job.servers)
     ]
     ranks = [  # each sees only its own GPU, as number 0
-        start(f"rank {i}", groups[0], i // per_node, gpu, job.rank(i, 0 if gpu else i)) for i in range(job.world_size)
+        start(f"rank {i}", groups[0], i // per_node, gpu, job.rank(i, 0 if gpu else i), min(per_node, job.world_size))
+        for i in range(job.world_size)
     ]
     _print_nodes(ray, [*ranks, *servers])
     return ranks, servers
@@ -194,18 +198,27 @@ class Child:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, arguments: list[str], environment: dict[str, str], log: str, folder: str) -> tuple[str, str]:
-        """Starts the process. Returns the node's name, and the problem if it cannot be started."""
+    def start(
+        self, arguments: list[str], environment: dict[str, str], log: str, folder: str, sharing: int
+    ) -> tuple[str, str]:
+        """Starts the process. Returns the node's name, and the problem if it cannot be started.
+
+        Its threads are the user's `OMP_NUM_THREADS`, else the cores of the node for each of `sharing` ranks, or with 0
+        what libraries choose. Ray would give each actor one.
+        """
         node = socket.gethostname()
         for needed in (folder, str(Path(log).parent)):
             if not os.path.isdir(needed):
                 return node, f"{needed} is not there; put code and run_root where all nodes see them"
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        if sharing:
+            inherited["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharing))
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # Ray's processes block it
         try:
             with open(log, "ab") as file:
                 self._process = subprocess.Popen(
                     [sys.executable, *arguments],
-                    env={**os.environ, **environment, PARENT: str(os.getpid())},
+                    env={**inherited, **environment, PARENT: str(os.getpid())},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=file,

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 def serve(config: Config) -> int:
     """Serves until the trainers have ended. Returns 0, or EXIT_GAVE_UP after too many restarts."""
     stop = Stop()
+    rendezvous.use_interface()
     folder, key = rendezvous.job_folder(), os.environ.get(KEY_VARIABLE)
     number = os.environ.get(INDEX, os.environ.get("SLURM_PROCID"))
     if folder is None or key is None or number is None:

@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from megarl.observe.log_tail import log_tail
 from megarl.parallel.rendezvous import ENDED, publish
 from megarl.parallel.watchdog import BEAT_S, Monitor
 
@@ -38,7 +39,17 @@ class Task(Protocol):
         """Sends it a signal."""
 
     def kill(self) -> None:
-        """Sends SIGKILL and waits for its end."""
+        """Sends SIGKILL and waits for its end, with a deadline."""
+
+
+class _Failure(NamedTuple):
+    """A process's failure, in one line. The smallest of several is the cause of the others."""
+
+    broken: bool  # its collective failed, as it does when another rank ends; with NCCL it mostly hangs instead
+    late: bool  # it was seen after others had failed
+    in_terminal: bool  # it has told its failure on this terminal
+    number: int  # of the process: ranks, then servers
+    line: str
 
 
 def watch(
@@ -57,15 +68,17 @@ def watch(
     have ended. `meanwhile` is called between polls. The first failure is printed again at the end, below all that the
     other processes said about it.
     """
-    causes: list[str] = []
-    try:
-        with _passed_on(ranks[0]):
-            return _wait(ranks, servers, monitor, meanwhile, every_s, causes)
-    finally:
-        _end(ranks, servers, folder)
-        meanwhile()
-        if causes:
-            print(f"megarl: the run ended because {causes[0]}", file=sys.stderr)
+    failures: list[_Failure] = []
+    with _passed_on(ranks[0]):
+        try:
+            return _wait(ranks, servers, monitor, meanwhile, every_s, failures)
+        finally:
+            try:
+                _end(ranks, servers, folder)
+            finally:
+                meanwhile()
+                if not all(failure.in_terminal for failure in failures):
+                    print(f"megarl: the run ended because {min(failures).line}", file=sys.stderr)
 
 
 def _wait(
@@ -74,68 +87,99 @@ def _wait(
     monitor: Monitor,
     meanwhile: Callable[[], None],
     every_s: float,
-    causes: list[str],
+    failures: list[_Failure],
 ) -> int:
-    """Polls until all ranks have ended or must be ended. Appends the failures that it prints to `causes`."""
+    """Polls until all ranks have ended or must be ended. Appends to `failures`, and prints them."""
     deadline, last_check = None, time.monotonic()
     while True:
         rank_codes, server_codes = [task.poll() for task in ranks], [task.poll() for task in servers]
         meanwhile()
         ended = any(code is not None for code in (*rank_codes, *server_codes))
-        now, stuck = time.monotonic(), None
+        now = time.monotonic()
         if ended and deadline is None:
             failed = any(rank_codes) or any(code is not None for code in server_codes)
             deadline = now + (FAILURE_GRACE_S if failed else STOP_DEADLINE_S)
-            causes += _report(ranks, servers, monitor)
-        if None not in rank_codes:
-            if any((*rank_codes, *server_codes)) and not causes:  # after a rank that ended well
-                causes += _report(ranks, servers, monitor)
-            return next((code for code in (*rank_codes, *server_codes) if code), 0)
+            failures += _report(ranks, servers, monitor, failures) if failed else []
+        if None not in rank_codes or (deadline is not None and now > deadline):
+            code = next((code for code in (*rank_codes, *server_codes) if code), int(None in rank_codes))
+            if code:
+                failures += _report(ranks, servers, monitor, failures)  # the cause may end after what it broke
+            if code and not failures:
+                failures += _report_late(ranks, monitor)
+            return code
         if deadline is None and now > last_check + BEAT_S:
             last_check, stuck = now, monitor.check()
-        if stuck or (deadline is not None and now > deadline):
             if stuck:
                 print(f"megarl: {stuck}; ended all ranks", file=sys.stderr)
-            return next((code for code in (*rank_codes, *server_codes) if code), 1)
+                failures.append(_Failure(False, False, False, 0, stuck))
+                return 1
         time.sleep(every_s)
 
 
 def _end(ranks: Sequence[Task], servers: Sequence[Task], folder: Path | None) -> None:
     """Kills ranks that still run. Tells the servers to end, and kills those that do not."""
     for task in ranks:
-        if task.poll() is None:
-            task.kill()
+        _kill(task)
     if folder is not None and servers:
-        publish(folder, ENDED, "")
+        try:
+            publish(folder, ENDED, "")
+        except OSError as error:  # such as a full disk; they are killed after the same time
+            print(f"megarl: the servers cannot be told of the end: {error}", file=sys.stderr)
     deadline = time.monotonic() + SERVER_GRACE_S
     while any(task.poll() is None for task in servers) and time.monotonic() < deadline:
         time.sleep(0.05)
     for task in servers:
-        if task.poll() is None:
-            task.kill()
+        _kill(task)
 
 
-def _report(ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor) -> list[str]:
-    """Prints the processes that failed, their last stage and the end of their logs.
+def _kill(task: Task) -> None:
+    if task.poll() is None:
+        task.kill()
+    if task.poll() is None:
+        print(f"megarl: {task.name} does not end after SIGKILL: a driver or a file system holds it", file=sys.stderr)
 
-    Returns a line for each, with the last one of its log if it ended by itself. Leaves out ranks that write to this
-    terminal, unless a signal killed them.
+
+def _report(
+    ranks: Sequence[Task], servers: Sequence[Task], monitor: Monitor, known: Sequence[_Failure]
+) -> list[_Failure]:
+    """Returns the failures that are not `known`. Prints their last stage and the end of their logs.
+
+    A rank that writes to this terminal has told its failure there, unless a signal killed it, and is not printed.
+    Ranks that a known failure broke are left out.
     """
-    failures = []
+    failures, has_cause = [], not all(failure.broken for failure in known)
     for number, task in enumerate([*ranks, *servers]):
         code, is_rank = task.poll(), number < len(ranks)
-        if code is None or (is_rank and (code == 0 or (task.log is None and code > 0))):
+        if code is None or (is_rank and code == 0) or number in [failure.number for failure in known]:
             continue
         line = f"{task.name} {task.lost() or how_it_ended(code)}"
         if is_rank:
             line += f" {monitor.describe(number)}"
+        broken = is_rank and monitor.collective_failed(number)
+        if broken and has_cause:
+            continue
+        if is_rank and task.log is None and code > 0 and not task.lost():
+            failures.append(_Failure(broken, bool(known), True, number, f"{line}; what it said stands above"))
+            continue
         shown, said = line, ""
         if task.log is not None and task.log.exists():
-            tail = task.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+            tail = log_tail(task.log, LOG_TAIL_LINES)
             said = f": {tail[-1].removeprefix('megarl: ')}" if tail and code > 0 else ""
             shown = f"{line}; its log {task.log} ends:\n" + "\n".join("  " + text for text in tail)
         print(f"megarl: {shown}", file=sys.stderr)
-        failures.append(line + said)
+        failures.append(_Failure(broken, bool(known), False, number, line + said))
+    return failures
+
+
+def _report_late(ranks: Sequence[Task], monitor: Monitor) -> list[_Failure]:
+    """Returns and prints the ranks that still run STOP_DEADLINE_S after another one has ended."""
+    failures = []
+    for number, task in enumerate(ranks):
+        if task.poll() is None:
+            where = monitor.describe(number)
+            line = f"{task.name} still ran {STOP_DEADLINE_S:g} s after another rank had ended, {where}"
+            print(f"megarl: {line}", file=sys.stderr)
+            failures.append(_Failure(False, False, False, number, line))
     return failures
 
 

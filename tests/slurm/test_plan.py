@@ -146,7 +146,7 @@ def in_job(folder: Path, commands: str, **variables: str) -> tuple[int, str]:
         (programs / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **variables}
     script = f"source {SCRIPTS / 'job.sh'}\n{commands}"
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -224,6 +224,19 @@ def test_a_failed_job_ends_with_the_first_rank_that_failed_and_its_log(tmp_path:
         f"the end of {tmp_path}/rank_1.log:", "begin", "the cause", f"ended with code 143: node1: {first}"
     ]  # fmt: skip
     assert sum("gloo: " in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("guard", [0, 1])
+def test_a_job_with_a_hanging_rank_names_it_and_not_the_rank_that_found_it(tmp_path: Path, guard: int) -> None:
+    (tmp_path / "rank.srun").write_text(SAID.format(first=f"task {guard}: Exited with exit code 70"))
+    found = "rank 5 makes no progress (parallel.timeout_s=600); rank 5 in stage update, past collective 3"
+    for rank in range(6):
+        said = f"megarl: {found}" if rank == guard else f"step 1 of rank {rank}"
+        (tmp_path / f"rank_{rank}.log").write_text(f"begin\n{said}\nlast\n")
+    code, text = finished(tmp_path, 70)
+    assert code == 70
+    assert text.endswith(f"ended with code 70: {found}\n")
+    assert "begin\nstep 1 of rank 5\nlast\n" in text
 
 
 def test_a_job_without_servers_says_so_and_no_rank_is_to_blame(tmp_path: Path) -> None:

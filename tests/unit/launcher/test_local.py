@@ -13,13 +13,16 @@ import pytest
 
 from megarl.launcher import local, watch
 from megarl.launcher.job import Job
+from megarl.rollout.servers.sglang_server import still_running
 
 RANK = """
 import os, sys, time
 from megarl.processes import die_with_parent
 die_with_parent(int(os.environ["MEGARL_PARENT_PID"]))
 rank = os.environ["RANK"]
-open(os.path.join(sys.argv[1], "pid_" + rank), "w").write(str(os.getpid()))
+with open(os.path.join(sys.argv[1], ".pid_" + rank), "w") as file:
+    file.write(str(os.getpid()))
+os.replace(file.name, os.path.join(sys.argv[1], "pid_" + rank))
 print("rank", rank, "of", os.environ["WORLD_SIZE"])
 {body}
 """
@@ -88,7 +91,7 @@ def test_a_rank_that_fails_after_another_has_ended_well_is_shown(
     body = """
 import psutil
 place = os.path.join(sys.argv[1], "pid_0")
-while rank == "1" and (not os.path.exists(place) or psutil.pid_exists(int(open(place).read() or os.getpid()))):
+while rank == "1" and (not os.path.exists(place) or psutil.pid_exists(int(open(place).read()))):
     time.sleep(0.05)  # until rank 0 has ended and was looked at
 sys.exit(int(rank))
 """
@@ -112,11 +115,14 @@ time.sleep(1000 if rank == "1" else 0)
 
 def test_a_server_that_fails_as_the_ranks_end_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks wait for the server's end, so both are seen in one look or the server first."""
-    fake_run(
-        monkeypatch,
-        rank="\nwhile not (folder / 'server-ends').exists(): time.sleep(0.05)\ntime.sleep(0.5)",
-        server="(folder / 'server-ends').touch(); sys.exit(4)",
-    )
+    rank = """
+while not os.path.islink(folder / 'server'): time.sleep(0.05)
+server = Path('/proc', os.readlink(folder / 'server'), 'stat')
+try:
+    while server.read_text().rpartition(')')[2].split()[0] != 'Z': time.sleep(0.05)
+except OSError: pass  # reaped
+"""
+    fake_run(monkeypatch, rank, server="os.symlink(str(os.getpid()), folder / 'server'); time.sleep(0.3); sys.exit(4)")
     assert local.launch(job_of(tmp_path, 1, 1)) == 4
 
 
@@ -127,13 +133,11 @@ def test_ranks_die_with_the_process_that_started_them(rank_module: Path, tmp_pat
     deadline = time.monotonic() + 300
     while len(list(tmp_path.glob("pid_*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.2)
-    ranks = [int(p.read_text()) for p in tmp_path.glob("pid_*")]
+    ranks = [psutil.Process(int(p.read_text())) for p in tmp_path.glob("pid_*")]
     assert len(ranks) == 2
     parent.kill()
     parent.wait(300)
-    _, alive = psutil.wait_procs([psutil.Process(r) for r in ranks if psutil.pid_exists(r)], timeout=300)
-    assert not alive
+    assert still_running(ranks, 300) == []
 
 
 def test_a_variable_of_the_user_goes_before_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -185,7 +189,10 @@ def test_a_server_that_ends_is_shown_and_ends_the_ranks(
 
 def test_a_server_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SERVER_GRACE_S", 0.2)
-    fake_run(monkeypatch, rank="pass", server="(folder / 'pid').write_text(str(os.getpid())); time.sleep(1000)")
+    server = (
+        "(folder / '.pid').write_text(str(os.getpid())); (folder / '.pid').rename(folder / 'pid'); time.sleep(1000)"
+    )
+    fake_run(monkeypatch, rank="pass", server=server)
     job = job_of(tmp_path, 1, 1)
     started = time.monotonic()
     assert local.launch(job) == 0

@@ -78,3 +78,25 @@ def test_no_other_user_reaches_the_folder_of_a_ray_cluster_that_megarl_starts(
         ray.launch(job(1, 0))
     assert modes == [0o777, 0o700]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "sharing", "threads"),
+    [
+        ({}, 1, str(len(os.sched_getaffinity(0)))),
+        ({}, 10_000, "1"),
+        ({}, 0, "None"),
+        ({"OMP_NUM_THREADS": "3"}, 1, "3"),
+    ],
+)
+def test_a_rank_has_its_share_of_the_cores_and_not_one_thread(
+    given: dict[str, str], sharing: int, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray sets OMP_NUM_THREADS=1 for actors with one CPU."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    child, log = ray.Child(), tmp_path / "rank.log"
+    code = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
+    assert child.start(["-c", code], given, str(log), str(tmp_path), sharing)[1] == ""
+    assert child._process is not None
+    assert child._process.wait(300) == 0
+    assert log.read_text().strip() == threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,17 @@ def test_it_ends_with_0_once_the_trainers_have(folder: Path) -> None:
     rendezvous.publish(folder, rendezvous.ENDED, "")
     assert exit_code() == 0
     assert (folder / rendezvous.server_name(0)).read_text() == "127.0.0.1:1"
+
+
+def test_its_server_uses_the_jobs_interface_in_syncs_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would choose one by itself, and on a node with several the trainer may not reach it."""
+    monkeypatch.setenv("MEGARL_INTERFACE", "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    rendezvous.publish(folder, rendezvous.ENDED, "")
+    assert exit_code() == 0
+    assert [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == ["lo", "lo"]
 
 
 def test_it_ends_with_an_error_code_after_too_many_restarts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
