@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from typing import Any
 
 import torch
@@ -10,8 +12,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.device_copies import to_device
-from megarl.parallel import platform
+from megarl.parallel import platform, watchdog
 from megarl.types import PackedBatch
+
+_meetings = itertools.count()
+POLLS_PER_WAIT = 20  # the store is asked so often over a wait, at most every LONGEST_POLL_S
+LONGEST_POLL_S = 0.1
+
+
+def await_rank0(timeout_s: float) -> None:
+    """Waits on the host until rank 0 comes here too. All ranks call it; on the CPU it does nothing.
+
+    A collective would wait on the GPU, whose kernel takes half of it from a server that shares it.
+
+    Raises:
+        TimeoutError: rank 0 did not come within `timeout_s` and the time that the monitor has to report it.
+    """
+    if platform.device().type == "cpu" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, key = dist.distributed_c10d._get_default_store(), f"megarl/await_rank0/{next(_meetings)}"
+    if dist.get_rank() == 0:
+        store.set(key, "")
+        return
+    began = time.monotonic()
+    with watchdog.waiting("await_rank0"):
+        while not store.check([key]):
+            waited = time.monotonic() - began
+            if waited > timeout_s + watchdog.GRACE_S:
+                raise TimeoutError(f"rank 0 did not come within {timeout_s:g} s")
+            time.sleep(min(max(waited / POLLS_PER_WAIT, 0.001), LONGEST_POLL_S))
 
 
 def broadcast_json(value: Any = None, src: int = 0) -> Any:

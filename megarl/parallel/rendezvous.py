@@ -105,18 +105,23 @@ def _default_route() -> str:
     return min(defaults)[1] if defaults else ""
 
 
+def use_interface() -> None:
+    """Has gloo and NCCL use the job's interface for the sockets of this process and those that it starts."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, interface())
+
+
 def ranks_store(folder: Path, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Opens the store of the trainer ranks on several machines; rank 0 serves it on the job's interface only.
 
-    Gloo and NCCL are told to use the same interface for their sockets.
+    Gloo and NCCL get the same interface.
 
     Raises:
         TimeoutError: rank 0 published no address within `timeout`.
     """
     from torch.distributed import TCPStore
 
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface())
+    use_interface()
     if rank:
         host, port = awaited(folder, TRAINER, timeout.total_seconds()).rsplit(":", 1)
         return TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)

@@ -23,6 +23,7 @@ BEAT_S = 0.5
 GUARD_EVERY = 10  # beats between checks of ranks that watch each other, and between flushes to a network file system
 FROZEN_S = 60.0  # a process without a beat for this long is stopped or starved
 FROZEN_PART = 0.8  # of parallel.timeout_s, if less than FROZEN_S: a frozen rank is reported before a stuck one
+STALLED_PART = 0.5  # of parallel.timeout_s: a rank that has computed for so long is what others wait for
 GRACE_S = 30.0  # collectives fail this long after parallel.timeout_s, so that the monitor reports first
 EXIT_STUCK = 70  # EX_SOFTWARE
 SHOWN = 4  # ranks described in one line
@@ -61,12 +62,15 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 class _Recorder:
-    """This rank's record."""
+    """This rank's record, in a mapped file; on a `shared` file system in memory, which `flush` writes to the file.
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        with open(_file(folder, rank), "w+b") as file:
-            file.truncate(_RECORD.size)
-            self._map = mmap.mmap(file.fileno(), _RECORD.size)
+    The pages of a network file may take long, and Python's mmap waits for them with the interpreter's lock.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, shared: bool = False) -> None:
+        self._file = os.open(_file(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.ftruncate(self._file, _RECORD.size)
+        self._map = mmap.mmap(-1 if shared else self._file, _RECORD.size)
         self.beats = self.changes = self.joined = 0
         self.state, self.stage, self.collective = COMPUTES, START, ""
 
@@ -75,8 +79,9 @@ class _Recorder:
         _BEATS.pack_into(self._map, 0, self.beats)
 
     def flush(self) -> None:
-        """Flushes the record, so that other machines see it on a network file system."""
-        self._map.flush()
+        """Writes the record to the file, so that other machines see it. Other threads run meanwhile."""
+        os.pwrite(self._file, self._map[:], 0)
+        os.fsync(self._file)
 
     def write(self) -> None:
         self.changes += 1
@@ -106,7 +111,7 @@ def start(folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: 
     if _recorder is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _recorder = _Recorder(folder, rank)
+    _recorder = _Recorder(folder, rank, shared=guard)
     _recorder.write()
     _record_collectives(_recorder)
     monitor = Monitor(folder, world_size, timeout_s, BEAT_S * GUARD_EVERY) if guard and rank < 2 else None
@@ -114,12 +119,17 @@ def start(folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: 
 
 
 def _beat(recorder: _Recorder, guard: bool, monitor: Monitor | None) -> None:
+    problem, said = None, ""
     while True:
         recorder.beat()
-        is_guard_beat = guard and recorder.beats % GUARD_EVERY == 0
-        if is_guard_beat:
-            recorder.flush()
-        if is_guard_beat and monitor is not None and (problem := monitor.check()):
+        if guard and recorder.beats % GUARD_EVERY == 1:
+            problem = monitor.check() if monitor is not None else None
+            try:
+                recorder.flush()
+            except OSError as error:  # of the shared file system: it must not end this thread
+                if said != (said := f"megarl: the ranks' records cannot be kept now: {error}"):
+                    print(said, file=sys.stderr, flush=True)
+        if problem:
             print(f"megarl: {problem}", file=sys.stderr, flush=True)
             os._exit(EXIT_STUCK)  # the main thread may be in a collective that cannot be interrupted
         time.sleep(BEAT_S)
@@ -136,6 +146,18 @@ def stage(name: str) -> Iterator[None]:
     yield  # after an error the record keeps this stage
     recorder.stage = f"{AFTER}{name}" if before == START or before.startswith(AFTER) else before
     recorder.write()
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Records that this rank waits for another one inside the context, as in a collective named `what`."""
+    if (recorder := _recorder) is None:
+        yield
+        return
+    recorder.join(what)
+    recorder.turn(WAITS)
+    yield  # after an error the record stays
+    recorder.turn(COMPUTES)
 
 
 def _record_collectives(recorder: _Recorder) -> None:
@@ -209,12 +231,31 @@ class Monitor:
         if frozen:
             return self._line(frozen, "beats", "does not run (stopped or starved)")
         if no_progress:
-            # Ranks that wait in a collective wait for the ones that compute.
-            busy = [rank for rank in no_progress if (record := self._read(rank)) and record[2] == COMPUTES]
             return self._line(
-                busy or no_progress, "changes", f"makes no progress (parallel.timeout_s={self.timeout_s:g})"
+                self._waited_for(no_progress),
+                "changes",
+                f"makes no progress (parallel.timeout_s={self.timeout_s:g})",
             )
         return None
+
+    def _waited_for(self, no_progress: list[int]) -> list[int]:
+        """Returns the ranks that compute, because ranks in a collective wait for them; else `no_progress`.
+
+        A rank that others already wait for may have changed later than they did. If all of `no_progress` wait, a rank
+        that has computed for STALLED_PART of `timeout_s` is probably the one they wait for.
+        """
+        computing = [rank for rank in range(self.world_size) if (record := self._read(rank)) and record[2] == COMPUTES]
+        stalled_s = STALLED_PART * self.timeout_s
+        return (
+            [rank for rank in computing if rank in no_progress]
+            or [rank for rank in computing if self._seen.get((rank, "changes"), (0, 0.0))[1] > stalled_s]
+            or no_progress
+        )
+
+    def collective_failed(self, rank: int) -> bool:
+        """True if the rank's last collective raised, as it does when another rank of its group has ended."""
+        record = self._read(rank)
+        return record is not None and record[2] == FAILED
 
     def describe(self, rank: int) -> str:
         """Describes the stage and last collective of a rank."""
@@ -240,7 +281,7 @@ class Monitor:
     def _read(self, rank: int) -> tuple[int, int, int, int, str, str] | None:
         try:
             data = _file(self.folder, rank).read_bytes()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or the shared file system fails for a while
             return None
         if len(data) < _RECORD.size:
             return None

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests import rows
 from tests.distributed.test_layouts import (
     SP,
     check_against_files,
@@ -23,6 +24,7 @@ from tests.distributed.test_layouts import (
     run_world,
 )
 
+pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"tp1": {}},
     2: {
@@ -46,11 +48,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"family": "qwen3_5_moe_text", "tied": False, "vocab_size": 347},
 }
 OF_DENSE_MODELS, OF_EXPERTS = ("tp2", "tp4"), ("tp2sp_ep2", "cp2_ep2")
-RUNS = {
+RUNS = rows.diagonal({
     layout: [name for name in MODELS if layout not in (OF_EXPERTS if name == "qwen3_5" else OF_DENSE_MODELS)]
     for layouts in LAYOUTS.values()
     for layout in layouts
-}
+})  # fmt: skip
 CASES = [
     pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 4 else [], id=f"{size}-{layout}-{name}")
     for size, layouts in LAYOUTS.items()

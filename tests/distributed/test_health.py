@@ -16,6 +16,7 @@ import pytest
 
 from megarl.launcher.local import run_ranks
 from megarl.parallel.watchdog import EXIT_STUCK
+from megarl.rollout.servers.sglang_server import still_running
 from tests.distributed.health_worker import LAYOUTS, MAX_SKIPPED
 
 TIMEOUT_S = 30  # parallel.timeout_s of the broken runs; start-up between two collectives on a busy machine takes less
@@ -74,7 +75,7 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_is_named(
     assert "collective" in reports[0]
     if how != "kill":
         assert re.search(r"rank 0 in stage update, waits in collective \d+, \w+ over ", reports[0]), reports[0]
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert still_running(children, 300) == []
 
 
 @pytest.fixture(scope="module")

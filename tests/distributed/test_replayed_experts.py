@@ -19,11 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.types import ROUTED_EXPERTS
+from tests import rows
 from tests.distributed.layout_worker import ENTROPY_BONUS
 from tests.distributed.replayed_experts_worker import ADAM
 from tests.distributed.test_delta_net_layouts import on_disk
 from tests.distributed.test_layouts import LENGTHS, SP, make_batch, reference_logprobs, run_world
 
+pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all of them recompute in backward
     1: {"tp1": {}},
     2: {
@@ -41,11 +43,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe": {"family": "qwen3_5_moe_text", "vocab_size": 347},
 }  # fmt: skip
-RUNS = {  # experts with biases take no tensor parallelism of their own
+RUNS = rows.diagonal({  # experts with biases take no tensor parallelism of their own
     layout: [name for name in MODELS if (name, layout) != ("gpt_oss", "tp2sp")]
     for layouts in LAYOUTS.values()
     for layout in layouts
-}
+})  # fmt: skip
 CASES = [
     pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 1 else [], id=f"{size}-{layout}-{name}")
     for size, layouts in LAYOUTS.items()

@@ -41,5 +41,5 @@ def test_nothing_outlives_the_test_process(number: signal.Signals, tmp_path: Pat
         assert pids <= {member.pid for member in family}
         assert len(family) > len(pids)  # the fork server
         process.send_signal(number)
-    _, alive = psutil.wait_procs(family, timeout=120)
+    _, alive = psutil.wait_procs(family, timeout=900)
     assert not alive

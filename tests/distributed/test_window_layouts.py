@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests import rows
 from tests.distributed.test_layouts import (
     LENGTHS,
     SP,
@@ -23,6 +24,7 @@ from tests.distributed.test_layouts import (
     run_world,
 )
 
+pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"tp1": {}},
     2: {
@@ -58,12 +60,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 DENSE = ("tp1", "tp2", "tp2sp", "pp2", "pp2vpp2", "cp2", "tp4", "tp2sp_cp2")
-RUNS = {  # models by layout
+RUNS = rows.diagonal({  # layouts by model
     "gpt_oss": ("tp1", "tp2sp_ep2", "pp2", "pp2vpp2", "cp2", "cp2_ep2", "tp4sp_ep2"),
     "gemma3": DENSE,
     "mistral": ("tp1", "cp2"),
     "qwen3": ("tp1", "pp2", "tp2sp_cp2"),
-}
+})  # fmt: skip
 CASES = [
     pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 4 else [], id=f"{layout}-{name}")
     for size, layouts in LAYOUTS.items()

@@ -20,8 +20,8 @@ from tests import rows
 from tests.nccl_semantics.layout_worker import CASES, MODELS, reference_of
 
 LIMIT_S = 240.0
-OF_FOUR = rows.every(2, [name for name, case in CASES.items() if case.ranks == 4])
-ROWS = {name: case for name, case in CASES.items() if case.ranks != 4 or name in OF_FOUR}
+OFTEN = [name for ranks in (2, 4) for name in rows.every(2, [n for n, case in CASES.items() if case.ranks == ranks])]
+ROWS = {name: case for name, case in CASES.items() if case.ranks == 1 or name in OFTEN}
 WORLDS = sorted({case.ranks for case in ROWS.values()})
 
 pytestmark = rows.marks()

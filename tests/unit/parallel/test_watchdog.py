@@ -36,6 +36,30 @@ def test_a_frozen_rank_is_distinguished_from_one_without_progress(
     assert re.match(message, report), report
 
 
+@pytest.mark.parametrize(("later_s", "named"), [(0, 1), (2, 1), (29, 1), (40, 0)])
+def test_the_rank_that_others_wait_for_is_named_though_it_changed_later(
+    later_s: int, named: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 30 s of 60 s a rank that computes is what the others wait for; before, it may still go on."""
+    now = 0.0
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    waiting, computing = (watchdog._Recorder(tmp_path, rank) for rank in range(2))
+    waiting.join("all_reduce over default_pg (ranks 0, 1)")
+    waiting.turn(watchdog.WAITS)
+    computing.write()
+    monitor = watchdog.Monitor(tmp_path, 2, 60.0)
+    report = None
+    while report is None:
+        assert now <= 60.0 + 2 * watchdog.BEAT_S
+        for recorder in (waiting, computing):
+            recorder.beat()
+        if now == later_s:
+            computing.join("all_gather over default_pg (ranks 0, 1)")
+        now += watchdog.BEAT_S
+        report = monitor.check()
+    assert report.startswith(f"rank {named} makes no progress (parallel.timeout_s=60); rank {named} "), report
+
+
 def test_a_rank_between_two_stages_says_which_it_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_recorder", watchdog._Recorder(tmp_path, 0))
     monitor = watchdog.Monitor(tmp_path, 1, 10.0)
@@ -48,3 +72,40 @@ def test_a_rank_between_two_stages_says_which_it_has_left(tmp_path: Path, monkey
     with watchdog.stage("evaluate"):
         pass
     assert monitor.describe(0) == "after evaluate, no collective yet"
+
+
+def test_an_error_of_the_shared_file_system_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class EndedError(Exception):
+        pass
+
+    def flush() -> None:
+        raise OSError(116, "Stale file handle")
+
+    def sleep(_: float) -> None:
+        if recorder.beats == 3 * watchdog.GUARD_EVERY:
+            raise EndedError
+
+    recorder = watchdog._Recorder(tmp_path, 0)
+    monkeypatch.setattr(recorder, "flush", flush)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    with pytest.raises(EndedError):
+        watchdog._beat(recorder, True, watchdog.Monitor(tmp_path, 1, 60.0))
+    said = "megarl: the ranks' records cannot be kept now: [Errno 116] Stale file handle\n"
+    assert capsys.readouterr().err == said
+
+
+def test_on_a_shared_file_system_only_the_flush_touches_the_file(tmp_path: Path) -> None:
+    """A page of a network file may take long, and would be waited for at each collective."""
+    monitor = watchdog.Monitor(tmp_path, 1, 60.0)
+    recorder = watchdog._Recorder(tmp_path, 0, shared=True)
+    recorder.stage = "update"
+    recorder.join("all_reduce over default_pg (ranks 0, 1)")
+    assert monitor.describe(0) == "before it had joined the other ranks"
+    recorder.flush()
+    assert monitor.describe(0) == "in stage update, past collective 1, all_reduce over default_pg (ranks 0, 1)"
+    recorder.turn(watchdog.WAITS)
+    assert "past collective 1" in monitor.describe(0)
+    recorder.flush()
+    assert "waits in collective 1" in monitor.describe(0)
