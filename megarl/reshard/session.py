@@ -80,6 +80,7 @@ class WeightSession:
         self.config = config
         self.version = 0
         self.attempt_number = 0
+        self.await_servers_s = 0.0  # seconds that rank 0 may wait for a server before an attempt
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
@@ -223,7 +224,9 @@ class WeightSession:
             write_spec(self._store, self.attempt_number, spec)
         else:
             failure, spec = _guarded(
-                lambda: read_spec(self._store, self.attempt_number, Deadline(self._verdict_deadline_s()))
+                lambda: read_spec(
+                    self._store, self.attempt_number, Deadline(self.await_servers_s + self._verdict_deadline_s())
+                )
             )
         if is_full:
             named = weights.named_weights()

@@ -18,6 +18,7 @@ from megarl.ops.digest import digest
 from megarl.parallel import platform
 from megarl.reshard.plan.holdings import Fragment, sent
 from megarl.reshard.plan.planner import PlanError
+from megarl.reshard.plan.transfer_plan import TransferPlan
 from megarl.reshard.sync.attempt import AttemptSpec, ServerGroup, key, read_spec
 from megarl.reshard.sync.relay_groups import RelayGroups
 from megarl.reshard.sync.server_order import ServerOrder
@@ -81,9 +82,9 @@ class ServerRank:
         self.address = local_address(order.address, order.port)
         self.group: Transport | None = None
         self.staging: Staging = PlainStaging(0)
+        self._plan: TransferPlan | None = None
         self._receiver: ShardReceiver | None = None
         self._world = ""  # name of the world that the plan is for
-        self._plan_hash = ""
         self._sources: list[int] = []  # trainer ranks whose weights this rank gets
         self._relay_groups = RelayGroups(self.store, self.address)
         write(self.private_store, f"layout/{rank}", {"size": size, **publish_fragments(self.store, self.fragments)})
@@ -129,7 +130,7 @@ class ServerRank:
             self.arrangement.close()
 
     def _prepare(self, attempt_number: int, spec: AttemptSpec, deadline: Deadline) -> ShardReceiver:
-        """Joins the group, makes the plan, and waits until all ranks are known to have the same one."""
+        """Makes the plan, joins the group, and waits until all ranks are known to have the same plan."""
         places = [
             (number, server)
             for number, server, rank in spec.server_ranks()
@@ -138,6 +139,9 @@ class ServerRank:
         if len(places) != 1 or replace(places[0][1], transport_name="") != self.server_group:
             raise RuntimeError(f"rank {self.rank} of {self.server_group.size} is not part of the trainer's attempt")
         number, server = places[0]
+        if self._plan is None or self._world != spec.world:
+            world = read_bulk(self.store, f"world/{spec.world}", deadline)
+            self._plan, self._world, self._receiver = make_plan(self.store, world, deadline), spec.world, None
         if self.group is None:
             transport_class = transport_named(server.transport_name)
             self.staging = transport_class.make_receiver_staging(spec.bucket_bytes)
@@ -145,14 +149,13 @@ class ServerRank:
             self.group = transport_class(
                 self.private_store, self.address, spec.senders + self.rank, size, deadline.left(), self.staging
             )
-        if self._receiver is None or self._world != spec.world:
-            plan = make_plan(self.store, read_bulk(self.store, f"world/{spec.world}", deadline), deadline)
+        if self._receiver is None:
             routes = {rank: Route(f"trainer rank {rank}", self.group, rank) for rank in range(spec.senders)}
             fragments = sent(self.fragments, spec.adapters_only)
-            relays = self._relay_groups.join(plan, number, attempt_number, spec, self.staging)
-            self._receiver = ShardReceiver(plan, number, fragments, routes, self.staging, relays)
-            self._world, self._plan_hash, self._sources = spec.world, plan.hash, plan.sources_of(number)
-        write(self.store, key(attempt_number, "hash", "server", number), {"hash": self._plan_hash})
+            relays = self._relay_groups.join(self._plan, number, attempt_number, spec, self.staging)
+            self._receiver = ShardReceiver(self._plan, number, fragments, routes, self.staging, relays)
+            self._sources = self._plan.sources_of(number)
+        write(self.store, key(attempt_number, "hash", "server", number), {"hash": self._plan.hash})
         if not read(self.store, key(attempt_number, "go"), deadline):
             raise TransferError("trainer rank 0 called the push off", peer="trainer rank 0", tensor="")
         return self._receiver

@@ -78,7 +78,10 @@ class TrainerRank:
             self.sender = None
 
     def prepare(self, spec: AttemptSpec, deadline: Deadline) -> str:
-        """Joins the groups that this rank is not in yet and makes the plan. Returns the plan's hash."""
+        """Makes the plan and joins the groups that this rank is not in yet. Returns the plan's hash.
+
+        Both sides plan first. Where they do not fit, no rank connects, and no lost connection hides the cause.
+        """
         servers = {(s.index, s.epoch): s for s in spec.servers}
         transport_of = {identity: transport_named(server.transport_name) for identity, server in servers.items()}
         (memory,) = {
@@ -87,6 +90,9 @@ class TrainerRank:
         for joined in list(self.groups):
             if joined not in servers:
                 self.groups.pop(joined).abort()
+        if self.plan is None or self._world != spec.world:
+            self.plan = make_plan(self.store, read_bulk(self.store, f"world/{spec.world}", deadline), deadline)
+            self.sender, self._world = None, spec.world
         if self.staging is None or self._memory != memory or len(self.staging.slots[0]) != spec.bucket_bytes:
             self.leave()
             self.staging = next(iter(transport_of.values())).make_staging(spec.bucket_bytes)
@@ -99,9 +105,6 @@ class TrainerRank:
                     store, self.address, self.rank, size, deadline.left(), self.staging
                 )
                 self.sender = None
-        if self.plan is None or self._world != spec.world:
-            self.plan = make_plan(self.store, read_bulk(self.store, f"world/{spec.world}", deadline), deadline)
-            self.sender, self._world = None, spec.world
         if self.sender is None:
             self.sender = ShardSender(
                 self.plan,

@@ -62,7 +62,7 @@ class Link:
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    link = Link(open_store(HOST, 5))
+    link = Link(open_store(HOST, 300))
     yield link
     link.broadcast_group.abort()
     link.far_group.abort()
@@ -155,7 +155,7 @@ def test_a_bucket_that_never_comes_ends_by_its_deadline(link: Link) -> None:
     link.announce({"bytes": 64, "tensors": [("a", "float32", [16])]})
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="bucket 0 of 64 bytes did not arrive"):
-        receive_full(link.far_store, link.far_group, 1, Deadline(0.5), print)
+        receive_full(link.far_store, link.far_group, 1, Deadline(5), print)
     assert time.monotonic() - start < 300
 
 
@@ -170,15 +170,15 @@ def test_a_sender_whose_peer_left_ends_by_its_deadline(link: Link) -> None:
 
 
 def test_the_store_listens_on_the_loopback_address_alone() -> None:
-    store = open_store(HOST, 5)
+    store = open_store(HOST, 300)
     listening = [c for c in psutil.Process().net_connections("tcp") if c.laddr and c.laddr.port == store.port]
     assert {c.laddr.ip for c in listening if c.status == psutil.CONN_LISTEN} == {HOST}
-    with socket.create_connection((HOST, store.port), timeout=120):
+    with socket.create_connection((HOST, store.port), timeout=900):
         pass
 
 
 def test_a_value_that_is_not_json_is_an_error_and_not_unpickled() -> None:
-    store = open_store(HOST, 5)
+    store = open_store(HOST, 300)
     store.set("key", b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ValueError, match="Expecting value"):
         read(store, "key", Deadline(1))

@@ -94,14 +94,14 @@ class Group:
 
     def __init__(self, world: World, kind: str, keep: bool = False):
         transport_class: type[Transport] = transport_named(kind)
-        self.store: TCPStore = open_store(HOST, 10)
+        self.store: TCPStore = open_store(HOST, 300)
         sources, destinations = len(world.sources), len(world.destinations)
         size = sources + destinations
 
         def join(rank: int) -> Transport:
             make = transport_class.make_staging if rank < sources else transport_class.make_receiver_staging
-            store = PrefixStore("group", join_store(HOST, self.store.port, 10))
-            return transport_class(store, HOST, rank, size, 10, make(512))
+            store = PrefixStore("group", join_store(HOST, self.store.port, 300))
+            return transport_class(store, HOST, rank, size, 300, make(512))
 
         with ThreadPoolExecutor(size) as pool:
             self.ends: list[Any] = list(pool.map(join, range(size)))
