@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 from megarl import versions
 from megarl.actor import checks as actor_checks
 from megarl.algorithms import RLConfig, algorithm_of, name_of
+from megarl.algorithms.gdpo import GDPOConfig
 from megarl.config import Config, is_paired, longest_sequence
 from megarl.data.checks import data_checks
 from megarl.knobs import UserError
@@ -197,6 +198,16 @@ def _check_algorithm(config: Config) -> None:
     config.algorithm.check()
     algorithm = algorithm_of(config.algorithm)
     check_workflow(config.rollout, algorithm.workflow, type(algorithm).__name__)
+    if algorithm.workflow == "remax" and config.curriculum.skip != "off":
+        raise UserError(
+            f"curriculum.skip={config.curriculum.skip} goes by rewards, and ReMax's samples carry their difference to "
+            "the greedy completion's; set it to off"
+        )
+    if isinstance(config.algorithm, GDPOConfig) and config.rewards.weights:
+        raise UserError(
+            f"rewards.weights={list(config.rewards.weights)}: GDPO weights each reward's advantages and not their sum; "
+            "set algorithm.reward_weights"
+        )
     if config.gconfig.n_samples < algorithm.min_group:
         raise UserError(
             f"gconfig.n_samples={config.gconfig.n_samples}: {type(algorithm).__name__} compares the completions of a "

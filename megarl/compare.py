@@ -152,8 +152,8 @@ def server_side(config: Config, weights: Path, batch: PackedBatch, logs: Path) -
 
     logs.mkdir()
     servers = SGLangServers(config.server, weights, logs, sglang=server_arguments(config), first_gpu=0)
-    servers.start()
-    try:
+    with servers:
+        servers.start()
         servers.wait_ready()
         wait_s = config.rollout.request_timeout_s
         scorer = Scorer(servers.addresses, servers.api_key, config.teacher.max_requests, wait_s, wait_s)
@@ -161,8 +161,6 @@ def server_side(config: Config, weights: Path, batch: PackedBatch, logs: Path) -
             return {LOGPROBS: score_by_servers(scorer, batch, 0)["teacher_logp"]}
         finally:
             scorer.close()
-    finally:
-        servers.stop()
 
 
 def check(comparison: Comparison, run: Config, config: Config) -> None:

@@ -42,6 +42,18 @@ def main(config: Config) -> int:
             f"server.quantization={config.server.quantization} needs a trainer, which brings the weights; set it to "
             "none, or evaluate during training (evaluator.every_steps)"
         )
+    unread = {
+        "resume": config.resume,
+        "actor.lora.path": config.actor.lora.path,
+        "actor.lora.quantization": config.actor.lora.quantization,
+        "adapters": config.adapters,
+    }
+    for knob, value in unread.items():
+        if value and value != "none":
+            raise UserError(
+                f"{knob}={value}: an evaluation measures the checkpoint at actor.path alone; make one with python -m "
+                "megarl.export checkpoint=RUN output=DIR merge=true, and set actor.path=DIR"
+            )
     inputs = read_inputs(config, rank=0)
     folder = new_run(config.run_root, f"{config.experiment_name}_evaluate")
     OmegaConf.save(OmegaConf.structured(config), folder.config)
@@ -50,8 +62,8 @@ def main(config: Config) -> int:
         servers = SGLangServers(
             config.server, local_folder(config.actor.path), folder.logs, sglang=server_arguments(config), first_gpu=0
         )
-        servers.start()
-        try:
+        with servers:
+            servers.start()
             servers.wait_ready()
             engine = RemoteSGLangEngine(config.rollout)
             engine.max_sequence_tokens = max_sequence_tokens(config, inputs.model)
@@ -60,8 +72,6 @@ def main(config: Config) -> int:
                 evaluation = evaluator.evaluate(engine, 0)
             finally:
                 engine.destroy()
-        finally:
-            servers.stop()
     summary = {
         "experiment": folder.path.parent.name,
         "steps": 0,

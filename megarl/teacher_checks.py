@@ -72,6 +72,12 @@ def check_teacher(config: Config) -> None:
             f"deterministic=true holds for algorithm.divergence=sampled, and {algorithm.divergence} computes the "
             "student's log-probs by other functions than the servers; set it to sampled"
         )
+    if config.method == "sft":
+        for knob in ("kl_coef", "reward_coef", "entropy_coef"):
+            if value := getattr(algorithm, knob):
+                raise UserError(
+                    f"algorithm.{knob}={value}: method=sft learns from the teacher and the data alone; set it to 0"
+                )
     if config.method == "sft" and algorithm.divergence == "sampled":
         raise UserError(
             "method=sft: algorithm.divergence=sampled compares tokens that the student sampled, and the data's are not "

@@ -68,6 +68,11 @@ class OPDConfig(ClipConfig, GroupConfig):
             raise UserError(
                 "algorithm.teacher_coef=0 learns nothing from the teacher; set it above 0, or algorithm=grpo"
             )
+        if self.kl_coef > 0 and self.kl_in == "reward" and self.reward_coef == 0:
+            raise UserError(
+                "algorithm.kl_in=reward: with algorithm.reward_coef=0 no reward is learned from, and so no KL in it; "
+                "set kl_in=loss, or reward_coef above 0"
+            )
         if self.divergence == "sampled" and self.beta != 1:
             raise UserError(
                 f"algorithm.beta={self.beta} needs the teacher's distribution, and algorithm.divergence=sampled is "

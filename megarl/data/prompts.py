@@ -132,7 +132,7 @@ def get_gsm8k_rl_dataset(
     def measure(row: dict[str, Any], index: int) -> dict[str, int]:
         return {"length": len(prompt_ids(tokenizer, row["messages"]))}
 
-    key = ["prompt lengths", tokenizer_identity(tokenizer)]
+    key = ["prompt lengths without thinking", tokenizer_identity(tokenizer)]
     lengths = cached_map(dataset, measure, Features({"length": Value("int32")}), key, "measuring prompts")
     return keep_within(dataset, list(lengths["length"]), max_length, "prompts")
 

@@ -125,7 +125,7 @@ def get_gsm8k_sft_dataset(
     def to_tokens(row: dict[str, Any], index: int) -> dict[str, list[int]]:
         return question_and_answer(tokenizer, row["question"] + instruction, row["answer"])
 
-    key = ["gsm8k sequences", instruction, tokenizer_identity(tokenizer)]
+    key = ["gsm8k sequences without thinking", instruction, tokenizer_identity(tokenizer)]
     dataset = cached_map(dataset, to_tokens, FEATURES, key, "preparing data")
     return keep_within(dataset, lengths_of(dataset), max_length, "sequences")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import httpx
 from datasets import IterableDataset
 
 from megarl.data.config import DatasetConfig, SourceConfig
@@ -26,6 +27,7 @@ from megarl.types import ORIGIN
 
 logger = logging.getLogger("megarl.data")
 
+READING_ERRORS = (OSError, EOFError, ValueError, datasets.exceptions.DatasetGenerationError, httpx.TransportError)
 CHECKED = 100  # rows that are converted before the run starts, so that a wrong format is found then
 
 
@@ -83,7 +85,7 @@ class RowStream:
         self._before = self._reader.state_dict()
         try:
             self._window = [row for _, row in zip(range(self.window_rows), self._raw, strict=False)]
-        except (OSError, EOFError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        except READING_ERRORS as error:
             raise UserError(f"{self.source.path} cannot be read after row {self._first} ({error})") from error
         self._order = list(range(len(self._window)))
         if self.shuffle:

@@ -73,9 +73,13 @@ def set_chat_template(tokenizer: Any, choice: str) -> None:
 
 
 def prompt_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Tokenizes the prompt of a rollout with the chat template, or as plain text if the tokenizer has none."""
+    """Tokenizes the prompt of a rollout with the chat template, or as plain text if the tokenizer has none.
+
+    As `RLVRWorkflow` does, it asks templates with a mode of thinking, such as Qwen3's, for an answer without.
+    """
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+        options = {"tokenize": True, "add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
+        return tokenizer.apply_chat_template(messages, **options)
     return tokenizer.encode("".join(message["content"] for message in messages))
 
 

@@ -11,6 +11,7 @@ from megarl.algorithms import algorithm_of, name_of
 from megarl.config import Config
 from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder
+from megarl.trainer.checkpoints.manifest import step_folders
 from megarl.trainer.saved_config import differences
 
 # What an adapter may set for itself in a job that trains several; all else is the job's.
@@ -35,7 +36,7 @@ def load_adapters(overrides: list[str], job: Config) -> dict[str, Config]:
         resume = []
         if job.resume:  # an adapter without a checkpoint begins anew
             folder = RunFolder(Path(job.resume)).adapter(name)
-            resume = [f"resume={folder.path if any(folder.checkpoints.glob('step_*')) else 'null'}"]
+            resume = [f"resume={folder.path if step_folders(folder.checkpoints) else 'null'}"]
         try:
             config = cli.load([*overrides, *own, *shared, f"experiment_name={name}", *resume])
             check_shared(job, config)

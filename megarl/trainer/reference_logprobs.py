@@ -131,6 +131,7 @@ def _identity(config: EngineConfig, parts: Sequence[Any]) -> str:
     folder = local_folder(config.path)
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])
     model = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    knobs = [config.init, config.init_seed, config.dtype, config.temperature]
+    base = config.lora.quantization if config.lora.rank else "none"
+    knobs = [config.init, config.init_seed, config.dtype, config.temperature, base, config.float32_head, config.fp8]
     text = json.dumps([model, knobs, [content_hash(part) for part in parts]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -167,9 +167,11 @@ def steps(run: Run, rollouts: RolloutDriver, models: Models) -> Iterator[int]:
             stats = models.update(batch)
             rollouts.check_logprobs(batch)  # before the update reaches a server or a checkpoint
             mismatch = rollout_mismatch(batch, rollouts.version)
-        yield step
+        run.taken(step)
+        rollouts.taken()
         with stats_tracker.scope("train"):
             stats_tracker.scalar(**stats, **mismatch, tokens=batch.total_tokens)
+        yield step
         if evaluation := rollouts.evaluate(step):
             run.facts.update(
                 accuracy_after=evaluation["accuracy"],

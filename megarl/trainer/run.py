@@ -62,7 +62,8 @@ class Run:
         self.engines = engines
         self.parts = {name: part for name, part in parts.items() if part is not None}
         self.is_rank0 = dist.get_rank() == 0
-        self.done = 0  # finished steps
+        self.done = 0  # steps whose update is taken
+        self._logged = 0
         self.stopped = False
         self.facts: dict[str, Any] = {}  # kept over resumes and written to the summary
         self.before_save: Callable[[], None] = lambda: None  # brings all engines' memory to the device
@@ -88,6 +89,7 @@ class Run:
                     part.load_state_dict(state["parts"][name])
                 else:
                     self.note(f"the checkpoint of step {self.done} holds no {name}: they begin anew")
+            self._logged = self.done
         with contextlib.ExitStack() as stack:
             if self.is_rank0:
                 self._batches.forget_after(self.done)
@@ -105,6 +107,7 @@ class Run:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         with self._open:
             if isinstance(error, NoSamplesError) and self.done:
+                self.log_taken()
                 self._keep_steps()
                 self.note(f"step {self.done} is saved; when the cause is mended, go on with resume={self.folder.job}")
 
@@ -150,6 +153,15 @@ class Run:
         if self.stopped:
             self.note(f"stopped after step {self.done}; go on with resume={self.folder.job}")
 
+    def taken(self, step: int) -> None:
+        """Counts a step once its update is taken: a checkpoint of the weights from now on has its number."""
+        self.done = step
+
+    def log_taken(self) -> None:
+        """Logs the last step if it was taken, and the run ends before the step does."""
+        if self._logged < self.done:
+            self.log(self.done)
+
     def keep_batch(self, step: int, batch: Any) -> None:
         """Has rank 0 write the step's global batch, packed or padded, if `saver.keep_batches` is above 0.
 
@@ -173,6 +185,7 @@ class Run:
         All ranks call it; rank 0's numbers count.
         """
         self._unwritten += 1
+        self._logged = step
         timeline.end_step(step)
         if step == 1 and self.is_rank0:
             self.facts.setdefault("time_to_first_step_s", self.wall_s)

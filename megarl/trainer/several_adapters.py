@@ -83,11 +83,10 @@ class Learner:
         self.run = Run(self._config, self._folder, self.models.saved, parts, started, stop)
         self._open.enter_context(self.run)
 
-    def keep(self, step: int) -> None:
-        """Counts a step whose update is taken, so that a checkpoint of the policy as it is has the right number."""
+    def log_taken(self) -> None:
+        """Logs a step whose update is taken, when another adapter ends the job before the step does."""
         with stats_tracker.ledger(self.name):
-            self.run.log(step)
-        self.run.done = step
+            self.run.log_taken()
 
     def finish(self) -> None:
         """Writes what a finished run leaves, and ends its sampling."""
@@ -145,15 +144,15 @@ def _take_turns(learners: Sequence[Learner], weights: WeightSync) -> None:
     """Has each adapter take a step, then syncs all, until every adapter has taken its own number of steps."""
     turns = {learner: rl.steps(learner.run, learner.rollouts, learner.models) for learner in learners}
     while turns:
-        taken: dict[Learner, int] = {}
+        taken: set[Learner] = set()
         try:
             for learner, turn in turns.items():
                 with stats_tracker.ledger(learner.name):
-                    for step in itertools.islice(turn, 1):
-                        taken[learner] = step
+                    for _ in itertools.islice(turn, 1):
+                        taken.add(learner)
         except NoSamplesError:  # ends the job, and every run saves its last step
-            for learner, step in taken.items():
-                learner.keep(step)
+            for learner in turns:
+                learner.log_taken()
             raise
         for learner in [learner for learner in turns if learner not in taken]:
             with stats_tracker.ledger(learner.name):

@@ -123,7 +123,10 @@ class Saver:
         """Removes the leftovers of killed runs, and makes the folder to write to."""
         for suffix in (WRITING, REMOVING):
             for leftover in self.folder.glob(f"step_*{suffix}"):
-                shutil.rmtree(leftover)
+                if leftover == folder:
+                    shutil.rmtree(leftover)
+                else:
+                    self._discard(leftover)
         folder.mkdir(parents=True)
 
     def poll(self) -> None:
@@ -167,13 +170,26 @@ class Saver:
         if final.exists():  # damaged: a resume went back to an earlier one
             self._remove(final)
         manifest.rename(write.folder, final)
-        for old in manifest.step_folders(self.folder)[self.config.keep :]:
+        folders = manifest.step_folders(self.folder)
+        for old in folders[folders.index(final) :][self.config.keep :]:  # newer ones are damaged, and passed over
             self._remove(old)
 
     def _remove(self, folder: Path) -> None:
-        gone = folder.with_name(folder.name + REMOVING)
+        gone = folder.with_suffix(REMOVING)
+        while gone.exists():  # left by an earlier try
+            gone = gone.with_suffix(f".again{REMOVING}")
         manifest.rename(folder, gone)  # a checkpoint's name never holds half of one
-        shutil.rmtree(gone)
+        self._discard(gone)
+
+    def _discard(self, folder: Path) -> None:
+        """Removes a folder that no resume looks at. What cannot be removed now is left for the next checkpoint.
+
+        A network file system keeps a file that another process still reads, and with it the folder.
+        """
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            self._note(f"{folder} could not be removed ({error}); the next checkpoint tries again")
 
     def _on_rank0(self, step: int, work: Callable[[], None]) -> None:
         """Runs `work` on rank 0. If it fails, all ranks raise."""

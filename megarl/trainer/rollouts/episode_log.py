@@ -24,6 +24,10 @@ class EpisodeLog:
     def state_dict(self) -> dict[str, int]:
         return {"accounted": self._episodes, "samples": self._samples}
 
+    def begin(self) -> None:
+        """Begins with no line. Lines of an attempt without a checkpoint move to `.superseded.jsonl`."""
+        self.load_state_dict({"accounted": 0})
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after `state`: later lines move to the files' `.superseded.jsonl`."""
         self._episodes, self._samples = state["accounted"], state.get("samples", 0)

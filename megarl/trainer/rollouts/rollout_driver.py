@@ -7,6 +7,7 @@ Rank 0's batches reach the others as packed tensors.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -15,9 +16,10 @@ from megarl.algorithms import Algorithm
 from megarl.config import Config
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
-from megarl.parallel.broadcast import broadcast_batch, broadcast_json
+from megarl.parallel.broadcast import await_rank0, broadcast_batch, broadcast_json
 from megarl.reshard.session import SyncReport
 from megarl.rollout.client.scoring import Scorer
+from megarl.rollout.closing import close_after
 from megarl.rollout.executor import NoSamplesError
 from megarl.rollout.routing import WeightsWanted
 from megarl.trainer.inputs import Inputs
@@ -47,7 +49,8 @@ class RolloutDriver:
         self.weights = weights
         self._actor: Any = None
         self._rank0: Rank0Rollouts | None = None  # on rank 0
-        self._saved: Mapping[str, Any] = {}  # rollout state to continue from
+        self._before_batch: dict[str, Any] | None = None  # state, while the last batch is not trained on
+        self._saved: Mapping[str, Any] | None = None  # rollout state to continue from
         self._episodes = EpisodeLog(folder, inputs.tokenizer, config.logger.samples_per_step)
         self._version_offset = 0  # servers' version minus trainer's step
         self._canary = Canary(config, inputs)
@@ -62,8 +65,8 @@ class RolloutDriver:
             self._open.callback(self._rank0.close)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        close_after(error, self._open.close)
 
     @property
     def rank0(self) -> Rank0Rollouts:
@@ -88,7 +91,9 @@ class RolloutDriver:
         """
         self._actor = actor
         if self.is_rank0:
-            self.rank0.connect(self.weights.rank0, self._saved)
+            if self._saved is None:  # a job that begins anew in its folder
+                self._episodes.begin()
+            self.rank0.connect(self.weights.rank0, self._saved or {})
             self.rank0.engine.set_version(self.version)
         self._version_offset = self.version - step
         self._unchecked = self.version
@@ -101,7 +106,11 @@ class RolloutDriver:
         return self.rank0.environments.report()
 
     def next_batch(self) -> PackedBatch:
-        """The packed completions of the next prompts, the same on every rank."""
+        """The packed completions of the next prompts, the same on every rank.
+
+        Until `taken`, `state_dict` is as before this batch if a teacher may still be lost that has to score it.
+        """
+        before = copy.deepcopy(self.state_dict()) if self.config.teacher.source == "server" else None
 
         def sample() -> PackedBatch:
             engine, prompts = self.rank0.engine, self.inputs.train
@@ -113,13 +122,20 @@ class RolloutDriver:
             return batch
 
         batch = broadcast_batch(self._on_rank0(sample))
+        self._before_batch = before
         self.weights.gpus.for_training()
         if self._comparison_due:
             self._compare_canary()
         return batch
 
+    def taken(self) -> None:
+        """Tells that the last batch is trained on."""
+        self._before_batch = None
+
     def state_dict(self) -> dict[str, Any]:
         """The prompts between loader and trainer; {} on other ranks than 0."""
+        if self._before_batch is not None:
+            return self._before_batch
         return self.rank0.engine.state_dict() | self._episodes.state_dict() if self.is_rank0 else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,6 +243,7 @@ class RolloutDriver:
                     wanted = True
                 except NoSamplesError as error:
                     failure = str(error)
+            await_rank0(self.config.parallel.timeout_s)
             wanted, failure = broadcast_json([wanted, failure])
             if failure:
                 raise NoSamplesError(failure)

@@ -51,7 +51,7 @@ class ServersInTurn:
 
     def __init__(self, supervisor: Supervisor, api_key: str, deadline_s: float) -> None:
         self.supervisor, self._key, self._deadline_s = supervisor, api_key, deadline_s
-        self._released: dict[tuple[str, int], set[str]] = {}  # by address and restarts: a restarted server has all
+        self._released: dict[tuple[str, int], set[str]] = {}  # by address and starts: a server started again has all
 
     def sleep(self) -> None:
         """Has the servers give up everything. Servers that are being restarted are stopped."""
@@ -73,7 +73,7 @@ class ServersInTurn:
 
     def _call(self, path: str, tags_for: Callable[[set[str]], list[str]]) -> None:
         for address in self.supervisor.alive():
-            released = self._released.setdefault((address, self.supervisor.restarts(address)), set())
+            released = self._released.setdefault((address, self.supervisor.starts(address)), set())
             tags = tags_for(released)
             if not tags:
                 continue

@@ -18,12 +18,13 @@ from megarl.config import Config
 from megarl.observe.logger import replace_text
 from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
-from megarl.parallel.broadcast import broadcast_json
+from megarl.parallel.broadcast import await_rank0, broadcast_json
 from megarl.reshard.plan.traffic import traffic
 from megarl.reshard.quantised_weights import QuantisedWeights
 from megarl.reshard.session import SyncReport, WeightSession, WeightSource, WeightSyncError
 from megarl.rollout.api import GenerationError
-from megarl.rollout.executor import WorkflowError
+from megarl.rollout.closing import close_after
+from megarl.rollout.executor import NoSamplesError, WorkflowError
 from megarl.trainer.background_call import BackgroundCall
 from megarl.trainer.rollouts.rank0_servers import Rank0Servers
 from megarl.trainer.rollouts.shared_gpus import SeparateGpus, ServersInTurn, SharedGpus
@@ -84,8 +85,8 @@ class WeightSync:
             self._open.callback(self._rank0.close)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        close_after(error, self._open.close)
 
     @property
     def rank0(self) -> Rank0Servers:
@@ -133,7 +134,9 @@ class WeightSync:
             self._rank0.connect()
             addresses, key = self._rank0.addresses, self._rank0.api_key
             self.gpus.servers = ServersInTurn(self._rank0.supervisor, key, self.config.reshard.control_deadline_s)
+        await_rank0(self.config.parallel.timeout_s)  # whose servers load, maybe on these GPUs
         session = self._session = WeightSession(self.config.reshard, addresses, key)
+        session.await_servers_s = self.config.server.ready_timeout_s
         self._open.callback(session.close)
         self._open.callback(self._abandon)
         if self._rank0 is not None:
@@ -154,6 +157,7 @@ class WeightSync:
         """Begins a `push` in the background. Until `end_push` the weights must not change. A collective."""
         source = self.source
         self._announce(version)
+        source.shards()  # gathers what the optimizer left split: two threads must not, and only one would wait for it
 
         def transfer() -> SyncReport:
             return self.session.push(source, version)
@@ -276,10 +280,12 @@ class WeightSync:
 
     @contextlib.contextmanager
     def attributed_to_dead_servers(self) -> Iterator[None]:
-        """Replaces an error by the death of a server, with its log, if one has died: that is the cause."""
+        """Replaces an error by the death of the server at fault, with its log, or of the last that served."""
         try:
             yield
-        except (WorkflowError, GenerationError, WeightSyncError, TimeoutError):
+        except NoSamplesError:  # ends the run on every rank, with its last step saved
+            raise
+        except (WorkflowError, GenerationError, WeightSyncError, TimeoutError) as error:
             if self._rank0 is not None:
-                self._rank0.supervisor.raise_cause()
+                self._rank0.supervisor.raise_cause(getattr(error, "server", ""))
             raise

@@ -63,6 +63,6 @@ def test_the_example_is_chosen_by_name_checked_and_gives_its_gradient(tmp_path: 
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     follow((ROOT / "docs" / "adding_an_algorithm.md").read_text(encoding="utf-8"), tmp_path)
     result = subprocess.run(
-        [sys.executable, "-c", CHECK], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", CHECK], cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     assert result.stdout.strip() == "followed", result.stderr[-3000:]

@@ -44,6 +44,17 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
+def test_a_log_that_begins_anew_keeps_no_line_of_an_attempt_without_a_checkpoint(folder: RunFolder) -> None:
+    """Else a resume of the second attempt would keep the first lines, which are the first attempt's."""
+    for name in ("first", "second"):
+        log = EpisodeLog(folder, Tokenizer(), samples_per_step=1)
+        log.begin()
+        log.add([episode(name, 2)], version=0, step=1)
+    assert [line["prompt_id"] for line in lines(folder.episodes)] == ["second"]
+    assert [line["prompt_id"] for line in lines(folder.episodes.with_suffix(".superseded.jsonl"))] == ["first"]
+    assert len(lines(folder.samples)) == 1
+
+
 def test_samples_are_spread_over_prompts_and_keep_their_turns(folder: RunFolder) -> None:
     log = EpisodeLog(folder, Tokenizer(), samples_per_step=4)
     rejected = Episode("b", None, "timed out")

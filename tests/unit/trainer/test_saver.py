@@ -112,6 +112,18 @@ def test_only_the_newest_checkpoints_are_kept_and_the_last_is_restored(
     assert not same(seen[0], seen[1])
 
 
+def test_a_damaged_newer_checkpoint_does_not_count_as_kept(engine: MegatronLMEngine, tmp_path: Path) -> None:
+    saver = saver_of(tmp_path / "c", keep=2)
+    for step in (5, 10):
+        saver.save({ACTOR: engine}, step, {})
+    (tmp_path / "c" / "step_000010" / "trainer.json").write_text("{}")
+    resumed = saver_of(tmp_path / "c", keep=1)
+    assert resumed.restore({ACTOR: engine})["step"] == 5
+    resumed.save({ACTOR: engine}, 7, {})
+    assert names(tmp_path / "c") == ["step_000007", "step_000010"]
+    assert resumed.restore({ACTOR: engine})["step"] == 7
+
+
 @pytest.fixture(scope="module")
 def two(engine: MegatronLMEngine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     """Checkpoints of steps 1 and 2, and the weights and the next loss after each."""
@@ -255,6 +267,30 @@ def test_what_killed_runs_left_is_removed(engine: MegatronLMEngine, tmp_path: Pa
         saver.restore({ACTOR: engine})
     saver.save({ACTOR: engine}, 5, {})
     assert names(tmp_path / "c") == ["step_000005"]
+
+
+def test_a_folder_that_cannot_be_removed_is_left_for_the_next_checkpoint(
+    engine: MegatronLMEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NFS, where another process still reads an old checkpoint."""
+    notes: list[str] = []
+    saver = saver_of(tmp_path / "c", notes, keep=1)
+
+    def busy(folder: Path) -> None:
+        raise OSError(39, "Directory not empty", str(folder))
+
+    saver.save({ACTOR: engine}, 5, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(saver_module.shutil, "rmtree", busy)
+        for step in (6, 7):
+            saver.save({ACTOR: engine}, step, {})
+    assert names(tmp_path / "c") == ["step_000005.removing", "step_000006.removing", "step_000007"]
+    assert f"{tmp_path}/c/step_000005.removing could not be removed ([Errno 39] Directory not empty" in notes[1]
+    shutil.copytree(tmp_path / "c" / "step_000007", tmp_path / "c" / "step_000005")
+    saver._remove(tmp_path / "c" / "step_000005")  # beside what is left of the first
+    assert saver.restore({ACTOR: engine})["step"] == 7
+    saver.save({ACTOR: engine}, 8, {})
+    assert names(tmp_path / "c") == ["step_000008"]
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, []), (3, [3, 6]), (1, [1, 2, 3, 4, 5, 6])])

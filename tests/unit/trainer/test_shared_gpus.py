@@ -69,7 +69,7 @@ class Fleet:
     def alive(self) -> list[str]:
         return [self.address]
 
-    def restarts(self, address: str) -> int:
+    def starts(self, address: str) -> int:
         return self.number_of_restarts
 
     def died(self, address: str) -> bool:

@@ -14,6 +14,7 @@ from megarl.trainer.stop_signal import StopSignal
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_a_later_one_interrupts(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
+    monkeypatch.setattr(stop_signal, "REPEAT_S", 600.0)
     before = signal.getsignal(number)
     with StopSignal(notes.append) as stop:
         assert not stop.on_all_ranks()

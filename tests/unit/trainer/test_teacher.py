@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +14,13 @@ import torch
 from transformers import AutoTokenizer
 
 from megarl import cli
-from megarl.rollout.client.scoring import Query, Scorer, Scores, TeacherLostError, parse_scores
-from megarl.rollout.workflows.distil import hinted_ids
+from megarl.data.templates import prompt_ids as data_prompt_ids
+from megarl.rollout.client.scoring import SEQUENCES_AT_ONCE, Query, Scorer, Scores, TeacherLostError, parse_scores
+from megarl.rollout.transcript import prompt_ids
+from megarl.rollout.workflows.distil import HintedWorkflow, hinted_ids
+from megarl.rollout.workflows.rlvr import RLVRWorkflow
 from megarl.trainer.teacher import TEACHER_PROMPT, _at, score_by_servers, with_teacher_prompts
-from megarl.types import PackedBatch, cu_seqlens_of
+from megarl.types import GenerationHyperparameters, PackedBatch, cu_seqlens_of
 
 
 def hinted_batch() -> PackedBatch:
@@ -52,6 +59,32 @@ def test_a_hint_stands_at_the_end_of_the_last_user_message() -> None:
     ids = hinted_ids(messages, "It is 3.", tokenizer)
     assert "What is 1 + 2?\nIt is 3." in tokenizer.decode(ids)
     assert messages[0]["content"] == "What is 1 + 2?"
+
+
+@pytest.mark.parametrize("template", ["qwen3", "glm_4_5"])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_hinted_prompt_ends_as_the_students(template: str, thinks: bool) -> None:
+    """Else the teacher expects `<think>` where the student's answer begins."""
+    tokenizer = AutoTokenizer.from_pretrained(cli.ASSETS / "tiny")
+    folder = Path(__file__).parents[1] / "rollout" / "chat_templates"
+    tokenizer.chat_template = (folder / f"{template}.jinja").read_text()
+    messages = [{"role": "user", "content": "What is 1 + 2?"}]
+
+    class Sampled(RLVRWorkflow):
+        async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+            own = prompt_ids(tokenizer, data["messages"], enable_thinking=self.enable_thinking)
+            return {"input_ids": torch.tensor([own])}
+
+    inner = Sampled(lambda **_: 0.0, GenerationHyperparameters(), tokenizer, enable_thinking=thinks)
+    engine: Any = None
+    result = asyncio.run(HintedWorkflow(inner, "It is 3.", 100, tokenizer).arun_episode(engine, {"messages": messages}))
+    own, hinted = (
+        tokenizer.decode([token for token in result[name][0].tolist() if token >= 0])
+        for name in ("input_ids", "teacher_prompt")
+    )
+    assert hinted.partition("It is 3.")[2] == own.partition("1 + 2?")[2]
+    if not thinks:  # the prompts of the data, too
+        assert tokenizer.decode(data_prompt_ids(tokenizer, messages)) == own
 
 
 class Recorded:
@@ -121,3 +154,22 @@ def test_a_server_that_is_not_there_is_waited_for_and_then_named() -> None:
             scorer.score([QUERY] * 40, 0)
     finally:
         scorer.close()
+
+
+@pytest.mark.parametrize("parts", [1, 5])
+def test_all_requests_together_have_the_time_that_each_may_take(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher that takes requests and answers none is named, before the whole is out of time."""
+    scorer = Scorer(["127.0.0.1:9"], "", max_requests=2, request_s=400.0, wait_s=600.0)
+    limits = []
+
+    def run(work: Coroutine[Any, Any, Any], limit: float, what: str) -> list[Any]:
+        limits.append(limit)
+        work.close()
+        return []
+
+    monkeypatch.setattr(scorer._thread, "run", run)
+    scorer.score([QUERY] * SEQUENCES_AT_ONCE * parts, 0)
+    monkeypatch.undo()
+    scorer.close()
+    first, retries = 400.0, 2 * (1.0 + 400.0)  # the second begins within the 600 s
+    assert limits[0] > math.ceil(parts / 2) * (first + retries)
