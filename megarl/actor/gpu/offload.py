@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.parallel import platform
 
 PARTS = ("parameters", "gradients", "optimizer")
+LEAST_PIECE = 2**20  # bytes
 
 
 class Offloaded:
@@ -44,7 +45,9 @@ class Offloaded:
         for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
             storage.resize_(size)
             if self._hosts:
-                _bytes_of(storage).copy_(self._hosts[index], non_blocking=True)
+                pieces = self._hosts[index]
+                for part, piece in zip(_bytes_of(storage).split([len(p) for p in pieces]), pieces, strict=True):
+                    part.copy_(piece, non_blocking=True)
             else:
                 _bytes_of(storage).zero_()
         if platform.has_gpu():
@@ -65,9 +68,22 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _to_host(storage: torch.UntypedStorage) -> Tensor:
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_gpu())
-    return host.copy_(_bytes_of(storage), non_blocking=True)
+def _to_host(storage: torch.UntypedStorage) -> list[Tensor]:
+    """Copies a storage to pieces of pinned memory, which torch would round up to a power of two as a whole."""
+    pieces = []
+    for part in _bytes_of(storage).split(pinned_sizes(storage.nbytes())):
+        piece = torch.empty(len(part), dtype=torch.uint8, pin_memory=platform.has_gpu())
+        pieces.append(piece.copy_(part, non_blocking=True))
+    return pieces
+
+
+def pinned_sizes(nbytes: int) -> list[int]:
+    """Splits `nbytes` into powers of two, and a rest below LEAST_PIECE."""
+    sizes = []
+    while nbytes >= LEAST_PIECE:
+        sizes.append(1 << (nbytes.bit_length() - 1))
+        nbytes -= sizes[-1]
+    return [*sizes, nbytes] if nbytes else sizes
 
 
 class EngineMemory:

@@ -24,11 +24,11 @@ LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
 
 @contextlib.contextmanager
-def without_weights() -> Iterator[None]:
-    """Context in which weights of linear layers get no memory: at most one has it, while it is built."""
+def built_on_meta(chooses: Callable[[nn.Module, str], bool]) -> Iterator[None]:
+    """Context in which chosen parameters get no memory, by their module and name: at most one has it, while built."""
 
     def on_meta(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
-        if name != "weight" or not isinstance(module, LINEAR) or parameter is None or parameter.is_meta:
+        if parameter is None or parameter.is_meta or not chooses(module, name):
             return None
         return moved(parameter, "meta")
 
@@ -37,6 +37,11 @@ def without_weights() -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def without_weights() -> contextlib.AbstractContextManager[None]:
+    """Context in which weights of linear layers get no memory."""
+    return built_on_meta(lambda module, name: name == "weight" and isinstance(module, LINEAR))
 
 
 def moved(parameter: nn.Parameter, device: torch.device | str) -> nn.Parameter:

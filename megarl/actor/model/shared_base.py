@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megarl.actor.model.heads import ValueHead
+from megarl.actor.model.quantised_base import built_on_meta
 from megarl.actor.weights.hf_weights import named_tensors
 from megarl.actor.weights.quantised import QuantisedWeight
 from megarl.families import is_scalar
@@ -44,22 +43,9 @@ def check_same(engine: Any, base: Any) -> None:
         raise UserError("engines with different parallel.* knobs share no base; give both the same")
 
 
-@contextlib.contextmanager
-def without_memory() -> Iterator[None]:
-    """Context in which modules get parameters on the meta device: at most one has memory, while it is built."""
-
-    def on_meta(module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        empty.__dict__.update(parameter.__dict__)  # Megatron's marks
-        return empty
-
-    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # its result is taken
-    try:
-        yield
-    finally:
-        hook.remove()
+def without_memory() -> contextlib.AbstractContextManager[None]:
+    """Context in which modules get parameters on the meta device."""
+    return built_on_meta(lambda module, name: True)
 
 
 def take(module: nn.Module, base: nn.Module) -> None:

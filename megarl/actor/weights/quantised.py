@@ -63,6 +63,7 @@ def check_cuts(config: LoraConfig, parallel: ParallelConfig, model: PretrainedCo
                 )
 
 
+@functools.cache
 def _functional() -> Any:
     """bitsandbytes' functions. At its import it logs that it cannot download products of 4-bit weights: unused here."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

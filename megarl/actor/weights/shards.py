@@ -33,7 +33,7 @@ from megarl.actor.weights.shard_spec import ShardSpec, Stage
 from megarl.families import adapters_of, decoder, is_scalar, padded_vocab_size
 from megarl.families.blocks import Decoder, DeltaNet, Experts, Layer, MtpLayer
 from megarl.parallel.config import ParallelConfig
-from megarl.parallel.placement import Place, places
+from megarl.parallel.placement import Place, place_of, places
 
 Ints = NDArray[np.int64]
 
@@ -109,9 +109,15 @@ def world_table(config: PretrainedConfig, parallel: ParallelConfig) -> WorldTabl
     )
 
 
+def single_rank_specs(config: PretrainedConfig) -> list[ShardSpec]:
+    """Lists the shards of a rank that holds the whole model."""
+    alone = ParallelConfig()
+    return shard_specs(config, alone, place_of(alone, 0))
+
+
 def tensor_specs(config: PretrainedConfig) -> dict[str, ShardSpec]:
     """A shard of each of the model's HF tensors on a single rank, by name, in the order of an export."""
-    return {spec.name: spec for spec in shard_specs(config, ParallelConfig(), Place(0, 0, 0, 0, 0, 0, 0))}
+    return {spec.name: spec for spec in single_rank_specs(config)}
 
 
 def tensor_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

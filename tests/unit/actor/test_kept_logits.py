@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.actor.config import EngineConfig
-from megarl.actor.model.heads import KeptLogits
+from megarl.actor.model import heads
+from megarl.actor.model.heads import HeadSettings, KeptLogits
 
 GIB = 2**30
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
@@ -59,3 +61,24 @@ def test_free_memory_is_asked_for_once_a_pass(monkeypatch: pytest.MonkeyPatch) -
     assert [kept.holds(3 * GIB, GPU) for _ in range(3)] == [True] * 3
     kept.begin()
     assert [kept.holds(3 * GIB, GPU) for _ in range(3)] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "float32", "item"), [("float32", False, 4), ("bfloat16", False, 2), ("bfloat16", True, 4)]
+)
+def test_a_pass_asks_for_the_logits_of_the_tokens_with_a_label(dtype: str, float32: bool, item: int) -> None:
+    asked = []
+
+    class Kept(KeptLogits):
+        def holds(self, size: int, device: torch.device) -> bool:
+            asked.append(size)
+            return super().holds(size, device)
+
+    hidden = torch.randn(6, 4, dtype=getattr(torch, dtype), requires_grad=True)
+    labels = heads.Labels(torch.randint(0, 10, (6,)), torch.tensor([0, 2, 3]))
+    settings = HeadSettings(1.0, float32, Kept(300, 1), 0.0)
+    alone: Any = SimpleNamespace(tp_rank=0, tp_size=1, tp=None)
+    weight = torch.randn(10, 4, dtype=hidden.dtype)
+    logprobs, _ = heads.logprobs(hidden, labels, weight, alone, 10, settings, False)
+    assert asked == [3 * 10 * item]
+    assert (logprobs != 0).tolist() == [True, False, True, True, False, False]

@@ -166,6 +166,22 @@ def test_a_critic_trains_its_head_beside_the_adapters(engine_of: Callable[..., M
     written = load_file(tmp_path / "critic" / WEIGHTS)
     assert written["base_model.model.score.weight"].abs().max() > 0
     assert json.loads((tmp_path / "critic" / CONFIG).read_text())["modules_to_save"] == ["score"]
+    scores = engine.scores(batch_of())
+    again = engine_of(MegatronScalarEngine, lora=dataclasses.replace(LORA, path=str(tmp_path / "critic")))
+    assert torch.equal(again.scores(batch_of()), scores)
+
+
+def test_a_critic_takes_a_policys_adapters_and_begins_with_a_head_of_its_own(
+    engine_of: Callable[..., MegatronEngine], tmp_path: Path
+) -> None:
+    policy = engine_of()
+    steps(policy, 1)
+    policy.save(tmp_path / "policy")
+    critic = engine_of(MegatronScalarEngine, lora=dataclasses.replace(LORA, path=str(tmp_path / "policy")))
+    critic.save(tmp_path / "critic")
+    given, written = (load_file(tmp_path / name / WEIGHTS) for name in ("policy", "critic"))
+    assert written.keys() - given.keys() == {"base_model.model.score.weight"}
+    assert all(torch.equal(written[name], tensor) for name, tensor in given.items())
 
 
 def test_dropout_masks_follow_from_the_number_of_the_step(engine_of: Callable[..., MegatronEngine]) -> None:
@@ -216,6 +232,9 @@ def test_an_engine_on_a_base_allocates_no_second_one(
     first, on_meta, take = engine_of(), [], shared_base.take
 
     def watched(module: Any, given: Any) -> None:
+        marks = {name: parameter.__dict__ for name, parameter in module.named_parameters()}
+        assert any(marks.values()), "Megatron marks its parameters"
+        assert marks == {n: p.__dict__ for n, p in given.named_parameters() if n in marks}
         on_meta.extend(parameter.is_meta for parameter in module.parameters())
         take(module, given)
 

@@ -34,7 +34,7 @@ TOLERANCE = 0.15
 ADAPTERS = {"lora": {"rank": 16, "dropout": 0.1}}
 Measured = dict[str, tuple[int, int]]
 # By layout: its sizes, and the engine's knobs of each case.
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = rows.only("tp1,tp2", {
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = rows.only("tp1", {
     "tp1": (
         {},
         rows.only("full,adapters", {
@@ -65,10 +65,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def measured(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
     """Measures by layout, rank and case: growth of the process, and its parameters, in bytes.
 
-    A world of one and a world of two each run all their layouts.
+    Each world runs all its layouts.
     """
     result: dict[str, list[Measured]] = {name: [] for name in LAYOUTS}
-    for world in (1, 2):
+    for world in sorted({math.prod(sizes.values()) for sizes, _ in LAYOUTS.values()}):
         out = tmp_path_factory.mktemp(f"world{world}")
         layouts = {name: layout for name, layout in LAYOUTS.items() if math.prod(layout[0].values()) == world}
         with pytest.MonkeyPatch.context() as patch:
@@ -229,6 +229,33 @@ def test_a_gpu_holds_the_batches_in_flight_and_one_ahead(layout: dict[str, int],
 
     assert bytes_of(64, on_gpu=True) == bytes_of(8, on_gpu=True) == held * bytes_of(1, on_gpu=True)
     assert bytes_of(64, on_gpu=False) == 64 * bytes_of(1, on_gpu=False)
+
+
+def test_a_rank_under_sequence_parallelism_keeps_its_tokens_latents_alone() -> None:
+    def kept(rank: int, **layout: Any) -> float:
+        """Bytes that a layer with latents of queries of this size keeps for each token."""
+        model = random_model("deepseek_v3", tied=False, q_lora_rank=rank).config
+        return LayerBytes.of(model, ParallelConfig(**layout), EngineConfig(), on_gpu=False).kept
+
+    whole, half, cut = (
+        kept(48, **layout) - kept(16, **layout)
+        for layout in ({"tp_size": 1}, {"tp_size": 2, "sequence_parallel": True}, {"tp_size": 2})
+    )
+    assert whole == cut == 2 * half > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "float32_head", "row"),
+    [("float32", False, 4 * 128 + 2 * 4 * 64), ("bfloat16", True, 4 * 128 + 2 * 2 * 64 + 2 * 128)],
+)
+def test_a_token_of_the_head_takes_its_logits_and_two_hidden_states(dtype: str, float32_head: bool, row: int) -> None:
+    """And a copy of the logits in the model's dtype, if that is narrower than the head's."""
+    model = random_model("qwen3", tied=True, vocab_size=128).config
+    config = EngineConfig(dtype=dtype, float32_head=float32_head, kept_logits_mb=1)
+    norm = LayerBytes.of(model, ParallelConfig(), config, on_gpu=False).norm
+    hidden = 64 * (4 if dtype == "float32" else 2)
+    need = trainer_memory(model, ParallelConfig(), config, StepLoad(100), 0, on_gpu=False)
+    assert need.head == 100 * (norm + hidden + row)
 
 
 @pytest.mark.parametrize(("experts", "together"), [("auto", 4), ("grouped", 4), ("sequential", 1)])

@@ -10,7 +10,8 @@ import torch
 
 from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
-from megarl.actor.gpu.offload import PARTS, EngineMemory, Offloaded
+from megarl.actor.gpu import offload
+from megarl.actor.gpu.offload import LEAST_PIECE, PARTS, EngineMemory, Offloaded, pinned_sizes
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -84,3 +85,22 @@ def test_views_of_one_storage_are_freed_once_and_come_back() -> None:
     dropped = Offloaded([base], keep=False)
     dropped.restore()
     assert not base.any()
+
+
+@pytest.mark.parametrize("nbytes", [1, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20 + 5, 18_146_000_000])
+def test_pinned_memory_is_hardly_rounded_up(nbytes: int) -> None:
+    """torch's allocator gives each block the next power of two (ATen/core/CachingHostAllocator.h)."""
+    sizes = pinned_sizes(nbytes)
+    assert sum(sizes) == nbytes
+    assert sum(1 << (size - 1).bit_length() for size in sizes) < nbytes + LEAST_PIECE
+
+
+def test_a_storage_of_several_pieces_comes_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LEAST_PIECE", 16)
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (1, 16, 100, 1000)]
+    before = [tensor.clone() for tensor in tensors]
+    given_up = Offloaded(tensors)
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 4
+    assert given_up.nbytes == 1117
+    given_up.restore()
+    assert all(torch.equal(tensor, as_before) for tensor, as_before in zip(tensors, before, strict=True))

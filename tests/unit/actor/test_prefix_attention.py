@@ -224,6 +224,10 @@ def test_other_microbatches_go_to_the_class_itself() -> None:
     assert attention.segments_scale == 0.25
     query = torch.zeros(3, 4, 16)
     assert torch.equal(attention(query, query, query, None, packed_seq_params=None), query + 1)
+    shared = share_in_segments(conversation_tree())
+    packed: Any = pack_segments(conversation_tree().cu_seqlens, CPU, shared=shared)
+    inputs = inputs_of(len(shared.source), 16)
+    assert torch.equal(attention(*inputs, None, packed_seq_params=packed), attend(*inputs, packed, 0.25))
 
 
 def test_a_second_derivative_is_refused() -> None:

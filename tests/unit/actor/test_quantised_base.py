@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -20,6 +21,8 @@ from megarl.actor.checkpoint.stored_state import check_facts
 from megarl.actor.checks import device_checks, knob_checks, model_checks
 from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.model.attention.latent import ReplicatedLinear
+from megarl.actor.model.quantised_base import moved, without_weights
 from megarl.actor.weights import quantised
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.actor.weights.quantised import QuantisedWeight, dequantise, quantise
@@ -223,3 +226,23 @@ def test_servers_of_the_checkpoint_do_not_hold_a_quantised_base() -> None:
 def test_a_missing_library_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
     assert "needs the package bitsandbytes" in refusal(EngineConfig(path=str(base), lora=LORA), {})
+
+
+def test_linear_layers_alone_are_built_without_memory() -> None:
+    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True)
+    with without_weights():
+        linear, norm, biased = ReplicatedLinear(8, 4, config=config), torch.nn.LayerNorm(4), torch.nn.Linear(8, 4)
+    assert linear.weight.is_meta
+    assert (linear.weight.shape, linear.weight.sequence_parallel) == ((4, 8), True)
+    assert not any(parameter.is_meta for module in (norm, biased) for parameter in module.parameters())
+    assert not ReplicatedLinear(8, 4, config=config).weight.is_meta, "as before once the model is built"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_that_moves_keeps_its_marks(trained: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16), requires_grad=trained)
+    parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's mark of experts
+    there = moved(parameter, "meta")
+    assert (there.shape, there.dtype, there.requires_grad) == (parameter.shape, torch.bfloat16, trained)
+    assert there.is_meta
+    assert there.__dict__ == {"allreduce": False}
