@@ -4,7 +4,8 @@
                              |
                              +-- no answer within time_limit_s: the worker is killed, others take the rest of its share
 
-A worker answers call by call, and returns the rest of a share that takes long.
+Time in which a worker waits for a processor does not count, so a busy machine scores as a quiet one. A worker answers
+call by call, and returns the rest of a share that takes long.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import cloudpickle
 from megarl.forks import ForkedProcess, ForkError, ForkServer, StartError
 from megarl.knobs import MAX_SECONDS, MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.rewards.worker import PickledRewards
+from megarl.sandbox.activity import waited_s
 from megarl.types import Reward, RewardError
 
 PATIENCE_S = 0.1  # a call waits this long for a worker, or behind a slow one, before another worker takes it
@@ -43,7 +45,10 @@ class RewardConfig:
         most=MAX_WEIGHT,
     )
     time_limit_s: float = knob(
-        10.0, "seconds to score one completion; after that its sample is masked and counted", above=0, most=MAX_SECONDS
+        10.0,
+        "seconds to score one completion, without those in line for a processor; then its sample is masked and counted",
+        above=0,
+        most=MAX_SECONDS,
     )
     memory_limit_mb: int = knob(4096, "address space of a scoring process, in MiB", least=64, most=2**24)
     workers: int = knob(2, "scoring processes while none of them hangs", least=1, most=4096)
@@ -259,13 +264,12 @@ class RewardPool:
             answers_before = self._answers
             await asyncio.sleep(min(PATIENCE_S, self.config.time_limit_s))
             for busy in list(self._live):
-                elapsed = time.monotonic() - busy.since
                 if busy.scoring is None:
                     continue
-                if elapsed > busy.scoring.limit_s:
+                if busy.scoring_s() > busy.scoring.limit_s:
                     busy.late = True
                     self._end(busy)
-                elif elapsed > PATIENCE_S:
+                elif time.monotonic() - busy.since > PATIENCE_S:
                     self._take_back(busy)
             if self._queue and self._idle:
                 self._hand_out()
@@ -318,6 +322,7 @@ class _Worker(ForkedProcess):
         self.share: collections.deque[_Call] = collections.deque()  # calls not begun
         self.scoring: _Call | None = None
         self.late = False
+        self.waited_before_s = 0.0  # for a processor, until the call that it works on
 
     def send(self, share: list[_Call]) -> None:
         """Sends a share of calls to the process."""
@@ -328,7 +333,12 @@ class _Worker(ForkedProcess):
         """Takes the next call of the share as the one being scored."""
         self.scoring = self.share.popleft()
         self.since = time.monotonic()
+        self.waited_before_s = waited_s(self.pid)
         return self.scoring
+
+    def scoring_s(self) -> float:
+        """Seconds of the call, without those in which the process waited for a processor."""
+        return time.monotonic() - self.since - (waited_s(self.pid) - self.waited_before_s)
 
     async def answer(self) -> dict[str, Any]:
         """Reads the answer to the call being scored. Its `more` is true if another answer follows."""

@@ -16,6 +16,13 @@ def worked_s() -> float:
     return 0.0
 
 
+def waited_s(pid: int) -> float:
+    """Seconds that the first thread of a process has waited for a processor; 0 where /proc does not tell."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
+        return int(file.read().split()[1]) / 1e9
+    return 0.0
+
+
 class Activity:
     """Threads of a process, and its time in line for a processor or the disk, as /proc tells them.
 

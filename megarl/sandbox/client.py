@@ -148,7 +148,8 @@ class _Server:
             self.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(GRACE_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # held by the kernel, it ends when it can
+                self.process.wait(GRACE_S)
 
 
 _idle: collections.deque[_Server] = collections.deque()

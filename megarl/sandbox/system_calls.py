@@ -2,11 +2,13 @@
 
 Every call that is not listed fails with EPERM, new ones of later kernels included. Calls that take a process id are
 allowed on the process itself. Nothing listed creates a process, a socket, shared memory, a key, a lock or a mount, or
-changes the mode, owner, time or attributes of a file: Landlock does not cover those on every kernel.
+changes the mode, owner, time or attributes of a file: Landlock does not cover those on every kernel. No file is opened
+past the kernel's cache: a program could wait for the disk for ever, and waiting is no sleep (see `activity`).
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import struct
 
@@ -47,7 +49,8 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
 
 # name: numbers, the argument that is compared, its allowed values.
 THREAD = (0x3D0F00, 0x7D0F00)  # pthread_create of glibc and musl; no process
-FCNTL = (0, 1, 2, 3, 4, 1030)  # duplicates and flags; no owner of signals, lock, lease or pipe size
+FCNTL = (0, 1, 2, 3, 1030)  # duplicates and flags; no owner of signals, lock, lease or pipe size
+SET_FLAGS = 4  # fcntl's command for flags of an open file, in the next argument
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size, bytes to read, flags
 SET_NAME = (15,)  # prctl: of a thread
 ON_VALUE: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
@@ -64,6 +67,7 @@ ON_ITSELF: dict[str, tuple[int, int]] = {
 # name: numbers, the argument with the flags. Landlock before version 3 lets a read-only open truncate.
 OPEN: dict[str, tuple[int, int | None, int]] = {"open": (2, None, 1), "openat": (257, 56, 2)}
 TRUNCATE, ACCESS_MODE = 0o1000, 0o3
+PAST_THE_CACHE = os.O_DIRECT | os.O_DSYNC | os.O_SYNC
 # Calls on a clock, the first argument. A negative one is the processor time of a process, see clock_getcpuclockid(3).
 CLOCK: dict[str, tuple[int, int]] = {
     "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115),
@@ -72,7 +76,8 @@ NEGATIVE = 0x80000000
 # Flags behind a pointer, which a filter cannot read. On ENOSYS, libc takes `clone` and `openat`.
 ABSENT: dict[str, tuple[int, int]] = {"clone3": (435, 435), "openat2": (437, 437)}
 
-_LOAD, _EQUAL, _AND, _RETURN = 0x20, 0x15, 0x54, 0x06  # linux/bpf_common.h: LD|W|ABS, JMP|JEQ|K, ALU|AND|K, RET|K
+# linux/bpf_common.h: LD|W|ABS, JMP|JEQ|K, JMP|JSET|K, ALU|AND|K, RET|K
+_LOAD, _EQUAL, _ANY_OF, _AND, _RETURN = 0x20, 0x15, 0x45, 0x54, 0x06
 _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # linux/seccomp.h
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; arguments have 8 bytes, the low half first
 
@@ -81,27 +86,34 @@ def seccomp_filter(pid: int) -> bytes:
     """Assembles the filter for the process `pid` on this machine's architecture: one `struct sock_filter` a line."""
     machine = platform.machine()
     column = list(AUDIT_ARCH).index(machine)
+    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _EPERM)
     lines = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER)]
     for numbers in ALLOWED.values():
-        lines += _on(numbers[column], [(_RETURN, 0, 0, _ALLOW)])
+        lines += _on(numbers[column], [allow])
     on_value = {name: (numbers, place, values) for name, (*numbers, place, values) in ON_VALUE.items()}
     on_value |= {name: (list(numbers), 0, (0, pid)) for name, numbers in ON_ITSELF.items()}
-    for numbers_, place, values in on_value.values():
-        body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * place)]
+    for name, (numbers_, place, values) in on_value.items():
+        body = [_argument(place)]
         for value in values:
-            body += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
-        lines += _on(numbers_[column], [*body, (_RETURN, 0, 0, _EPERM)])
-    refused_bits: list[tuple[list[int | None], int, int, int]] = [
-        (numbers, place, TRUNCATE | ACCESS_MODE, TRUNCATE) for *numbers, place in OPEN.values()
-    ]
-    refused_bits += [(list(numbers), 0, NEGATIVE, NEGATIVE) for numbers in CLOCK.values()]
-    for calls, place, mask, refused in refused_bits:
-        body = [(_LOAD, 0, 0, _ARGUMENTS + 8 * place), (_AND, 0, 0, mask), (_EQUAL, 0, 1, refused)]
-        lines += _on(calls[column], [*body, (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW)])
+            body += [(_EQUAL, 0, 1, value), allow]
+        if name == "fcntl":
+            flags = [_argument(place + 1), (_ANY_OF, 0, 1, PAST_THE_CACHE), refuse, allow]
+            body += [(_EQUAL, 0, len(flags), SET_FLAGS), *flags]
+        lines += _on(numbers_[column], [*body, refuse])
+    for *opens, place in OPEN.values():
+        body = [_argument(place), (_ANY_OF, 0, 1, PAST_THE_CACHE), refuse, (_AND, 0, 0, TRUNCATE | ACCESS_MODE)]
+        lines += _on(opens[column], [*body, (_EQUAL, 0, 1, TRUNCATE), refuse, allow])
+    for clocks in CLOCK.values():
+        lines += _on(clocks[column], [_argument(0), (_ANY_OF, 0, 1, NEGATIVE), refuse, allow])
     for numbers in ABSENT.values():
         lines += _on(numbers[column], [(_RETURN, 0, 0, _ENOSYS)])
-    lines.append((_RETURN, 0, 0, _EPERM))
+    lines.append(refuse)
     return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def _argument(place: int) -> tuple[int, int, int, int]:
+    """Loads the low half of an argument."""
+    return (_LOAD, 0, 0, _ARGUMENTS + 8 * place)
 
 
 def _on(number: int | None, body: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:

@@ -20,8 +20,10 @@ def double(
         os._exit(3)
     elif what == "sys.exit":
         raise SystemExit(0)
-    elif what == "twice the limit":  # of 2 s
-        time.sleep(4)
+    elif what == "longer than the limit":
+        time.sleep(60)
+    elif what == "half a second of work":
+        compute(0.5)
     elif what == "memory":
         bytearray(1024 * 2**20)
     elif what == "less memory":
@@ -33,6 +35,13 @@ def double(
     elif what == "none":
         return None  # type: ignore[return-value]
     return 2.0 * i
+
+
+def compute(seconds: float) -> None:
+    """Takes so many seconds of the processor time of this process."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
 
 
 def knows_math_verify(

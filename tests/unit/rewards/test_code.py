@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import pytest
@@ -14,6 +13,9 @@ from megarl.rewards.pool import RewardConfig, RewardPool
 from megarl.sandbox import client
 from megarl.sandbox.activity import worked_s
 from megarl.types import RewardError
+from tests.unit.rewards.busy_machine import loops_beside
+
+pytestmark = pytest.mark.usefixtures("late_processors")
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 ECHO = "```python\nprint(int(input()) * 2)\n```"
@@ -49,8 +51,7 @@ def test_programs_may_read_stdin_and_write_stdout() -> None:
         "(",
     ],
 )
-def test_a_program_that_exits_early_does_not_pass(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # a busy machine gives the loop its processor time late
+def test_a_program_that_exits_early_does_not_pass(code: str) -> None:
     assert code_reward_fn("", f"```python\n{code}\n```", [], [], tests=["assert add(1, 2) == 3"]) == 0.0
 
 
@@ -81,7 +82,6 @@ def test_a_sample_reaches_its_limit_of_processor_time_before_the_pools_limit() -
 def test_tests_after_the_samples_limit_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "SAMPLE_LIMIT_S", 0.1)
     monkeypatch.setattr(code, "TEST_LIMIT_S", 0.5)
-    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # a busy machine gives a loop its processor time late
     slow = "def add(a, b):\n    while a == 0: pass\n    return a + b"
     tests: list[dict[str, str] | str] = [TEST, "assert add(0, 1) == 1", TEST, TEST]
     assert code_reward_fn("", slow, [], [], tests=tests) == 0.25
@@ -89,7 +89,6 @@ def test_tests_after_the_samples_limit_count_as_failed(monkeypatch: pytest.Monke
 
 def test_a_sample_out_of_wall_time_is_left_out_and_not_scored_0() -> None:
     def loops(*_: Any, tests: list[Any], **__: Any) -> float:
-        from megarl.sandbox import client
 
         client.LEAST_WALL_S, client.WALL_PER_CPU_S = 0.5, 0.0
         code.TEST_LIMIT_S = 300.0
@@ -113,19 +112,12 @@ def test_a_program_that_sleeps_is_scored_0_and_not_left_out(monkeypatch: pytest.
         assert code_reward_fn("", "import time\ntime.sleep(1000)", [], [], tests=tests) == 0.0
     monkeypatch.setattr(code, "TEST_LIMIT_S", 60.0)
     monkeypatch.setattr(code, "SAMPLE_LIMIT_S", 0.5)
-    naps = "import time\ndef add(a, b):\n    time.sleep(1.2)\n    return a + b"
+    naps = "import time\ndef add(a, b):\n    time.sleep(1.8)\n    return a + b"
     assert code_reward_fn("", naps, [], [], tests=[TEST] * 4) == 0.25
 
 
-def test_a_busy_machine_does_not_lower_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_does_not_lower_a_reward() -> None:
     """Three loops a core run beside a program that needs most of its own processor time."""
-    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # the machine may be busier yet
     program = "import time\ndef add(a, b):\n    while time.process_time() < 1.0: pass\n    return a + b"
-    loop = ["sh", "-c", "while :; do :; done"]
-    loops = [os.posix_spawn("/bin/sh", loop, {}) for _ in range(3 * (os.cpu_count() or 1))]
-    try:
+    with loops_beside(3):
         assert code_reward_fn("", program, [], [], tests=[TEST]) == 1.0
-    finally:
-        for pid in loops:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)

@@ -18,6 +18,7 @@ from megarl.rewards.lists import ListReward
 from megarl.rewards.pool import RewardConfig, RewardPool
 from megarl.types import RewardError
 from tests.own_children import own_children
+from tests.unit.rewards.busy_machine import loops_beside
 from tests.unit.rewards.functions import double, halve, knows_math_verify
 from tests.unit.rewards.hostile import HOSTILE
 
@@ -62,7 +63,7 @@ def test_a_thousand_rewards_of_which_many_fail_leave_the_others_exact() -> None:
         ("none", "no reward function applies"),
         ("exit", "died"),
         ("hang", r"rewards.time_limit_s=2$"),
-        ("twice the limit", "rewards.time_limit_s=2"),
+        ("longer than the limit", "rewards.time_limit_s=2"),
     ],
 )
 def test_a_failure_is_named_and_the_pool_goes_on(what: str, message: str) -> None:
@@ -73,6 +74,19 @@ def test_a_failure_is_named_and_the_pool_goes_on(what: str, message: str) -> Non
 
     limits = RewardConfig(time_limit_s=2.0 if message.startswith("rewards") else 60.0, memory_limit_mb=1024)
     with RewardPool([double], limits) as pool:
+        assert run(both) == 14.0
+
+
+def test_time_in_line_for_a_processor_does_not_count() -> None:
+    """Six loops a core run beside a reward that needs a third of its limit."""
+
+    async def both() -> float:
+        value = await pool("", "", [], [], i=7, what="half a second of work")
+        with pytest.raises(RewardError, match=r"rewards.time_limit_s=1.5$"):
+            await pool("", "", [], [], i=7, what="hang")
+        return float(value)
+
+    with loops_beside(6), RewardPool([double], RewardConfig(time_limit_s=1.5)) as pool:
         assert run(both) == 14.0
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.rollout.servers.sglang_server import still_running
+
 DEADLINE_S = 240.0  # for a hang alone
 SCORING = """
 import asyncio, pathlib, sys, time
@@ -52,8 +54,7 @@ def test_no_process_outlives_a_run_that_is_killed(script: str, count: int, tmp_p
         assert len(processes) == count
         run.kill()
         run.wait(DEADLINE_S)
-        _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
-        assert not alive
+        assert still_running(processes, DEADLINE_S) == []
     finally:
         for left in [p for p in (*processes, process) if p.is_running()]:
             left.kill()

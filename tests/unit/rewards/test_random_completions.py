@@ -13,8 +13,9 @@ from megarl.rewards import REWARDS
 from megarl.rewards.answers import answer_of
 from megarl.rewards.code import code_reward_fn
 from megarl.rewards.pool import RewardConfig, RewardPool
-from megarl.sandbox import client
 from tests.fuzzing import fuzzed
+
+pytestmark = pytest.mark.usefixtures("late_processors")
 
 NAMES = [name for name in REWARDS if name != "code"]
 ANSWERS = [r"\boxed{7} #### 7", r"\boxed{\frac{x+1}{2}} #### 1,234.50", r"\boxed{(1, 2] \cup \{3\}} #### -0.5"]
@@ -75,8 +76,7 @@ def test_the_right_answer_after_any_text_is_right(effort: Any) -> None:
 
 
 @fuzzed(bounded=20, long=300)
-def test_the_fraction_of_tests_that_a_random_program_passes(effort: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LEAST_WALL_S", 600.0)  # a busy machine gives a loop its processor time late
+def test_the_fraction_of_tests_that_a_random_program_passes(effort: Any) -> None:
 
     @effort
     @given(PROGRAMS)

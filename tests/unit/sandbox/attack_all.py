@@ -116,7 +116,7 @@ def without_sandbox(code: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-I", "-S", "-c", code]
         quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.run(command, cwd=folder, timeout=120, check=False, start_new_session=True, **quiet).returncode  # type: ignore[call-overload,no-any-return]
+        return subprocess.run(command, cwd=folder, timeout=900, check=False, start_new_session=True, **quiet).returncode  # type: ignore[call-overload,no-any-return]
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
         before = target.state()
         for kernel, features in KERNELS.items():
             for kind, name, code in attacks:
-                result = run_python(target.prelude() + code, features=features, time_limit_s=20.0)
+                result = run_python(target.prelude() + code, features=features, time_limit_s=20.0, wall_limit_s=600.0)
                 after = target.state()
                 changed = sorted(key for key in after if after[key] != before.get(key))
                 before = after  # a change is charged to one attack

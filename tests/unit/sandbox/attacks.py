@@ -199,6 +199,10 @@ ATTACKS: dict[str, dict[str, str]] = {
         "ctypes.addressof(c)))",
         "a timer for a thread": "raw(222, 107, 0, None, ctypes.create_string_buffer(8))",
         "flush all disks": "raw(162, 81)",
+        "wait for the disk at each write": "os.write(os.open('x', os.O_CREAT | os.O_WRONLY | os.O_DSYNC), b'x')",
+        "write past the cache": "os.open('x', os.O_CREAT | os.O_WRONLY | os.O_DIRECT)",
+        "write past the cache from now on": "import fcntl; "
+        "fcntl.fcntl(os.open('x', os.O_CREAT | os.O_WRONLY), fcntl.F_SETFL, os.O_DIRECT)",
         "lock a file of Python": "import fcntl; fcntl.flock(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_EX)",
         "lease on a file": "open('x', 'w'); import fcntl; fcntl.fcntl(os.open('x', os.O_RDONLY), 1024, 0)",
     },
@@ -223,4 +227,5 @@ DEPENDS_ON_THE_MACHINE = {
     "read memory of others", "write memory of others", "descriptors of others", "compare processes", "memory",
     "robust locks of others", "handles of files", "POSIX queue", "add a key", "own session's keyring",
     "join a session", "read the user's keyring", "terminal", "exchange", "unnamed file",
+    "write past the cache", "write past the cache from now on",
 }  # fmt: skip

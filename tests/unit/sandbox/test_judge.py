@@ -12,6 +12,8 @@ from megarl.sandbox import check_statement
 from megarl.sandbox.activity import worked_s
 from megarl.sandbox.judge import HEADER, Channel, Remote
 
+pytestmark = pytest.mark.usefixtures("late_processors")
+
 PROGRAM = """
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
