@@ -9,13 +9,14 @@
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
 # Variables: PYTHON (3.11 to 3.13), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
-# ARGS="tests/unit -k batch"), WORKERS (processes that share the tests, 2; 0 runs them in one, as a debugger needs it).
+# ARGS="tests/unit -k batch"), WORKERS (processes that share the tests, 3, which keep two cores busy;
+# 0 runs them in one, as a debugger needs it).
 
 PYTHON ?= python3
 VENV := .venv
 STAMPS := $(VENV)/stamps
 BIN := $(VENV)/bin
-WORKERS ?= 2
+WORKERS ?= 3
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
 
 # The version that pyproject.toml pins, as name==version.

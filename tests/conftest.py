@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -109,6 +110,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             for marker in item.iter_markers("cpu_options"):
                 item.add_marker(pytest.mark.skip(reason=f"about the CPU's options: {marker.args[0]}"))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the modules and the thousands of tests consist of out of later collections of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 FAMILY_CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -244,7 +251,7 @@ def nothing_is_left_behind() -> Iterator[None]:
         if p.pid != guarding
         and not (told(p.ppid, 0) == os.getpid() and "multiprocessing" in " ".join(told(p.cmdline, [])))
     }
-    _, alive = psutil.wait_procs(left, timeout=120)
+    _, alive = psutil.wait_procs(left, timeout=900)
     assert not alive, f"tests left processes behind: {[' '.join(told(p.cmdline, []))[:120] for p in alive]}"
 
 

@@ -1,8 +1,10 @@
-"""Ends the fork server of `warm.py` with the process that started it; loaded in the server alone.
+"""Prepares the fork server of `warm.py`; loaded in the server alone, after everything else.
 
-The server's own rule is not enough: its children hold the pipe whose end it waits for, and they wait for the server.
+It ends with the process that started it. The server's own rule is not enough: its children hold the pipe whose end it
+waits for, and they wait for the server. What was imported is left out of the collections of garbage in its children.
 """
 
+import gc
 import os
 import signal
 from types import FrameType
@@ -19,3 +21,5 @@ def look(_: int, __: FrameType | None) -> None:
 
 signal.signal(signal.SIGALRM, look)
 signal.setitimer(signal.ITIMER_REAL, EVERY_S, EVERY_S)
+gc.collect()
+gc.freeze()

@@ -6,6 +6,7 @@ A file with such a table has `pytestmark = rows.marks()`, so that `-m long` sele
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import pytest
@@ -31,3 +32,11 @@ def every(step: int, rows: list[Row]) -> list[Row]:
 def only(names: str, rows: dict[str, Row]) -> dict[str, Row]:
     """The rows with these names, which commas separate."""
     return rows if wants_all() else {name: rows[name] for name in names.split(",") if name}
+
+
+def diagonal(table: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
+    """Every second cell of a table, shifted by one from row to row."""
+    return {
+        name: [cell for column, cell in enumerate(cells) if wants_all() or (row + column) % 2 == 0]
+        for row, (name, cells) in enumerate(table.items())
+    }

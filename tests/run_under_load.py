@@ -1,7 +1,7 @@
 """Runs tests beside busy processes, several times in a row: python tests/run_under_load.py [--rounds N] [PYTEST ...]
 
-Without arguments for pytest it runs what `make test` runs. A limit that a busy machine passes fails here. The first
-failed round ends it, with pytest's exit code.
+Without arguments for pytest a round is `make test`. A limit that a busy machine passes fails here. The first failed
+round ends it, with its exit code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 
-SUITE = ("-n", "2", "--no-loadscope-reorder")
 BUSY = "while True: pass"
 
 
@@ -40,8 +39,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--busy", type=int, default=8, help="busy processes beside the tests")
+    parser.add_argument("--workers", type=int, default=3, help="processes that share the tests")
     given, tests = parser.parse_known_args()
-    return rounds_of([sys.executable, "-m", "pytest", *SUITE, "-m", "not long", *tests], given.rounds, given.busy)
+    suite = ["-n", str(given.workers), "--no-loadscope-reorder", "-m", "not long"]
+    some = [sys.executable, "-m", "pytest", *suite, *tests]
+    return rounds_of(some if tests else ["make", "test", "ARGS=", f"WORKERS={given.workers}"], given.rounds, given.busy)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import atexit
 import os
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import active_children, forkserver, get_context
 from subprocess import STDOUT, TimeoutExpired
 from typing import BinaryIO
@@ -33,8 +33,33 @@ def kill_all() -> None:
         process.kill()
 
 
+def become(environment: dict[str, str], output: str | None) -> None:
+    """Gives this process a session of its own, and the environment and output that it would have been started with."""
+    os.setsid()
+    die_with_parent(os.getppid())
+    os.environ.clear()
+    os.environ.update(environment | ({local.PARENT: str(os.getppid())} if local.PARENT in environment else {}))
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
+    torch.compiler.set_stance("force_eager")  # what Megatron compiles would be traced anew in every process
+    if output:
+        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+
+
+def run_module(module: str, arguments: list[str], environment: dict[str, str], output: str | None) -> None:
+    """Runs a module as `python -m` does. The ranks of a command are forked from the server that it was forked from."""
+    become(environment, output)
+    forkserver._forkserver.ensure_running = lambda: None  # a child of it would start a server of its own
+    local.subprocess = sys.modules[__name__]
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 class Popen:
     """`subprocess.Popen` of `python -m module arguments`, as far as the launcher and the tests of commands use it."""
+
+    run: Callable[..., None] = staticmethod(run_module)  # in the new process
 
     def __init__(
         self,
@@ -50,7 +75,7 @@ class Popen:
         assert stderr in (stdout, STDOUT)
         assert start_new_session
         output = stdout.name if stdout else None
-        self._process = CONTEXT.Process(target=run_module, args=(module, arguments, dict(env), output))
+        self._process = CONTEXT.Process(target=self.run, args=(module, arguments, dict(env), output))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -69,25 +94,3 @@ class Popen:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
-
-
-def become(environment: dict[str, str], output: str | None) -> None:
-    """Gives this process a session of its own, and the environment and output that it would have been started with."""
-    os.setsid()
-    die_with_parent(os.getppid())
-    os.environ.clear()
-    os.environ.update(environment | ({local.PARENT: str(os.getppid())} if local.PARENT in environment else {}))
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
-    if output:
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-
-
-def run_module(module: str, arguments: list[str], environment: dict[str, str], output: str | None) -> None:
-    """Runs a module as `python -m` does. The ranks of a command are forked from the server that it was forked from."""
-    become(environment, output)
-    forkserver._forkserver.ensure_running = lambda: None  # a child of it would start a server of its own
-    local.subprocess = sys.modules[__name__]
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import warm
+from tests import forked_servers, warm
 from tests.e2e import test_main_job
 
 
@@ -16,4 +16,11 @@ def warm_commands() -> Iterator[None]:
     kill a command: its ranks are not its children."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_main_job, "subprocess", warm)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_servers() -> Iterator[None]:
+    """Servers that a test starts in its own process begin in a moment."""
+    with forked_servers.used():
         yield

@@ -90,6 +90,7 @@ def test_an_adapter_has_the_numbers_of_a_run_of_its_own(name: str, fixed_job: Ru
     assert not same(trained(in_job), trained(fixed_job.adapter("first" if name == "second" else "second")))
 
 
+@pytest.mark.long
 def test_a_job_goes_on_from_checkpoints_of_different_steps(fixed_job: RunFolder, tmp_path: Path) -> None:
     """As a kill between two checkpoints leaves them."""
     killed = tmp_path / "killed"
@@ -108,26 +109,34 @@ def test_a_job_goes_on_from_checkpoints_of_different_steps(fixed_job: RunFolder,
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("failing", "call", "saved"), [("second", 2, (2, 1)), ("first", 3, (2, 2))])
 def test_a_job_without_a_sample_for_one_adapter_saves_the_last_steps_of_all(
-    fixed_job: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: str,
+    call: int,
+    saved: tuple[int, int],
+    fixed_job: RunFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others have taken their updates of the round, whose weights reach no server."""
+    """Those before it have taken their updates of the round, whose weights reach no server; those after it have not."""
     next_batch, calls = RolloutDriver.next_batch, []
 
     def fail(rollouts: RolloutDriver) -> Any:
         calls.append(rollouts.config.experiment_name)
-        if calls.count("second") == 2:
+        if calls.count(failing) == call:
             raise NoSamplesError("no sample is left")
         return next_batch(rollouts)
 
     with monkeypatch.context() as patch:
         patch.setattr(RolloutDriver, "next_batch", fail)
         with pytest.raises(NoSamplesError, match="no sample is left"):
-            job(tmp_path, *FIXED)
+            job(tmp_path, *FIXED, "saver.every_steps=0")
     ended = RunFolder((tmp_path / "gsm8k_grpo" / "latest").resolve())
-    for name, done in (("first", 2), ("second", 1)):
+    for name, done in zip(("first", "second"), saved, strict=True):
         steps = sorted(folder.name for folder in ended.adapter(name).checkpoints.glob("step_*"))
         assert steps[-1] == f"step_{done:06d}"
+        rows = [row["step"] for row in read_metrics(ended.adapter(name).metrics) if "train/loss" in row]
+        assert rows == list(range(1, done + 1))
     job(tmp_path, *FIXED, f"resume={ended.path}")
     for name in OWN:
         assert same(trained(ended.adapter(name)), trained(fixed_job.adapter(name)))

@@ -17,6 +17,7 @@ import pytest
 
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
+from megarl.rollout.servers.sglang_server import still_running
 from tests.e2e.test_main_job import Command, steps_in
 from tests.launched import ARGUMENTS, STEPS, losses, losses_of_the_local_launcher
 
@@ -30,10 +31,6 @@ def listeners(family: list[psutil.Process]) -> set[str]:
         with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has just ended
             found += [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     return {address.removeprefix("::ffff:") for address in found}
-
-
-def all_gone(family: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(family, timeout=300)[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +57,7 @@ def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name
     assert command.wait() not in (0, None)
     text = command.output.read_text()
     assert re.search("megarl: rank 1 was killed by SIGKILL (in stage (?!start)|after )", text), text[-3000:]
-    assert all_gone(family)
+    assert still_running(family, 300) == []
     assert losses(run) == losses_of_the_local_launcher(tmp_path / "local")
 
 
@@ -74,7 +71,7 @@ def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     command.wait_for(lambda: len(steps_in(run)) >= 2, "second step")
     shown = subprocess.run(
-        [sys.executable, "-m", "megarl.launcher.status", str(run.path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "megarl.launcher.status", str(run.path)], capture_output=True, text=True, timeout=900
     )
     family = command.family()
     os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does
@@ -82,7 +79,7 @@ def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path
     summary = json.loads(run.summary.read_text())
     assert summary["stopped_early"]
     assert summary["weights_verified"] == summary["steps"] >= 2
-    assert all_gone(family)
+    assert still_running(family, 300) == []
     assert shown.returncode == 0, shown.stderr
     assert "rank" in shown.stdout
 

@@ -25,6 +25,7 @@ from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder, new_run
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.transports.gloo import GlooTransport
+from megarl.rollout.servers.sglang_server import still_running
 from megarl.trainer import rl
 from megarl.trainer.inputs import read_inputs
 from tests.conftest import random_model
@@ -147,8 +148,7 @@ def test_two_ranks_stop_in_order_resume_and_leave_nothing_when_killed(tmp_path: 
     family = second.family()
     assert len(family) >= 4, "two ranks, a server and its children"
     os.kill(second.process.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(family, timeout=300)
-    assert not alive
+    assert still_running(family, 300) == []
     second.process.wait(300)
     assert steps_in(run) == list(range(1, len(steps_in(run)) + 1))
 

@@ -23,6 +23,8 @@ from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
 from megarl.ops.digest import buffer_bytes  # noqa: E402
 from megarl.reshard.config import RELAYING  # noqa: E402
 
+pytestmark = pytest.mark.timeout(3000)  # the worker of all cases has 2,400 s
+
 NUMBERS = HERE.parents[1] / "docs/numbers.md"
 Case = tuple[str, dict[str, Any], dict[str, int]]
 
@@ -128,13 +130,25 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def outcomes(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Outcomes of all cases, run in one process: {"result": ...} or {"error": traceback}."""
-    return run_on_device(cases, tmp_path_factory.mktemp("device"), HERE.parents[1])
+def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device's library."""
+    if torch.version.cuda is not None:
+        pytest.skip(f"torch {torch.__version__} has a CUDA of its own; this device is for torch's CPU build")
+    return build(tmp_path_factory.mktemp("device"))
 
 
 @pytest.fixture(scope="module")
-def te_outcomes(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(
+    cases: dict[str, Case], device: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """Outcomes of all cases, run in one process: {"result": ...} or {"error": traceback}."""
+    return run_on_device(device, cases, tmp_path_factory.mktemp("cases"), HERE.parents[1])
+
+
+@pytest.fixture(scope="module")
+def te_outcomes(
+    checkpoints: Callable[..., Path], device: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Outcomes of updates by the backend `te`, on the stand-in for Transformer Engine."""
     te = {"dtype": "bfloat16", "backend": "te"}
     dense, deep = (str(checkpoints("qwen3", tied=True, num_hidden_layers=n)) for n in (2, 3))
@@ -145,14 +159,12 @@ def te_outcomes(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempP
         "te, shared prompts": ("sft", {"path": dense, "shared_prefix": True, **te}, {}),
         "te, recomputed": ("sft", {"path": dense, "recompute": "selective", **te}, {}),
     }
-    return run_on_device(cases, tmp_path_factory.mktemp("te"), HERE.parent / "te" / "stand_in", HERE.parents[1])
+    return run_on_device(device, cases, tmp_path_factory.mktemp("te"), HERE.parent / "te" / "stand_in", HERE.parents[1])
 
 
-def run_on_device(cases: dict[str, Case], folder: Path, *path: Path) -> dict[str, dict[str, Any]]:
+def run_on_device(device: Path, cases: dict[str, Case], folder: Path, *path: Path) -> dict[str, dict[str, Any]]:
     """Runs cases in one process, which imports from `path`."""
-    if torch.version.cuda is not None:
-        pytest.skip(f"torch {torch.__version__} has a CUDA of its own; this device is for torch's CPU build")
-    command = [sys.executable, str(HERE / "worker.py"), str(build(folder)), str(folder)]
+    command = [sys.executable, str(HERE / "worker.py"), str(device), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
     environment["TORCHDYNAMO_DISABLE"] = "1"  # Triton would compile for a GPU
     with (folder / "log").open("w") as log:
@@ -162,7 +174,7 @@ def run_on_device(cases: dict[str, Case], folder: Path, *path: Path) -> dict[str
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            timeout=900,
+            timeout=2400,
             env=environment,
         )
     lines = [json.loads(line) for line in out.stdout.splitlines()]

@@ -152,8 +152,8 @@ def exact(transport: str) -> dict[str, Any]:
         places = [parts._places.nbytes for parts, _ in hashed.values() if parts._places is not None]
         live = sum(places) + 2 * sum(leaves.nbytes for _, leaves in hashed.values() if leaves.is_cuda)  # and joined
         damage_one_message(ends[1])
-        sending = pool.submit(sender.send, Deadline(20), sample, {})
-        receiver.receive(Deadline(20), {})
+        sending = pool.submit(sender.send, Deadline(300), sample, {})
+        receiver.receive(Deadline(300), {})
         with pytest.raises(VerificationError, match="rank 0 does not hold what was sent of"):
             check_messages(transfer_plan, sample, [sending.result().digests], 0, receiver.read_back(sample), "rank 0")
     return {"messages": len(sender.messages), "parts": len(transfer_plan.ops.row), "reads": reads, "digests": live}

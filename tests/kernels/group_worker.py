@@ -18,7 +18,7 @@ VOCAB, PAD = 101, 7
 def run(rank: int, world: int, init_file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{init_file}", rank=rank, world_size=world, timeout=timedelta(seconds=600)
     )
     group = dist.group.WORLD
     try:

@@ -17,7 +17,7 @@ CASES = "test_decode or test_layer or test_attention or float64 or bits or infin
 def pytest_under(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "MEGARL_CPU_ISA": isa}
-    return subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has several instruction sets")

@@ -35,7 +35,11 @@ SLOWER: dict[str, tuple[str, ...]] = {
     "megarl/actor/checks.py": ("tests/unit/parallel/test_layout_checks.py",),
     "megarl/actor/distillation.py": ("tests/distributed/test_teacher_layouts.py",),
     "megarl/actor/engine.py": ("tests/distributed/test_layouts.py", "tests/distributed/test_teacher_layouts.py"),
-    "megarl/actor/batch/rank_batches.py": ("tests/distributed/test_rank_batches.py",),
+    "megarl/actor/batch/rank_batches.py": (
+        "tests/distributed/test_rank_batches.py",
+        "tests/distributed/test_critic_layouts.py",
+    ),
+    "megarl/actor/model/routing.py": ("tests/distributed/test_replayed_experts.py",),
     "megarl/actor/": ("tests/distributed/test_layouts.py",),
     "megarl/rollout/servers/served_adapters.py": ("tests/unit/reshard/test_sglang_adapters.py",),
     "megarl/reshard/": ("tests/nccl_semantics/test_weight_sync.py",),

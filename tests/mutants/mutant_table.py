@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mutant_table_adapters as adapters
+import mutant_table_causes as causes
 import mutant_table_csrc as csrc
 import mutant_table_feed as feed
 import mutant_table_fidelity as fidelity
@@ -39,6 +40,7 @@ MUTANTS: list[Mutant] = [
         csrc.HEADERS,
         head.HEAD,
         hostile.HOSTILE,
+        causes.CAUSES,
     )
     for mutant in flat(bugs)
 ]

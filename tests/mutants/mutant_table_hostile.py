@@ -31,7 +31,14 @@ HOSTILE: Bugs = {
     },
     "megarl/sandbox/system_calls.py": {
         unit("sandbox/test_sandbox", "sandbox/test_attacks"): [
-            ("clocks of other processes answer", "0, NEGATIVE, NEGATIVE)", "0, NEGATIVE, 1)"),
+            ("clocks of other processes answer", "_ANY_OF, 0, 1, NEGATIVE", "_EQUAL, 0, 1, NEGATIVE"),
+            ("files open past the cache", "PAST_THE_CACHE), refuse, (_AND", "0), refuse, (_AND"),
+            ("the cache is left later", "PAST_THE_CACHE), refuse, allow]", "0), refuse, allow]"),
+        ],
+    },
+    "megarl/rewards/pool.py": {
+        unit("rewards/test_pool"): [
+            ("waiting for a turn counts", " - (waited_s(self.pid) - self.waited_before_s)", ""),
         ],
     },
     "megarl/rewards/code.py": {

@@ -345,13 +345,13 @@ DATA: Bugs = {
         unit("data/test_sft_dataset"): [
             (
                 "tokens of another tokenizer are read from the cache",
-                'key = ["gsm8k sequences", instruction, tokenizer_identity(tokenizer)]',
-                'key = ["gsm8k sequences", instruction]',
+                'key = ["gsm8k sequences without thinking", instruction, tokenizer_identity(tokenizer)]',
+                'key = ["gsm8k sequences without thinking", instruction]',
             ),
             (
                 "tokens of another instruction are read from the cache",
-                'key = ["gsm8k sequences", instruction, tokenizer',
-                'key = ["gsm8k sequences", tokenizer',
+                'key = ["gsm8k sequences without thinking", instruction, tokenizer',
+                'key = ["gsm8k sequences without thinking", tokenizer',
             ),
             (
                 "chats of another tokenizer are read from the cache",

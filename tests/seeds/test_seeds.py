@@ -15,6 +15,7 @@ from megarl import cli
 from megarl.areal import extract_answer, process_results
 from megarl.axolotl.read import read_axolotl
 from megarl.observe.run_folder import RunFolder
+from megarl.rollout.servers.sglang_server import still_running
 from tests.e2e.test_main_job import NOISE, Command
 
 HERE = Path(__file__).parent
@@ -106,7 +107,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     family = command.family()
     command.process.send_signal(signal.SIGINT)
     assert command.wait() == 0, command.output.read_text()[-3000:]
-    assert not any(process.is_running() for process in family)
+    assert still_running(family, 300) == []
 
 
 def test_grpo_as_printed_trains_beside_served_servers(served: Path, tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ import pytest
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.servers.sglang_server import SGLangServers
+from tests import forked_servers
 from tests.sglang.tiny_models import make_model, save_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_servers() -> Iterator[None]:
+    """Servers of a module's tests, and their restarts, begin in a moment."""
+    with forked_servers.used():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +39,15 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SGLangServers]]:
-    """`serve(checkpoint, **knobs)`: ready servers on CPU, stopped with the session. Each takes 10 s to start."""
+    """`serve(checkpoint, **knobs)`: ready servers on CPU, stopped with the session."""
     started: list[SGLangServers] = []
 
     def start(checkpoint: Path, **knobs: Any) -> SGLangServers:
         config = SGLangServerConfig(device="cpu", max_total_tokens=16384, **knobs)
         servers = SGLangServers(config, checkpoint, tmp_path_factory.mktemp("logs"), WEIGHT_LOADER)
         started.append(servers)
-        servers.start()
+        with forked_servers.used():
+            servers.start()
         servers.wait_ready()
         return servers
 
@@ -60,7 +69,8 @@ def fleet(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
         server.args["api_key"] = all_of_them.api_key
     all_of_them.servers += wide.servers
     try:
-        all_of_them.start()
+        with forked_servers.used():
+            all_of_them.start()
         all_of_them.wait_ready()
         yield all_of_them
     finally:

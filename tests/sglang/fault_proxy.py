@@ -36,7 +36,7 @@ class FaultProxy:
                 if fault == "refuse":
                     status, answer = 200, json.dumps({"success": False, "message": "not today"}).encode()
                 else:
-                    connection = http.client.HTTPConnection(proxy.target, timeout=60)
+                    connection = http.client.HTTPConnection(proxy.target, timeout=300)
                     forwarded = {k: v for k, v in self.headers.items() if k in ("Authorization", "Content-Type")}
                     connection.request(self.command, self.path, body or None, forwarded)
                     response = connection.getresponse()

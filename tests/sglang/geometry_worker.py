@@ -1,6 +1,6 @@
 """One rank of SGLang, model classes only: loads checkpoints with SGLang's own loader and compares them with the rules.
 
-Usage: geometry_worker.py RANK TP_SIZE EP_SIZE PORT PADDED CHECKPOINT...
+Usage: -m tests.sglang.geometry_worker PARENT_PID RANK TP_SIZE EP_SIZE PORT PADDED CHECKPOINT...
 
 For each checkpoint it prints a line of JSON with the comparison.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,8 @@ from unittest import mock
 from megarl.cpu import sglang_launch
 
 sglang_launch.install()
-RANK, TP_SIZE, EP_SIZE, PORT, PADDED = (int(value) for value in sys.argv[1:6])
-os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(TP_SIZE))
+RANK, TP_SIZE, EP_SIZE, PORT, PADDED = (int(value) for value in sys.argv[2:7])
+CHECKPOINTS = sys.argv[7:]
 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -227,8 +226,8 @@ def sglang_slice(geometry: Geometry, name: str, tensors: dict[str, torch.Tensor]
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    start(arguments(sys.argv[6]))
-    for checkpoint in sys.argv[6:]:
+    start(arguments(CHECKPOINTS[0]))
+    for checkpoint in CHECKPOINTS:
         print(json.dumps(compare(checkpoint)), flush=True)
 
 

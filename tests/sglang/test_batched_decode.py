@@ -35,7 +35,7 @@ def generate(servers: SGLangServers) -> list[tuple[list[int], torch.Tensor]]:
         json.dumps(body).encode(),
         {"Content-Type": "application/json", "Authorization": f"Bearer {servers.api_key}"},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=900) as answer:
         found = json.load(answer)
     return [(a["output_ids"], torch.tensor([v for v, _, _ in a["meta_info"]["output_token_logprobs"]])) for a in found]
 

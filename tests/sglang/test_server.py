@@ -9,10 +9,9 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from megarl.knobs import UserError
 from megarl.rollout.servers import sglang_server
 from megarl.rollout.servers.server_config import SGLangServerConfig
-from megarl.rollout.servers.sglang_server import ServerError, SGLangServers
+from megarl.rollout.servers.sglang_server import ServerError, SGLangServers, still_running
 
 # A trainer that starts a server, prints its process id and then only waits.
 TRAINER = """
@@ -41,6 +40,20 @@ time.sleep(600)
 """
 
 
+@pytest.fixture(scope="module")
+def warm_servers() -> None:
+    """Servers of this module begin as `python -m` does."""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServers]:
+    config = SGLangServerConfig(device="cpu", max_total_tokens=16384)
+    with SGLangServers(config, tiny_checkpoint("qwen3"), tmp_path_factory.mktemp("logs")) as servers:
+        servers.start()
+        servers.wait_ready()
+        yield servers
+
+
 def post(servers: SGLangServers, path: str, body: dict[str, Any], key: str | None = None) -> Any:
     request = urllib.request.Request(
         f"http://{servers.addresses[0]}{path}",
@@ -49,16 +62,6 @@ def post(servers: SGLangServers, path: str, body: dict[str, Any], key: str | Non
     )
     with urllib.request.urlopen(request, timeout=300) as answer:
         return json.load(answer)
-
-
-def gone(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
-    """Those of `processes` that still run after `within_s` seconds. A zombie runs no more."""
-    deadline = time.monotonic() + within_s
-    while True:
-        alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        if not alive or time.monotonic() > deadline:
-            return alive
-        time.sleep(0.1)
 
 
 def test_a_served_logprob_equals_transformers(server: SGLangServers, tiny_checkpoint: Callable[..., Path]) -> None:
@@ -121,7 +124,7 @@ def test_no_process_survives_a_killed_trainer(
     trainer.send_signal(signal.SIGKILL)
     trainer.wait(300)
     trainer.stdout.close()
-    assert gone(family, within_s=120) == []
+    assert still_running(family, 120) == []
 
 
 def test_stop_ends_all_processes_and_removes_the_scratch_folder(
@@ -139,7 +142,7 @@ def test_stop_ends_all_processes_and_removes_the_scratch_folder(
         family = [root, *root.children(recursive=True)]
         assert len(family) >= 3
         servers.check_alive()
-    assert gone(family, within_s=0) == []
+    assert still_running(family, 0) == []
     assert not scratch.exists()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,12 @@ import pytest
 
 from megarl.families.weight_formats import FORMATS
 from megarl.rollout.servers.server_config import free_ports
+from tests import forked_servers, rows
 from tests.sglang import wide_models
 from tests.sglang.tiny_models import make_wide, save_multimodal, save_quantised
 
+pytestmark = rows.marks()
 ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "tests/sglang/geometry_worker.py"
 LATENT = ("deepseek_v3", "moonlight", "glm4_moe_lite")
 FAMILIES = (
     "qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "glm4_moe", *LATENT
@@ -30,26 +33,28 @@ def ranks_of(
 ) -> list[list[dict[str, Any]]]:
     """Each rank's report on each checkpoint. `padded`: with sizes padded as on CPU, else as on a GPU."""
     port = free_ports("127.0.0.1", 1)[0]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, *map(str, (rank, tp_size, ep_size, port, int(padded), *checkpoints))],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(tp_size)
-    ]
-    reports = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=450)
-            assert process.returncode == 0, err[-3000:]
-            reports.append([json.loads(line) for line in out.splitlines() if line.startswith('{"checkpoint"')])
-    finally:
-        for process in processes:
-            process.kill()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
+    with contextlib.ExitStack() as ended:
+        processes = []
+        for rank in range(tp_size):
+            output = ended.enter_context(tempfile.NamedTemporaryFile())
+            arguments = map(str, (os.getpid(), rank, tp_size, ep_size, port, int(padded), *checkpoints))
+            process = forked_servers.Popen(
+                [sys.executable, "-m", "tests.sglang.geometry_worker", *arguments],
+                stdin=forked_servers.DEVNULL,
+                stdout=output,
+                stderr=forked_servers.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+            ended.callback(process.kill)
+            processes.append((process, Path(output.name)))
+        reports = []
+        for process, output in processes:
+            code, text = process.wait(450), output.read_text()
+            assert code == 0, text[-3000:]
+            reports.append([json.loads(line) for line in text.splitlines() if line.startswith('{"checkpoint"')])
     return reports
 
 
@@ -65,8 +70,9 @@ def check(reports: list[list[dict[str, Any]]], expected: int) -> None:
 
 
 def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp1(tiny_checkpoint: Callable[..., Path]) -> None:
-    checkpoints = [tiny_checkpoint(family, tied=False) for family in FAMILIES]
-    checkpoints += [tiny_checkpoint(family) for family in ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")]
+    checkpoints = [tiny_checkpoint(family, tied=False) for family in rows.every(3, [*FAMILIES])]
+    tied = rows.every(4, ["qwen2", "qwen3", "llama", "mistral", "gemma3_text"])
+    checkpoints += [tiny_checkpoint(family) for family in tied]
     reports = ranks_of(checkpoints, tp_size=1)
     check(reports, len(checkpoints))
 

@@ -108,7 +108,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], int, list[str]]] = {  # ranks, kno
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name(
-    layout: str, fleet: SGLangServers, trainer_of: Callable[[int], Trainer], tiny_checkpoint: Callable[..., Path]
+    layout: str,
+    fleet: SGLangServers,
+    trainer_of: Callable[[int], Trainer],
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     ranks, knobs, syncs, types = LAYOUTS[layout]
     served = Served(fleet, 3)
@@ -120,11 +124,16 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
     stop = threading.Event()
 
     def ask() -> None:
-        """Sends requests to a server of one rank and the server of two in turn: one is always in flight."""
+        """Sends requests to a server of one rank and the server of two in turn: one is always in flight.
+
+        The trainer pushes the next version when a token of the last one has been seen.
+        """
         for server in itertools.cycle((0, 2)):
             if stop.is_set():
                 return
             answers.append(served.generate(60, list(range(10 + server, 30 + server)), server))
+            for span in answers[-1]["meta_info"]["weight_versions"]:
+                (tmp_path / str(span["version"])).touch()
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -137,6 +146,7 @@ def test_servers_hold_the_export_bit_for_bit_and_answer_by_the_version_they_name
             api_key=fleet.api_key,
             versions=versions,
             reshard=RESHARD,
+            seen=str(tmp_path),
         )
     finally:
         stop.set()
@@ -238,4 +248,4 @@ def check_spans(answers: list[dict[str, Any]], pushed: set[int]) -> None:
                 ]
                 part = slice(span["start"], span["end"])
                 torch.testing.assert_close(output[part], expected[part], atol=TOLERANCE, rtol=0)
-    assert len(seen) > len(pushed) // 2, f"of {sorted(pushed)} only {sorted(seen)} answered a request"
+    assert len(seen) >= len(pushed) - 1, f"of {sorted(pushed)} only {sorted(seen)} answered a request"

@@ -65,6 +65,13 @@ def push(engine: MegatronEngine, session: WeightSession, rollout: RemoteSGLangEn
     return report
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.01)
+
+
 def carry_out(run: dict[str, Any], pipe: Connection) -> None:
     """Carries out one run, with its own engine and session."""
     family = run["family"]
@@ -75,7 +82,8 @@ def carry_out(run: dict[str, Any], pipe: Connection) -> None:
     rollout.connect(session)
     engine.connect(session)
     for number, version in enumerate(run["versions"]):
-        time.sleep(0.1)  # lets the previous version answer requests: most versions must be seen
+        if number and "seen" in run and engine.groups.rank == 0:
+            wait_for(Path(run["seen"], str(version - 1)))
         take(engine, family, version)
         if run.get("victim") == engine.groups.rank and version == run["versions"][-1]:
             die_in_the_middle(engine.groups.rank)

@@ -75,6 +75,7 @@ def test_an_environment(tmp_path: Path) -> None:
     pytest_passes(tmp_path, tests, 3)
 
 
+@pytest.mark.long
 def test_a_transport(package: Path) -> None:
     tests = follow("adding_a_transport.md", package)
     pytest_passes(package, tests, 7)
@@ -82,6 +83,7 @@ def test_a_transport(package: Path) -> None:
     assert "transport='store'" in run([sys.executable, "-c", check], package)
 
 
+@pytest.mark.long
 def test_a_model_family(package: Path) -> None:
     pytest_passes(package, follow("adding_a_model_family.md", package), 3)
 

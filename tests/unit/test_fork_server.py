@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from megarl.environments.host import Host
-from megarl.forks import ForkError, ForkServer
+from megarl.forks import ForkedProcess, ForkError, ForkServer
 
 
 def test_after_a_fork_without_an_answer_all_later_ones_are_refused() -> None:
@@ -26,3 +27,21 @@ def test_after_a_fork_without_an_answer_all_later_ones_are_refused() -> None:
         server._process.send_signal(signal.SIGCONT)
         with pytest.raises(ForkError, match="did not answer before"):
             server.fork(theirs)
+
+
+def test_a_fork_that_is_cancelled_while_it_waits_leaves_the_server_of_use() -> None:
+    """The thread that asks for it goes on, and must not find its socket closed."""
+    served = pickle.dumps(Host("tests.unit.environments.worlds.Count", {}, os.devnull))
+
+    async def cancelled(server: ForkServer) -> None:
+        with server._lock:  # as while another fork is under way
+            connecting = asyncio.ensure_future(ForkedProcess.connect(server))
+            await asyncio.sleep(0.2)
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+        process = await ForkedProcess.connect(server)
+        assert psutil.Process(process.pid).ppid() == server._process.pid
+        process.writer.close()
+
+    with ForkServer("megarl.environments.host", served, 4096) as server:
+        asyncio.run(cancelled(server))

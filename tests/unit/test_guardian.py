@@ -36,7 +36,7 @@ def test_what_has_left_its_parent_ends_with_the_test_process(number: signal.Sign
         assert apart.ppid() != process.pid
         assert guardian.marked(f"a-mark-of-{process.pid}")
         process.send_signal(number)
-    _, alive = psutil.wait_procs([guard, apart], timeout=120)
+    _, alive = psutil.wait_procs([guard, apart], timeout=900)
     assert not alive
 
 

@@ -240,7 +240,7 @@ def serving(command: list[str]) -> Iterator[int]:
         try:
             while True:
                 try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10)
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=300)
                     break
                 except urllib.error.HTTPError:
                     break

@@ -6,11 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_environment_pool import COUNT, PROMPT, WORLDS, play, processes, run
 
 from megarl.environments.config import EnvironmentConfig
 from megarl.environments.pool import EnvironmentFault, EnvironmentPool
+from megarl.rollout.servers.sglang_server import still_running
 
 ENDS = {"": 1, "nan": 1, "raise in reset": 1, "hang": 1, "exit": 0}  # fault -> how often the environment is closed
 
@@ -31,7 +33,7 @@ def test_an_environment_is_closed_once_however_its_process_ends(
         rows = [{"messages": PROMPT, "fault": fault, "mark": str(tmp_path / f"mark {fault}")} for fault in ENDS]
         await asyncio.gather(*(play(pool, row, "go") for row in rows), return_exceptions=True)
 
-    with EnvironmentPool(EnvironmentConfig(kind=COUNT, time_limit_s=5.0)) as pool:
+    with EnvironmentPool(EnvironmentConfig(kind=COUNT, time_limit_s=15.0)) as pool:
         run(all_at_once)
     closed = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert closed == {f"mark {fault}": "closed\n" for fault, times in ENDS.items() if times}
@@ -80,8 +82,11 @@ def test_a_close_that_hangs_or_raises_is_named_once_and_costs_nothing_else(caplo
 def test_an_episode_waits_for_the_place_of_an_environment_that_still_closes() -> None:
     async def two() -> int:
         await lose(pool, close="hang")
+        (closing,) = [psutil.Process(process.pid) for process in pool._live]
         async with pool.lend() as playing:
             await playing.reset({"messages": PROMPT})
+            assert len(pool._live) == 1
+            assert still_running([closing], 300) == []
             return processes()
 
     with EnvironmentPool(EnvironmentConfig(kind=COUNT, close_limit_s=1.0, max_processes=1)) as pool:

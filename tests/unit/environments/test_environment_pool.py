@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
+import time
 import venv
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,6 +19,7 @@ from megarl.environments.base import Step
 from megarl.environments.config import EnvironmentConfig, GymnasiumConfig, McpConfig
 from megarl.environments.pool import EnvironmentFault, EnvironmentPool
 from megarl.knobs import UserError
+from megarl.rollout.servers.sglang_server import still_running
 from tests.own_children import own_children
 
 WORLDS = "tests.unit.environments.worlds"
@@ -59,7 +64,7 @@ FAULTS = {
     "raise in reset": ("failed", r"reset\(\) failed, ValueError: two lines"),
     "no text": ("failed", "the observation is a int; return text"),
     "long reset": ("lied", "has 300 characters, more than rollout.environment.max_observation_chars=200"),
-    "hang": ("slow", r"step\(\) took longer than rollout.environment.time_limit_s=5"),
+    "hang": ("slow", r"step\(\) took longer than rollout.environment.time_limit_s=15"),
     "exit": ("died", r"its process died in step\(\)"),
     "memory": ("failed", "MemoryError"),
     "tuple": ("failed", r"step\(\) returned a tuple"),
@@ -85,7 +90,7 @@ def test_each_fault_is_named_and_costs_its_episode_alone() -> None:
         rows += [{"messages": PROMPT, "size": 300}, {"messages": PROMPT, "size": 10**7}, {"messages": PROMPT}]
         return await asyncio.gather(*(play(pool, row, "go") for row in rows), return_exceptions=True)
 
-    config = EnvironmentConfig(kind=COUNT, time_limit_s=5.0, max_processes=4, max_observation_chars=200)
+    config = EnvironmentConfig(kind=COUNT, time_limit_s=15.0, max_processes=4, max_observation_chars=200)
     with EnvironmentPool(config) as pool:
         *faults, long, huge, good = run(all_at_once)
         for (cause, message), fault in zip(FAULTS.values(), faults, strict=True):
@@ -106,7 +111,11 @@ def test_a_forked_child_that_comes_back_does_not_answer_for_its_parent(capfd: An
         _, steps, end = run(lambda: play(pool, {"messages": PROMPT, "fault": "fork", "end": 2}, "go", "go"))
         assert [step.observation for step in steps] == [[{"role": "user", "content": f"It is {n}."}] for n in (1, 2)]
         assert end == 2.0
-    assert f"a child that {COUNT} forked came back from step(); it is ended" in capfd.readouterr().err
+        said, deadline = "", time.monotonic() + 300
+        while f"a child that {COUNT} forked came back from step(); it is ended" not in said:
+            assert time.monotonic() < deadline, said
+            said += capfd.readouterr().err
+            time.sleep(0.01)
 
 
 def test_what_a_lost_episode_started_ends_even_in_a_session_of_its_own(tmp_path: Any) -> None:
@@ -117,7 +126,8 @@ def test_what_a_lost_episode_started_ends_even_in_a_session_of_its_own(tmp_path:
     ):
         run(lambda: play(pool, row, "go"))
     child = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):  # on a busy machine a child that was killed is to end yet
+        assert still_running([psutil.Process(child)], 300) == []
 
 
 def test_what_an_environment_prints_stays_out_of_the_runs_output(capfd: Any) -> None:
@@ -130,8 +140,9 @@ def test_what_an_environment_prints_stays_out_of_the_runs_output(capfd: Any) -> 
 
 def test_a_process_that_dies_between_episodes_costs_none() -> None:
     async def twice() -> None:
-        await play(pool, {"messages": PROMPT, "fault": "dies later"}, "go")
+        await play(pool, {"messages": PROMPT}, "go")
         (idle,) = pool._idle
+        os.kill(idle.pid, signal.SIGKILL)
         while not idle.reader.at_eof():
             await asyncio.sleep(0.01)
         assert len((await play(pool, {"messages": PROMPT}, "go"))[1]) == 1
