@@ -60,7 +60,12 @@ def main(config: Config) -> int:
     with open_rewards(config) as rewards, open_environments(config) as environments:
         evaluator = build_evaluator(config, inputs, rewards, folder, environments)
         servers = SGLangServers(
-            config.server, local_folder(config.actor.path), folder.logs, sglang=server_arguments(config), first_gpu=0
+            config.server,
+            local_folder(config.actor.path),
+            folder.logs,
+            sglang=server_arguments(config),
+            deterministic=config.determinism,
+            first_gpu=0,
         )
         with servers:
             servers.start()

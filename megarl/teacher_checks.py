@@ -16,6 +16,8 @@ from megarl.rollout.client.connections import addresses_in_environment
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.workflows.distil import hint_columns
 
+READ_BY_SFT = ("divergence", "beta", "top_k", "teacher_coef", "data_coef", "lmbda")  # lmbda has its own rule
+
 
 def teacher_engine(config: Config) -> EngineConfig:
     """Knobs of a frozen teacher: the actor's, with its own checkpoint, and nothing that only training needs."""
@@ -73,10 +75,12 @@ def check_teacher(config: Config) -> None:
             "student's log-probs by other functions than the servers; set it to sampled"
         )
     if config.method == "sft":
-        for knob in ("kl_coef", "reward_coef", "entropy_coef"):
-            if value := getattr(algorithm, knob):
+        for field in dataclasses.fields(algorithm):
+            value = getattr(algorithm, field.name)
+            if field.name not in READ_BY_SFT and value != field.default:
                 raise UserError(
-                    f"algorithm.{knob}={value}: method=sft learns from the teacher and the data alone; set it to 0"
+                    f"algorithm.{field.name}={value}: method=sft learns from the teacher and the data alone; leave it "
+                    f"at {field.default}"
                 )
     if config.method == "sft" and algorithm.divergence == "sampled":
         raise UserError(

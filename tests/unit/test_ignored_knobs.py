@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,8 @@ SFT = [
         ([*SFT, "algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1: method=sft learns from the teacher and the data"),
         ([*SFT, "algorithm.reward_coef=0.1"], "algorithm.reward_coef=0.1: method=sft learns from the teacher"),
         ([*SFT, "algorithm.entropy_coef=0.1"], "algorithm.entropy_coef=0.1: method=sft learns from the teacher"),
+        ([*SFT, "algorithm.aggregate=sequence"], "algorithm.aggregate=sequence: method=sft .*; leave it at token"),
+        ([*SFT, "algorithm.n_minibatches=2"], "algorithm.n_minibatches=2: method=sft .*; leave it at 1"),
     ],
 )
 def test_a_knob_that_would_not_be_read_is_refused(overrides: list[str], message: str) -> None:
@@ -57,6 +60,23 @@ def test_an_evaluation_of_other_weights_than_the_checkpoints_is_refused(
     monkeypatch.setattr(evaluate, "read_inputs", lambda *_: pytest.fail("nothing is read"))
     with pytest.raises(UserError, match=rf"{name}=.*: an evaluation measures the checkpoint at actor.path alone"):
         evaluate.main(config)
+
+
+def test_an_evaluations_servers_are_deterministic_as_the_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception): ...
+
+    def start(*_: Any, **given: Any) -> None:
+        raise Started(given["deterministic"])
+
+    monkeypatch.setattr(evaluate, "SGLangServers", start)
+    monkeypatch.setattr(evaluate, "build_evaluator", lambda *_: None)
+    config = cli.load([GRPO, "deterministic=true", f"run_root={tmp_path}"])
+    with pytest.raises(Started) as started:
+        evaluate.main(config)
+    assert started.value.args == (config.determinism,)
+    assert config.determinism.is_on
 
 
 @pytest.mark.parametrize(("port", "fits"), [(65534, True), (65535, False)])
