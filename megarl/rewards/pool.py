@@ -4,8 +4,8 @@
                              |
                              +-- no answer within time_limit_s: the worker is killed, others take the rest of its share
 
-Time in which a worker waits for a processor does not count, so a busy machine scores as a quiet one. A worker answers
-call by call, and returns the rest of a share that takes long.
+Time in which a worker waits for a processor does not count, so a busy machine scores as a quiet one. That of programs
+which it starts counts. A worker answers call by call, and returns the rest of a share that takes long.
 """
 
 from __future__ import annotations
@@ -338,7 +338,8 @@ class _Worker(ForkedProcess):
 
     def scoring_s(self) -> float:
         """Seconds of the call, without those in which the process waited for a processor."""
-        return time.monotonic() - self.since - (waited_s(self.pid) - self.waited_before_s)
+        waited = max(0.0, waited_s(self.pid) - self.waited_before_s)  # an ended process tells 0
+        return time.monotonic() - self.since - waited
 
     async def answer(self) -> dict[str, Any]:
         """Reads the answer to the call being scored. Its `more` is true if another answer follows."""

@@ -86,9 +86,10 @@ def test_a_stopped_server_loses_its_requests_and_comes_back_with_the_weights_tho
     session = WeightSession(ReshardConfig(on_failure="stop"), pair.addresses, pair.api_key)
     session.set_death_probe(supervisor.died)
     session.admit(stopped.address)
+    weights = weights_of(make_model("qwen3", True, seed=3))
     assert other.process is not None
     other.process.kill()
-    report = session.push(weights_of(make_model("qwen3", True, seed=3)), 1)
+    report = session.push(weights, 1)
     assert report.servers == (stopped.address,)
     assert report.verified > 0  # by digests
     supervisor.after_sync(session.healthy)
@@ -101,6 +102,7 @@ def test_a_stopped_server_loses_its_requests_and_comes_back_with_the_weights_tho
 
 
 def test_servers_that_die_too_often_are_given_up_with_a_typed_error(pair: SGLangServers) -> None:
+    pair.wait_ready()  # the test above has one of them started again
     supervisor = Supervisor(pair.servers, HEARTBEAT_S, max_restarts=0)
     supervisor.start()
     try:

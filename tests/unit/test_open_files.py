@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
@@ -18,6 +19,8 @@ cli.run_command(lambda arguments: print(resource.getrlimit(resource.RLIMIT_NOFIL
 
 @pytest.mark.parametrize(("soft", "hard", "now"), [(256, 4096, 4096), (300, 300, 300)])
 def test_a_command_raises_its_limit_of_open_files(soft: int, hard: int, now: int) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
+        pytest.skip(f"this user may not open {hard} files")
     done = subprocess.run(
         [sys.executable, "-c", CODE.format(soft=soft, hard=hard)], capture_output=True, text=True, timeout=900
     )

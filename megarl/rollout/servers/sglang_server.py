@@ -146,17 +146,19 @@ class SGLangServer:
 
     def _broken_process(self) -> str:
         """Names a process that has ended or is stopped; empty if there is none, or if the server itself has ended."""
-        assert self.process is not None, "alive"
+        process = self.process  # another thread may be ending the server
+        if process is None:
+            return ""
         broken = [
             f"has a process {member.pid} that is {status}"
             for member in self._family
             if (status := status_of(member.pid)) in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, GONE)
         ]
-        own = status_of(self.process.pid)  # read last: it becomes a zombie before the others do
+        own = status_of(process.pid)  # read last: it becomes a zombie before the others do
         if own == psutil.STATUS_ZOMBIE:
             return ""  # once its last thread has ended, the next check reports its exit code
         if own == psutil.STATUS_STOPPED:
-            return f"has a process {self.process.pid} that is {own}"
+            return f"has a process {process.pid} that is {own}"
         return broken[0] if broken else ""
 
     def restart(self) -> None:
@@ -171,10 +173,11 @@ class SGLangServer:
 
     def check_alive(self) -> None:
         """Raises ServerError if the process has ended."""
-        if self.process is None:
+        process = self.process  # another thread may be ending the server
+        if process is None:
             raise ServerError(f"SGLang server {self.index} was not started")
-        if self.process.poll() is not None:
-            raise self.error(f"ended with exit code {self.process.returncode}")
+        if (code := process.poll()) is not None:
+            raise self.error(f"ended with exit code {code}")
 
     def wait_ready(self) -> None:
         """Returns once the server answers. Raises ServerError if it dies or its deadline passes."""

@@ -217,7 +217,7 @@ class Supervisor:
                     continue
                 fault = self._check(status)
                 if fault is not None and not status.held:
-                    self._lose(status, fault)
+                    self._lose(status, status.put_off or fault)  # it may have been stopped during the check
         except Exception as error:
             log.exception("%s can no longer be watched, and is out of service", status.server.address)
             status.error = ServerError(
@@ -280,9 +280,9 @@ class Supervisor:
             self._move(status, GONE)
 
     def _welcome(self, status: ServerStatus) -> None:
-        """Has the server wait for weights, unless it was stopped while it answered."""
+        """Has the server wait for weights, unless it was stopped or failed in a sync while it answered."""
         with self._lock:
-            if status.held or status.put_off is not None:
+            if status.held or status.put_off is not None or status.failed_sync:
                 return
             log.info("%s answers, and waits for the weights", status.server.address)
             status.hopeless, status.starting, status.error, status.state = False, False, None, READY

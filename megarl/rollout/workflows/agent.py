@@ -205,6 +205,15 @@ class AgentWorkflow(RolloutWorkflow):
         session = self._sessions.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
         if session is None:
             return _refusal(401, "this key belongs to no episode that is running")
+        own = asyncio.current_task()
+        assert own is not None, "a handler runs in a task"
+        session.asking.add(own)
+        try:
+            return await self._answer(session, request)
+        finally:
+            session.asking.discard(own)
+
+    async def _answer(self, session: _Session, request: web.Request) -> web.Response:
         try:
             body = await request.json()
             messages = [dict(message) for message in body["messages"]]
@@ -219,9 +228,6 @@ class AgentWorkflow(RolloutWorkflow):
         if model_request is None:
             tokens = len(self._template.ids([*conversation.messages, *turns]))
             return _refusal(400, f"the conversation has {tokens} tokens of at most {limit}, no room for an answer")
-        own = asyncio.current_task()
-        assert own is not None, "a handler runs in a task"
-        session.asking.add(own)
         try:
             response = await session.engine.agenerate(model_request)
         except RequestRefused as error:
@@ -229,8 +235,6 @@ class AgentWorkflow(RolloutWorkflow):
         except GenerationError as error:
             session.error = error
             return _refusal(503, str(error))
-        finally:
-            session.asking.discard(own)
         session.error = None
         if parent is not None and parent not in session.ends:  # its first continuation trains on its answers
             conversation.as_read()

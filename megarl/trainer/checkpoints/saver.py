@@ -81,6 +81,7 @@ class Saver:
         self.saved: int | None = None  # step of the newest checkpoint, restored or in progress
         self._note = note
         self._pending: _Write | None = None
+        self._damaged: set[str] = set()  # names of checkpoints that a resume passed over
         self._is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
 
     def due(self, step: int) -> bool:
@@ -170,8 +171,11 @@ class Saver:
         if final.exists():  # damaged: a resume went back to an earlier one
             self._remove(final)
         manifest.rename(write.folder, final)
+        self._damaged.discard(final.name)
         folders = manifest.step_folders(self.folder)
-        for old in folders[folders.index(final) :][self.config.keep :]:  # newer ones are damaged, and passed over
+        folders = folders[folders.index(final) :]  # newer ones are damaged
+        whole = [folder for folder in folders if folder.name not in self._damaged]
+        for old in folders[folders.index(whole[: self.config.keep][-1]) + 1 :]:
             self._remove(old)
 
     def _remove(self, folder: Path) -> None:
@@ -232,6 +236,7 @@ class Saver:
             problem = next((text for text in gather_json(problem) if text), None)
             if problem is None:
                 return self.folder / name
+            self._damaged.add(name)
             self._note(f"checkpoint {self.folder / name} is damaged ({problem}); looking at the one before")
         raise UserError(f"{self.folder} holds no whole checkpoint, so there is nothing to resume; start a new run")
 

@@ -71,6 +71,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(server_task, "POLL_S", 0.01)
     for name, value in {rendezvous.JOB_FOLDER: str(tmp_path), KEY_VARIABLE: "k", "MEGARL_SERVER_INDEX": "0"}.items():
         monkeypatch.setenv(name, value)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # set by the task, and restored after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", ["server_task", "+experiment=gsm8k_grpo"])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield tmp_path
@@ -93,9 +96,6 @@ def test_it_ends_with_0_once_the_trainers_have(folder: Path) -> None:
 def test_its_server_uses_the_jobs_interface_in_syncs_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would choose one by itself, and on a node with several the trainer may not reach it."""
     monkeypatch.setenv("MEGARL_INTERFACE", "lo")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # restored after the test
-        monkeypatch.delenv(name)
     rendezvous.publish(folder, rendezvous.ENDED, "")
     assert exit_code() == 0
     assert [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == ["lo", "lo"]

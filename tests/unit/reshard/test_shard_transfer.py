@@ -26,7 +26,7 @@ from megarl.reshard.plan.transfer_plan import Messages, TransferPlan
 from megarl.reshard.transfer.digests import BucketSample, VerificationError, check_messages
 from megarl.reshard.transfer.shard_transfer import Route, ShardReceiver, ShardSender, TransferError
 from megarl.reshard.transfer.store import Deadline, join_store, open_store
-from megarl.reshard.transfer.transports import transport_named
+from megarl.reshard.transfer.transports import shm, transport_named
 from megarl.reshard.transfer.transports.base import Transport
 from megarl.reshard.transfer.transports.shm import FOLDER, PREFIX, ShmTransport
 
@@ -350,14 +350,20 @@ def test_shared_staging_is_this_users_alone_and_is_removed() -> None:
     assert not path.exists()
 
 
-def test_staging_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_stays() -> None:
+def test_staging_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of its own: other tests' processes remove the staging of killed ones too."""
+    monkeypatch.setattr(shm, "FOLDER", tmp_path)
     program = (
-        "import time\n"
-        "from megarl.reshard.transfer.transports.shm import SharedStaging\n"
-        "print(SharedStaging(4096).path, flush=True)\n"
+        "import pathlib, sys, time\n"
+        "from megarl.reshard.transfer.transports import shm\n"
+        "shm.FOLDER = pathlib.Path(sys.argv[1])\n"
+        "print(shm.SharedStaging(4096).path, flush=True)\n"
         "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         path = Path(owner.stdout.readline().strip())
         staging = ShmTransport.make_staging(4096)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 def loops_beside(per_core: int) -> Iterator[None]:
     """Runs so many endless loops for each core."""
     loop = ["sh", "-c", "while :; do :; done"]
-    loops = [os.posix_spawn("/bin/sh", loop, {}) for _ in range(per_core * (os.cpu_count() or 1))]
+    loops = [os.posix_spawn("/bin/sh", loop, os.environ) for _ in range(per_core * len(os.sched_getaffinity(0)))]
     try:
         yield
     finally:

@@ -217,7 +217,7 @@ def test_a_silent_server_that_is_stopped_for_the_trainer_is_started_again_once_a
     assert one.starts == supervisor._statuses["one"].restarts == 1
     until(lambda: supervisor.before_sync(1) == (["one"], []))
     supervisor.after_sync(["one", "other"])
-    one.healthy = False
+    one.healthy = one.late = False
     until(lambda: supervisor.serving() == ["other"])
     supervisor.raise_cause("one")  # its fault of long ago is none of now
 
@@ -244,6 +244,23 @@ def test_a_server_that_is_stopped_while_it_answers_does_not_wait_for_weights(wat
     supervisor.allow_restarts()
     until(lambda: supervisor.before_sync(1) == (["one"], []))
     assert one.starts == 2
+
+
+def test_a_server_that_answers_late_after_a_failed_sync_does_not_wait_for_weights(watch) -> None:
+    """The retry of the sync would admit it, and its restart end that sync too."""
+    one = Scripted("one")
+    supervisor = watch(one, Scripted("other"))
+    answers, outlooks = one.answers, []
+
+    def left_out_meanwhile(timeout_s: float) -> bool:
+        if one.starts == 0:
+            supervisor.after_sync(["other"])
+            supervisor.on_change = lambda: outlooks.append((one.starts, supervisor.alive()))
+        return answers(timeout_s)
+
+    one.answers = left_out_meanwhile  # type: ignore[method-assign]
+    until(lambda: supervisor.alive() == ["one", "other"] and one.starts == 1)
+    assert all(alive == ["other"] for starts, alive in outlooks if starts == 0)
 
 
 def test_a_server_that_cannot_be_looked_at_is_given_up_with_the_cause(watch) -> None:

@@ -124,6 +124,23 @@ def test_a_damaged_newer_checkpoint_does_not_count_as_kept(engine: MegatronLMEng
     assert resumed.restore({ACTOR: engine})["step"] == 7
 
 
+def test_a_damaged_checkpoint_that_a_run_has_passed_again_does_not_count_as_kept(
+    engine: MegatronLMEngine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "c"
+    saver = saver_of(folder, keep=2)
+    for step in (10, 12):
+        saver.save({ACTOR: engine}, step, {})
+    (folder / "step_000012" / "trainer.json").write_text("{}")
+    resumed = saver_of(folder, keep=2)
+    assert resumed.restore({ACTOR: engine})["step"] == 10
+    resumed.save({ACTOR: engine}, 15, {})
+    (folder / "step_000015" / "trainer.json").write_text("{}")
+    assert saver_of(folder).restore({ACTOR: engine})["step"] == 10
+    resumed.save({ACTOR: engine}, 20, {})
+    assert names(folder) == ["step_000015", "step_000020"]
+
+
 @pytest.fixture(scope="module")
 def two(engine: MegatronLMEngine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     """Checkpoints of steps 1 and 2, and the weights and the next loss after each."""
