@@ -49,7 +49,7 @@ def overrides(way: str, steps: int, samples: Path) -> list[str]:
     rows = [f"train_dataset.batch_size={PROMPTS * SAMPLES // MINIBATCHES}"]
     plan = [f"total_train_steps={MINIBATCHES * steps}", f"actor.optimizer.warmup_steps={2 * MINIBATCHES}"]
     if way == "off-policy":
-        return ["+experiment=opd", "method=sft", "algorithm.n_minibatches=1", *data, *rows, *plan]
+        return ["+experiment=opd", "method=sft", *data, *rows, *plan]
     adam = [f"actor.optimizer.{knob}" for knob in ("lr=1.0e-3", "lr_decay_style=linear", "adam_beta2=0.99")]
     return ["+experiment=gsm8k_sft", "actor.init=checkpoint", *adam, *data, *rows, *plan]
 

@@ -16,7 +16,8 @@ from megarl.rollout.client.connections import addresses_in_environment
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.workflows.distil import hint_columns
 
-READ_BY_SFT = ("divergence", "beta", "top_k", "teacher_coef", "data_coef", "lmbda")  # lmbda has its own rule
+# Knobs of the algorithm. lmbda has its own rule; a recipe's n_minibatches is of rollouts, and data has a step a batch.
+READ_BY_SFT = ("divergence", "beta", "top_k", "teacher_coef", "data_coef", "lmbda", "n_minibatches")
 
 
 def teacher_engine(config: Config) -> EngineConfig:

@@ -35,7 +35,7 @@ RUNS = {
         "teacher.source=policy", "teacher.path=''", TOP_K, "teacher.hint='It is {answer}.'",
         "teacher.max_prompt_tokens=128",
     ),
-    "supervised": ("method=sft", "algorithm.n_minibatches=1", "algorithm.data_coef=0.5"),
+    "supervised": ("method=sft", "algorithm.data_coef=0.5"),
 }  # fmt: skip
 
 
@@ -58,7 +58,6 @@ def test_a_teachers_answers_become_a_data_set(tmp_path: Path) -> None:
     rows = ["valid_dataset.split='train[:8]'", "evaluator.n_samples=2", "experiment_name=teacher"]
     answers = tmp_path / "teacher_evaluate" / "latest" / "evaluations" / "step-000000.jsonl"
     data = [f"train_dataset.path={answers}", "train_dataset.name=''", "train_dataset.type=samples", "method=sft"]
-    data.append("algorithm.n_minibatches=1")  # of the recipe, for rollouts
     for module, changes in (("evaluate", [f"actor.path={TEACHER}", *rows]), ("train", [*SHORT, *data])):
         command = [sys.executable, "-m", f"megarl.{module}", "+experiment=opd", *changes, f"run_root={tmp_path}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ)

@@ -35,7 +35,6 @@ SFT = [
         ([*SFT, "algorithm.reward_coef=0.1"], "algorithm.reward_coef=0.1: method=sft learns from the teacher"),
         ([*SFT, "algorithm.entropy_coef=0.1"], "algorithm.entropy_coef=0.1: method=sft learns from the teacher"),
         ([*SFT, "algorithm.aggregate=sequence"], "algorithm.aggregate=sequence: method=sft .*; leave it at token"),
-        ([*SFT, "algorithm.n_minibatches=2"], "algorithm.n_minibatches=2: method=sft .*; leave it at 1"),
     ],
 )
 def test_a_knob_that_would_not_be_read_is_refused(overrides: list[str], message: str) -> None:
