@@ -11,6 +11,7 @@ ONE_RANK = "with one rank the collective, or the cut, leaves the values as they 
 # By the mutant's name, as `run_mutants.py` prints it, without its line number.
 ACCEPTED: dict[str, str] = {
     "megarl/actor/sizes/memory.py: constant: 0 -> 1": "a rank's place in its stage, and all of these need the same",
+    "megarl/actor/weights/quantised.py: constant: 0 -> 1": "all ranks of a stage have as many columns of a layer",
     "megarl/reshard/sync/http_pipeline.py: constant: 1 -> 2": (
         "the size of a read, and any length above what has come"
     ),

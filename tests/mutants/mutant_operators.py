@@ -25,12 +25,13 @@ FOLDERS = tuple(f"megarl/{name}" for name in ("algorithms", "actor", "rollout", 
 # Tests of several processes, whose calls are not recorded, and of other folders; of a file that begins like this, the
 # first that fits.
 SLOWER: dict[str, tuple[str, ...]] = {
-    "megarl/actor/checkpoint/": ("tests/distributed/test_checkpoint.py",),
+    "megarl/actor/checkpoint/": ("tests/distributed/test_checkpoint.py", "tests/unit/trainer/test_saver.py"),
     "megarl/actor/health.py": ("tests/distributed/test_health.py",),
     "megarl/actor/model/moe.py": ("tests/distributed/test_moe.py",),
     "megarl/actor/model/attention/delta_net.py": ("tests/distributed/test_delta_net_layouts.py",),
     "megarl/actor/model/attention/windows_and_sinks.py": ("tests/distributed/test_window_layouts.py",),
     "megarl/actor/model/adapters.py": ("tests/distributed/test_lora_layouts.py",),
+    "megarl/actor/mtp.py": ("tests/distributed/test_mtp_layouts.py",),
     "megarl/actor/critic.py": ("tests/distributed/test_critic_layouts.py",),
     "megarl/actor/checks.py": ("tests/unit/parallel/test_layout_checks.py",),
     "megarl/actor/distillation.py": ("tests/distributed/test_teacher_layouts.py",),
@@ -41,6 +42,7 @@ SLOWER: dict[str, tuple[str, ...]] = {
     ),
     "megarl/actor/model/routing.py": ("tests/distributed/test_replayed_experts.py",),
     "megarl/actor/": ("tests/distributed/test_layouts.py",),
+    "megarl/rollout/servers/sglang_server.py": ("tests/sglang/test_server_requests.py", "tests/sglang/test_server.py"),
     "megarl/rollout/servers/served_adapters.py": ("tests/unit/reshard/test_sglang_adapters.py",),
     "megarl/reshard/": ("tests/nccl_semantics/test_weight_sync.py",),
 }

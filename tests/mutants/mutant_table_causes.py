@@ -32,7 +32,16 @@ CAUSES: Bugs = {
                 "",
             ),
             ("the server that went first is the cause", "cause[0], reverse=True", "cause[0], reverse=False"),
-            ("a server that was stopped is ready", "if status.held or status.put_off is not None:", "if False:"),
+            (
+                "a server that was stopped is ready",
+                "if status.held or status.put_off is not None or status.failed_sync:",
+                "if status.failed_sync:",
+            ),
+            (
+                "a server that failed in a sync is ready",
+                "put_off is not None or status.failed_sync:",
+                "put_off is not None:",
+            ),
         ],
     },
     "megarl/rollout/servers/sglang_server.py": {

@@ -38,7 +38,7 @@ HOSTILE: Bugs = {
     },
     "megarl/rewards/pool.py": {
         unit("rewards/test_pool"): [
-            ("waiting for a turn counts", " - (waited_s(self.pid) - self.waited_before_s)", ""),
+            ("waiting for a turn counts", "self.since - waited", "self.since"),
         ],
     },
     "megarl/rewards/code.py": {

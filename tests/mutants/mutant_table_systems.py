@@ -271,7 +271,13 @@ TRAINER: Bugs = {
         unit("trainer/test_saver"): [
             ("generators are not restored", "        self._restore_generators(checkpoint)\n", ""),
             ("a damaged folder of the same step stays", "            self._remove(final)\n", "            pass\n"),
-            ("one checkpoint fewer is kept", "[self.config.keep :]", "[self.config.keep - 1 :]"),
+            ("one checkpoint more is kept", "[: self.config.keep][-1]", "[: self.config.keep + 1][-1]"),
+            ("a damaged checkpoint counts as kept", "            self._damaged.add(name)\n", ""),
+            (
+                "a checkpoint written again counts as damaged",
+                "        self._damaged.discard(final.name)\n",
+                "",
+            ),
             ("sizes are not checked", "                read.check_sizes()\n", ""),
             (
                 "content is not checked",

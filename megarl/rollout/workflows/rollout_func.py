@@ -122,7 +122,10 @@ class RolloutFuncWorkflow(RolloutWorkflow):
         finally:
             model.end()
         if len(texts) != len(prompts) or not all(isinstance(text, str) for text in texts):
-            raise UserError(f"rollout_func must return {len(prompts)} strings, one a prompt; it returned {len(texts)}")
+            kinds = ", ".join(sorted({type(text).__name__ for text in texts})) or "nothing"
+            raise UserError(
+                f"rollout_func must return {len(prompts)} strings, one a prompt; it returned {len(texts)} ({kinds})"
+            )
         prompt = prompt_ids(self.tokenizer, data["messages"])
         ids = [[*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id] for text in texts]
         rewards = await call_reward(self.reward_fn, self.tokenizer.decode(prompt), prompt, texts, ids, data)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.actor.batch import schedule
 from megarl.actor.batch.exchanges import PlannedExchanges
 
 TOKENS = (8, 4, 12, 6, 2, 10, 16, 14)
@@ -97,3 +98,29 @@ def test_a_pass_that_leaves_an_exchange_out_is_an_error() -> None:
         exchanges.check_end()
     received(exchanges, 0, 1)
     exchanges.check_end()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_pass_of_several_stages_is_given_the_planned_exchanges(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own would send shapes ahead of each tensor, with the same values."""
+    made: list[Any] = []
+
+    class Planned:
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            self.tokens, self.ended = arguments[2], False
+
+        def check_end(self) -> None:
+            self.ended = True
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(schedule, "PlannedExchanges", Planned)
+    monkeypatch.setattr(schedule, "get_model_config", lambda ddp: None)
+    monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: lambda **arguments: given.update(arguments))
+    groups: Any = SimpleNamespace(pp_size=stages, vpp_size=1, collection="collection")
+    feed: Any = SimpleNamespace(iterators=lambda microbatches, count: [iter(microbatches)])
+    microbatches: Any = [SimpleNamespace(input_ids=range(length)) for length in (3, 5)]
+    schedule.run([None], microbatches, feed, lambda *_: None, groups, False)  # type: ignore[list-item]
+    expected = ([], None, None) if stages == 1 else (made, made[0], "collection")
+    assert (made, given["p2p_communicator"], given["pg_collection"]) == expected
+    assert all((planned.tokens, planned.ended) == ([3, 5], True) for planned in made)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +24,10 @@ from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.model import shared_base
-from megarl.actor.model.adapters import adapters_in
+from megarl.actor.model.adapters import Adapter, adapters_in
 from megarl.actor.sizes.parameter_counts import rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
-from megarl.actor.weights.peft_files import CONFIG, WEIGHTS
+from megarl.actor.weights.peft_files import CONFIG, WEIGHTS, check_adapters
 from megarl.families import read_config
 from megarl.knobs import UserError, run_all
 from megarl.parallel.config import ParallelConfig
@@ -199,6 +201,40 @@ def test_dropout_masks_follow_from_the_number_of_the_step(engine_of: Callable[..
     assert set(dropped(0).unique().tolist()) == {0.0, 2.0}
     assert 0.9 < dropped(0).mean() < 1.1
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_an_engine_on_a_base_without_a_model_is_refused(base: Path) -> None:
+    first, second = (MegatronEngine(EngineConfig(path=str(base), lora=LORA)) for _ in range(2))
+    with pytest.raises(UserError, match="the engine whose base is shared has no model; call its initialize first"):
+        second.initialize(base=first)
+
+
+@pytest.mark.parametrize(
+    ("etp", "linear", "differ"), [(1, "linear_fc1", True), (2, "linear_fc1", False), (2, "linear_fc2", True)]
+)
+def test_dropout_of_experts_differs_between_ranks_with_inputs_of_their_own(etp: int, linear: str, differ: bool) -> None:
+    """Experts that ranks cut by rows read the same tokens on all of them, and must drop the same elements."""
+    box = SimpleNamespace(at=(0, 0), start=(0, 0), stop=(4, 6))
+    module = f"decoder.layers.0.mlp.experts.local_experts.0.{linear}"
+    part: Any = SimpleNamespace(part="a_proj", module=module, columns=(0, 6), height=4, rows=[(box, 0)])
+    dropped = []
+    for rank in range(2):
+        groups: Any = SimpleNamespace(
+            etp=SimpleNamespace(size=lambda: etp), tp_rank=rank, layout=SimpleNamespace(sequence_parallel=False)
+        )
+        torch.manual_seed(3)
+        groups.tp = groups.etp
+        dropped.append(Adapter(torch.zeros(4, 6), [part], 2, 1.0, 0.5, groups)._dropped(torch.ones(20, 6)))
+    assert torch.equal(*dropped) != differ
+
+
+@pytest.mark.parametrize(("quantization", "refused"), [("nf4", True), ("none", False)])
+def test_grouped_experts_on_a_quantised_base_are_refused(quantization: str, refused: bool, base: Path) -> None:
+    lora = dataclasses.replace(LORA, quantization=quantization)
+    config = EngineConfig(path=str(base), lora=lora, experts="grouped")
+    message = r"actor\.experts=grouped does not go with actor\.lora\.quantization=nf4"
+    with pytest.raises(UserError, match=message) if refused else contextlib.nullcontext():
+        check_adapters(config, ParallelConfig(), read_config(str(base)), False)
 
 
 @pytest.mark.parametrize(

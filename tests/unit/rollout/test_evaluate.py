@@ -13,7 +13,7 @@ from megarl.rollout.api import RolloutWorkflow
 from megarl.rollout.evaluate import Evaluator, EvaluatorConfig
 from megarl.rollout.workflows.multi_turn import MultiTurnConfig, MultiTurnWorkflow
 from megarl.rollout.workflows.rlvr import RLVRWorkflow
-from megarl.types import GenerationHyperparameters
+from megarl.types import GenerationHyperparameters, PackedBatch, cu_seqlens_of
 
 PROBLEMS = [{"messages": [{"role": "user", "content": f"say {i}"}], "i": i} for i in range(4)]
 
@@ -88,6 +88,21 @@ def test_a_sample_in_several_segments_counts_once_and_is_one_line(engine, tokeni
     assert lines[2]["prompt"] == "<|user|>say 1<|assistant|>x<|user|>again<|assistant|>"
     assert lines[2]["completion"] == "0<|endoftext|>0<|endoftext|>"
     assert (lines[2]["problem"], lines[2]["segments"], lines[2]["versions"]) == (1, 2, [2, 3, 2, 3])
+
+
+@pytest.mark.parametrize(("mask", "turns"), [("011", 0), ("0110", 3), ("0101", 4)])
+def test_a_conversation_of_several_turns_is_kept_by_turns(mask, turns, tokenizer, tmp_path):
+    ids = torch.tensor(tokenizer.encode("1234")[: len(mask)])
+    batch = PackedBatch(
+        cu_seqlens_of(torch.tensor([len(mask)])),
+        {"input_ids": ids, "loss_mask": torch.tensor([sampled == "1" for sampled in mask])},
+        {"rewards": torch.tensor([1.0]), "group_ids": torch.tensor([7])},
+    )
+    path = evaluator(EvaluatorConfig(), tokenizer, tmp_path)._write(batch, [True], 3)
+    (line,) = [json.loads(line) for line in path.read_text().splitlines()]
+    read = [sampled for sampled, _ in line.get("turns", [])]
+    assert read == [False, True, False, True][:turns]
+    assert "".join(text for _, text in line.get("turns", [])) == "1234"[: len(mask) if turns else 0]
 
 
 def test_rejected_problems_are_counted_apart(engine, tokenizer, tmp_path):

@@ -51,17 +51,17 @@ def test_a_group_and_later_turns_go_to_the_server_that_has_read_their_beginning(
         router = routed()
         async with router.place(PROMPT, 1, (), 1) as first:
             pass
-        router.answered([*PROMPT, 7, 8, 9], first)
-        for _ in range(6):  # the one asked least by now
-            async with router.place([5], 1, (first,), 1) as other:
-                assert other != first
-        async with router.place(PROMPT, 4, (), 1) as again:
+        answer, other = range(200, 300), "b" if first == "a" else "a"
+        router.answered([*PROMPT, *answer], first)
+        for _ in range(6):  # so without a reason the other is chosen, which was asked least
+            async with router.place([5], 1, (other,), 1) as same:
+                assert same == first
+        async with router.place(PROMPT, 1, (), 1) as again:
             assert again == first
-        async with router.place([*PROMPT, 7, 8, 9, *range(20)], 1, (), 1) as later:
+        async with router.place([*PROMPT, *answer, *range(20)], 1, (), 1) as later:
             assert later == first
-        other = "b" if first == "a" else "a"
-        async with router.place([*PROMPT, *range(500, 800)], 1, (), 1):  # a beginning of less than half: no reason
-            pass
+        async with router.place([*PROMPT, *range(500, 800)], 1, (), 1) as spread:  # less than half is no reason
+            assert spread == other
         async with router.place(PROMPT, MAX_IMBALANCE + 1, (), 1) as loaded, router.place(PROMPT, 1, (), 1) as spared:
             assert (loaded, spared) == (first, other)
 

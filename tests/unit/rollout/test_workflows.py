@@ -225,6 +225,18 @@ def test_the_search_tool_finds_the_passage_with_the_rare_words() -> None:
     assert tool.run(query="zebra") == "nothing found"
 
 
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [(["a"], r"must return 2 strings, one a prompt; it returned 1 \(str\)"), (["a", 7], r"it returned 2 \(int, str\)")],
+)
+def test_a_rollout_function_that_returns_anything_but_a_text_a_prompt_is_told(
+    texts: list[Any], message: str, say: Any, tokenizer: Any
+) -> None:
+    workflow = RolloutFuncWorkflow(lambda *_: texts, reward_of_seven, GCONFIG.new(n_samples=2), tokenizer)
+    with pytest.raises(UserError, match=message):
+        say(lambda *_: "7").rollout_batch([DATA], workflow)
+
+
 def test_a_rollout_function_drives_the_model_and_returns_texts(say: Any, tokenizer: Any) -> None:
     def rollout_func(model: Any, processing_class: Any, prompts: list[Any], generation_config: Any) -> list[str]:
         texts = []

@@ -369,12 +369,14 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_comes_to_its_step_again(
 ) -> None:
     shutil.copytree(two[0], tmp_path / "c")
     (tmp_path / "c" / "step_000002" / "trainer.json").write_text("{}")
-    saver = saver_of(tmp_path / "c", keep=5)
+    saver = saver_of(tmp_path / "c", keep=2)
     assert saver.restore({ACTOR: engine})["step"] == 1
     train(engine)
     saver.save({ACTOR: engine}, 2, {"again": True})
     assert names(tmp_path / "c") == ["step_000001", "step_000002"]
     assert saver_of(tmp_path / "c").restore({ACTOR: engine}) == {"step": 2, "again": True}
+    saver.save({ACTOR: engine}, 3, {})
+    assert names(tmp_path / "c") == ["step_000002", "step_000003"], "it counts as kept again"
 
 
 def test_a_part_may_hold_tensors_at_any_depth(tmp_path: Path) -> None:
