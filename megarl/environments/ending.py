@@ -15,6 +15,7 @@ import psutil
 
 from megarl.environments.host import END
 from megarl.forks import kill_group
+from megarl.knobs import visible
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Ends:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         for line in self._failures.read().splitlines():
-            self._name(f"failed, {line}")
+            self._name(f"failed, {visible(line)}")
 
     def _wait(self, running: Sequence[int]) -> None:
         """Asks the processes behind the pidfds `running` to end, and waits until the deadline."""

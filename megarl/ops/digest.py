@@ -46,6 +46,8 @@ class Parts:
         """
         if not buffer.is_cuda:
             hashes = b"".join(leaves_on_cpu(buffer[begin:end]) for begin, end in self._spans)
+            if not hashes:
+                return torch.empty(0, LEAF_DIGEST, dtype=torch.uint8)
             return torch.frombuffer(bytearray(hashes), dtype=torch.uint8).view(-1, LEAF_DIGEST)
         if self._places is None:
             places = [(leaf, end) for begin, end in self._spans for leaf in range(begin, end, LEAF_BYTES)]

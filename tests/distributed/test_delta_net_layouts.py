@@ -103,4 +103,5 @@ def world(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFac
 def test_the_actor_agrees_with_transformers(
     ranks: int, layout: str, name: str, cases: dict[str, dict[str, Any]], world: Callable[[int], Path]
 ) -> None:
-    check_against_files(cases[name], world(ranks) / name / layout, norm=1e-4, gradient=2e-4)
+    # Log-probs near -5 differ by up to 1.1e-5 on a processor with AVX2 alone.
+    check_against_files(cases[name], world(ranks) / name / layout, norm=1e-4, gradient=2e-4, logprob=3e-5)

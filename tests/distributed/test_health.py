@@ -20,7 +20,7 @@ from megarl.rollout.servers.sglang_server import still_running
 from tests.distributed.health_worker import LAYOUTS, MAX_SKIPPED
 
 TIMEOUT_S = 30  # parallel.timeout_s of the broken runs; start-up between two collectives on a busy machine takes less
-END_S = 240  # limit for the end of these runs, including start-up on a busy machine
+END_S = 900  # limit for the end of these runs, including start-up on a busy machine
 
 LAUNCH = """
 import sys

@@ -22,6 +22,12 @@ HOSTILE: Bugs = {
             ("a program sleeps while its judge works", "sum(run.activity", "min(run.activity"),
         ],
     },
+    "megarl/sandbox/isolation.py": {
+        unit("sandbox/test_files_in_memory"): [
+            ("no namespaces are entered", "features.namespaces and _enter_namespaces(folder)", "False"),
+            ("files are on the disk", '            libc.mount(b"tmpfs"', '            0 and libc.mount(b"tmpfs"'),
+        ],
+    },
     "megarl/sandbox/judge.py": {
         unit("sandbox/test_judge"): [
             ("any object passes for a module", "return bool(used) and all(", "return True or all("),
@@ -39,6 +45,7 @@ HOSTILE: Bugs = {
     "megarl/rewards/pool.py": {
         unit("rewards/test_pool"): [
             ("waiting for a turn counts", "self.since - waited", "self.since"),
+            ("a call may take three times its limit", "> busy.scoring.limit_s", "> 3 * busy.scoring.limit_s"),
         ],
     },
     "megarl/rewards/code.py": {

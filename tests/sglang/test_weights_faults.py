@@ -118,7 +118,7 @@ def test_a_server_killed_in_the_middle_is_dropped_and_served_again_where_it_come
     assert [served.difference(model, server) < TOLERANCE for server in (0, 2)] == [True] * 2
 
     assert served.push(weights_of(make_model("qwen3", True, seed=41))).servers == others  # it is dead before pause
-    strict = WeightSession(ReshardConfig(control_deadline_s=10), served.addresses, served.servers.api_key)
+    strict = WeightSession(ReshardConfig(control_deadline_s=300), served.addresses, served.servers.api_key)
     with pytest.raises(WeightSyncError, match="Connection refused") as error:
         strict.push(weights_of(make_model("qwen3", True, seed=42)), served.version + 1)
     assert (error.value.server, error.value.phase) == (address, "check")
@@ -212,9 +212,10 @@ def test_a_server_that_refuses_or_never_answers_is_dropped_within_the_deadline(
 ) -> None:
     proxy = FaultProxy(served.addresses[1])
     addresses = [served.addresses[0], proxy.address]
-    config = ReshardConfig(
-        control_deadline_s=20, connect_deadline_s=20, transfer_deadline_s=20, on_failure="drop_server"
-    )
+    deadlines = {
+        f"{name}_deadline_s": 20.0 if fault == "silence" else 300.0 for name in ("control", "connect", "transfer")
+    }
+    config = ReshardConfig(**deadlines, on_failure="drop_server")
     session = WeightSession(config, addresses, served.servers.api_key)
     strict = WeightSession(replace(config, on_failure="stop"), addresses, served.servers.api_key)
     proxy.faults[path] = fault

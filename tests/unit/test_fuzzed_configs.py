@@ -126,7 +126,7 @@ def test_thousands_of_random_command_lines_are_read_or_refused_in_one_line(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["+experiment=grpo_70b", "server.n_servers=4096", "server.tp_size=1", "parallel.dp_size=256"],
+        ["+experiment=grpo_70b", "server.n_servers=4096", "server.tp_size=1", "parallel.dp_size=512"],
         ["+experiment=grpo_moe_235b", "server.n_servers=1024", "server.tp_size=4", "parallel.dp_size=256"],
     ],
 )

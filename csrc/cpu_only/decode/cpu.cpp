@@ -10,6 +10,7 @@
 namespace megarl {
 namespace {
 
+// Called before a parallel loop: an exception inside one would end the process.
 const DecodeKernels& kernels() {
   static const DecodeKernels best_copy = MEGARL_BEST_COPY(decode_kernels)();
   return best_copy;
@@ -25,7 +26,8 @@ void check_index(const char* what, int64_t row, int64_t index, int64_t size) {
 }  // namespace
 
 void add_norm_cpu(const AddNormArgs& a, int threads) {
-  parallel_for(a.rows, a.width, threads, [&](int64_t row) { kernels().add_norm(a, row); });
+  const auto add_norm = kernels().add_norm;
+  parallel_for(a.rows, a.width, threads, [&](int64_t row) { add_norm(a, row); });
 }
 
 void rotate_store_cpu(const RotateStoreArgs& a, int threads) {
@@ -34,7 +36,8 @@ void rotate_store_cpu(const RotateStoreArgs& a, int threads) {
     check_index("slot", row, a.slots[row], a.num_slots);
   }
   const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
-  parallel_for(a.rows, width, threads, [&](int64_t row) { kernels().rotate_store(a, row); });
+  const auto rotate_store = kernels().rotate_store;
+  parallel_for(a.rows, width, threads, [&](int64_t row) { rotate_store(a, row); });
 }
 
 void paged_attention_cpu(const PagedAttentionArgs& a, int threads) {
@@ -61,11 +64,13 @@ void paged_attention_cpu(const PagedAttentionArgs& a, int threads) {
 }
 
 void silu_mul_cpu(const SiluMulArgs& a, int threads) {
-  parallel_for(a.rows, 4 * a.width, threads, [&](int64_t row) { kernels().silu_mul(a, row); });
+  const auto silu_mul = kernels().silu_mul;
+  parallel_for(a.rows, 4 * a.width, threads, [&](int64_t row) { silu_mul(a, row); });
 }
 
 void sample_cpu(const SampleArgs& a, int threads) {
-  parallel_for(a.rows, 4 * a.vocab, threads, [&](int64_t row) { kernels().sample(a, row); });
+  const auto sample = kernels().sample;
+  parallel_for(a.rows, 4 * a.vocab, threads, [&](int64_t row) { sample(a, row); });
 }
 
 }  // namespace megarl

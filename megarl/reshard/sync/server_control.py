@@ -86,7 +86,13 @@ class ServerControl:
     def tp_size(self, deadline: Deadline) -> int:
         """Tensor-parallel ranks of the server. Raises ServerControlError for layouts that cannot be updated live."""
         info = self.call("/server_info", None, deadline)
+        sizes: dict[str, int] = {}
+        for name in ("pp_size", "dp_size", "tp_size"):
+            size = info.get(name)
+            if type(size) is not int or size < 1:
+                raise ServerControlError(f"/server_info was answered without a whole number from 1 as {name}: {size!r}")
+            sizes[name] = size
         for name in ("pp_size", "dp_size"):
-            if info[name] != 1:
-                raise ServerControlError(f"its {name} is {info[name]}: SGLang updates live weights only where it is 1")
-        return int(info["tp_size"])
+            if sizes[name] != 1:
+                raise ServerControlError(f"its {name} is {sizes[name]}: SGLang updates live weights only where it is 1")
+        return sizes["tp_size"]

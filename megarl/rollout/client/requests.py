@@ -14,6 +14,7 @@ from typing import Any, Literal
 import orjson
 from torch import Tensor
 
+from megarl.knobs import visible
 from megarl.rollout.api import GenerationError
 from megarl.rollout.client.routes import RouteShape, continued
 from megarl.types import GenerationHyperparameters, ModelRequest, ModelResponse
@@ -183,4 +184,4 @@ def named(error: BaseException) -> str:
 
 def excerpt(body: bytes) -> str:
     """The start of an answer in one line, for error messages."""
-    return " ".join(body[:EXCERPT].decode(errors="replace").splitlines())
+    return visible(" ".join(body[:EXCERPT].decode(errors="replace").splitlines()))

@@ -72,7 +72,7 @@ def test_a_close_that_hangs_or_raises_is_named_once_and_costs_nothing_else(caplo
     with EnvironmentPool(EnvironmentConfig(kind=COUNT, close_limit_s=1.0)) as pool:
         run(episodes)
     assert sorted(warnings(caplog)) == [
-        f"the environment {COUNT}: close() failed, OSError: two lines; its process is ended",
+        f"the environment {COUNT}: close() failed, OSError: two lines\\x9b31m; its process is ended",
         f"the environment {COUNT}: close() took longer than rollout.environment.close_limit_s=1; its process is ended",
     ]
     assert pool.lost == {"lied": 4}
@@ -105,4 +105,4 @@ def test_a_lost_episode_does_not_wait_for_the_close_of_its_environment() -> None
 def test_the_trial_at_the_start_closes_its_environment(caplog: pytest.LogCaptureFixture) -> None:
     with EnvironmentPool(EnvironmentConfig(kind=f"{WORLDS}.Unclosable")):
         assert processes() == 1
-        assert "close() failed, OSError: two lines" in warnings(caplog)[0]
+        assert "close() failed, OSError: two lines\\x9b31m" in warnings(caplog)[0]

@@ -89,7 +89,7 @@ class Count(Environment):
         if self.row.get("close") == "hang":
             time.sleep(10_000)
         if self.row.get("close") == "raise":
-            raise OSError("two\nlines")
+            raise OSError("two\nlines\x9b31m")
         if "mark" in self.row:
             with open(self.row["mark"], "a") as file:
                 file.write("closed\n")

@@ -14,6 +14,7 @@ import pytest
 
 from megarl.knobs import UserError
 from megarl.rewards import REWARDS, reward_fn_of
+from megarl.rewards import pool as pool_module
 from megarl.rewards.lists import ListReward
 from megarl.rewards.pool import RewardConfig, RewardPool
 from megarl.sandbox.activity import worked_s
@@ -75,6 +76,36 @@ def test_a_failure_is_named_and_the_pool_goes_on(what: str, message: str) -> Non
 
     limits = RewardConfig(time_limit_s=2.0 if message.startswith("rewards") else 60.0, memory_limit_mb=1024)
     with RewardPool([double], limits) as pool:
+        assert run(both) == 14.0
+
+
+@pytest.mark.parametrize("completions", [1, 2])
+def test_a_call_has_its_limit_for_each_completion_and_no_longer(
+    completions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test says how long the call has taken."""
+    looks: list[float] = []
+    spent_s = 1.9 * completions
+
+    def scoring_s(worker: pool_module._Worker) -> float:
+        looks.append(spent_s)
+        return spent_s
+
+    async def both() -> float:
+        nonlocal spent_s
+        data = {"i": 7, "what": "hang"}
+        work = pool.score_group("", [], ["a"] * completions, [[1]] * completions, data)
+        call = asyncio.ensure_future(work)
+        while looks.count(spent_s) < 3:
+            await asyncio.sleep(0.01)
+        assert not call.done()
+        spent_s = 2.1 * completions
+        results = await asyncio.wait_for(call, 120)
+        assert ["rewards.time_limit_s=2" in str(result) for result in results] == [True] * completions
+        return 14.0
+
+    monkeypatch.setattr(pool_module._Worker, "scoring_s", scoring_s)
+    with RewardPool([double], RewardConfig(time_limit_s=2.0)) as pool:
         assert run(both) == 14.0
 
 

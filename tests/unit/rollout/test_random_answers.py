@@ -1,8 +1,7 @@
-"""Damaged answers of a server: a GenerationError in one line, or tokens with their own log-probs and versions."""
+"""Damaged answers of servers: an error in one line, or tokens with their own log-probs and versions."""
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -14,47 +13,28 @@ from hypothesis import strategies as st
 
 from megarl.rollout.api import GenerationError
 from megarl.rollout.client.requests import CompletionPart, parse_answer
+from megarl.rollout.client.scoring import Query, Scores, TeacherLostError, parse_scores
+from tests.damaged_json import damaged
 from tests.fuzzing import fuzzed
 
-# Lists and dicts are new ones each time: a later change may reach into them.
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.integers(-2, 9), st.floats(),
-    st.sampled_from(["", "0", "7", "abort", "٣", "9" * 40, "nan"]),
-    st.builds(list), st.builds(dict), st.builds(lambda: [1, 2]),
-)  # fmt: skip
+WHOLE = [answer([4, 5, 6], version="3"), answer([7], version="3", reason="stop")]
+WHOLE[0]["meta_info"]["weight_versions"] = [
+    {"version": "3", "start": 0, "end": 1},
+    {"version": "4", "start": 1, "end": 3},
+]
+QUERIES = [Query([8, 4, 5, 6], 1), Query([8, 9, 7], 2)]
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of all values inside a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [inner for key, child in items for inner in [(*path, key), *places(child, (*path, key))]]
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> bytes:
-    """The body of an answer of two completions, one over two versions, after up to three changes."""
-    whole = [answer([4, 5, 6], version="3"), answer([7], version="3", reason="stop")]
-    whole[0]["meta_info"]["weight_versions"] = [
-        {"version": "3", "start": 0, "end": 1},
-        {"version": "4", "start": 1, "end": 3},
-    ]
-    body: Any = copy.deepcopy(whole)
-    for _ in range(draw(st.integers(0, 3))):
-        if not (paths := places(body)):
-            break
-        *parents, key = draw(st.sampled_from(paths))
-        parent = body
-        for step in parents:
-            parent = parent[step]
-        change = draw(st.sampled_from(["replace", "replace", "remove", "reverse", "repeat"]))
-        if change == "replace":
-            parent[key] = draw(VALUES)
-        elif change == "remove":
-            del parent[key]
-        elif isinstance(parent, list):
-            parent[:] = parent[::-1] if change == "reverse" else [*parent, parent[key]]
-    text = orjson.dumps(body, option=orjson.OPT_INDENT_2 if draw(st.booleans()) else None)
-    return text[: draw(st.integers(0, len(text)))] if draw(st.integers(0, 9)) == 0 else text
+def scored(query: Query, k: int) -> dict[str, Any]:
+    """An answer of SGLang to a query: log-probs of its tokens from the one before `start` on, and the likeliest."""
+    tokens = query.ids[query.start - 1 :]
+    likely = [[-0.5 - i, i, None] for i in range(k)]
+    return {
+        "meta_info": {
+            "input_token_logprobs": [[None if i == 0 else -0.25 * i, token, None] for i, token in enumerate(tokens)],
+            "input_top_logprobs": [None, *(likely for _ in tokens[1:])],
+        }
+    }
 
 
 def assert_right(part: CompletionPart, said: dict[str, Any]) -> None:
@@ -79,7 +59,7 @@ def assert_right(part: CompletionPart, said: dict[str, Any]) -> None:
 @fuzzed(bounded=500, long=100_000)
 def test_a_damaged_answer_is_refused_or_read_as_it_is(effort: Any) -> None:
     @effort
-    @given(damaged())
+    @given(damaged(WHOLE))
     def holds(body: bytes) -> None:
         try:
             parts = parse_answer(body, 2, "server:1")
@@ -93,6 +73,38 @@ def test_a_damaged_answer_is_refused_or_read_as_it_is(effort: Any) -> None:
         assert "\n" not in line
 
     holds()
+
+
+@fuzzed(bounded=300, long=50_000)
+def test_a_damaged_answer_of_a_teacher_is_refused_or_read_as_it_is(effort: Any) -> None:
+    @effort
+    @given(st.sampled_from([0, 2]).flatmap(lambda k: st.tuples(st.just(k), damaged([scored(q, k) for q in QUERIES]))))
+    def holds(case: tuple[int, bytes]) -> None:
+        k, body = case
+        try:
+            scores = parse_scores(body, QUERIES, k, "teacher:1")
+        except TeacherLostError as error:
+            line = str(error)
+        else:
+            assert_scored(scores, orjson.loads(body), k)
+            return
+        assert line.startswith("the teacher server at teacher:1 gave a malformed answer (")
+        assert "\n" not in line
+
+    holds()
+
+
+def assert_scored(scores: list[Scores], answers: list[dict[str, Any]], k: int) -> None:
+    """Compares scores with the answers that they are of."""
+    for query, score, said in zip(QUERIES, scores, answers, strict=True):
+        entries = said["meta_info"]["input_token_logprobs"][1:]
+        assert query.ids[query.start :] == [token for _, token, *_ in entries]
+        assert score.logprobs == [float(value) for value, *_ in entries]
+        assert all(map(math.isfinite, score.logprobs))
+        tops = said["meta_info"]["input_top_logprobs"][1:] if k else []
+        assert score.top_ids == [[token for _, token, *_ in top] for top in tops]
+        assert score.top_logprobs == [[float(value) for value, *_ in top] for top in tops]
+        assert all(len(ids) == k for ids in score.top_ids)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +148,10 @@ def test_a_completion_with_a_log_prob_above_rounding_is_left_out(
     else:
         assert all(map(math.isnan, read.logprobs))
         assert f"at most {logprob:g}" in caplog.text
+
+
+def test_an_answer_in_an_error_does_not_steer_the_terminal() -> None:
+    """JSON may hold C1 controls and marks of direction as they are."""
+    with pytest.raises(GenerationError, match=r"\\x9b31m\\u202e") as error:
+        parse_answer('{"\x9b31m\u202e": 1}'.encode(), 1, "server:1")
+    assert str(error.value).isprintable()
