@@ -145,7 +145,7 @@ def test_an_aborted_request_has_nothing_after_its_end(check: Callable[..., None]
 def test_what_depends_on_the_tokens_before_is_done_at_every_step(generate: Callable[..., list[Answer]]) -> None:
     prompts = prompts_of(3, 4, 5)
     for special in (
-        {"presence_penalty": 0.5}, {"min_new_tokens": 20}, {"stop": ["qq"]}, {"temperature": 0.0}, {"top_p": 0.9},
+        {"presence_penalty": 0.5}, {"min_new_tokens": 20}, {"stop": ["qqqq"]}, {"temperature": 0.0}, {"top_p": 0.9},
     ):  # fmt: skip
         answers = generate(prompts, [{"max_new_tokens": 30}, {"max_new_tokens": 30} | special, {"max_new_tokens": 20}])
         assert [looks(a) for a in answers] == [len(a["output_ids"]) - 1 for a in answers], special  # they share steps
