@@ -62,7 +62,7 @@ ROUTES: Bugs = {
             ),
             ("choices are counted again", "            router.counts.clear()\n", ""),
         ],
-        (f"{REPLAYED}[2-pp2-qwen3_next]",): [
+        (f"{REPLAYED}[2-pp2-qwen3_5_moe]",): [
             ("backward takes the newest choice", "self.waiting.popleft()", "self.waiting.pop()"),
             (
                 "one stage's choices are recorded",
@@ -70,7 +70,7 @@ ROUTES: Bugs = {
                 "for group in (groups.dp,):",
             ),
         ],
-        (f"{REPLAYED}[2-tp2sp-qwen3_next]",): [
+        (f"{REPLAYED}[2-tp2sp-qwen3_5_moe]",): [
             (
                 "all ranks replay the first rows",
                 "self.groups.tp_rank if self.splits > 1 else 0",
