@@ -91,7 +91,14 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(shards: Path) -> 
     assert sorted(first) == sorted(second) == list(range(ROWS))
     assert first != second
     assert first == take(stream(config(shards)), ROWS) != take(stream(config(shards, seed=1)), ROWS)
-    assert first[:20] != [row - 20 for row in first[20:40]]  # nor have two windows one order
+
+
+def test_every_window_of_a_file_has_an_order_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"i": i}) for i in range(60)))
+    rows = take(stream(config(tmp_path)), 60)
+    windows = [[row - first for row in rows[first : first + 20]] for first in (0, 20, 40)]
+    assert [sorted(window) for window in windows] == [list(range(20))] * 3
+    assert len({tuple(window) for window in windows}) == 3
 
 
 def test_an_unshuffled_stream_keeps_the_files_order(shards: Path) -> None:
