@@ -19,8 +19,6 @@ ACCEPTED: dict[str, str] = {
         "each of a pair works for less than the limit of sleep, so the work of the other never reaches it"
     ),
     "megarl/rollout/workflows/tools.py: sign: k1 + 1 -> (k1 - 1)": "a factor of every score, so the order stays",
-    "megarl/trainer/checkpoints/manifest.py: a file of another size passes": "such a file has another digest too",
-    "megarl/trainer/checkpoints/saver.py: sizes are not checked": "a file of another size has another digest too",
     "megarl/actor/model/heads.py: comparison: groups.tp_size > 1 -> groups.tp_size >= 1": ONE_RANK,
     "megarl/actor/layer_states.py: all layers have the first microbatch's rows": ONE_RANK,
     "megarl/actor/model/adapters.py: comparison: at < height -> at <= height": "the rows that it adds are none",
