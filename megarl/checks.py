@@ -305,7 +305,7 @@ def _check_deadlines(config: Config) -> None:
 def _check_server_backends(config: Config) -> None:
     """Refuses SGLang's backends that servers on GPUs cannot use with this dtype and live weight updates."""
     if servers_on_gpu(config):
-        check_backends(config.server.dtype, config.sglang)
+        check_backends(config.server.dtype, config.sglang, config.server.colocate)
 
 
 def _check_transport(config: Config) -> None:

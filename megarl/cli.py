@@ -31,7 +31,7 @@ from megarl.foreign.yaml_file import load_config
 from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
 from megarl.other_trainers import from_other_trainer, set_by
-from megarl.parallel import hardware_queues
+from megarl.parallel import hardware_queues, nccl_memory
 from megarl.processes import open_many_files
 from megarl.rollout.executor import NoSamplesError
 
@@ -74,6 +74,8 @@ def load(overrides: list[str]) -> Config:
     config = composed(overrides)
     if "RANK" in os.environ:
         hardware_queues.enter(config.parallel)  # before the checks ask for GPUs
+        if config.method == "rl":
+            nccl_memory.enter(config.sglang)  # before the first group
     run_all(config_checks(config))
     return config
 

@@ -140,6 +140,11 @@ def check_device(
             "actor.offload_optimizer=true moves optimizer state from a GPU to the host, and no GPU was found; "
             "set it to false"
         )
+    if config.offload_optimizer and config.dtype == "float32":
+        raise UserError(
+            "actor.offload_optimizer=true needs main parameters beside the model's, and actor.dtype=float32 has none; "
+            "set actor.dtype=bfloat16, or actor.offload_optimizer=false"
+        )
     if config.offload_activations and backend != "te":
         _refuse_offloaded_activations(config, backend)
 

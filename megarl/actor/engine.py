@@ -420,9 +420,8 @@ class MegatronEngine(TrainEngine):
             self.load_state(Path(path))
             return
         self._weights.load(str(path))
-        if self.trainable:
-            with megatron_patches.scope():
-                self.optimizer.reload_model_params()  # the float32 main parameters
+        if self._state is not None:
+            self._state.follow_parameters()
 
     def base_alone(self) -> AbstractContextManager[None]:
         """Context in which an engine with adapters runs without them. Other engines have none."""

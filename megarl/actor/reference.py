@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.gpu.offload import Offloaded
+from megarl.actor.gpu.offload import Offloaded, drop_quantised_copies
 from megarl.actor.weights import hf_weights
 from megarl.parallel.config import ParallelConfig
 from megarl.types import ROUTED_EXPERTS, PackedBatch
@@ -33,6 +33,7 @@ class MegatronReference(MegatronEngine):
     def offload(self) -> None:
         """Copies the weights to the host and frees device memory. Does nothing if they are offloaded already."""
         if self._offloaded is None:
+            drop_quantised_copies(self.modules)
             self._offloaded = Offloaded(hf_weights.parameters(self.modules))
 
     def onload(self) -> None:

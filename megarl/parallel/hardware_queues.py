@@ -3,7 +3,8 @@
 With one queue, kernels start in the order of their calls. Before Blackwell, Megatron relies on this under tensor and
 context parallelism: a collective called before a product must take its multiprocessors first (layers.py:621 of
 Megatron 0.19, and arguments.py:1413 of its training). Elsewhere the driver's eight queues stay, because one queue
-holds up the streams of experts, gradients and servers. Servers never inherit the variable (`without`).
+holds up the streams of experts, gradients and servers. Servers never inherit the variable
+(`rollout/servers/inherited_environment.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Mapping
 
 from megarl.parallel.config import ParallelConfig
 
@@ -44,11 +44,6 @@ def enter(layout: ParallelConfig) -> None:
             *(VARIABLE, given, layout.tp_size, layout.cp_size),
             "leave it unset" if value is None else f"set {value}",
         )
-
-
-def without(environment: Mapping[str, str]) -> dict[str, str]:
-    """Copies an environment for a server, whose kernels need no order of calls."""
-    return {name: value for name, value in environment.items() if name != VARIABLE}
 
 
 def lowest_major() -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,17 +17,23 @@ from megarl.parallel import platform
 T = TypeVar("T")
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all calls on a device. torch's allocator keeps the freed blocks of each stream for it alone."""
+    return torch.cuda.Stream(device)
+
+
 class BackgroundCall(Generic[T]):
     """Runs `work` in a daemon thread named `name`, in a copy of the caller's context.
 
-    On a GPU it has a stream of its own, which begins after what the caller has put into the current one.
+    On a GPU it runs on a stream beside the current one, after what the caller has put into that.
     """
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         self._outcome: Future[T] = Future()
         self._stream = None
         if platform.has_gpu():
-            self._stream = torch.cuda.Stream(platform.device())
+            self._stream = _stream(platform.device())
             self._stream.wait_stream(torch.cuda.current_stream(platform.device()))
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(self._run, work), name=name, daemon=True)

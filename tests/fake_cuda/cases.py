@@ -214,6 +214,28 @@ def state(path: str, folder: str, **fields: Any) -> dict[str, Any]:
     return {"straight": losses[1:], "resumed": again}
 
 
+def loaded(path: str, folder: str, **fields: Any) -> dict[str, Any]:
+    """The weights of a file, loaded into a trained engine, and its weights after a step of no size."""
+    data = without(batch(), "pair_ids", "group_ids")
+    engine = MegatronLMEngine(config(path, **fields))
+    engine.initialize()
+    engine.save(Path(folder) / "hf")
+    started = engine.train_lm(data)["loss"]
+    engine.train_lm(data)
+    moved = dict(engine.named_weights())
+    engine.load(Path(folder) / "hf")
+    weights = dict(engine.named_weights())
+    assert any(not torch.equal(weights[name], moved[name]) for name in weights)
+    for group in engine.optimizer.param_groups:
+        group["max_lr"] = group["min_lr"] = group["lr"] = 0.0
+    loss = engine.train_lm(data)["loss"]
+    after = dict(engine.named_weights())
+    return {
+        "losses": [started, loss],
+        "moved": [name for name in weights if not torch.equal(weights[name], after[name])],
+    }
+
+
 def skipped(main: bool) -> dict[str, Any]:
     """Errors of gradients without most columns, over the largest exact ones, and the share of rows without any."""
     torch.manual_seed(5)

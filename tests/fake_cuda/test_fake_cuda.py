@@ -66,6 +66,7 @@ HEAD = {
     "token loss, sums in float32": (0.51, 3),
     "all logits": (1.01, 3),
 }
+LOADED = [("float32", False), ("bfloat16", False), ("bfloat16", True)]  # dtype, Adam on the host
 FED = (2, 8)  # microbatches of equal sequences
 RACES = {
     "no wait": "may still be writing",
@@ -113,6 +114,14 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "copied": ("copied", {}, {}),
         "float32 state": ("state", {"path": dense, "folder": str(folder / "float32")}, {}),
         "bfloat16 state": ("state", {**sixteen, "folder": str(folder / "bfloat16")}, {}),
+        **{
+            f"loaded, {dtype}{', Adam on the host' * host}": (
+                "loaded",
+                {"path": dense, "dtype": dtype, "offload_optimizer": host, "folder": str(folder / f"{dtype}{host}")},
+                {},
+            )
+            for dtype, host in LOADED
+        },
         **{name: ("exact", {"transport": name}, {}) for name in ("gloo", "shm", "nccl", "cuda_ipc")},
         **{f"memory, {name}": ("memory", {"transport": name, "relay": "off", "keep": True}, {}) for name in STAGING},
         **{
@@ -342,6 +351,13 @@ def test_transformer_engine_agrees_on_shared_prompts(te_outcomes: Any) -> None:
     apart, together = (result(te_outcomes, name)["losses"] for name in ("te", "te, shared prompts"))
     assert together == pytest.approx(apart, rel=2**-8)
     assert together != apart, "nothing was shared"
+
+
+@pytest.mark.parametrize(("dtype", "host"), LOADED)
+def test_a_step_after_a_load_begins_at_the_loaded_weights(outcomes: Any, dtype: str, host: bool) -> None:
+    found = result(outcomes, f"loaded, {dtype}{', Adam on the host' * host}")
+    assert found["moved"] == []
+    assert found["losses"][0] == found["losses"][1]
 
 
 @pytest.mark.parametrize("name", ["float32 state", "bfloat16 state"])

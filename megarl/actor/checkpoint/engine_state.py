@@ -48,6 +48,7 @@ from megarl.actor.weights.shards import float32_tensors
 from megarl.families import adapters_of
 from megarl.hub import local_folder
 from megarl.knobs import UserError
+from megarl.parallel import megatron_patches
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
 
@@ -341,6 +342,19 @@ class EngineState:
         self.scheduler.num_steps = 0
         self.scheduler.step(stored.facts["scheduler_steps"])  # only the count: this run may be longer
         return steps
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Copies parameters that were loaded without a state to the main parameters, and to the host's where it steps.
+
+        Megatron does the former, but for Adam on the host (`actor.offload_optimizer`), whose main parameters it skips.
+        """
+        with megatron_patches.scope():
+            self.optimizer.reload_model_params()
+        for owned in self._owned():
+            if isinstance(owned.inner, HybridDeviceOptimizer):
+                owned.main.copy_(owned.param.view(-1)[owned.start : owned.stop])
+                owned.inner.gpu_params_map_cpu_copy[owned.main].copy_(owned.main)
 
     def _check(self, stored: StoredState) -> None:
         local_shapes = {s.name: tuple(s.shape) for s in hf_weights.shards(self.modules, self.config, self.groups)}

@@ -21,6 +21,11 @@ FLOAT32_ATTENTION = ("torch_native", "triton")
 ATTENTION_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 PLAIN_EXPERTS = ("triton", "deep_gemm")  # keep weights in the checkpoint's layout (SGLang, UnquantizedFusedMoEMethod)
 
+# A co-located server gives up its memory: with this variable the graphs of decoding too. SGLang then refuses graphs
+# of prefill (runner_backend/breakable_cuda_graph_backend.py).
+COLOCATED = {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
+COLOCATED_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
+
 
 def arguments(dtype: str) -> dict[str, Any]:
     """ServerArgs of a server on GPUs, unless the user sets them."""
@@ -35,8 +40,8 @@ def environment(dtype: str) -> dict[str, str]:
     return {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"} if dtype == "float32" else {}
 
 
-def check_backends(dtype: str, sglang: Mapping[str, Any]) -> None:
-    """Refuses the user's own backends that float32 or live weight updates rule out.
+def check_backends(dtype: str, sglang: Mapping[str, Any], colocated: bool) -> None:
+    """Refuses the user's own backends that float32, live weight updates or memory that is given up rule out.
 
     Raises:
         UserError: naming the argument and the backends that serve.
@@ -48,6 +53,11 @@ def check_backends(dtype: str, sglang: Mapping[str, Any]) -> None:
                 f"sglang.{name}={backend} takes 16-bit tensors, and server.dtype=float32; use one of "
                 f"{', '.join(FLOAT32_ATTENTION)}, leave it out, or set server.dtype=bfloat16"
             )
+    if colocated and sglang.get("cuda_graph_backend_prefill") == "breakable":
+        raise UserError(
+            "sglang.cuda_graph_backend_prefill=breakable keeps its memory, and servers with server.colocate=true give "
+            "theirs up; leave it out, or set server.colocate=false"
+        )
     experts = sglang.get("moe_runner_backend")
     if experts is not None and experts not in PLAIN_EXPERTS:
         raise UserError(

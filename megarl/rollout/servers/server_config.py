@@ -183,7 +183,7 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
         if key in MUST_BE_ONE and value != 1:
             raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
     if uses_gpu(config):
-        gpu_backends.check_backends(config.dtype, sglang)
+        gpu_backends.check_backends(config.dtype, sglang, config.colocate)
     if config.colocate and uses_gpu(config) and not has_memory_saver():
         raise UserError(
             "server.colocate=true needs the package torch_memory_saver, with which servers give up their memory; "
@@ -283,7 +283,8 @@ def choose_platform(
     if uses_gpu(config):
         arguments, environment = gpu_backends.arguments(config.dtype), gpu_backends.environment(config.dtype)
         if config.colocate:
-            arguments["enable_memory_saver"] = True
+            arguments |= gpu_backends.COLOCATED
+            environment |= gpu_backends.COLOCATED_ENVIRONMENT
         if deterministic.is_on:
             batch_invariance.check(config.dtype, config.kv_cache_dtype, sglang)
             arguments |= batch_invariance.ARGUMENTS

@@ -28,12 +28,12 @@ from typing import Any
 import psutil
 
 from megarl.observe.log_tail import log_tail
-from megarl.parallel import hardware_queues
 from megarl.parallel.determinism import OFF, Determinism
 from megarl.processes import die_with_parent
 from megarl.rollout.closing import close_after
 from megarl.rollout.servers import guarded_launch, served_adapters
 from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
+from megarl.rollout.servers.inherited_environment import inherited
 from megarl.rollout.servers.server_config import (
     ServerPlatform,
     SGLangServerConfig,
@@ -121,8 +121,12 @@ class SGLangServer:
 
     def _environment(self, scratch: str) -> dict[str, str]:
         placed = {} if self.gpus is None else {VISIBLE: self.gpus}
-        inherited = hardware_queues.without(os.environ)
-        return {**inherited, "TMPDIR": scratch, **self.platform.environment(scratch), **placed}
+        return {
+            **inherited(os.environ, self.config.colocate),
+            "TMPDIR": scratch,
+            **self.platform.environment(scratch),
+            **placed,
+        }
 
     def answers(self, timeout_s: float = 5.0) -> bool:
         """True if the server answers to our key within `timeout_s`."""

@@ -12,6 +12,7 @@ from megarl.actor.api import FinetuneSpec
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.gpu import offload
 from megarl.actor.gpu.offload import LEAST_PIECE, PARTS, EngineMemory, Offloaded, pinned_sizes
+from megarl.actor.reference import MegatronReference
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.types import PackedBatch, cu_seqlens_of
 
@@ -71,6 +72,25 @@ def test_the_optimizer_gives_up_moments_and_main_parameters(
     assert freed["optimizer"] == pytest.approx(per_parameter * parameters, rel=0.01)
     assert freed["gradients"] == pytest.approx(4 * parameters, rel=0.01)
     assert freed["parameters"] == pytest.approx((4 if dtype == "float32" else 2) * parameters, rel=0.01)
+
+
+def test_copies_in_8_bits_leave_with_the_parameters(checkpoints: Callable[..., Path]) -> None:
+    """As Transformer Engine's layers keep them. This does not cover that a pass makes them anew."""
+    config = EngineConfig(path=str(checkpoints("qwen3", tied=True)))
+    engine, reference = MegatronLMEngine(config), MegatronReference(config)
+    engine.initialize(ft_spec=FinetuneSpec(1, 3, 1))
+    reference.initialize()
+    kept = []
+    for model in (engine, reference):
+        layer = model.modules[0].decoder.layers[1].mlp.linear_fc1
+        layer._fp8_workspaces = {"weight": torch.zeros(8, dtype=torch.uint8)}
+        kept.append(layer._fp8_workspaces)
+    memory = EngineMemory(engine)
+    memory.offload("gradients", "optimizer")
+    assert len(kept[0]) == 1
+    memory.offload("parameters")
+    reference.offload()
+    assert kept == [{}, {}]
 
 
 def test_views_of_one_storage_are_freed_once_and_come_back() -> None:

@@ -138,10 +138,16 @@ def test_bfloat16_parameters_learn_like_float32_ones(folder: Path) -> None:
 
 
 def test_optimizer_offload_is_refused_without_a_gpu() -> None:
-    config = EngineConfig(offload_optimizer=True)
+    config = EngineConfig(offload_optimizer=True, dtype="bfloat16")
     check_device(config, has_gpu=True)
     with pytest.raises(UserError, match=r"actor\.offload_optimizer=true moves optimizer state from a GPU"):
         check_device(config, has_gpu=False)
+
+
+def test_optimizer_offload_is_refused_for_parameters_that_are_their_own_main_parameters() -> None:
+    """Megarl's main parameters of float32 are views of the model's, and torch optimizes no view."""
+    with pytest.raises(UserError, match=r"offload_optimizer=true needs main parameters .*set actor\.dtype=bfloat16"):
+        check_device(EngineConfig(offload_optimizer=True), has_gpu=True)
 
 
 def test_a_step_with_a_nan_is_skipped_and_the_next_goes_on(folder: Path) -> None:

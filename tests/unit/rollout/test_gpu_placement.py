@@ -59,7 +59,17 @@ def test_servers_take_the_gpus_after_the_ranks_or_share_them(
     for server in servers.servers:
         environment = server._environment("scratch")
         assert sorted(environment["CUDA_VISIBLE_DEVICES"].split(",")) == list("01234567")  # cuda_ipc reads the others
-        assert server.args.get("enable_memory_saver", False) == config.server.colocate
+        for name in ("enable_memory_saver", "disable_prefill_cuda_graph"):
+            assert server.args.get(name, False) == config.server.colocate
+        assert environment.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == ("true" if config.server.colocate else None)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_graphs_that_keep_their_memory_are_refused_where_servers_give_it_up() -> None:
+    knobs = ["+experiment=gsm8k_grpo", "server.device=cuda", "+sglang.cuda_graph_backend_prefill=breakable"]
+    cli.load([*knobs, "parallel.dp_size=4", "server.n_servers=4"])
+    with pytest.raises(UserError, match=r"sglang\.cuda_graph_backend_prefill=breakable keeps its memory"):
+        cli.load([*knobs, "parallel.dp_size=8", "server.n_servers=8", "server.colocate=true"])
 
 
 SERVED_TEACHER = ("+experiment=opd", "teacher.source=server", "algorithm.divergence=top_k", "teacher.n_servers=2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from megarl.parallel import platform
+from megarl.trainer import background_call
 from megarl.trainer.background_call import BackgroundCall
 
 DEADLINE_S = 120.0
@@ -50,10 +52,12 @@ def test_on_a_gpu_it_reads_after_the_callers_work_and_the_caller_goes_on_after_i
 ) -> None:
     """Streams that write down who waits for whom. This does not cover that kernels obey them."""
     order: list[str] = []
+    made: list[str] = []
 
     class Stream:
         def __init__(self, name: Any) -> None:
             self.name = name if isinstance(name, str) else "own"
+            made.append(self.name)
 
         def wait_stream(self, other: Stream) -> None:
             order.append(f"{self.name} waits for {other.name}")
@@ -66,7 +70,10 @@ def test_on_a_gpu_it_reads_after_the_callers_work_and_the_caller_goes_on_after_i
     monkeypatch.setattr(platform, "has_gpu", lambda: True)
     monkeypatch.setattr(platform, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(background_call, "_stream", functools.cache(background_call._stream.__wrapped__))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     assert BackgroundCall("weights", lambda: order.append("work")).result() is None
     assert order == ["own waits for current", "on own", "work", "current waits for own"]
+    BackgroundCall("weights", lambda: None).result()
+    assert made.count("own") == 1  # torch's allocator would keep free blocks for each stream

@@ -1,0 +1,36 @@
+"""Environment that a server inherits: the trainer's, without what is the trainer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.parallel import hardware_queues
+
+# A rank's place, as torchrun and the launchers tell it. With TORCHELASTIC_USE_AGENT_STORE=True torch makes every rank a
+# client of a store that torchrun has (torch/distributed/rendezvous.py): SGLang's ranks would wait for one for ever.
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # prefixes
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+NOT_WHERE_MEMORY_IS_GIVEN_UP = "expandable_segments"  # torch_memory_saver refuses it
+
+
+def inherited(environment: Mapping[str, str], colocated: bool) -> dict[str, str]:
+    """Copies an environment for a server, whose kernels need no order of calls (`hardware_queues`).
+
+    A co-located server gives up its memory by torch_memory_saver, so it takes no expandable segments.
+    """
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if name != hardware_queues.VARIABLE and name not in PLACE and not name.startswith(TORCHRUN)
+    }
+    for name in ALLOCATOR if colocated else ():
+        if name in kept:
+            kept[name] = _without_segments(kept[name])
+    return kept
+
+
+def _without_segments(options: str) -> str:
+    """Takes one option out of `name:value,name:value`. A value may be a list in brackets, with commas inside."""
+    parts = [part for part in options.split(",") if part.split(":")[0].strip() != NOT_WHERE_MEMORY_IS_GIVEN_UP]
+    return ",".join(parts)
