@@ -62,6 +62,8 @@ def watch(
 ) -> int:
     """Waits until all ranks have ended, then ends the servers. Returns 0, or the exit code of one that failed.
 
+    The code of a process that signal N ended is 128 + N, as in a shell.
+
     Ctrl-C and SIGTERM are passed to rank 0, which stops the run in order. A rank or server that fails is printed with
     its stage, its last collective and the end of its log. The other ranks get FAILURE_GRACE_S seconds, then SIGKILL.
     If a rank is stuck (see `Monitor`), all get SIGKILL at once. In the job's `folder` the servers learn that the ranks
@@ -106,7 +108,7 @@ def _wait(
                 failures += _report(ranks, servers, monitor, failures)  # the cause may end after what it broke
             if code and not failures:
                 failures += _report_late(ranks, monitor)
-            return code
+            return code if code >= 0 else 128 - code
         if deadline is None and now > last_check + BEAT_S:
             last_check, stuck = now, monitor.check()
             if stuck:

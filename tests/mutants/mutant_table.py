@@ -7,6 +7,7 @@ import mutant_table_causes as causes
 import mutant_table_csrc as csrc
 import mutant_table_feed as feed
 import mutant_table_fidelity as fidelity
+import mutant_table_gpu as gpu
 import mutant_table_head as head
 import mutant_table_hostile as hostile
 import mutant_table_overlap as overlap
@@ -41,6 +42,7 @@ MUTANTS: list[Mutant] = [
         head.HEAD,
         hostile.HOSTILE,
         causes.CAUSES,
+        gpu.GPU,
     )
     for mutant in flat(bugs)
 ]

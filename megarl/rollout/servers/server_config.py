@@ -16,6 +16,7 @@ from typing import Any
 
 from megarl.families.weight_formats import FORMATS, QUANTIZATIONS, ServedFormat
 from megarl.knobs import MAX_COUNT, MAX_SECONDS, MAX_SEED, Range, UserError, check_ranges, knob, shown
+from megarl.parallel import nccl_memory
 from megarl.parallel.determinism import Determinism
 from megarl.rollout.servers import batch_invariance, gpu_backends
 
@@ -285,6 +286,7 @@ def choose_platform(
         if config.colocate:
             arguments |= gpu_backends.COLOCATED
             environment |= gpu_backends.COLOCATED_ENVIRONMENT
+        environment[nccl_memory.VARIABLE] = nccl_memory.setting(sglang)
         if deterministic.is_on:
             batch_invariance.check(config.dtype, config.kv_cache_dtype, sglang)
             arguments |= batch_invariance.ARGUMENTS

@@ -61,18 +61,22 @@ def test_a_rank_that_fails_is_shown_and_ends_the_others(
 
 
 @pytest.mark.parametrize(
-    ("end", "cause"),
+    ("end", "cause", "code"),
     [
-        ("print('megarl: the disk is full', file=sys.stderr); sys.exit(1)", "ended with code 1 {}: the disk is full"),
-        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL {}"),
-        ("sys.stdout.close(); os.truncate(sys.argv[1] + '/rank_1.log', 0); os._exit(3)", "ended with code 3 {}"),
+        (
+            "print('megarl: the disk is full', file=sys.stderr); sys.exit(1)",
+            "ended with code 1 {}: the disk is full",
+            1,
+        ),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL {}", 137),
+        ("sys.stdout.close(); os.truncate(sys.argv[1] + '/rank_1.log', 0); os._exit(3)", "ended with code 3 {}", 3),
     ],
 )
 def test_the_last_line_has_the_cause_and_what_the_rank_said_of_it(
-    rank_module: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, cause: str
+    rank_module: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, cause: str, code: int
 ) -> None:
     rank_module.write_text(RANK.format(body=f"if rank == '1': {end}"))
-    local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path)
+    assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == code
     said = cause.format("before it had joined the other ranks")
     assert capsys.readouterr().err.splitlines()[-1] == f"megarl: the run ended because rank 1 {said}"
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from megarl.parallel import nccl_memory
+from megarl.parallel.determinism import OFF
+from megarl.rollout.servers import server_config
 from megarl.rollout.servers.inherited_environment import ALLOCATOR
-from megarl.rollout.servers.server_config import SGLangServerConfig, free_ports
+from megarl.rollout.servers.server_config import SGLangServerConfig, choose_platform, free_ports
 from megarl.rollout.servers.sglang_server import SGLangServer
 
 # What torchrun gives a rank (torch/distributed/elastic/agent/server/local_elastic_agent.py).
@@ -70,12 +72,12 @@ def test_a_server_that_gives_up_memory_has_no_expandable_segments(
 def test_trainer_and_server_have_one_kind_of_nccl_memory(
     own: str | None, sglang: dict[str, Any], both: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The server's value is what SGLang's own function makes of the environment that it inherits."""
+    """A server's value is set, so SGLang, which has rules of its own where it is absent, keeps it."""
     monkeypatch.setenv(nccl_memory.VARIABLE, own or "")
     if own is None:
         monkeypatch.delenv(nccl_memory.VARIABLE)
+    monkeypatch.setattr(server_config, "gpu_count", lambda: 1)
+    server = SGLangServerConfig(device="cuda")
+    assert choose_platform(server, sglang, OFF).environment("")[nccl_memory.VARIABLE] == both
     nccl_memory.enter(sglang)
     assert os.environ[nccl_memory.VARIABLE] == both
-    inherited = environment_of(tmp_path).get(nccl_memory.VARIABLE)
-    ruled = inherited is None or sglang.get("enable_symm_mem", False)  # SGLang's condition for setting its own
-    assert (str(int(sglang.get("enable_symm_mem", False))) if ruled else inherited) == both
