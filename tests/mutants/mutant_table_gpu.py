@@ -55,7 +55,7 @@ GPU: Bugs = {
     },
     "megarl/actor/checkpoint/engine_state.py": {
         DEVICE: [
-            ("a load leaves the host's parameters", "gpu_params_map_cpu_copy[owned.main].copy_(owned.main)", "lr"),
+            ("a load leaves the host's parameters", "_copy[owned.main].copy_(owned.main)", "_copy[owned.main].clone()"),
             ("a load leaves the main parameters", "owned.main.copy_(owned.param.view", "(owned.param.view"),
         ],
     },
