@@ -72,6 +72,7 @@ def model_checks(
         functools.partial(fp8.check_layout, config, parallel, model),
         functools.partial(_check_shared_heads, config, model, deterministic.same_bits),
         functools.partial(_check_offloaded_layers, config, model),
+        functools.partial(_check_offloaded_optimizer, config, model),
     )
 
 
@@ -268,6 +269,15 @@ def _check_offloaded_layers(config: EngineConfig, model: PretrainedConfig) -> No
         raise UserError(
             f"actor.offload_activations={config.offload_activations} must be below the model's "
             f"{model.num_hidden_layers} layers: backward reads the last layer's at once; lower it"
+        )
+
+
+def _check_offloaded_optimizer(config: EngineConfig, model: PretrainedConfig) -> None:
+    """Refuses trained parameters in float32: Megatron's main parameters are views of them, and torch takes no view."""
+    if config.offload_optimizer and not config.lora.rank and decoder(model).delta_net is not None:
+        raise UserError(
+            f"actor.offload_optimizer=true takes no parameters in float32, and decays of a '{model.model_type}' "
+            "model's gated delta nets are kept so; set it to false, or train adapters (actor.lora.rank)"
         )
 
 

@@ -139,8 +139,8 @@ def propose(config: Config, model: PretrainedConfig, folder: Path, gpus: int) ->
     if not best:
         raise UserError(
             f"gpus={gpus}: no layout of {config.actor.path} with server.dtype={config.server.dtype} fits "
-            f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}; give more GPUs, or set actor.offload_optimizer="
-            "true"
+            f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g}; give more GPUs, or set actor.dtype=bfloat16 "
+            "and actor.offload_optimizer=true"
         )
     return sorted(best, key=lambda proposal: _rounded(proposal.step.step_s))
 

@@ -114,6 +114,11 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "copied": ("copied", {}, {}),
         "float32 state": ("state", {"path": dense, "folder": str(folder / "float32")}, {}),
         "bfloat16 state": ("state", {**sixteen, "folder": str(folder / "bfloat16")}, {}),
+        "state, Adam on the host": (
+            "state",
+            {**sixteen, "offload_optimizer": True, "folder": str(folder / "host")},
+            {},
+        ),
         **{
             f"loaded, {dtype}{', Adam on the host' * host}": (
                 "loaded",
@@ -360,7 +365,7 @@ def test_a_step_after_a_load_begins_at_the_loaded_weights(outcomes: Any, dtype: 
     assert found["losses"][0] == found["losses"][1]
 
 
-@pytest.mark.parametrize("name", ["float32 state", "bfloat16 state"])
+@pytest.mark.parametrize("name", ["float32 state", "bfloat16 state", "state, Adam on the host"])
 def test_a_resume_and_rests_on_the_host_change_no_bit(outcomes: Any, name: str) -> None:
     found = result(outcomes, name)
     assert found["resumed"] == found["straight"]

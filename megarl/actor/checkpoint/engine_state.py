@@ -338,6 +338,7 @@ class EngineState:
             if isinstance(part.optimizer, HybridDeviceOptimizer):  # it steps copies on the host: copy them again
                 part.optimizer._init_sub_optimizers()
                 part.optimizer._sync_hdo_param_groups_to_sub_optimizers()
+                part.optimizer.param_update_in_fp32 = False  # else it looks for main parameters beside these
                 part.optimizer._sync_hdo_state_to_sub_optimizers()
         self.scheduler.num_steps = 0
         self.scheduler.step(stored.facts["scheduler_steps"])  # only the count: this run may be longer

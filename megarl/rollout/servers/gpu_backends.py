@@ -21,8 +21,8 @@ FLOAT32_ATTENTION = ("torch_native", "triton")
 ATTENTION_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 PLAIN_EXPERTS = ("triton", "deep_gemm")  # keep weights in the checkpoint's layout (SGLang, UnquantizedFusedMoEMethod)
 
-# A co-located server gives up its memory: with this variable the graphs of decoding too. SGLang then refuses graphs
-# of prefill (runner_backend/breakable_cuda_graph_backend.py).
+# A co-located server gives up its memory: with this variable its graphs too. SGLang then refuses breakable graphs
+# (runner_backend/breakable_cuda_graph_backend.py), which are its default for prefill.
 COLOCATED = {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
 COLOCATED_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
 
@@ -53,10 +53,10 @@ def check_backends(dtype: str, sglang: Mapping[str, Any], colocated: bool) -> No
                 f"sglang.{name}={backend} takes 16-bit tensors, and server.dtype=float32; use one of "
                 f"{', '.join(FLOAT32_ATTENTION)}, leave it out, or set server.dtype=bfloat16"
             )
-    if colocated and sglang.get("cuda_graph_backend_prefill") == "breakable":
+    if colocated and (argument := _breakable_graphs(sglang)):
         raise UserError(
-            "sglang.cuda_graph_backend_prefill=breakable keeps its memory, and servers with server.colocate=true give "
-            "theirs up; leave it out, or set server.colocate=false"
+            f"{argument} gives a server breakable CUDA graphs, which SGLang refuses where memory is given up, as with "
+            "server.colocate=true; leave it out, or set server.colocate=false"
         )
     experts = sglang.get("moe_runner_backend")
     if experts is not None and experts not in PLAIN_EXPERTS:
@@ -64,3 +64,15 @@ def check_backends(dtype: str, sglang: Mapping[str, Any], colocated: bool) -> No
             f"sglang.moe_runner_backend={experts} may keep experts in another layout than the checkpoint's, which live "
             f"weight updates cannot write; use one of {', '.join(PLAIN_EXPERTS)}, or leave it out"
         )
+
+
+def _breakable_graphs(sglang: Mapping[str, Any]) -> str:
+    """The user's argument that asks for breakable CUDA graphs, with its value; "" if there is none."""
+    for phase in ("decode", "prefill"):
+        if sglang.get(f"cuda_graph_backend_{phase}") == "breakable":
+            return f"sglang.cuda_graph_backend_{phase}=breakable"
+    if "breakable" in str(settings := sglang.get("cuda_graph_config", "")):
+        return f"sglang.cuda_graph_config={settings}"
+    if sglang.get("disable_prefill_cuda_graph") is False and not sglang.get("cuda_graph_backend_prefill"):
+        return "sglang.disable_prefill_cuda_graph=false"
+    return ""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from megarl.actor.api import FinetuneSpec
-from megarl.actor.checks import check_device
-from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.checks import check_device, model_checks
+from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.optimizer import build_scheduler
 from megarl.actor.supervised import MegatronLMEngine, lm_loss, trained_tokens
-from megarl.knobs import UserError
+from megarl.knobs import UserError, run_all
+from megarl.parallel.config import ParallelConfig
 from tests.unit.actor.memory_worker import batch
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -148,6 +151,14 @@ def test_optimizer_offload_is_refused_for_parameters_that_are_their_own_main_par
     """Megarl's main parameters of float32 are views of the model's, and torch optimizes no view."""
     with pytest.raises(UserError, match=r"offload_optimizer=true needs main parameters .*set actor\.dtype=bfloat16"):
         check_device(EngineConfig(offload_optimizer=True), has_gpu=True)
+
+
+def test_optimizer_offload_is_refused_for_models_with_trained_float32(checkpoints: Callable[..., Path]) -> None:
+    model = AutoConfig.from_pretrained(checkpoints("qwen3_next", tied=False))
+    for lora, refused in ((LoraConfig(), True), (LoraConfig(rank=2), False)):
+        config = EngineConfig(offload_optimizer=True, dtype="bfloat16", lora=lora)
+        with pytest.raises(UserError, match="'qwen3_next' model's gated delta") if refused else nullcontext():
+            run_all(model_checks(config, ParallelConfig(), model))
 
 
 def test_a_step_with_a_nan_is_skipped_and_the_next_goes_on(folder: Path) -> None:

@@ -65,11 +65,23 @@ def test_servers_take_the_gpus_after_the_ranks_or_share_them(
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_graphs_that_keep_their_memory_are_refused_where_servers_give_it_up() -> None:
-    knobs = ["+experiment=gsm8k_grpo", "server.device=cuda", "+sglang.cuda_graph_backend_prefill=breakable"]
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "cuda_graph_backend_prefill=breakable",
+        "cuda_graph_backend_decode=breakable",
+        "cuda_graph_config={decode:{backend:breakable}}",
+        "disable_prefill_cuda_graph=false",
+    ],
+)
+def test_graphs_that_sglang_refuses_where_memory_is_given_up_are_refused(argument: str) -> None:
+    knobs = ["+experiment=gsm8k_grpo", "server.device=cuda", f"+sglang.{argument}"]
     cli.load([*knobs, "parallel.dp_size=4", "server.n_servers=4"])
-    with pytest.raises(UserError, match=r"sglang\.cuda_graph_backend_prefill=breakable keeps its memory"):
-        cli.load([*knobs, "parallel.dp_size=8", "server.n_servers=8", "server.colocate=true"])
+    colocated = ["parallel.dp_size=8", "server.n_servers=8", "server.colocate=true"]
+    with pytest.raises(UserError, match=r"^sglang\.\w+=.* gives a server breakable CUDA graphs") as refused:
+        cli.load([*knobs, *colocated])
+    assert str(refused.value).startswith(f"sglang.{argument.partition('=')[0]}=")
+    cli.load([*knobs[:2], *colocated, "+sglang.cuda_graph_backend_prefill=full"])
 
 
 SERVED_TEACHER = ("+experiment=opd", "teacher.source=server", "algorithm.divergence=top_k", "teacher.n_servers=2")

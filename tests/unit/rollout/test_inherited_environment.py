@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.parallel import nccl_memory
 from megarl.parallel.determinism import OFF
 from megarl.rollout.servers import server_config
@@ -67,7 +68,14 @@ def test_a_server_that_gives_up_memory_has_no_expandable_segments(
 
 @pytest.mark.parametrize(
     ("own", "sglang", "both"),
-    [(None, {}, "0"), ("1", {}, "1"), (None, {"enable_symm_mem": True}, "1"), ("0", {"enable_symm_mem": True}, "1")],
+    [
+        (None, {}, "0"),
+        ("1", {}, "1"),
+        (None, {"enable_symm_mem": True}, "1"),
+        ("0", {"enable_symm_mem": True}, "1"),
+        (None, {"moe_a2a_backend": "deepep_v2"}, "1"),
+        ("0", {"moe_a2a_backend": "deepep_v2"}, "0"),
+    ],
 )
 def test_trainer_and_server_have_one_kind_of_nccl_memory(
     own: str | None, sglang: dict[str, Any], both: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -81,3 +89,14 @@ def test_trainer_and_server_have_one_kind_of_nccl_memory(
     assert choose_platform(server, sglang, OFF).environment("")[nccl_memory.VARIABLE] == both
     nccl_memory.enter(sglang)
     assert os.environ[nccl_memory.VARIABLE] == both
+
+
+@pytest.mark.parametrize(("method", "value"), [("rl", "0"), ("sft", None)])
+def test_a_trainer_of_one_rank_has_it_without_a_launcher(
+    method: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (nccl_memory.VARIABLE, "RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    cli.load([f"+experiment={'gsm8k_grpo' if method == 'rl' else 'gsm8k_sft'}"])
+    assert os.environ.get(nccl_memory.VARIABLE) == value
