@@ -1,6 +1,6 @@
-"""Attention and mixture-of-experts backends of SGLang servers on GPUs, as float32 and live weight updates need them.
+"""Backends of SGLang servers on GPUs: attention, experts and CUDA graphs, as a run's knobs need them.
 
-SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live updates. Two of its choices fail here:
+SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live updates. Three of its choices fail here:
 
 - Attention: fa3, flashinfer and trtllm_mha take 16-bit tensors only. float32 servers get torch_native, because Triton
   multiplies float32 tensors in TF32. RMSNorm's CUDA kernel takes 16 bits too: an environment variable replaces it.
@@ -8,6 +8,8 @@ SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live u
   them around each update, expert by expert. The receiver's digests would not be of the weights in use. Triton's kernels
   read experts in the checkpoint's layout, on every GPU. Shared experts stay a module of their own: where SGLang fuses
   them, the routed ones have another slot.
+- CUDA graphs: a co-located server gives up its memory, that of its graphs too. SGLang refuses breakable graphs then,
+  which are its default for prefill.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ FLOAT32_ATTENTION = ("torch_native", "triton")
 ATTENTION_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 PLAIN_EXPERTS = ("triton", "deep_gemm")  # keep weights in the checkpoint's layout (SGLang, UnquantizedFusedMoEMethod)
 
-# A co-located server gives up its memory: with this variable its graphs too. SGLang then refuses breakable graphs
-# (runner_backend/breakable_cuda_graph_backend.py), which are its default for prefill.
+# Of a co-located server. SGLang's refusal is in runner_backend/breakable_cuda_graph_backend.py.
 COLOCATED = {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
 COLOCATED_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
 
