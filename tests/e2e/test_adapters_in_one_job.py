@@ -26,6 +26,7 @@ ARGUMENTS = [
     "server.max_restarts=0", "actor.lora.rank=4", "actor.lora.sync=adapters", "actor.optimizer.lr=1e-2",
     "total_train_steps=4", "evaluator.every_steps=0", "evaluator.at_start=false", "evaluator.n_samples=1",
     "saver.every_steps=1", "saver.keep=9", "algorithm.n_minibatches=1", "rollout.max_head_offpolicyness=0",
+    "server.heartbeat_s=300",
 ]  # fmt: skip
 OWN: dict[str, list[str]] = {
     "first": ["actor.lora.dropout=0.1"],

@@ -169,8 +169,7 @@ def test_adapters_with_dropout_that_are_killed_and_resumed_end_with_the_same_bit
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     runs: Runs, undisturbed: RunFolder
 ) -> None:
-    pid = runs.start("damaged")
-    kill_later(pid, signal.SIGKILL, runs.output("damaged"), 14, 0.0)
+    runs.start("damaged", die=("files are to be hashed", 4))
     assert runs.wait() == -signal.SIGKILL
     run = runs.folder("damaged")
     newest = max(p for p in run.checkpoints.iterdir() if not p.suffix)

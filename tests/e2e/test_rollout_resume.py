@@ -16,7 +16,7 @@ STEPS = 100  # neither run comes to its end
 ARGUMENTS = [
     "+experiment=gsm8k_grpo", "evaluator.every_steps=0", "evaluator.at_start=false", "train_dataset.batch_size=4",
     "algorithm.n_minibatches=2", "gconfig.n_samples=4", "gconfig.max_new_tokens=24", "saver.export_hf=false",
-    f"total_train_steps={STEPS}", "saver.every_steps=3", "saver.keep=9",
+    f"total_train_steps={STEPS}", "saver.every_steps=3", "saver.keep=9", "server.heartbeat_s=300",
 ]  # fmt: skip
 # Wall times, and what the next step's completions record before or after a step is logged.
 MEASURED = ("time", "tokens_per_s", "truncated", "canary_logprob")  # a canary is sampled anew, on no tape

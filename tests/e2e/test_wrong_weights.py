@@ -35,7 +35,7 @@ from megarl.types import PackedBatch
 
 OVERRIDES = [
     "+experiment=gsm8k_grpo", "server.n_servers=2", "server.max_restarts=0", "train_dataset.batch_size=8",
-    "gconfig.max_new_tokens=48", "rollout.max_head_offpolicyness=1",
+    "gconfig.max_new_tokens=48", "rollout.max_head_offpolicyness=1", "server.heartbeat_s=300",
 ]  # fmt: skip
 TOLERANCE = 1e-4  # nats, float32
 

@@ -129,7 +129,7 @@ def test_a_server_of_somebody_elses_must_have_the_weight_loader(server: SGLangSe
 def test_a_server_of_somebody_elses_that_is_gone_is_waited_for_by_nobody(server: SGLangServers) -> None:
     alive = ExternalServers(server.addresses, server.api_key, WEIGHT_LOADER)
     dead = ExternalServers(["127.0.0.1:9"], server.api_key, WEIGHT_LOADER)
-    supervisor = Supervisor([*alive.servers, *dead.servers], 20.0, max_restarts=3)
+    supervisor = Supervisor([*alive.servers, *dead.servers], HEARTBEAT_S, max_restarts=3)
     supervisor.start()
     try:
         until(lambda: supervisor.serving() == alive.addresses, WAIT_S)

@@ -174,6 +174,7 @@ def test_servers_end_once_the_ranks_have(tmp_path: Path, monkeypatch: pytest.Mon
 while not (folder / 'trainers-ended').exists(): time.sleep(0.05)
 print('told, I am', os.environ['MEGARL_SERVER_INDEX'])
 """
+    monkeypatch.setattr(watch, "SERVER_GRACE_S", 300.0)
     fake_run(monkeypatch, rank="time.sleep(0.3)", server=server)
     assert local.launch(job_of(tmp_path, 2, 2)) == 0
     assert [(tmp_path / f"server_{i}.log").read_text() for i in (0, 1)] == ["told, I am 0\n", "told, I am 1\n"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.launcher import status
 from megarl.launcher.status import Ask, states, view
 from megarl.observe.run_folder import RunFolder
 
@@ -43,7 +44,11 @@ def test_a_server_that_is_asked_and_gone_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(200, " answers"), (401, " answers"), (503, " answers with 503")])
-def test_a_server_that_wants_a_key_answers(tmp_path: Path, code: int, state: str) -> None:
+def test_a_server_that_wants_a_key_answers(
+    tmp_path: Path, code: int, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "HEALTH_S", 300.0)
+
     class Handler(http.server.BaseHTTPRequestHandler):
         """Answers everything with one code."""
 

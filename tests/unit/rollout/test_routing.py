@@ -89,7 +89,7 @@ def test_requests_wait_while_every_server_has_as_many_as_it_may() -> None:
             with pytest.raises(GenerationError, match=r"no server had room for a request within 0\.2 s"):
                 async with router.place([3], 1, (), 0.2):
                     raise AssertionError("there was no room")
-            waiting = asyncio.ensure_future(router.place([3], 2, (), 10).__aenter__())
+            waiting = asyncio.ensure_future(router.place([3], 2, (), 300).__aenter__())
             await asyncio.sleep(0.15)
             assert not waiting.done()
         assert await waiting in ("a", "b")
