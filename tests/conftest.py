@@ -40,6 +40,7 @@ from xdist.scheduler import LoadScopeScheduling
 from megarl.parallel import platform
 from tests import guardian, rows
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
+from tests.running_tests import RunningTests
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,6 +98,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[rows.VARIABLE] = "all" if config.option.markexpr == "long" else "some"
     if config.getoption("--gpu-options"):
         platform.takes_gpu_options = lambda: True
+    if not hasattr(config, "workerinput"):  # no process of pytest-xdist's
+        config.pluginmanager.register(RunningTests())
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

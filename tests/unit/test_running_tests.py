@@ -1,0 +1,43 @@
+"""A long run of tests names the ones that run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STALLS = """
+import time
+
+def test_at_once():
+    pass
+
+def test_that_stalls():
+    time.sleep(2)
+"""
+CONFTEST = """
+from tests import running_tests
+
+running_tests.EVERY_S = 0.5
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(running_tests.RunningTests())
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_test_that_stalls_is_named_while_it_runs(workers: str, tmp_path: Path) -> None:
+    (tmp_path / "test_both.py").write_text(STALLS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "pytest", "-n", workers, "--rootdir", str(tmp_path), str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    named = re.findall(r"\[0 min\] \d tests ended; running: (\S+) \(\d s\)", run.stdout)
+    assert "test_both.py::test_that_stalls" in named, run.stdout
