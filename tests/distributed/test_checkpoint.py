@@ -22,7 +22,7 @@ KINDS = {"float32": ("weight", "exp_avg", "exp_avg_sq"), "bfloat16": ("weight", 
 CASES: dict[str, dict[str, Any]] = {
     "tied": {
         "family": "qwen3", "tied": True, "vocab_size": 341,
-        "layouts": rows.only("tp2dp2,pp2vpp2dp2,tp2cp2,tp4", DENSE),
+        "layouts": rows.only("tp2dp2,pp2vpp2dp2,tp2cp2", DENSE),
     },
     "untied_bfloat16": {
         "family": "llama", "tied": False, "vocab_size": 347, "dtype": "bfloat16",

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from megarl.launcher.local import run_ranks
 from megarl.types import cu_seqlens_of
+from tests import rows
 from tests.distributed.layout_worker import ADAM, ENTROPY_BONUS
 
 SP = {"tp_size": 2, "sequence_parallel": True}
+pytestmark = rows.marks()
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts of a size run in the same processes
     1: {"tp1": {}},
     2: {
@@ -62,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied_mha": {"family": "llama", "tied": True, "vocab_size": 345, "num_key_value_heads": 4},
 }  # fmt: skip
 MODELS_OF_ALL_LAYOUTS = ("qwen2_tied", "qwen3_untied", "mistral")
-LAYOUTS_OF_ALL_MODELS = ("tp1", "tp2", "pp2")
+LAYOUTS_OF_ALL_MODELS = ("tp1", "tp2", "pp2") if rows.wants_all() else ("tp1", "tp2")
 RUNS = {
     layout: list(MODELS if layout in LAYOUTS_OF_ALL_MODELS else MODELS_OF_ALL_LAYOUTS)
     for layouts in LAYOUTS.values()

@@ -38,7 +38,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by world size; all layouts 
         "ep2_etp2": {"dp_size": 4, "ep_size": 2, "etp_size": 2},
     },
 }
-MODELS: dict[str, dict[str, Any]] = rows.only("mixtral,qwen3_moe_mixed,deepseek_v3", {
+MODELS: dict[str, dict[str, Any]] = rows.only("qwen3_moe_mixed,deepseek_v3", {
     "mixtral": {"family": "mixtral", "tied": False, "vocab_size": 343, "num_hidden_layers": 4},
     "qwen3_moe_mixed": {  # dense and sparse layers, weights that do not sum to 1, biases, tied embeddings
         "family": "qwen3_moe", "tied": True, "vocab_size": 341, "num_hidden_layers": 4, "mlp_only_layers": [2],

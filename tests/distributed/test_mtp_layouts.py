@@ -72,7 +72,7 @@ ALL_RUNS = {
     "pp2_dp2_overlap": ["glm", "qwen3_5"],
     "pp2vpp2_dp2": ["qwen3_5_deep"],
 }
-OFTEN = rows.only("glm,glm_2_depths,qwen3_5", MODELS)
+OFTEN = rows.only("glm,qwen3_5", MODELS)
 RUNS = {layout: [name for name in names if name in OFTEN] for layout, names in ALL_RUNS.items()}
 CASES = [
     pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 4 else [], id=f"{layout}-{name}")

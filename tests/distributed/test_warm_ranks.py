@@ -26,7 +26,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "number",
+    [*(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
+    ids=lambda number: number.name,
+)
 def test_nothing_outlives_the_test_process(number: signal.Signals, tmp_path: Path) -> None:
     started = tmp_path / "started"
     started.touch()

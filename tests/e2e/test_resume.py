@@ -128,7 +128,7 @@ def test_a_run_killed_at_many_moments_ends_with_the_bits_of_an_undisturbed_one(
     moments: list[Any] = [(point, draw.randint(1, 2)) for point in POINTS]
     moments += [(draw.choice([signal.SIGKILL, signal.SIGTERM]), draw.randint(1, 5)) for _ in range(5)]
     draw.shuffle(moments)
-    moments = rows.every(2, moments)
+    moments = rows.every(3, moments)
     runs.start("killed", die=("the manifest is to be written", 1))  # before there is a checkpoint: begins anew
     assert runs.wait() == -signal.SIGKILL
     resume: dict[str, Path] = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
+from tests import warm
 from tests.e2e.test_main_job import Command, steps_in
 
 STEPS = 100  # neither run comes to its end
@@ -23,14 +23,14 @@ MEASURED = ("time", "tokens_per_s", "truncated", "canary_logprob")  # a canary i
 
 
 class Taped(Command):
-    """A run whose servers' completions are kept on a tape."""
+    """A run whose servers' completions are kept on a tape. Its imports are there already; its one rank is itself."""
 
     def __init__(self, root: Path, *arguments: str) -> None:
         self.output = root / f"output-{len(list(root.glob('output-*')))}.txt"
         command = [sys.executable, "-m", "tests.e2e.replay_worker", str(root / "tape.jsonl"), *arguments]
         with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [*command, f"run_root={root}"], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            self.process: Any = warm.Popen(
+                [*command, f"run_root={root}"], stdout=file, stderr=warm.STDOUT, start_new_session=True
             )
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.launcher import local
 from megarl.launcher.local import run_ranks
 from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence, top_k_logprobs
+from tests import warm
 
 TOKENS, VOCAB, PAD, COMMON = 23, 61, 7, 57
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -200,7 +202,10 @@ def check_this_rank() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_vocabulary_cut_over_ranks_gives_the_same(ranks: int, tmp_path: Path) -> None:
+def test_a_vocabulary_cut_over_ranks_gives_the_same(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "subprocess", warm)
     code = run_ranks("tests.kernels.divergence_worker", [], ranks, tmp_path)
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in tmp_path.iterdir() if p.is_file())
 

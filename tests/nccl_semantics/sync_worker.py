@@ -28,7 +28,7 @@ from tests.unit.reshard.test_shard_transfer import ALL, HOST, World, make_world
 CONNECT_S = 2.0
 SLOW_S = 5.0
 TRANSFER_S = 120.0  # of transfers that succeed
-HOPELESS_S = 8.0  # of a transfer whose peer is dead
+HOPELESS_S = 8.0  # of a transfer whose peer is dead, where that is not noticed
 SYNCS = 3
 BUCKET = 4096
 
@@ -80,8 +80,9 @@ def trainer_rank(port: int, how: str, outcome: list[Any]) -> None:
                 continue
             change(world, sync)
             dies = server == 0 and how.startswith("dead") and sync == (how == "dead")
+            limit_s = HOPELESS_S if dies and not process_group_nccl.DEAD_PEERS_ARE_NOTICED else TRANSFER_S
             try:
-                senders[server].send(Deadline(HOPELESS_S if dies else TRANSFER_S), ALL, {})
+                senders[server].send(Deadline(limit_s), ALL, {})
                 outcome.append([sync, server, "sent"])
             except TransferError as error:
                 outcome.append([sync, server, f"{error.peer}: {error}"])

@@ -109,7 +109,7 @@ def test_a_server_listens_on_the_loopback_address_alone(server: SGLangServers) -
     assert listening <= {"127.0.0.1", "::1"}
 
 
-@pytest.mark.parametrize("moment", ["at once", "ready"])
+@pytest.mark.parametrize("moment", [pytest.param("at once", marks=pytest.mark.long), "ready"])
 def test_no_process_survives_a_killed_trainer(
     moment: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

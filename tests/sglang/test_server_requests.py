@@ -26,7 +26,10 @@ from megarl.reshard.sync.server_order import ORDER, PROTOCOL
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER, _TensorPickler
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.servers.sglang_server import SGLangServers
+from tests import rows
 from tests.sglang.tiny_models import VOCAB_SIZE
+
+pytestmark = rows.marks()
 
 PROMPT = list(range(5, 25))
 LOGPROBS = {"return_logprob": True}
@@ -124,7 +127,7 @@ def plain(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
             os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = before
 
 
-@pytest.mark.parametrize("fields", REQUESTS, ids=lambda fields: json.dumps(fields)[:60])
+@pytest.mark.parametrize("fields", rows.every(2, REQUESTS), ids=lambda fields: json.dumps(fields)[:60])
 def test_a_request_is_answered_alike_by_both(
     fields: dict[str, Any], server: SGLangServers, plain: SGLangServers
 ) -> None:

@@ -164,7 +164,7 @@ def test_nonsense_is_refused_whatever_range_is_declared(argument: str, refused: 
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_number_outside_its_range_is_one_line_and_exit_code_2(half: int, refused: Callable[[list[str]], str]) -> None:
-    for number, item in enumerate(rows.every(4, NUMBERS[half::2])):  # the test above has all, without a command
+    for number, item in enumerate(rows.every(8, NUMBERS[half::2])):  # the test above has all, without a command
         values = outside(item)
         value = values[number % len(values)]  # all kinds of values in turn
         line = refused(item.arguments(value))
@@ -173,7 +173,7 @@ def test_a_number_outside_its_range_is_one_line_and_exit_code_2(half: int, refus
 
 
 def test_an_unknown_choice_is_one_line_with_the_choices(refused: Callable[[list[str]], str]) -> None:
-    for item in rows.every(3, CHOICES):
+    for item in rows.every(6, CHOICES):
         wrong = item.range.choices[0] + "x"
         line = refused(item.arguments(wrong))
         assert f"{item.field.name}={wrong} must be one of " in line  # actor.dtype is server.dtype's too

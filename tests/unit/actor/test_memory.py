@@ -37,7 +37,7 @@ Measured = dict[str, tuple[int, int]]
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = rows.only("tp1", {
     "tp1": (
         {},
-        rows.only("full,adapters", {
+        rows.only("adapters", {
             "nf4": {"lora": {"rank": 16, "quantization": "nf4"}},
             "none": {},
             "full": {"recompute": "full"},

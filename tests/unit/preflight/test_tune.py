@@ -29,7 +29,7 @@ def model_of(name: str, *overrides: str) -> tuple[Config, PretrainedConfig]:
     return config, read_config(str(report.folder_of(config.actor.path)))
 
 
-SLOW = ("dapo_32b", "grpo_70b", "grpo_moe_235b")  # searches of 10 s to half a minute
+SLOW = (*CLUSTER[1::2], "dapo_32b", "grpo_70b", "grpo_moe_235b")  # the latter search for 10 s to half a minute
 
 
 @functools.cache

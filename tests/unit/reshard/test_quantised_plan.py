@@ -33,6 +33,9 @@ from megarl.reshard.quantised_weights import QuantisedWeights, quantised
 from megarl.reshard.sync.live_parameters import LayoutError, check_plain, live_fragments, view_of
 from megarl.reshard.sync.trainer_rank import fragments_of
 from megarl.reshard.sync.world import describe_fragments, described_boxes
+from tests import rows
+
+pytestmark = rows.marks()
 
 WIDE = {
     "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512,
@@ -171,7 +174,7 @@ def rows_of(side: Holdings) -> set[tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize(("family", "parallel", "tp_size", "ep_size", "format"), CASES)
+@pytest.mark.parametrize(("family", "parallel", "tp_size", "ep_size", "format"), rows.every(2, CASES))
 def test_servers_get_what_quantises_the_whole_checkpoint_from_every_layout(
     family: str, parallel: ParallelConfig, tp_size: int, ep_size: int, format: ServedFormat
 ) -> None:

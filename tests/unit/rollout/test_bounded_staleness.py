@@ -389,7 +389,7 @@ def test_a_batch_that_does_not_come_has_a_deadline(thread: LoopThread) -> None:
 def test_a_loader_without_prompts_is_refused(thread: LoopThread) -> None:
     stream, _ = begin(thread, Engine(), 0, 2, size=0)
     with pytest.raises(UserError, match="no prompts"):
-        stream.next_batch(5.0)
+        stream.next_batch(300)
     thread.cancel_all()
 
 
