@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[rows.VARIABLE] = "all" if config.option.markexpr == "long" else "some"
     if config.getoption("--gpu-options"):
         platform.takes_gpu_options = lambda: True
-    if not hasattr(config, "workerinput"):  # no process of pytest-xdist's
+    if not hasattr(config, "workerinput"):  # its workers have a terminal reporter too, which nobody sees
         config.pluginmanager.register(RunningTests())
 
 

@@ -11,9 +11,11 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from multiprocessing import active_children, forkserver, get_context
 from subprocess import STDOUT, TimeoutExpired
 from typing import BinaryIO
+from unittest import mock
 
 import torch
 
@@ -24,6 +26,11 @@ PRELOAD = ("megarl.actor.critic", "megarl.actor.policy", "megarl.trainer.rl", "m
 CONTEXT = get_context("forkserver")
 SERVER = f"{__package__}.fork_server" if __package__ else "fork_server"
 CONTEXT.set_forkserver_preload([*PRELOAD, __name__, SERVER])
+
+
+def used() -> AbstractContextManager[object]:
+    """Has the launcher fork its ranks from here."""
+    return mock.patch.object(local, "subprocess", sys.modules[__name__])
 
 
 @atexit.register

@@ -17,7 +17,8 @@ import psutil
 from transformers import PretrainedConfig
 
 from megarl.actor.config import RECOMPUTE
-from megarl.actor.sizes.memory import GPU_RUNTIME, ServerMemory
+from megarl.actor.sizes.memory import GPU_RUNTIME
+from megarl.actor.sizes.server_memory import ServerMemory
 from megarl.checks import Check, config_checks, failures, length_checks, model_checks, server_checks, size_checks
 from megarl.config import Config, longest_sequence
 from megarl.preflight.planned_places import planned_names

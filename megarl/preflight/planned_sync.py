@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from megarl.actor.sizes.memory import ITEM_BYTES, server_memory
+from megarl.actor.sizes.memory import ITEM_BYTES
 from megarl.actor.sizes.parameter_counts import rank_parameters
+from megarl.actor.sizes.server_memory import server_memory
 from megarl.actor.weights.shards import world_table
 from megarl.config import Config, server_ep_size
 from megarl.families import with_adapters, without_mtp

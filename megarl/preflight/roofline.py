@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from megarl.actor.batch.balance import SequenceCost
-from megarl.actor.sizes.memory import ITEM_BYTES, server_memory
+from megarl.actor.sizes.memory import ITEM_BYTES
+from megarl.actor.sizes.server_memory import server_memory
 from megarl.algorithms import RLConfig
 from megarl.config import Config
 from megarl.families import decoder

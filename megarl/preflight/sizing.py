@@ -18,13 +18,12 @@ from megarl.actor.sizes.memory import (
     ITEM_BYTES,
     MAIN,
     MOMENTS,
-    ServerMemory,
     StepLoad,
     TrainerMemory,
-    server_memory,
     trainer_memory,
 )
 from megarl.actor.sizes.parameter_counts import count_parameters, rank_parameters
+from megarl.actor.sizes.server_memory import ServerMemory, cache_token_bytes, server_memory
 from megarl.algorithms import OPDConfig, RLConfig, algorithm_of
 from megarl.config import Config
 from megarl.families import decoder, read_config
@@ -263,7 +262,7 @@ def cache_bytes(config: Config) -> int:
 def cache_of(config: Config, model: PretrainedConfig) -> Cache:
     """Capacity from server.max_total_tokens, else what fits into a GPU beside the weights (0 if nothing does)."""
     dtype = server_dtype(config, model)
-    token = server_memory(model, config.server.tp_size, dtype, 1, cache_bytes=cache_bytes(config)).kv_cache
+    token = cache_token_bytes(model, config.server.tp_size, dtype, cache_bytes(config))
     if config.server.max_total_tokens or not config.cluster.gpus_per_node:
         return Cache(token, config.server.max_total_tokens)
     share = float(config.sglang.get("mem_fraction_static") or SERVER_SHARE)

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.launcher import local
 from tests import warm
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm_ranks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "subprocess", warm)
+    with warm.used():
         yield

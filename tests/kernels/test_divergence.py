@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.launcher import local
 from megarl.launcher.local import run_ranks
 from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence, top_k_logprobs
 from tests import warm
@@ -202,11 +201,9 @@ def check_this_rank() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_a_vocabulary_cut_over_ranks_gives_the_same(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local, "subprocess", warm)
-    code = run_ranks("tests.kernels.divergence_worker", [], ranks, tmp_path)
+def test_a_vocabulary_cut_over_ranks_gives_the_same(ranks: int, tmp_path: Path) -> None:
+    with warm.used():
+        code = run_ranks("tests.kernels.divergence_worker", [], ranks, tmp_path)
     assert code == 0, "\n".join(p.read_text()[-2000:] for p in tmp_path.iterdir() if p.is_file())
 
 

@@ -238,9 +238,8 @@ def layouts(moe: Path, batch: PackedBatch, tmp_path_factory: pytest.TempPathFact
     """Folder of the results of all layouts, in one start of two ranks."""
     work, logs = tmp_path_factory.mktemp("layouts"), tmp_path_factory.mktemp("logs")
     save_file({"cu_seqlens": batch.cu_seqlens, **batch.tokens, **batch.sequences}, work / "batch.safetensors")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "subprocess", warm)
-        arguments = [str(moe), str(work), json.dumps(LAYOUTS)]
+    arguments = [str(moe), str(work), json.dumps(LAYOUTS)]
+    with warm.used():
         code = local.run_ranks("tests.sglang.replay_worker", arguments, 2, logs)
     assert not code, "\n".join(path.read_text()[-3000:] for path in logs.iterdir())
     return work

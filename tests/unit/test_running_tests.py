@@ -39,5 +39,5 @@ def test_a_test_that_stalls_is_named_while_it_runs(workers: str, tmp_path: Path)
         command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=900, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    named = re.findall(r"\[0 min\] \d tests ended; running: (\S+) \(\d s\)", run.stdout)
+    named = re.findall(r"\[\d+ min\] \d tests ended; running: (\S+) \(\d+ s\)", run.stdout)
     assert "test_both.py::test_that_stalls" in named, run.stdout

@@ -26,9 +26,8 @@ from megarl.actor.gpu import fp8
 from megarl.actor.sizes.adapter_memory import AdapterBytes, adapter_bytes
 from megarl.actor.sizes.parameter_counts import RankParameters, rank_parameters
 from megarl.actor.weights.adapter_shards import shape_of
-from megarl.families import decoder, padded_vocab_size, without_mtp
+from megarl.families import decoder, padded_vocab_size
 from megarl.families.blocks import Attention, DeltaNet, Experts, LatentAttention, Layer, Mlp
-from megarl.families.weight_formats import ServedFormat
 from megarl.ops.head_chunks import cpu_chunk_rows, most_gpu_chunk_rows
 from megarl.parallel.config import ParallelConfig
 
@@ -88,21 +87,6 @@ class TrainerMemory:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         update = parts.pop("update")
         return sum(parts.values()) + max(0, update - self.activations - self.head)
-
-
-@dataclass(frozen=True)
-class ServerMemory:
-    """Bytes of one rank of a rollout server."""
-
-    weights: int
-    kv_cache: int
-    adapters: int = 0  # slots of SGLang's pool
-    staging: int = 0  # buffers of weight syncs
-    copies: int = 0  # plain ones of rearranged layers, during a sync; not in `total`
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.kv_cache + self.adapters + self.staging
 
 
 def trainer_memory(
@@ -179,24 +163,6 @@ def host_memory(
     memory = trainer_memory(model, parallel, engine, load, pp_rank, on_gpu=True)
     sharded = memory.gradients // GRADIENT * parallel.tp_size * parallel.pp_size // parallel.world_size()
     return activations + sharded * (4 + 4 + MOMENTS)
-
-
-def server_memory(
-    model: PretrainedConfig, tp_size: int, dtype: str, cache_tokens: int,
-    format: ServedFormat | None = None, cache_bytes: int = 0,
-) -> ServerMemory:  # fmt: skip
-    """Computes the memory of a rollout server's rank. KV heads are replicated if tp exceeds their number.
-
-    Linear layers in a `format` take its bytes. A number in the cache takes `cache_bytes`; 0: as many as `dtype` has.
-    """
-    item = ITEM_BYTES[dtype]
-    parameters = rank_parameters(without_mtp(model), ParallelConfig(tp_size=tp_size), 0)
-    weights = (parameters.dense + parameters.experts) * item
-    if format is not None:
-        weights -= math.floor((parameters.matrices + parameters.experts) * (item - format.weight_bytes))
-    cached = sum(layer.attention.cached_elements(tp_size) for layer in decoder(model).layers)
-    copies = math.ceil(parameters.matrices * format.weight_bytes) if format is not None and format.tile_rows > 1 else 0
-    return ServerMemory(weights, cache_tokens * cached * (cache_bytes or item), copies=copies)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig
 
 from megarl.actor.weights.shard_spec import ShardSpec
-from megarl.actor.weights.shards import shard_specs, single_rank_specs
+from megarl.actor.weights.shards import shard_specs
 from megarl.families import Adapters, decoder, with_adapters
 from megarl.families.adapters import EVERY_LINEAR
 from megarl.parallel.config import ParallelConfig
@@ -22,7 +22,8 @@ def elements(specs: list[ShardSpec]) -> int:
 
 def count_parameters(model: PretrainedConfig) -> int:
     """Number of parameters of the model, with tied embeddings counted once."""
-    return elements(single_rank_specs(model))
+    whole = rank_parameters(model, ParallelConfig(), 0)
+    return whole.dense + whole.experts
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.actor.config import EngineConfig, LoraConfig
-from megarl.actor.sizes.memory import LayerBytes, StepLoad, host_memory, server_memory, trainer_memory
+from megarl.actor.sizes.memory import LayerBytes, StepLoad, host_memory, trainer_memory
+from megarl.actor.sizes.server_memory import server_memory
 from megarl.cli import ASSETS
 from megarl.families import read_config
 from megarl.families.weight_formats import FORMATS

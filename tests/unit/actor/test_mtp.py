@@ -31,8 +31,9 @@ from megarl.actor.model import heads
 from megarl.actor.model.attention.packed import pack_in_blocks
 from megarl.actor.mtp import MtpTraining
 from megarl.actor.policy import MegatronPPOActor
-from megarl.actor.sizes.memory import StepLoad, server_memory, trainer_memory
+from megarl.actor.sizes.memory import StepLoad, trainer_memory
 from megarl.actor.sizes.parameter_counts import count_parameters, rank_parameters
+from megarl.actor.sizes.server_memory import server_memory
 from megarl.actor.supervised import MegatronLMEngine
 from megarl.algorithms import GRPO, GRPOConfig
 from megarl.checks import config_checks

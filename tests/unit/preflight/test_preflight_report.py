@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from megarl import cli
-from megarl.actor.sizes.memory import ITEM_BYTES, server_memory
+from megarl.actor.sizes.memory import ITEM_BYTES
 from megarl.actor.sizes.parameter_counts import count_parameters
+from megarl.actor.sizes.server_memory import server_memory
 from megarl.families import read_config
 from megarl.knobs import UserError
 from megarl.preflight import environment, report, shapes

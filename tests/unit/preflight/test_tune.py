@@ -29,7 +29,7 @@ def model_of(name: str, *overrides: str) -> tuple[Config, PretrainedConfig]:
     return config, read_config(str(report.folder_of(config.actor.path)))
 
 
-SLOW = (*CLUSTER[1::2], "dapo_32b", "grpo_70b", "grpo_moe_235b")  # the latter search for 10 s to half a minute
+LONG = (*CLUSTER[1::2], "dapo_32b", "grpo_70b", "grpo_moe_235b")  # every other one, and the longest searches
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def proposals(name: str) -> tuple[tune.Proposal, ...]:
 
 
 every_cluster = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in SLOW else []) for name in CLUSTER]
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CLUSTER]
 )
 
 

@@ -17,7 +17,7 @@ from family_configs import config_of
 from in_memory import packed, part_of
 from torch import Tensor, nn
 
-from megarl.actor.sizes.memory import server_memory
+from megarl.actor.sizes.server_memory import server_memory
 from megarl.actor.weights.computed_boxes import ComputedBox, View
 from megarl.actor.weights.shards import shard_specs, tensor_shapes, world_table
 from megarl.families.weight_formats import FORMATS, SCALE, ServedFormat

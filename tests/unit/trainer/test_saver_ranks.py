@@ -19,8 +19,7 @@ FILES = {f"step_000002/{name}" for name in ("manifest.json", "trainer.json")} | 
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The records of both ranks."""
     work = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "subprocess", warm)
+    with warm.used():
         assert local.run_ranks("tests.unit.trainer.saver_ranks_worker", [str(work)], 2, work) == 0
     return [json.loads((work / f"seen_{rank}.json").read_text()) for rank in (0, 1)]
 
