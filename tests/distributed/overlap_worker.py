@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.actor import data_parallel
-from megarl.actor.config import EngineConfig, OptimizerConfig
+from megarl.actor.config import EngineConfig, LoraConfig, OptimizerConfig
 from megarl.actor.critic import MegatronScalarEngine
 from megarl.actor.engine import MegatronEngine
 from megarl.actor.token_loss import TokenLoss
@@ -80,7 +80,8 @@ class Events:
 
 
 def engine_of(case: dict[str, Any], model: Path, overlap: bool) -> MegatronEngine:
-    config = EngineConfig(path=str(model), optimizer=OptimizerConfig(**ADAM, clip_grad=1.0), **case["fields"])
+    fields = {**case["fields"], "lora": LoraConfig(**case["fields"].get("lora", {}))}
+    config = EngineConfig(path=str(model), optimizer=OptimizerConfig(**ADAM, clip_grad=1.0), **fields)
     parallel = ParallelConfig(**case["layout"], overlap=overlap)
     engine = MegatronScalarEngine(config, parallel) if case["reads"] == "values" else MegatronEngine(config, parallel)
     engine.initialize()

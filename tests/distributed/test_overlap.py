@@ -22,15 +22,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"family": "qwen3", "tied": False},
     "tied": {"family": "qwen2", "tied": True},
     "moe": {"family": "qwen3_moe", "tied": False},
+    "delta net": {"family": "qwen3_next", "tied": False},
 }
 CHUNKED = {"kept_logits_mb": 0}  # the head adds its gradient to the main gradient itself
 EMPTY = {**CHUNKED, "max_tokens_per_mb": 36}  # rank 0 has a sequence of 33 tokens, rank 1 has 20 and 17
+LORA = {**CHUNKED, "lora": {"rank": 4}}
 VALUES: dict[str, Any] = {"model": "untied", "reads": "values"}
 ONCE: dict[str, Any] = {"fields": CHUNKED, "reads": "token loss"}  # the head adds it in the forward pass
 CASES: dict[int, dict[str, dict[str, Any]]] = {  # by ranks
     1: {"one rank": {"model": "untied", "layout": {}, "fields": CHUNKED}},
     2: rows.only("dp2 chunked,dp2 kept,dp2 tied,dp2 empty,dp2 empty values,cp2,cp2 once,tp2 sp,tp2 sp once,pp2 vpp2,"
-                 "pp2 vpp2 once,moe ep2", {
+                 "pp2 vpp2 once,moe ep2,dp2 lora,dp2 lora values,moe ep2 lora,dp2 delta net", {
         "dp2 chunked": {"model": "untied", "layout": {"dp_size": 2}, "fields": CHUNKED},
         "dp2 kept": {"model": "untied", "layout": {"dp_size": 2}},
         "dp2 tied": {"model": "tied", "layout": {"dp_size": 2}, "fields": CHUNKED},
@@ -70,6 +72,10 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {  # by ranks
             "sequences": [0, 1, 2, 3, 4, 5],
         },
         "moe ep2": {"model": "moe", "layout": {"dp_size": 2, "ep_size": 2}, "fields": CHUNKED},
+        "dp2 lora": {"model": "untied", "layout": {"dp_size": 2}, "fields": LORA},
+        "dp2 lora values": {**VALUES, "layout": {"dp_size": 2}, "fields": LORA},
+        "moe ep2 lora": {"model": "moe", "layout": {"dp_size": 2, "ep_size": 2}, "fields": LORA},
+        "dp2 delta net": {"model": "delta net", "layout": {"dp_size": 2}, "fields": CHUNKED},
     }),
     4: rows.only("", {
         "pp2 vpp2 dp2": {"model": "tied", "layout": {"pp_size": 2, "vpp_size": 2, "dp_size": 2}, "fields": CHUNKED},

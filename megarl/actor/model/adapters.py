@@ -49,6 +49,10 @@ class AdapterPart(nn.Module):
         self.a = nn.Parameter(torch.zeros(rank, columns, **options))
         self.b = nn.Parameter(torch.zeros(rows, rank, **options))
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Returns the matrices. With `parallel.overlap` the hook before it gathers what the last step changed."""
+        return self.a, self.b
+
 
 class Adapter(nn.Module):
     """Adapters of the parts of one linear module."""
@@ -100,12 +104,12 @@ class Adapter(nn.Module):
         """Computes the addend of the module's output, `[..., rows of this rank]`, from the module's input."""
         if self.dropout and self.training:
             x = self._dropped(x)
-        parts = {name: self._part(name) for name in self._names}
-        a = torch.cat([part.a for part in parts.values()]) if len(parts) > 1 else parts[self._names[0]].a
+        parts = {name: self._part(name)() for name in self._names}
+        a = torch.cat([own for own, _ in parts.values()]) if len(parts) > 1 else parts[self._names[0]][0]
         if self.is_expert and self.cut == 0:
             a = copy_to_tensor_model_parallel_region(a, group=self.group)
         inner = dict(zip(parts, self._exchange(F.linear(x, a)).split(len(a) // len(parts), dim=-1), strict=True))
-        outputs = {name: F.linear(inner[name], self._b(part)) for name, part in parts.items()}
+        outputs = {name: F.linear(inner[name], self._summed(b)) for name, (_, b) in parts.items()}
         first = self._order[0][0]
         if len(self._order) == 1 and first:
             output = outputs[first]
@@ -127,10 +131,9 @@ class Adapter(nn.Module):
         kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.dropout, generator=generator)
         return x * kept / (1 - self.dropout)
 
-    def _b(self, part: AdapterPart) -> Tensor:
-        if self.is_expert and self.cut == 1:
-            return copy_to_tensor_model_parallel_region(part.b, group=self.group)
-        return part.b
+    def _summed(self, b: Tensor) -> Tensor:
+        """The matrix, whose gradient is summed over the ranks of a row-parallel expert."""
+        return copy_to_tensor_model_parallel_region(b, group=self.group) if self.is_expert and self.cut == 1 else b
 
     def _exchange(self, inner: Tensor) -> Tensor:
         """Brings `x A^T` to the tokens and sums that `B` takes."""

@@ -86,6 +86,10 @@ class ConvolutionWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
 
+    def forward(self) -> Tensor:
+        """Returns the weight. With `parallel.overlap` the hook before it gathers what the last step changed."""
+        return self.weight
+
 
 class PackedDeltaNet(MegatronModule):
     """Gated delta net over packed sequences, which do not see each other.
@@ -161,7 +165,7 @@ class PackedDeltaNet(MegatronModule):
 
     def _convolved(self, qkv: Tensor, plan: Recurrence) -> tuple[Tensor, Tensor, Tensor]:
         """Computes query, key `[tokens, value heads, key dim]` of length 1, and value `[tokens, value heads, dim]`."""
-        weight = self._own(self.conv1d.weight.squeeze(1), self.local[:3])
+        weight = self._own(self.conv1d().squeeze(1), self.local[:3])
         if self.fused:
             mixed, *_ = megatron_delta_net.causal_conv1d(
                 x=qkv[None], weight=weight, activation="silu", **self._bounds(plan)
