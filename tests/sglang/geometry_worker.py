@@ -46,7 +46,7 @@ from megarl.ops.digest import digest  # noqa: E402
 from megarl.reshard.plan.sglang_adapters import HELD, adapter_buffers  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
 from megarl.reshard.sync.live_adapters import live_adapters  # noqa: E402
-from megarl.reshard.sync.live_parameters import check_plain, live_fragments  # noqa: E402
+from megarl.reshard.sync.live_parameters import check_plain, complete, live_fragments  # noqa: E402
 
 # Operations of SGLang's CPU kernels that models/qwen3_5.py:284 looks up when it is imported. No forward pass runs here.
 for operation in ("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate"):
@@ -104,9 +104,16 @@ def compare(checkpoint: str) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         if name in held:
             parameter.detach().zero_()
+    derived = {n: b for n, b in model.named_buffers() if n.endswith(".gemma_weight")}  # read on GPUs
+    derived |= {n: p.detach() for n, p in model.named_parameters() if n in {r.name for r in rules.parameters()} - held}
+    kept = {name: tensor.clone() for name, tensor in derived.items()}
+    for tensor in derived.values():
+        tensor.fill_(torch.nan)
     for fragment in fragments:
         fragment.view.copy_(fragment.box.of(checkpoint_tensors[fragment.box.name]))
+    complete(model, rules)
     refilled = [n for n, p in model.named_parameters() if n in held and digest(p) != digest(loaded[n])]
+    refilled += [name for name, tensor in derived.items() if not torch.equal(tensor, kept[name])]
     adapters: list[str] = []
     if hf.model_type in HELD and format is None:
         adapters = compare_adapters(model, hf, arguments(checkpoint))
@@ -121,6 +128,7 @@ def compare(checkpoint: str) -> dict[str, Any]:
         "wrong": wrong,
         "refilled": refilled,
         "adapters": adapters,
+        "derived": sorted({name.rpartition(".")[2] for name in derived}),
         "names": sorted({f.box.name for f in fragments}),
         "elements": sum(p.numel() for p in loaded.values()),
         "held": sum(f.view.numel() for f in fragments),

@@ -89,6 +89,8 @@ def test_fragments_hold_what_sglangs_own_loader_put_there_at_tp2_with_padded_hea
     checkpoints.append(tmp_path)
     reports = ranks_of(checkpoints, tp_size=2)
     check(reports, len(checkpoints))
+    derived = {name for report in reports[1] for name in report["derived"]}
+    assert derived >= {"gemma_weight", "w2_weight_bias"}, "of Qwen3-Next's norms, and of gpt-oss on the second rank"
     assert any(report["held"] < report["elements"] for report in reports[1]), "nothing was padded"
 
 
@@ -185,3 +187,24 @@ def test_blocks_are_those_of_sglangs_own_function_with_plain_scales() -> None:
     )
     result = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=450)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_an_order_is_carried_out_once_beside_a_draft_model(tmp_path: Path) -> None:
+    """A second call of the loader would wait for messages that the trainer has already sent."""
+    with (tmp_path / "output").open("wb") as output:
+        process = forked_servers.Popen(
+            [sys.executable, "-m", "tests.sglang.draft_model_worker", str(os.getpid())],
+            stdin=forked_servers.DEVNULL,
+            stdout=output,
+            stderr=forked_servers.STDOUT,
+            start_new_session=True,
+            env=dict(os.environ),
+        )
+        code = process.wait(450)
+    text = (tmp_path / "output").read_text()
+    assert code == 0, text
+    assert json.loads(text.splitlines()[-1]) == {
+        "success": True,
+        "target": ["begin", "update", "end"],
+        "draft": [],
+    }

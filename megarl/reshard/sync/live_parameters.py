@@ -85,6 +85,24 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
         )
 
 
+def complete(model: nn.Module, geometry: Geometry) -> None:
+    """Brings up to date what a server rank keeps beside the weights that are sent.
+
+    These are rearranged copies of `kv_b_proj` (latent attention), norms with 1 added (`GemmaRMSNorm`, read by the
+    fused all-reduce of GPUs), and parameters without any weight, which are zero: memory that a co-located server gave
+    up holds anything when it is back.
+    """
+    if (rearrange := getattr(model, "post_load_weights", None)) is not None:
+        rearrange()
+    for module in model.modules():
+        if (refresh := getattr(module, "refresh_gemma_weight", None)) is not None:
+            refresh()
+    unsent = {rule.name for rule in geometry.parameters() if not rule.parts}
+    for name, parameter in model.named_parameters():
+        if name in unsent:
+            parameter.detach().zero_()
+
+
 def as_loaded(parameter: Tensor) -> Tensor:
     """A parameter as it was loaded.
 

@@ -13,7 +13,7 @@ from megarl.reshard.plan.holdings import Box, dtype_of
 from megarl.reshard.sync.attempt import ServerGroup, key
 from megarl.reshard.sync.server_control import PendingCall, ServerControl, ServerControlError
 from megarl.reshard.sync.server_order import ServerOrder
-from megarl.reshard.sync.sglang_hooks import order_body
+from megarl.reshard.sync.sglang_hooks import UPDATED_MODEL, order_body
 from megarl.reshard.sync.world import described_boxes
 from megarl.reshard.transfer.full_tensor_transfer import ABANDONED, header_key
 from megarl.reshard.transfer.store import Deadline, read, read_bulk, write
@@ -115,7 +115,7 @@ class ServerLink:
         )
         body = order_body(order, self.tp_size, flush)
         deadline = Deadline(wait_s)
-        self._begin_call = self.control.send("/begin_weight_update", {}, deadline)
+        self._begin_call = self.control.send("/begin_weight_update", UPDATED_MODEL, deadline)
         self._order_call = self.control.send("/update_weights_from_tensor", body, deadline)
         self._end_call = self.control.send("/end_weight_update", {}, deadline)
 

@@ -21,7 +21,7 @@ from megarl.families.weight_formats import format_of
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync import server_rank
 from megarl.reshard.sync.live_adapters import live_adapters
-from megarl.reshard.sync.live_parameters import check_plain, live_fragments
+from megarl.reshard.sync.live_parameters import check_plain, complete, live_fragments
 from megarl.reshard.sync.marlin_weights import MarlinWeights
 from megarl.reshard.sync.server_order import ORDER, ServerOrder
 from megarl.reshard.sync.server_rank import LiveWeights
@@ -29,6 +29,10 @@ from megarl.reshard.sync.server_rank import LiveWeights
 log = logging.getLogger(__name__)
 
 WEIGHT_LOADER = "megarl.reshard.sync.sglang_hooks.receive"  # for SGLang's --custom-weight-loader
+
+# Of an update's requests: the served model. SGLang calls the loader for the draft model of speculative decoding too
+# by default, and each order is for one call.
+UPDATED_MODEL = {"selector": "target"}
 
 
 class _TensorPickler(pickle.Pickler):
@@ -51,7 +55,8 @@ def order_body(order: ServerOrder, tp_size: int, flush: bool) -> dict[str, Any]:
     payload = io.BytesIO()
     _TensorPickler(payload).dump([(ORDER, order.tensor())])
     pickled = b64encode(payload.getvalue()).decode()
-    return {"serialized_named_tensors": [pickled] * tp_size, "load_format": WEIGHT_LOADER, "flush_cache": flush}
+    tensors = [pickled] * tp_size
+    return {"serialized_named_tensors": tensors, "load_format": WEIGHT_LOADER, "flush_cache": flush, **UPDATED_MODEL}
 
 
 @functools.cache
@@ -89,10 +94,13 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
     parallel = get_parallel()
     sleep_while_paused()
 
+    def geometry_of() -> Geometry:
+        ranks = parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size
+        return Geometry.of(model.config, *ranks, format_of(model.config))
+
     def live() -> LiveWeights:
         check_plain(model)
-        ranks = parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size
-        geometry = Geometry.of(model.config, *ranks, format_of(model.config))
+        geometry = geometry_of()
         arrangement = MarlinWeights(model)
         parameters = arrangement.plain(model.named_parameters())
         fragments = [*live_fragments(parameters, geometry), *live_adapters(model, geometry)]
@@ -100,5 +108,4 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
         return LiveWeights(fragments, arrangement)
 
     server_rank.carry_out(order, live, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
-    if (rearrange := getattr(model, "post_load_weights", None)) is not None:
-        rearrange()  # latent attention: SGLang keeps rearranged copies of kv_b_proj
+    complete(model, geometry_of())
