@@ -21,10 +21,10 @@ from torch import Tensor
 
 from megarl.ops.first_derivative import first_derivative_only
 from megarl.ops.gather import gather_rows
+from megarl.ops.head_chunks import divergence_chunk_rows
 from megarl.ops.linear_logprob import add_weight_grad, product
-from megarl.ops.logprob_kernels import inverse_temperature, stats_dtype
+from megarl.ops.logprob_kernels import inverse, stats_dtype
 
-CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of a chunk's logits in float32; backward has about six of them
 LEAST_REST = 1e-7  # floor of a teacher's probability outside its top k: the spacing of float32 below 1
 NO_LOGIT = -1e4  # logit of a token outside the student's vocabulary
 LEAST_LOG_REST = -30.0  # floor of a student's log-prob outside the top k
@@ -86,7 +86,7 @@ def linear_divergence(
         teacher: its distribution at the rows with a label, in their order.
         beta: kind of the divergence, from 0 (forward KL) to 1 (reverse KL).
         temperature: divides the logits of the student and of a `FullTeacher`.
-        chunk_rows: rows of logits in memory at a time; None takes `CHUNK_BYTES`.
+        chunk_rows: rows of logits in memory at a time; None takes `divergence_chunk_rows`.
 
     Returns:
         float32 `[tokens]` each (float64 for float64 states), 0 for rows without a label. All are differentiable in
@@ -100,9 +100,8 @@ def linear_divergence(
     count = teacher.hidden.shape[0] if isinstance(teacher, FullTeacher) else teacher.ids.shape[0]
     if count != student.rows.numel():
         raise ValueError(f"the teacher has {count} rows and the student {student.rows.numel()}; pass the same tokens")
-    inv_temp = float(inverse_temperature(temperature, hidden))
-    chunk = chunk_rows or max(16, CHUNK_BYTES[hidden.device.type] // (4 * max(1, weight.shape[0])))
-    head = _TwoHeads(student, teacher, beta, inv_temp, chunk)
+    chunk = chunk_rows or divergence_chunk_rows(weight.shape[0], on_gpu=hidden.is_cuda)
+    head = _TwoHeads(student, teacher, beta, inverse(temperature), chunk)
     logprob, entropy, divergence = _LinearDivergence.apply(hidden, weight, head)
     return logprob, entropy, divergence
 
@@ -160,16 +159,18 @@ class _TwoHeads:
 
 
 class _Chunk:
-    """Logits `z` of a chunk, and gradients of log-prob and entropy, which need no teacher."""
+    """Log-probs of a chunk, and gradients of log-prob and entropy, which need no teacher.
 
-    def __init__(self, z: Tensor, labels: Tensor, head: _TwoHeads) -> None:
-        self.z, self.head = z, head
+    Logits and all that is made of them are the most memory of a distillation's update, so each lives as briefly as
+    it can: `head_chunks.DIVERGENCE_COPIES` counts them.
+    """
+
+    def __init__(self, z: Tensor, total: Tensor, labels: Tensor, head: _TwoHeads) -> None:
+        """Normalises this rank's logits `z` `[rows, columns]`, in place, by `total` `[rows]`, log-sums of all ranks."""
+        self.head = head
         self.place = labels - head.student.vocab_start
         self.here = (self.place >= 0) & (self.place < z.shape[1])
-        self.logq = z  # log-probs of this rank's columns, set by `normalise`
-
-    def normalise(self, total: Tensor) -> None:
-        self.logq = self.z - total.unsqueeze(1)
+        self.logq = z.sub_(total.unsqueeze(1))
         self.q = self.logq.exp()
 
     def label_logprob(self) -> Tensor:
@@ -190,13 +191,12 @@ class _FullChunk(_Chunk):
     """A chunk with the teacher's logits `y` `[rows, common columns]`."""
 
     def __init__(self, z: Tensor, labels: Tensor, y: Tensor, head: _TwoHeads) -> None:
-        super().__init__(z, labels, head)
         common = y.shape[1]
         local = [torch.logsumexp(part, 1) for part in (z[:, :common], z[:, common:], y)]
         sums = torch.logsumexp(_gathered(torch.stack(local, 1), head.student.group), 0)
-        self.normalise(torch.logaddexp(sums[:, 0], sums[:, 1]))
         self.logq_common = z[:, :common] - sums[:, :1]
-        self.value, self.weighted = divergence_terms(y - sums[:, 2:], self.logq_common, head.beta)
+        super().__init__(z, torch.logaddexp(sums[:, 0], sums[:, 1]), labels, head)
+        self.value, self.weighted = divergence_terms(y.sub_(sums[:, 2:]), self.logq_common, head.beta)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """This rank's shares of divergence and summed weighted derivative."""
@@ -204,9 +204,10 @@ class _FullChunk(_Chunk):
 
     def gradient(self, d: Tensor, total: Tensor) -> Tensor:
         """Gradient of `d` times the divergence with respect to `z`."""
-        grad = torch.zeros_like(self.z)
-        inner = self.weighted - self.logq_common.exp() * total.unsqueeze(1)
-        grad[:, : inner.shape[1]] = d.unsqueeze(1) * inner
+        grad = torch.zeros_like(self.logq)
+        inner = grad[:, : self.weighted.shape[1]]
+        torch.sub(self.weighted, self.logq_common.exp().mul_(total.unsqueeze(1)), out=inner)
+        inner.mul_(d.unsqueeze(1))
         return grad
 
 
@@ -214,22 +215,21 @@ class _TopKChunk(_Chunk):
     """A chunk with the teacher's k most likely tokens."""
 
     def __init__(self, z: Tensor, labels: Tensor, ids: Tensor, logp: Tensor, head: _TwoHeads) -> None:
-        super().__init__(z, labels, head)
-        group = head.student.group
-        self.local = ids - head.student.vocab_start
-        self.inside = (self.local >= 0) & (self.local < z.shape[1])
-        self.outside_top = torch.ones_like(z, dtype=torch.bool)
-        rows = torch.arange(z.shape[0], device=z.device).unsqueeze(1).expand_as(ids)
-        self.outside_top[rows[self.inside], self.local[self.inside]] = False
-        local_rest = torch.logsumexp(z.masked_fill(~self.outside_top, -math.inf), 1)
-        chosen = torch.zeros_like(logp, dtype=z.dtype)
-        chosen[self.inside] = z[rows[self.inside], self.local[self.inside]]
+        group, columns = head.student.group, z.shape[1]
+        local = ids - head.student.vocab_start
+        inside = (local >= 0) & (local < columns)
+        # Ids of other ranks go to a spare column: picking the others by a mask would wait for the device.
+        self.at = local.where(inside, columns)
+        spare = torch.nn.functional.pad(z, (0, 1), value=-math.inf)
+        chosen = spare.gather(1, self.at).masked_fill_(~inside, 0.0)
+        local_rest = torch.logsumexp(spare.scatter_(1, self.at, -math.inf)[:, :columns], 1)
+        del spare
         unknown = ids >= head.student.vocab_valid
         gathered = _gathered(torch.cat((local_rest.unsqueeze(1), chosen), 1), group)
         rest, chosen = torch.logsumexp(gathered[:, :, 0], 0), gathered[:, :, 1:].sum(0)
         chosen = chosen.masked_fill(unknown, NO_LOGIT)
         total = torch.logaddexp(rest, torch.logsumexp(chosen, 1))
-        self.normalise(total)
+        super().__init__(z, total, labels, head)
         log_rest = (rest - total).clamp(min=LEAST_LOG_REST)
         logp = logp.to(z.dtype).masked_fill(unknown, LEAST_LOG_REST)
         teacher_rest = (1 - logp.exp().sum(1)).clamp(min=LEAST_REST).log()
@@ -237,7 +237,6 @@ class _TopKChunk(_Chunk):
         self.value, self.weighted = divergence_terms(
             torch.cat((logp, teacher_rest.unsqueeze(1)), 1), self.events, head.beta
         )
-        self.rows = rows
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Divergence and summed weighted derivative on the first rank, 0 on the others: all ranks know the events."""
@@ -247,10 +246,10 @@ class _TopKChunk(_Chunk):
     def gradient(self, d: Tensor, total: Tensor) -> Tensor:
         """Gradient of `d` times the divergence with respect to `z`."""
         of_rest = self.weighted[:, -1] / self.events[:, -1].exp()
-        grad = self.q * (d * (of_rest - total)).unsqueeze(1)
+        grad = self.q.new_empty(self.q.shape[0], self.q.shape[1] + 1)  # with the spare column
+        torch.mul(self.q, (d * (of_rest - total)).unsqueeze(1), out=grad[:, :-1])
         inner = d.unsqueeze(1) * (self.weighted - self.events.exp() * total.unsqueeze(1))
-        grad[self.rows[self.inside], self.local[self.inside]] = inner[:, :-1][self.inside]
-        return grad
+        return grad.scatter_(1, self.at, inner[:, :-1])[:, :-1]
 
 
 def divergence_terms(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -278,6 +277,7 @@ class _LinearDivergence(torch.autograd.Function):
             chunk = head.chunk_of(span, hidden.index_select(0, rows[span]), weight)
             local = torch.stack((chunk.label_logprob(), -chunk.negative_entropy(), *chunk.sums()))
             results[:, rows[span]] = _gathered(local, group).sum(0)
+            del chunk  # before the next one's logits
         logprob, entropy, divergence, total = results.unbind()
         ctx.save_for_backward(hidden, weight, entropy[rows], total[rows])
         ctx.head = head
@@ -306,6 +306,7 @@ class _LinearDivergence(torch.autograd.Function):
                 hidden_grad.index_copy_(0, at, torch.mm(scores, weight, out=torch.empty_like(x)))
             if weight_grad is not None:
                 add_weight_grad(weight_grad, scores, x)
+            del chunk, grad, scores
         if hidden_grad is not None and student.group is not None and student.group.size() > 1:
             dist.all_reduce(hidden_grad, group=student.group)
         returned = None if student.main_grad is not None or weight_grad is None else weight_grad.to(weight.dtype)

@@ -23,7 +23,13 @@ TILES = {(128, 256): 1.0, (128, 128): 0.85}
 LEAST_ROWS = 1024  # a chunk may have, however few rows there are
 SHARE_OF_ROWS = 0.1  # most logits in memory, of all
 SHARE_OF_MEMORY = 1 / 32  # most logits in memory, of the GPU's
+KEPT_SHARE_OF_MEMORY = 1 / 32  # most logits kept for backward, of the GPU's, where all ranks must decide alike
 NEAR_BEST = 1.02  # expected time of the smallest chunk that is taken, over the best
+DIVERGENCE_BYTES = {False: 2**24, True: 2**28}  # on a GPU or not: float32 logits of a chunk of `ops/divergence.py`
+# Most copies of a chunk's logits in its backward pass (tests/fake_cuda counts them), of
+TOP_K_COPIES = 5.2
+END_COPIES = 8.2  # a full divergence with beta 0 or 1
+MEAN_COPIES = 11.2  # with one between
 CHUNK_S = 50e-6  # about a dozen launches of small kernels
 
 
@@ -136,3 +142,14 @@ def most_gpu_chunk_rows(total: int) -> int:
 def cpu_chunk_rows(total: int) -> int:
     """A sixteenth of the rows, between 256 and 1,024."""
     return min(max(-(-total // 16), 256), 1024)
+
+
+def divergence_chunk_rows(vocab: int, on_gpu: bool) -> int:
+    """Rows of a divergence's chunk, by the size of a rank's vocabulary."""
+    return max(16, DIVERGENCE_BYTES[on_gpu] // (4 * max(1, vocab)))
+
+
+def divergence_bytes(vocab: int, *, on_gpu: bool, top_k: bool, beta: float) -> int:
+    """Most memory of a divergence's chunk, by the size of a rank's vocabulary."""
+    copies = TOP_K_COPIES if top_k else END_COPIES if beta in (0, 1) else MEAN_COPIES
+    return math.ceil(divergence_chunk_rows(vocab, on_gpu) * vocab * 4 * copies)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.ops.native import _C, DTYPE_CODES, check, values_checked, where
 
 TEMPERATURES = (1e-30, 1e30)  # lowest and highest: a temperature and its reciprocal must be float32 numbers
+TEMPERATURE_RULE = "must be a positive number between {:g} and {:g}; use greedy decoding for 0".format(*TEMPERATURES)
 
 
 def check_rows(name: str, tensor: Tensor) -> None:
@@ -47,21 +48,24 @@ def as_labels(labels: Tensor, logits: Tensor, vocab_valid: int) -> Tensor:
     return labels.to(torch.int64).contiguous()
 
 
+def inverse(temperature: float) -> float:
+    """Returns `1 / temperature`."""
+    if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+        raise ValueError(f"temperature is {temperature}, it {TEMPERATURE_RULE}")
+    return 1.0 / temperature
+
+
 def inverse_temperature(temperature: float | Tensor, logits: Tensor) -> Tensor:
     """Returns `1 / temperature` as float64 `[1]` or `[tokens]`."""
-    low, high = TEMPERATURES
-    rule = f"must be a positive number between {low:g} and {high:g}; use greedy decoding for 0"
     if not isinstance(temperature, Tensor):
-        if not low <= temperature <= high:
-            raise ValueError(f"temperature is {temperature}, it {rule}")
-        return torch.full((1,), 1.0 / temperature, dtype=torch.float64, device=logits.device)
+        return torch.full((1,), inverse(temperature), dtype=torch.float64, device=logits.device)
     dtypes = (*DTYPE_CODES, torch.int64, torch.int32)
     if temperature.dtype not in dtypes:
         raise ValueError(f"temperature has dtype {temperature.dtype}, expected one of {', '.join(map(str, dtypes))}")
     if temperature.numel() and values_checked(temperature):
         lowest, highest = (float(v) for v in temperature.detach().aminmax())
-        if not low <= lowest <= highest <= high:
-            raise ValueError(f"temperatures lie in [{lowest}, {highest}], each {rule}")
+        if not TEMPERATURES[0] <= lowest <= highest <= TEMPERATURES[1]:
+            raise ValueError(f"temperatures lie in [{lowest}, {highest}], each {TEMPERATURE_RULE}")
     value = temperature.detach().double().reciprocal()
     return value.reshape(1) if value.numel() == 1 else value.contiguous()
 

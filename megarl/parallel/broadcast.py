@@ -19,6 +19,8 @@ _meetings = itertools.count()
 POLLS_PER_WAIT = 20  # the store is asked so often over a wait, at most every LONGEST_POLL_S
 LONGEST_POLL_S = 0.1
 
+PIECE_BYTES = 2**28  # of a tensor on the device at a time, while a batch is handed out
+
 
 def await_rank0(timeout_s: float) -> None:
     """Waits on the host until rank 0 comes here too. All ranks call it; on the CPU it does nothing.
@@ -104,9 +106,14 @@ def broadcast_batch(batch: PackedBatch | None, src: int = 0) -> PackedBatch:
             tensor = torch.empty(*shape[:-1], shape[-1] * dtype.itemsize // wire_dtype.itemsize, dtype=wire_dtype)
         else:
             tensor = source.contiguous().view(wire_dtype)
-        on_device = to_device(tensor, platform.device())
-        dist.broadcast(on_device, src)
-        return on_device.cpu().view(dtype) if source is None else source
+        # In pieces: a batch's experts (`routing_replay`) take gigabytes, and the device is full.
+        for piece in tensor.view(-1).split(PIECE_BYTES // wire_dtype.itemsize):
+            device = platform.device()
+            on_device = to_device(piece, device) if source is not None else torch.empty_like(piece, device=device)
+            dist.broadcast(on_device, src)
+            if source is None:
+                piece.copy_(on_device.cpu())
+        return tensor.view(dtype) if source is None else source
 
     cu_seqlens = broadcast_tensor(batch.cu_seqlens if batch else None, torch.int32, [count])
     received = PackedBatch(

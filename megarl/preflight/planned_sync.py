@@ -114,7 +114,7 @@ def trainer_sync(config: Config, model: PretrainedConfig) -> list[SyncMemory]:
     item = ITEM_BYTES[server_dtype(config, model)]
     held = (rank_parameters(model, config.parallel, rank) for rank in range(config.parallel.pp_size))
     return [
-        sync_memory(name, nbytes, has_gpu=has_gpu, receives=False, kept=copies, hashed=(own.dense + own.experts) * item)
+        sync_memory(name, nbytes, has_gpu=has_gpu, kept=copies, hashed=(own.dense + own.experts) * item)
         for copies, own in zip(kept, held, strict=True)
     ]
 
@@ -124,7 +124,7 @@ def server_sync(config: Config, model: PretrainedConfig) -> SyncMemory:
     nbytes, has_gpu, forwards = planned_bucket_bytes(config), servers_on_gpu(config), sends_on(config)
     weights = server_memory(model, config.server.tp_size, server_dtype(config, model), 0, config.server.format).weights
     memories = [
-        sync_memory(name, nbytes, has_gpu=has_gpu, receives=True, forwards=forwards, hashed=weights)
+        sync_memory(name, nbytes, has_gpu=has_gpu, forwards=forwards, hashed=weights)
         for name in dict.fromkeys(planned_names(config))
     ]
     return max(memories, key=lambda memory: (memory.gpu, memory.host))

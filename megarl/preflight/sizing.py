@@ -24,11 +24,13 @@ from megarl.actor.sizes.memory import (
 )
 from megarl.actor.sizes.parameter_counts import count_parameters, rank_parameters
 from megarl.actor.sizes.server_memory import ServerMemory, cache_token_bytes, server_memory
-from megarl.algorithms import OPDConfig, RLConfig, algorithm_of
+from megarl.algorithms import OPDConfig, RewardModelConfig, RLConfig, algorithm_of
 from megarl.config import Config
 from megarl.families import decoder, read_config
 from megarl.families.hf_config import padded_vocab_size
+from megarl.ops.head_chunks import KEPT_SHARE_OF_MEMORY, divergence_bytes
 from megarl.parallel.config import ParallelConfig
+from megarl.preflight.planned_places import trainers_on_gpu
 from megarl.preflight.planned_sync import server_sync, staging_name, trainer_sync
 from megarl.preflight.shapes import folder_of, server_dtype, teacher_of
 from megarl.reshard.plan.sglang_adapters import slot_elements
@@ -99,6 +101,32 @@ def teacher_bytes(config: Config, parallel: ParallelConfig, load: StepLoad) -> i
     return weights + head + load.all_tokens // parallel.cp_size * teacher.hidden_size * item
 
 
+def distillation_bytes(config: Config, parallel: ParallelConfig, model: PretrainedConfig) -> int:
+    """Bytes of the logits, and of all made of them, that a divergence from a teacher has at once; 0 without one."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, OPDConfig) or algorithm.divergence == "sampled":
+        return 0
+    vocab, top_k = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size, algorithm.divergence == "top_k"
+    return divergence_bytes(vocab, on_gpu=trainers_on_gpu(config), top_k=top_k, beta=algorithm.beta)
+
+
+def kept_logits_bytes(config: Config, parallel: ParallelConfig, model: PretrainedConfig, load: StepLoad) -> int:
+    """Bytes of logits that `heads.KeptLogits` keeps on a GPU however little memory is free; 0 if it keeps none.
+
+    Ranks that share the vocabulary go by the GPU's whole memory, and so does a deterministic run. Autograd's gradient
+    of the head is beside them.
+    """
+    free_decides = parallel.tp_size == 1 and not config.deterministic
+    if not trainers_on_gpu(config) or config.actor.kept_logits_mb >= 0 or free_decides:
+        return 0
+    if isinstance(config.algorithm, RewardModelConfig) or distillation_bytes(config, parallel, model):
+        return 0  # no logits at all, or chunks alone
+    vocab, item = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size, ITEM_BYTES[config.actor.dtype]
+    size = load.tokens // parallel.cp_size * vocab * (max(item, 4) if config.actor.float32_head else item)
+    limit = KEPT_SHARE_OF_MEMORY * config.cluster.gpu_memory_gib * GIB
+    return size + vocab * model.hidden_size * item if size <= limit else 0
+
+
 @functools.lru_cache(1024)
 def _most_parameters(path: str, parallel: ParallelConfig) -> int:
     teacher = read_config(str(folder_of(path, "teacher.path")))
@@ -131,6 +159,10 @@ def beside_actor(config: Config, model: PretrainedConfig, stages: list[TrainerMe
         UserError: weights cannot be sent as planned.
     """
     others = [_other_models(config, stage) for stage in stages]
+    if logits := distillation_bytes(config, config.parallel, model):
+        others[-1]["logits of the divergence"] = logits
+    if kept := kept_logits_bytes(config, config.parallel, model, load_of(config)):
+        others[-1]["logits kept for backward"] = kept
     if config.method == "rl":
         for of_stage, sync in zip(others, trainer_sync(config, model), strict=True):
             if not config.cluster.gpus_per_node or sync.on_gpu:

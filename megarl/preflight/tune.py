@@ -40,6 +40,8 @@ from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.shapes import teacher_of
 from megarl.preflight.sizing import (
     GIB,
+    distillation_bytes,
+    kept_logits_bytes,
     model_beside,
     needs_critic,
     needs_reference,
@@ -240,6 +242,9 @@ class Search:
             stage = trainer_memory(self.work.model, parallel, actor, load, rank, on_gpu=True, parameters=count)
             others = self.critic * model_beside(actor, stage) + self.reference * stage.weights
             others += teacher_bytes(self.config, parallel, load)
+            if rank == parallel.pp_size - 1:
+                others += distillation_bytes(self.config, parallel, self.work.model)
+                others += kept_logits_bytes(self.config, parallel, self.work.model, load)
             totals.append(stage.total + others)
         return max(totals)
 

@@ -28,8 +28,9 @@ from megarl.actor.supervised import MegatronLMEngine
 from megarl.device_copies import to_device
 from megarl.ops.logprob import linear_token_loss, vocab_parallel_logprobs
 from megarl.ops.loss import segment_sum
+from megarl.parallel import broadcast
 from megarl.parallel.config import ParallelConfig
-from megarl.types import PackedBatch
+from megarl.types import ROUTED_EXPERTS, PackedBatch
 
 
 def on_device(engine: MegatronEngine) -> None:
@@ -100,6 +101,22 @@ def fed(
     before = memory.most = memory.live
     stats, waits = WATCH.counted(lambda: engine.train_lm(data))
     return {"loss": stats["loss"], "waits": waits, "bytes": memory.most - before, "left": memory.live - before}
+
+
+def handed_out(path: str, layout: ParallelConfig | None = None) -> dict[str, Any]:
+    """Most bytes of the device while a batch with routes is broadcast in pieces, and the bytes of the routes."""
+    engine = MegatronLMEngine(config(path), layout)
+    engine.initialize()
+    data = without(batch(), "group_ids", "pair_ids")
+    routes = torch.arange(data.total_tokens * 64 * 8, dtype=torch.int16).view(-1, 64, 8)
+    data.set_tokens(ROUTED_EXPERTS, routes)
+    memory, broadcast.PIECE_BYTES = WATCH.memory, 4096
+    before = memory.most = memory.live
+    received = broadcast.broadcast_batch(data if engine.groups.rank == 0 else None)
+    found = memory.most - before
+    assert torch.equal(received[ROUTED_EXPERTS], routes)
+    assert found <= 2 * 4096, f"rank {engine.groups.rank}: {found} bytes"
+    return {"bytes": found, "routes": routes.nbytes}
 
 
 def copied() -> dict[str, Any]:

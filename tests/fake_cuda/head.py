@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence
 from megarl.ops.known_gradients import logprobs_of_token_loss
 from megarl.ops.logprob import linear_logprobs, linear_token_loss, vocab_parallel_logprobs
 
@@ -82,6 +83,18 @@ def _all_logits(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return vocab_parallel_logprobs(x @ w.t(), labels, vocab_valid=w.shape[0], inplace_backward=True)[0].sum()
 
 
+def _divergence(x: Tensor, w: Tensor, labels: Tensor, beta: float, k: int = 0) -> Tensor:
+    """From a teacher as large as the student, or from its `k` most likely tokens."""
+    rows, vocab = torch.arange(labels.numel(), device="cuda"), w.shape[0]
+    if k:
+        ids = torch.empty(rows.numel(), k, dtype=torch.int64, device="cuda")
+        teacher: FullTeacher | TopKTeacher = TopKTeacher(ids, ids.float())
+    else:
+        teacher = FullTeacher(x.detach(), w.detach(), vocab)
+    student = Student(labels, rows, vocab, 0, None, x.dtype, _main_grad())
+    return linear_divergence(x, w.detach(), student, teacher, beta=beta)[2].sum()
+
+
 ROUTES: dict[str, Callable[..., Tensor]] = {
     "token loss": _token_loss,
     "token loss, sums in float32": lambda *inputs: _token_loss(*inputs, weight_grad_dtype=torch.float32),
@@ -92,6 +105,9 @@ ROUTES: dict[str, Callable[..., Tensor]] = {
     "log-probs": _logprobs,
     "log-probs, main gradient": lambda *inputs: _logprobs(*inputs, main_grad=_main_grad()),
     "all logits": _all_logits,
+    "divergence, main gradient": lambda *inputs: _divergence(*inputs, beta=1.0),
+    "divergence of a mean, main gradient": lambda *inputs: _divergence(*inputs, beta=0.5),
+    "divergence of the top k, main gradient": lambda *inputs: _divergence(*inputs, beta=1.0, k=64),
 }
 
 

@@ -25,13 +25,14 @@ from megarl.actor.batch.microbatch import Labels
 from megarl.actor.config import KEPT_LOGITS_ON_CPU_MB, EngineConfig
 from megarl.ops import row_invariant
 from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence
+from megarl.ops.head_chunks import KEPT_SHARE_OF_MEMORY
 from megarl.ops.known_gradients import TokenGradients, logprobs_of_token_loss
 from megarl.ops.linear_logprob import WideProduct
 from megarl.ops.logprob import linear_logprobs, vocab_parallel_logprobs
 from megarl.parallel import determinism
 from megarl.parallel.groups import Groups
 
-KEPT_SHARE_OF_FREE, KEPT_SHARE_OF_ALL = 1 / 4, 1 / 32
+KEPT_SHARE_OF_FREE = 1 / 4
 
 
 class HeadlessGPT(GPTModel):
@@ -145,7 +146,7 @@ class KeptLogits:
         if self._megabytes >= 0 or device.type != "cuda":
             return (self._megabytes if self._megabytes >= 0 else KEPT_LOGITS_ON_CPU_MB) * 2**20
         if self._tp_size > 1 or determinism.entered():  # keeping and chunking round differently
-            return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE_OF_ALL)
+            return int(torch.cuda.get_device_properties(device).total_memory * KEPT_SHARE_OF_MEMORY)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((torch.cuda.mem_get_info(device)[0] + unused) * KEPT_SHARE_OF_FREE)
 

@@ -178,24 +178,31 @@ class RoutingReplay:
 
     def _gathered(self, batch: PackedBatch) -> Tensor:
         """Gathers the recorded choices over tp, cp, dp and pp, int16 `[total_tokens, layers, topk]` on the host."""
-        groups, device = self.groups, platform.device()
-        shape = (batch.total_tokens, self.layers, self.experts.topk)
-        routes = torch.zeros(shape, dtype=torch.int32, device=device)
-        for mb, chosen in self.recorded or ():
-            index = to_device(batch.token_index(mb.indices), device)
-            for layer, experts in chosen.items():
-                rows = experts.int()
-                if self.splits > 1:
-                    parts = [torch.empty_like(rows) for _ in range(self.splits)]
-                    dist.all_gather(parts, rows.contiguous(), group=groups.tp)
-                    rows = torch.cat(parts)
-                rows = rows[mb.shared.rows] if mb.shared is not None else mb.gather(rows, groups.cp)
-                if mb.indices:  # an empty microbatch runs another's sequence
-                    routes[index, layer] = rows
-        for group in (groups.dp, groups.pp):  # each element is set on one of their ranks
-            if group.size() > 1:
-                dist.all_reduce(routes, group=group)
-        return routes.to(torch.int16).cpu()
+        device = platform.device()
+        recorded = [
+            (mb, chosen, to_device(batch.token_index(mb.indices), device)) for mb, chosen in self.recorded or ()
+        ]
+        routes = torch.empty(batch.total_tokens, self.layers, self.experts.topk, dtype=torch.int16)
+        for layer in range(self.layers):  # one at a time on the device: a batch's take gigabytes
+            of_layer = torch.zeros(batch.total_tokens, self.experts.topk, dtype=torch.int32, device=device)
+            for mb, chosen, index in recorded:
+                if layer in chosen:
+                    rows = self._gathered_rows(mb, chosen[layer].int())
+                    if mb.indices:  # an empty microbatch runs another's sequence
+                        of_layer[index] = rows
+            for group in (self.groups.dp, self.groups.pp):  # each element is set on one of their ranks
+                if group.size() > 1:
+                    dist.all_reduce(of_layer, group=group)
+            routes[:, layer] = of_layer.to(torch.int16).cpu()
+        return routes
+
+    def _gathered_rows(self, mb: Microbatch, rows: Tensor) -> Tensor:
+        """Gathers a layer's choices for all tokens of a microbatch, over tp and cp."""
+        if self.splits > 1:
+            parts = [torch.empty_like(rows) for _ in range(self.splits)]
+            dist.all_gather(parts, rows.contiguous(), group=self.groups.tp)
+            rows = torch.cat(parts)
+        return rows[mb.shared.rows] if mb.shared is not None else mb.gather(rows, self.groups.cp)
 
     def changed_share(self) -> float:
         """Share of replayed choices, by token and layer, that routers would have made otherwise. A collective.

@@ -43,12 +43,11 @@ def sync_memory(
     bucket_bytes: int,
     *,
     has_gpu: bool,
-    receives: bool,
     forwards: bool = False,
     kept: int = 0,
     hashed: int = 0,
 ) -> SyncMemory:
-    """Memory of a trainer rank, or of a server rank that `receives`.
+    """Memory of a trainer rank or a server rank.
 
     Args:
         transport_name: a message transport, or full or disk, whose buckets are on the host.
@@ -61,6 +60,6 @@ def sync_memory(
     if transport_name in ("full", "disk"):
         return SyncMemory(bucket_bytes, 0, 0, on_gpu=False)
     transport = transport_named(transport_name)
-    on_gpu = has_gpu and transport.on_gpu and not (receives and transport.in_place)
+    on_gpu = has_gpu and transport.on_gpu
     digests = buffer_bytes(leaves_in(hashed)) if on_gpu else 0
     return SyncMemory(SLOTS * bucket_bytes * (1 + forwards), kept, digests, on_gpu)

@@ -53,7 +53,7 @@ ON_HOST, IN_TWO, IN_FOUR = 0, 512 * MIB, 1024 * MIB
         ((BIG, "reshard.transport=nixl", "reshard.relay=1"), IN_TWO, IN_FOUR),
         ((BIG, "reshard.transport=gloo", "reshard.relay=1"), ON_HOST, ON_HOST),
         ((BIG, "reshard.path=full"), ON_HOST, ON_HOST),
-        (("+experiment=grpo_7b",), 128 * MIB, ON_HOST),
+        (("+experiment=grpo_7b",), 128 * MIB, 128 * MIB),
     ],
 )
 def test_buffers_are_counted_where_the_transport_has_them(knobs: tuple[str, ...], trainer: int, server: int) -> None:

@@ -6,7 +6,10 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from megarl import cli
+from megarl.actor.sizes.memory import StepLoad
 from megarl.families import read_config
+from megarl.preflight import sizing
+from megarl.preflight.shapes import folder_of
 from megarl.preflight.sizing import (
     RouteBytes,
     beside_actor,
@@ -82,3 +85,25 @@ def test_replayed_experts_have_their_bytes_on_the_wire_on_hosts_and_on_devices()
         server=4 * layers * topk * 5000,
     )
     assert proximal == RouteBytes(rollout.token, rollout.batch, rollout.device, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "kept"),
+    [
+        (["parallel.tp_size=2"], True),
+        (["parallel.tp_size=1"], False),  # free memory decides
+        (["parallel.tp_size=1", "deterministic=true"], True),
+        (["parallel.tp_size=2", "actor.kept_logits_mb=0"], False),
+        (["parallel.tp_size=2", "cluster.gpu_memory_gib=24"], False),  # more than a 32nd of it
+        (["parallel.tp_size=2", "cluster.gpus_per_node=0"], False),
+    ],
+)
+def test_logits_that_are_kept_whatever_is_free_are_counted(knobs: list[str], kept: bool) -> None:
+    """sft_8b's microbatch on two ranks: 8,192 tokens by half of 128,256 logits, and the head's own gradient."""
+    base = ["+experiment=sft_8b", "parallel.dp_size=1", "actor.dtype=bfloat16", "actor.max_tokens_per_mb=8192"]
+    config = cli.composed([*base, *knobs])
+    model = read_config(str(folder_of(config.actor.path)))
+    load = StepLoad(8192)
+    found = sizing.kept_logits_bytes(config, config.parallel, model, load)
+    vocab = 128256 // config.parallel.tp_size
+    assert found == (8192 * vocab * 2 + vocab * 4096 * 2 if kept else 0)

@@ -92,11 +92,8 @@ def sync(transport: str, device: str, *, relay: str, keep: bool) -> tuple[dict[s
     forwarded = trainer.plan.bytes_forwarded.tolist()
     kept = int(trainer.plan.bytes_packed[0]) if keep else 0
     has_gpu = device == "cuda"
-    told = [sync_memory(transport, BUCKET_BYTES, has_gpu=has_gpu, receives=False, kept=kept)]
-    told += [
-        sync_memory(transport, BUCKET_BYTES, has_gpu=has_gpu, receives=True, forwards=nbytes > 0)
-        for nbytes in forwarded
-    ]
+    told = [sync_memory(transport, BUCKET_BYTES, has_gpu=has_gpu, kept=kept)]
+    told += [sync_memory(transport, BUCKET_BYTES, has_gpu=has_gpu, forwards=nbytes > 0) for nbytes in forwarded]
     slots = [slots[0] for rank in servers for slots in getattr(rank.group, "_mapped", {}).values()]
     after = held({slot.data_ptr() for slot in slots if isinstance(slot, Tensor)} if transport == "shm" else ())
     for rank in (trainer, *servers):

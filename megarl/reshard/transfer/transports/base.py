@@ -74,8 +74,10 @@ class Transport(ABC):
 
     @classmethod
     def make_receiver_staging(cls, bucket_bytes: int) -> Staging:
-        """Allocates a receiver's memory: on the host, to read weights back into, if it reads messages in place."""
-        return PlainStaging(bucket_bytes) if cls.in_place else cls.make_staging(bucket_bytes)
+        """Allocates a receiver's memory. One that reads messages in place needs it to read weights back into."""
+        if cls.in_place:
+            return PlainStaging(bucket_bytes, own_device() if cls.on_gpu else "cpu")
+        return cls.make_staging(bucket_bytes)
 
     @abstractmethod
     def __init__(self, store: Store, host: str, rank: int, size: int, timeout_s: float, staging: Staging):
