@@ -88,9 +88,9 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
 def complete(model: nn.Module, geometry: Geometry) -> None:
     """Brings up to date what a server rank keeps beside the weights that are sent.
 
-    These are rearranged copies of `kv_b_proj` (latent attention), norms with 1 added (`GemmaRMSNorm`, read by the
-    fused all-reduce of GPUs), and parameters without any weight, which are zero: memory that a co-located server gave
-    up holds anything when it is back.
+    Latent attention has rearranged copies of `kv_b_proj`. `GemmaRMSNorm` has its weight with 1 added, which the fused
+    all-reduce of GPUs reads. Parameters that no weight is sent for are zero: memory that a co-located server gave up
+    holds anything when it is back.
     """
     if (rearrange := getattr(model, "post_load_weights", None)) is not None:
         rearrange()

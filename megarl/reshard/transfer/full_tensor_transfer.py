@@ -25,6 +25,7 @@ from megarl.reshard.transfer.transports import disk
 from megarl.reshard.transfer.transports.gloo import GlooTransport, wait
 
 ALIGNMENT = 16  # bytes: any dtype may be viewed at a tensor's place in a bucket
+JOINED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")  # projections that SGLang loads together
 END = "end"
 ABANDONED = "abandoned"
 
@@ -154,15 +155,15 @@ def receive_full(
     deadline: Deadline,
     load: Callable[[list[tuple[str, Tensor]]], Any],
 ) -> int:
-    """Receives from a `FullTensorSender`: calls `load` with the named tensors of each bucket, as views of it.
+    """Receives from a `FullTensorSender`: calls `load` with the named tensors of each bucket, mostly as views of it.
 
     Returns the bytes received. `group` is None where files carry the weights.
     """
-    received = 0
+    received, waiting = 0, dict[str, Tensor]()
     for index, header in enumerate(_headers(store, attempt_number, deadline)):
         received += header["bytes"]
         if "file" in header:
-            load(disk.read(header["file"]))
+            load(_with_partners(disk.read(header["file"]), waiting))
             continue
         assert group is not None, "a bucket came by broadcast to a server that was to read files"
         bucket = torch.empty(header["bytes"], dtype=torch.uint8)
@@ -170,8 +171,29 @@ def receive_full(
             wait(group.broadcast(bucket, deadline), deadline)
         except RuntimeError as error:
             raise RuntimeError(f"bucket {index} of {header['bytes']} bytes did not arrive: {error}") from error
-        load(list(unpacked(bucket, header["tensors"])))
+        load(_with_partners(unpacked(bucket, header["tensors"]), waiting))
+    if waiting:  # of models without the partners
+        load(list(waiting.items()))
     return received
+
+
+def _with_partners(tensors: Iterable[tuple[str, Tensor]], waiting: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """The bucket's tensors, without those whose partner is to come: they wait for it as copies.
+
+    SGLang joins both projections of latent attention into one (deepseek_weight_loader.py:283 of 0.5.23), and forgets
+    the first one where the second does not come in the same call.
+    """
+    found = dict(tensors)
+    for name in list(found):
+        for suffix, other in (JOINED, JOINED[::-1]):
+            partner = name.removesuffix(suffix) + other
+            if not name.endswith(suffix) or partner in found:
+                continue
+            if partner in waiting:
+                found[partner] = waiting.pop(partner)
+            else:
+                waiting[name] = found.pop(name).clone()
+    return list(found.items())
 
 
 def unpacked(bucket: Tensor, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Iterator[tuple[str, Tensor]]:

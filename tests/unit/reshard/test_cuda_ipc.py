@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -80,3 +81,45 @@ def test_a_gpu_that_this_process_does_not_see_is_named(
     with pytest.raises(ValueError, match=r"memory is on GPU-b, and this process sees GPU-a, GPU-c: .*; add it, or use"):
         transport.map(described)
     assert opened == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("expandable_segments:True", ["expandable_segments:False", "slot", "slot", "expandable_segments:True"]),
+        (
+            "max_split_size_mb:64, expandable_segments: True",
+            ["expandable_segments:False", "slot", "slot", "expandable_segments:True"],
+        ),
+        ("expandable_segments:False", ["slot", "slot"]),
+        ("", ["slot", "slot"]),
+    ],
+)
+def test_slots_lie_in_memory_that_other_processes_may_map(
+    options: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handles of expandable segments are passed on by pidfd_getfd, which containers refuse."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
+    calls: list[str] = []
+    empty = torch.empty
+
+    def allocated(*size: Any, **keys: Any) -> torch.Tensor:
+        calls.append("slot")
+        return empty(*size, **keys)
+
+    monkeypatch.setattr(torch, "empty", allocated)
+    with patch.object(torch._C, "_accelerator_setAllocatorSettings", calls.append):
+        CudaIpcTransport.make_staging(16)
+    assert calls == told
+
+
+def test_a_slot_waits_for_its_own_streams_copies_alone(
+    transport: CudaIpcTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push beside scoring would otherwise wait for the scores, with the servers paused."""
+    waits: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("device"))
+    transport.settle()
+    assert waits == ["stream"]

@@ -48,6 +48,7 @@ class Link:
         thread.join(300)
         self.far_group = far[0]
         self.headers: list[Any] = []
+        self.loads: list[list[str]] = []  # names of each call of the model's loader
 
     def announce(self, header: Any) -> None:
         write(self.store, header_key(1, len(self.headers)), header)
@@ -76,6 +77,7 @@ def transfer(
 
     def load(named: list[tuple[str, Tensor]]) -> None:
         received.update({name: tensor.clone() for name, tensor in named})
+        link.loads.append([name for name, _ in named])
 
     def far_end() -> None:
         try:
@@ -233,3 +235,16 @@ def test_a_digest_that_differs_or_was_never_sent_names_its_tensor() -> None:
 def test_a_wrong_knob_is_refused(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ReshardConfig(**knobs)
+
+
+@pytest.mark.parametrize("by_files", [False, True])
+def test_projections_that_sglang_joins_come_in_one_call(link: Link, by_files: bool, tmp_path: Path) -> None:
+    """DeepSeek-V3's q_b_proj is larger than a bucket and lies between them. The last layer has no q_a_proj."""
+    names = [f"0.{name}.weight" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")]
+    tensors = {name: torch.full((64, 4), float(i)) for i, name in enumerate([*names, "1.kv_a_proj_with_mqa.weight"])}
+    _, received = transfer(link, tensors, 1100, torch.float32, tmp_path if by_files else None)
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
+    assert sorted(name for names in link.loads for name in names) == sorted(tensors)
+    (joined,) = [names for names in link.loads if "0.q_a_proj.weight" in names]
+    assert "0.kv_a_proj_with_mqa.weight" in joined
+    assert len(link.headers) == len(tensors) + 1, "each in a bucket of its own, and the end"

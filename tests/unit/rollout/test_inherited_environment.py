@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ import pytest
 from megarl import cli
 from megarl.parallel import nccl_memory
 from megarl.parallel.determinism import OFF
+from megarl.parallel.platform import ALLOCATOR
 from megarl.rollout.servers import server_config
-from megarl.rollout.servers.inherited_environment import ALLOCATOR
 from megarl.rollout.servers.server_config import SGLangServerConfig, choose_platform, free_ports
 from megarl.rollout.servers.sglang_server import SGLangServer
 
@@ -50,6 +51,21 @@ def test_a_server_of_a_torchrun_rank_begins_a_group_of_its_own(monkeypatch: pyte
     command = [sys.executable, "-c", BEGINS, address]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == "began\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", ["/usr/bin:/bin", None])
+def test_programs_of_the_environment_are_found_though_nobody_activated_it(
+    path: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SGLang compiles its kernels with `ninja`, by this name."""
+    if path is None:
+        monkeypatch.delenv("PATH")
+    else:
+        monkeypatch.setenv("PATH", path)
+    first, *others = environment_of(tmp_path)["PATH"].split(":")
+    assert first == str(Path(sys.executable).parent)
+    assert shutil.which("ninja", path=first)
+    assert others == (path.split(":") if path else [])
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

@@ -7,12 +7,15 @@ GPUs differently: a GPU is named by its UUID.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.parallel import platform
+from megarl.reshard.transfer.transports.base import Staging
 from megarl.reshard.transfer.transports.mapped import MappedTransport
 
 FIELDS = 8  # of `UntypedStorage._share_cuda_`: device, handle, sizes and the event that guards the memory
@@ -23,6 +26,11 @@ class CudaIpcTransport(MappedTransport):
 
     memory = "gpu"
     on_gpu = True
+
+    @classmethod
+    def make_staging(cls, bucket_bytes: int) -> Staging:
+        with _whole_segments():
+            return super().make_staging(bucket_bytes)
 
     def describe(self) -> Any:
         """The GPU's UUID, and one list per slot: bytes fields of the handle as base64, other fields unchanged.
@@ -56,5 +64,22 @@ class CudaIpcTransport(MappedTransport):
         return slots
 
     def settle(self) -> None:
-        """Waits for the device: a slot is offered once packed and acknowledged once read, and copies are async."""
-        torch.cuda.synchronize()
+        """Waits for this stream's copies: a slot is offered once packed and acknowledged once read."""
+        torch.cuda.current_stream().synchronize()
+
+
+@contextmanager
+def _whole_segments() -> Iterator[None]:
+    """Context in which torch allocates memory that any process of the user can map.
+
+    An expandable segment is passed on by pidfd_getfd, which asks for rights to trace the sender: containers and
+    `ptrace_scope=1` refuse them.
+    """
+    if not platform.has_expandable_segments():
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

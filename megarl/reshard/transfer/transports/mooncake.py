@@ -113,6 +113,6 @@ class MooncakeTransport(MappedTransport):
         return payload
 
     def settle(self) -> None:
-        """Waits for the device: a slot is offered once packed and acknowledged once read, and copies are async."""
+        """Waits for this stream's copies: a slot is offered once packed and acknowledged once read."""
         if platform.has_gpu():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
