@@ -10,10 +10,12 @@ ENV DEBIAN_FRONTEND=noninteractive \
     VIRTUAL_ENV=/opt/megarl \
     PATH=/opt/megarl/bin:$PATH
 
-# g++ and Python's headers build csrc/; SGLang's kernels load libnuma; git is for apex, where it is wanted.
+# g++ and Python's headers build csrc/; SGLang's kernels load libnuma, and it binds servers by numactl; NCCL finds
+# InfiniBand cards through libibverbs, and goes over TCP without a word where it is missing; git is for apex.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install -y --no-install-recommends g++ git libnuma1 make python3.12-dev python3.12-venv \
+ && apt-get install -y --no-install-recommends \
+    g++ git ibverbs-providers libibverbs1 libnuma1 librdmacm1 make numactl python3.12-dev python3.12-venv \
  && rm -rf /var/lib/apt/lists/* \
  && python3.12 -m venv "$VIRTUAL_ENV"
 

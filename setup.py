@@ -16,14 +16,15 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 
 
-def with_cuda() -> bool:
+def nvcc() -> str | None:
+    """Path of the compiler of CUDA kernels; None builds without them."""
     choice = os.environ.get("MEGARL_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
         raise SystemExit(f"MEGARL_CUDA is {choice!r}; it must be auto, 0 or 1")
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if choice == "1" and not nvcc:
+    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if choice == "1" and not found:
         raise SystemExit("MEGARL_CUDA=1 but nvcc was not found; put it on PATH or use MEGARL_CUDA=0")
-    return bool(nvcc) and choice != "0"
+    return None if choice == "0" else found
 
 
 class CMakeBuild(build_ext):
@@ -31,14 +32,16 @@ class CMakeBuild(build_ext):
         import pybind11
 
         library = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build = ROOT / "build" / ("cuda" if with_cuda() else "cpu")
+        compiler = nvcc()
+        build = ROOT / "build" / ("cuda" if compiler else "cpu")
         build.mkdir(parents=True, exist_ok=True)
         architectures = os.environ.get("CUDAARCHS")  # without it, an earlier build's choice is forgotten
         configure = [
             *(sys.executable, "-m", "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DMEGARL_WITH_CUDA={'ON' if with_cuda() else 'OFF'}",
+            f"-DMEGARL_WITH_CUDA={'ON' if compiler else 'OFF'}",
+            *([f"-DCMAKE_CUDA_COMPILER={compiler}"] if compiler else []),  # CMake looks on PATH alone
             f"-DCMAKE_CUDA_ARCHITECTURES={architectures}" if architectures else "-UCMAKE_CUDA_ARCHITECTURES",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or ninja_of_package()}",
         ]

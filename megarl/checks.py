@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig
 
-from megarl import versions
+from megarl import gpu_checks
 from megarl.actor import checks as actor_checks
 from megarl.algorithms import RLConfig, algorithm_of, name_of
 from megarl.algorithms.gdpo import GDPOConfig
@@ -103,10 +102,13 @@ def server_checks(config: Config, folder: Path) -> Sequence[Check]:
 
 
 def machine_checks(config: Config) -> Sequence[Check]:
-    """Checks of this machine's driver, kernels and devices."""
+    """Checks of this machine's driver, kernels and devices. With Ray, ranks on other machines make them."""
+    if config.launcher == "ray" and "RANK" not in os.environ:
+        return []
     return [
-        _check_driver,
-        _check_kernels,
+        gpu_checks.check_driver,
+        partial(gpu_checks.check_gpus_seen, config.cluster.gpus_per_node),
+        gpu_checks.check_kernels,
         *actor_checks.device_checks(config.actor, config.parallel, config.determinism),
     ]
 
@@ -394,37 +396,6 @@ def _check_tokens(config: Config) -> None:
     elif paired:
         equation += f" x 2 of a pair = {needed}"
     raise UserError(f"{equation} tokens do not fit into actor.max_tokens_per_mb={limit}; raise it to at least {needed}")
-
-
-# -- rules against the machine ----------------------------------------------------------------------------------------
-
-
-def _check_driver() -> None:
-    """Refuses a driver older than torch's CUDA toolkit. With it, torch would find no GPU and run on the CPU."""
-    built, driver = torch.version.cuda, versions.driver_cuda()
-    if built is None or driver is None or driver[0] >= int(built.partition(".")[0]):
-        return
-    raise UserError(
-        f"the NVIDIA driver {versions.gpus().driver or ''} runs CUDA {driver[0]}.{driver[1]} and older, and torch "
-        f"{torch.__version__} is built for CUDA {built}; install a driver for CUDA {built.partition('.')[0]} or newer"
-    )
-
-
-def _check_kernels() -> None:
-    """Refuses GPUs that `megarl._C` has no code for."""
-    if not platform.has_gpu():
-        return
-    from megarl.ops import native
-
-    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    for index, (major, minor) in enumerate(capabilities):
-        if not native.runs_on((major, minor)):
-            built = ", ".join(native.CUDA_ARCHITECTURES) or "none: it was built with MEGARL_CUDA=0"
-            raise UserError(
-                f"GPU {index} ({torch.cuda.get_device_name(index)}) has compute capability {major}.{minor}, and "
-                f"megarl._C is built for {built}; rebuild it: CUDAARCHS={major}{minor} MEGARL_CUDA=1 "
-                "pip install --no-build-isolation --no-deps --editable ."
-            )
 
 
 # -- rules against the model ------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def load(overrides: list[str]) -> Config:
     """
     config = composed(overrides)
     if "RANK" in os.environ:
-        hardware_queues.enter(config.parallel)  # before the checks ask for GPUs
+        hardware_queues.enter(config.parallel, config.reshard.overlap_scoring)  # before the checks ask for GPUs
     if config.method == "rl":  # also a trainer of one rank, which no launcher starts
         nccl_memory.enter(config.sglang)  # before the first group
     run_all(config_checks(config))

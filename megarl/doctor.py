@@ -5,6 +5,7 @@ Exit code 1 if software that megarl needs here is missing.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -21,6 +22,7 @@ from megarl.versions import GPUs, driver_cuda, gpus, version_of, versions
 
 NEEDED, FASTER, OPTIONAL = "needed", "faster", "optional"
 GIB = 2**30
+CARDS = Path("/sys/class/infiniband")
 USAGE = "usage: python -m megarl.doctor, which lists what is installed, what is missing and what it is for"
 WIDTH = 120  # characters, where the output is no terminal
 
@@ -102,7 +104,7 @@ def on_gpus() -> list[Part]:
         ),
         Part("flash-attn", installed["flash-attn"], FASTER, "attention for the former", requirements),
         Part("apex", installed["apex"], OPTIONAL if te else FASTER, apex, "docs/install_gpu.md"),
-        Part("nvcc", _program("nvcc"), OPTIONAL, "builds the CUDA kernels", "the CUDA 13 toolkit"),
+        Part("nvcc", _program("nvcc"), NEEDED, "SGLang compiles kernels when a server starts", "the CUDA 13 toolkit"),
     ]
 
 
@@ -141,7 +143,7 @@ def _kernels_here() -> str | None:
 
 def on_clusters() -> list[Part]:
     """Software and hardware for runs on several machines."""
-    network = "found" if any(Path("/sys/class/infiniband").glob("*")) else None
+    network = _network()
     shared = f"{shutil.disk_usage('/dev/shm').total / GIB:.0f} GiB" if Path("/dev/shm").is_dir() else None
     return [
         Part("Slurm", _program("sbatch"), OPTIONAL, "launcher=slurm, sbatch slurm/grpo_70b.sh", "of the cluster"),
@@ -151,14 +153,24 @@ def on_clusters() -> list[Part]:
             network,
             OPTIONAL,
             "collectives past the CPU; without it NCCL goes over TCP",
-            "the driver",
+            "apt-get install libibverbs1 ibverbs-providers",
         ),
         Part("/dev/shm", shared, OPTIONAL, "reshard.transport=shm; in a container --ipc=host", "mount it"),
     ]
 
 
+def _network() -> str | None:
+    """The cards' names, if NCCL can load the library by which it finds them."""
+    cards = sorted(path.name for path in CARDS.glob("*"))
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return None
+    return ", ".join(cards) or None
+
+
 def _program(name: str) -> str | None:
-    path = shutil.which(name)
+    path = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
     return str(Path(path).parent) if path else None
 
 

@@ -225,6 +225,11 @@ def send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(HEADER.pack(len(message)) + message)
 
 
+def address_space() -> int:
+    """Bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def main() -> None:
     """Runs a fork server: `ROOT FD MEMORY_BYTES NAME`, where FD is a Unix socket.
 
@@ -266,7 +271,8 @@ def main() -> None:
         control.close()
         die_with_parent(server_pid)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may start processes and wait for them
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        limit = address_space() + memory  # beside what the imports have mapped: gigabytes, of torch for GPUs
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(ConnectionError, BrokenPipeError):
             served.serve(socket.socket(fileno=descriptors[0]))

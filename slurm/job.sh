@@ -11,6 +11,7 @@
 #   - when a node fails: nodes that start no task are excluded from the next attempt.
 # scancel ends it: the trainers get TERM, and then the time of Slurm's KillWait. An error of the run is not retried.
 set -uo pipefail
+unset SLURM_EXPORT_ENV # set by sbatch --export=NONE: steps would start without the variables that are set here
 
 : "${SLURM_JOB_ID:?this is for a Slurm job: sbatch slurm/grpo_70b.sh, or python -m megarl.launcher.slurm}"
 MEGARL_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -268,7 +268,7 @@ def _utilisation(machine: Machine) -> list[Step]:
                 f"MFU {model}",
                 f"share of the GPUs' peak that an update of {model if gpus else 'the bundled model'} reaches",
                 script("update_mfu.py", *options.split()),
-                150,
+                300,
                 JSON_LINES,
                 skip=reason if gpus else on_cpu,
             )

@@ -21,6 +21,7 @@ from typing import Any
 
 from megarl import cli
 from megarl.config import Config, server_arguments
+from megarl.gpu_checks import check_gpus_seen
 from megarl.hub import local_folder
 from megarl.knobs import UserError
 from megarl.launcher.job import FIRST_GPU, INDEX, LOGS
@@ -31,7 +32,7 @@ from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
 from megarl.rollout.client.connections import KEY_VARIABLE
 from megarl.rollout.servers.gpu_placement import VISIBLE, offered_gpus, visible_gpus
 from megarl.rollout.servers.server_config import gpu_count, uses_gpu
-from megarl.rollout.servers.sglang_server import SGLangServers
+from megarl.rollout.servers.sglang_server import ServerError, SGLangServers
 from megarl.rollout.servers.supervisor import Supervisor
 from megarl.served_checks import adapters_on_servers
 
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 def serve(config: Config) -> int:
     """Serves until the trainers have ended. Returns 0, or EXIT_GAVE_UP after too many restarts."""
     stop = Stop()
+    check_gpus_seen(config.cluster.gpus_per_node)
     rendezvous.use_interface()
     folder, key = rendezvous.job_folder(), os.environ.get(KEY_VARIABLE)
     number = os.environ.get(INDEX, os.environ.get("SLURM_PROCID"))
@@ -64,14 +66,18 @@ def serve(config: Config) -> int:
     with SGLangServers(
         knobs, model, logs, WEIGHT_LOADER, arguments, api_key=key, first=index, adapters=adapters
     ) as servers:
-        servers.start()
-        (server,) = servers.servers
-        while not server.answers():
-            if stop.signals or stop.now(folder):
-                return 0
-            server.check_alive()
-            if server.age_s > knobs.ready_timeout_s:
-                raise server.error(f"did not answer within server.ready_timeout_s={knobs.ready_timeout_s:g} s")
+        try:
+            servers.start()
+            (server,) = servers.servers
+            while not server.answers():
+                if stop.signals or stop.now(folder):
+                    return 0
+                server.check_alive()
+                if server.age_s > knobs.ready_timeout_s:
+                    raise server.error(f"did not answer within server.ready_timeout_s={knobs.ready_timeout_s:g} s")
+        except ServerError as error:  # the trainers, on other nodes, wait for this server
+            rendezvous.publish(folder, rendezvous.failure_name(index), str(error))
+            raise
         rendezvous.publish(folder, rendezvous.server_name(index), servers.addresses[0])
         print(f"server {index} answers at {servers.addresses[0]}", flush=True)
         supervisor = Supervisor(servers.servers, knobs.heartbeat_s, knobs.max_restarts)

@@ -3,14 +3,15 @@
 With one queue, kernels start in the order of their calls. Before Blackwell, Megatron relies on this under tensor and
 context parallelism: a collective called before a product must take its multiprocessors first (layers.py:621 of
 Megatron 0.19, and arguments.py:1413 of its training). Elsewhere the driver's eight queues stay, because one queue
-holds up the streams of experts, gradients and servers. Servers never inherit the variable
-(`rollout/servers/inherited_environment.py`).
+holds up the streams of experts, gradients and servers. With `reshard.overlap_scoring` they stay too: a message of the
+push that waits for its peer would hold up a collective of scoring. The peer's own message waits for that collective.
+
+Servers never inherit the variable (`rollout/servers/inherited_environment.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 import os
 
@@ -21,21 +22,25 @@ BLACKWELL = 10  # first major compute capability whose scheduling needs no order
 NVML = "libnvidia-ml.so.1"  # comes with the driver
 
 log = logging.getLogger(__name__)
+_entered = False
 
 
-def wanted(layout: ParallelConfig, major: int | None) -> str | None:
+def wanted(layout: ParallelConfig, major: int | None, pushes_beside_scoring: bool = False) -> str | None:
     """Value for ranks of this layout on GPUs of this major compute capability; None: the driver's default."""
-    ordered = layout.tp_size > 1 or layout.cp_size > 1
+    ordered = (layout.tp_size > 1 or layout.cp_size > 1) and not pushes_beside_scoring
     return "1" if ordered and major is not None and major < BLACKWELL else None
 
 
-@functools.cache  # a user's value is said once
-def enter(layout: ParallelConfig) -> None:
+def enter(layout: ParallelConfig, pushes_beside_scoring: bool = False) -> None:
     """Sets the variable in this trainer rank. A value of the user's own is kept, and said where it is another.
 
-    CUDA reads it once: call this before anything that asks for a GPU.
+    CUDA reads it once: call this before anything that asks for a GPU. So the first call of a process decides.
     """
-    value, given = wanted(layout, lowest_major()), os.environ.get(VARIABLE)
+    global _entered
+    if _entered:
+        return
+    _entered = True
+    value, given = wanted(layout, lowest_major(), pushes_beside_scoring), os.environ.get(VARIABLE)
     if given is None and value is not None:
         os.environ[VARIABLE] = value
     elif given is not None and given != value and os.environ.get("RANK", "0") == "0":

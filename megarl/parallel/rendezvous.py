@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,15 @@ def server_name(index: int) -> str:
     return f"server_{index}"
 
 
+def failure_name(index: int) -> str:
+    """Returns the name under which server `index` publishes why it did not start."""
+    return f"{server_name(index)}.failed"
+
+
+class PublishedFailure(Exception):
+    """Raised with the text of a failure that another process of the job published."""
+
+
 def publish(folder: Path, name: str, text: str) -> None:
     """Writes `text` to `folder/name` atomically."""
     temporary = folder / f".{name}.{socket.gethostname()}.{os.getpid()}"
@@ -49,15 +59,19 @@ def publish(folder: Path, name: str, text: str) -> None:
     temporary.replace(folder / name)
 
 
-def awaited(folder: Path, name: str, timeout_s: float) -> str:
+def awaited(folder: Path, name: str, timeout_s: float, failures: Sequence[str] = ()) -> str:
     """Waits for the text published as `name`.
 
     Raises:
         TimeoutError: nothing was published within `timeout_s` seconds.
+        PublishedFailure: one of `failures` was published first.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        os.listdir(folder)  # makes a network file system refresh its view
+        present = os.listdir(folder)  # makes a network file system refresh its view
+        for failure in failures:
+            if failure in present:
+                raise PublishedFailure((folder / failure).read_text())
         try:
             return (folder / name).read_text()
         except FileNotFoundError:

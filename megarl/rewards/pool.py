@@ -50,7 +50,7 @@ class RewardConfig:
         above=0,
         most=MAX_SECONDS,
     )
-    memory_limit_mb: int = knob(4096, "address space of a scoring process, in MiB", least=64, most=2**24)
+    memory_limit_mb: int = knob(4096, "address space that a scoring process may add, in MiB", least=64, most=2**24)
     workers: int = knob(2, "scoring processes while none of them hangs", least=1, most=4096)
     max_workers: int = knob(64, "maximum scoring processes, if some hang or are slow", least=1, most=4096)
 

@@ -8,6 +8,7 @@ import mutant_table_csrc as csrc
 import mutant_table_feed as feed
 import mutant_table_fidelity as fidelity
 import mutant_table_gpu as gpu
+import mutant_table_gpu_reading as gpu_reading
 import mutant_table_head as head
 import mutant_table_hostile as hostile
 import mutant_table_overlap as overlap
@@ -43,6 +44,7 @@ MUTANTS: list[Mutant] = [
         hostile.HOSTILE,
         causes.CAUSES,
         gpu.GPU,
+        gpu_reading.READING,
     )
     for mutant in flat(bugs)
 ]

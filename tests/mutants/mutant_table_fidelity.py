@@ -66,8 +66,8 @@ ROUTES: Bugs = {
             ("backward takes the newest choice", "self.waiting.popleft()", "self.waiting.pop()"),
             (
                 "one stage's choices are recorded",
-                "for group in (groups.dp, groups.pp):",
-                "for group in (groups.dp,):",
+                "for group in (self.groups.dp, self.groups.pp):",
+                "for group in (self.groups.dp,):",
             ),
         ],
         (f"{REPLAYED}[2-tp2sp-qwen3_5_moe]",): [

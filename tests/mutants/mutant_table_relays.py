@@ -69,7 +69,11 @@ RELAYS: Bugs = {
     "megarl/reshard/transfer/memory.py": {
         unit("reshard/test_sync_memory"): [
             ("a relay's own staging is not counted", "bucket_bytes * (1 + forwards)", "bucket_bytes"),
-            ("a receiver's digests are counted of the sender's GPU", " and not (receives and transport.in_place)", ""),
+            (
+                "digests are counted on GPUs alone",
+                "if on_gpu else 0\n    return SyncMemory",
+                "if has_gpu else 0\n    return SyncMemory",
+            ),
         ],
         unit("preflight/test_planned_sync"): [
             ("staging of a GPU is counted on the host", "return self.held if self.on_gpu else 0", "return 0"),

@@ -82,6 +82,7 @@ class Cluster:
             "MEGARL_PYTHON": sys.executable,
             "MEGARL_INTERFACE": "lo",
             "MEGARL_PROBE_S": "15",
+            "SLURM_EXPORT_ENV": "NONE",  # as in jobs of sites with SBATCH_EXPORT=NONE: steps must get the job's anyway
             "MEGARL_GRACE_S": "30",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",

@@ -44,7 +44,7 @@ CASES: dict[str, Case] = {  # ranks, model, layout, knobs of `te`, and what is t
     "biased": (1, "biased", {}, {}, ("routing",)),
     "sigmoid": (1, "sigmoid", {}, {}, ("routing",)),
     "padded": (1, "chosen", {}, BLOCKWISE, ("permutation",)),  # rows of an expert are filled up to a block of FP8
-    "etp2": (2, "sigmoid", SP, {}, ("permutation", "shared experts")),
+    "etp2": (2, "sigmoid", SP, {}, ("permutation",)),
     "ep2": (2, "sigmoid", EP2, {}, (*EXPERTS, "shared experts")),
     "flex": (2, "gated", {**SP, "ep_size": 2, "etp_size": 1}, FLEX, ("permutation", "shared experts")),
     "replayed": (2, "sigmoid", {**SP, "ep_size": 2, "etp_size": 1}, {"recompute": "full"}, ("permutation",)),

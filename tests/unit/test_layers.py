@@ -20,7 +20,7 @@ LAYERS = (
     {"cpu"},
     {"data", "rollout", "rewards", "algorithms", "actor", "reshard"},
     {"config"},
-    {"teacher_checks", "served_checks"},
+    {"teacher_checks", "served_checks", "gpu_checks"},
     {"checks"},
     {"foreign"},
     {"axolotl"},

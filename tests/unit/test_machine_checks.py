@@ -5,6 +5,7 @@ Planted: the driver's CUDA version, torch's, and the GPUs. The driver's library 
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from megarl import checks, cli, doctor, versions
 from megarl.knobs import UserError, run_all
 from megarl.ops import native
-from megarl.parallel import platform
+from megarl.parallel import hardware_queues, platform
 from megarl.trainer.inputs import read_inputs
 
 SHIPPED = ("80-real", "90a-real", "100-real", "100-virtual")  # CMakeLists.txt's
@@ -47,6 +48,33 @@ def test_a_driver_of_the_toolkits_major_version_or_newer_is_accepted(
 def test_a_driver_without_a_cuda_build_of_torch_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, driver=(11, 4), toolkit=None, gpus=[])
     assert refusals() == []
+
+
+@pytest.mark.parametrize(
+    ("planned", "major", "refused"), [(8, 9, True), (8, None, False), (0, 9, False)], ids=["planned", "no GPU", "CPU"]
+)
+def test_gpus_that_torch_cannot_use_are_refused_where_the_run_is_planned_for_them(
+    planned: int, major: int | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU's environment on a GPU machine, a fabric manager that is down, or a container without the driver."""
+    machine(monkeypatch, driver=None, toolkit=None, gpus=[])
+    monkeypatch.setattr(hardware_queues, "lowest_major", lambda: major)
+    monkeypatch.setattr(torch.cuda, "init", lambda: torch.cuda._lazy_init())
+    config = cli.composed(["+experiment=gsm8k_sft", f"cluster.gpus_per_node={planned}"])
+    found = checks.failures(checks.machine_checks(config))
+    assert len(found) == refused
+    if refused:
+        assert found[0].startswith(f"cluster.gpus_per_node=8, and torch {torch.__version__} cannot use this machine's")
+        assert "Torch not compiled with CUDA enabled" in found[0]
+
+
+def test_a_head_node_without_gpus_may_start_ranks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's head node often has none. Each rank makes the checks on its own machine."""
+    monkeypatch.delenv("RANK", raising=False)
+    knobs = ["+experiment=gsm8k_sft", "launcher=ray", "actor.backend=te", "actor.dtype=bfloat16"]
+    assert checks.failures(checks.machine_checks(cli.composed(knobs))) == []
+    monkeypatch.setenv("RANK", "0")
+    assert any("a GPU" in text for text in checks.failures(checks.machine_checks(cli.composed(knobs))))
 
 
 def test_a_driver_older_than_the_toolkit_is_refused_before_the_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +161,18 @@ def test_the_doctor_reports_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     text = capsys.readouterr().out
     assert "MISSING  driver: " in text
     assert "MISSING  CUDA kernels: megarl._C on these GPUs" in text
+
+
+@pytest.mark.parametrize(
+    ("library", "found"), [("libibverbs.so.1", None), ("libc.so.6", "mlx5_0, mlx5_1")], ids=["missing", "present"]
+)
+def test_the_doctor_names_cards_that_nccl_can_use(
+    library: str, found: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without its library NCCL goes over TCP and says nothing."""
+    for card in ("mlx5_1", "mlx5_0"):
+        (tmp_path / card).mkdir()
+    load = ctypes.CDLL
+    monkeypatch.setattr(doctor, "CARDS", tmp_path)
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: load(library if found else "libno-such-library.so"))
+    assert doctor._network() == found

@@ -1,11 +1,13 @@
 """Holds the basis of `make setup`: versions written once, and one clear line if a machine cannot run megarl."""
 
 import importlib.util
+import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -92,3 +94,32 @@ def test_a_python_that_cannot_run_megarl_is_told_in_one_line(monkeypatch: pytest
     assert "has no venv" in check_python.complaint()
     monkeypatch.setattr(check_python.sys, "version_info", (3, 14, 0))
     assert check_python.complaint() == "is Python 3.14, megarl needs 3.11, 3.12 or 3.13: make PYTHON=python3.12"
+
+
+@pytest.mark.parametrize(
+    ("choice", "compiler"), [("1", "/usr/local/cuda/bin/nvcc"), ("auto", "/usr/local/cuda/bin/nvcc"), ("0", "")]
+)
+def test_cmake_is_told_of_an_nvcc_that_is_not_on_path(
+    choice: str, compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As NVIDIA's packages leave it. CMake itself looks for a compiler on PATH alone."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    build = runpy.run_path(str(ROOT / "setup.py"))["CMakeBuild"]
+    monkeypatch.setitem(build.build_extension.__globals__, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "get_ext_fullpath", lambda *_: str(tmp_path / "_C.so"))
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: f"{path}/{name}" if path else None)
+    monkeypatch.setenv("MEGARL_CUDA", choice)
+    commands: list[list[str]] = []
+
+    def refuse(command: list[str], check: bool) -> None:
+        commands.append(command)
+        raise FileNotFoundError("no CMake in this test")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(FileNotFoundError, match="no CMake"):
+        build.build_extension(object.__new__(build), SimpleNamespace(name="megarl._C"))
+    (command,) = commands
+    assert [part for part in command if "CUDA_COMPILER" in part] == [f"-DCMAKE_CUDA_COMPILER={compiler}"] * bool(
+        compiler
+    )
+    assert f"-DMEGARL_WITH_CUDA={'ON' if compiler else 'OFF'}" in command

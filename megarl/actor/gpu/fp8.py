@@ -87,10 +87,15 @@ def check_layout(config: EngineConfig, parallel: ParallelConfig, model: Pretrain
         "attention heads x head_dim": attention.q_size // tp,
         "query, key and value rows": (attention.q_size + 2 * attention.kv_size) // tp,
     }
+    if (net := shape.delta_net) is not None:
+        sections = net.sections(tp)
+        sizes |= {"rows of a gated delta net": sum(sections), "values of a gated delta net": sections[3]}
     if shape.mlp is not None:
         sizes["intermediate_size"] = shape.mlp.width // tp
     if shape.experts is not None:
         sizes["rows of an expert"] = shape.experts.width // parallel.expert_tp_size
+        if shape.experts.shared_width:
+            sizes["rows of shared experts"] = shape.experts.shared_width // tp
     for name, size in sizes.items():
         if size % recipe.features:
             raise UserError(

@@ -198,7 +198,7 @@ def attach(
             module.register_forward_hook(_add_grouped)
         module.lora.add_module(expert, adapter)  # type: ignore[union-attr]
     for stage in modules:
-        recomputes = stage.config.recompute_granularity == "full"  # type: ignore[union-attr]
+        recomputes = stage.config.recompute_granularity is not None  # type: ignore[union-attr]
         if recomputes and (embedding := getattr(stage, "embedding", None)) is not None:
             embedding.register_forward_hook(_require_gradient)
 

@@ -25,9 +25,14 @@ def overlaps_shared_experts(layout: ParallelConfig) -> bool:
 
     `tp_comm_overlap` rules it out: Megatron takes the collectives from the layers of shared experts, and leaves them
     in the buffers of that overlap for gradients (shared_experts.py:157).
+
+    Experts need buffers of their own, as they have where they lie on other ranks than dense weights. In common ones
+    the stream of shared experts would wait for gathered weights that the experts read too, which would not. Their gate
+    would be read before any module has waited for it.
     """
     wanted = platform.takes_gpu_options() if layout.overlap is None else layout.overlap
-    return wanted and layout.ep_size * layout.expert_tp_size > 1 and not layout.tp_comm_overlap
+    own_buffers = layout.ep_size > 1 or layout.expert_tp_size not in (1, layout.tp_size)
+    return wanted and own_buffers and not layout.tp_comm_overlap
 
 
 def fits_fused_routing(experts: Experts) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.knobs import UserError
-from megarl.parallel.rendezvous import awaited, server_name
+from megarl.parallel.rendezvous import PublishedFailure, awaited, failure_name, server_name
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_held
 from megarl.rollout.servers.sglang_server import ServerError, answers_at
 
@@ -161,11 +161,19 @@ class JobServers(ExternalServers):
         self._folder, self._count, self._ready_timeout_s = folder, count, ready_timeout_s
 
     def wait_ready(self) -> None:
-        """Raises ServerError if a server is not ready in time, and UserError as `ExternalServers.wait_ready` does."""
+        """Waits for all servers.
+
+        Raises:
+            ServerError: a server failed, or is not ready in time.
+            UserError: as of `ExternalServers.wait_ready`.
+        """
         deadline = time.monotonic() + self._ready_timeout_s
+        failures = [failure_name(index) for index in range(self._count)]
         for index in range(self._count):
             try:
-                address = awaited(self._folder, server_name(index), deadline - time.monotonic())
+                address = awaited(self._folder, server_name(index), deadline - time.monotonic(), failures)
+            except PublishedFailure as error:
+                raise ServerError(f"{error}; see its log") from error
             except TimeoutError as error:
                 raise ServerError(f"SGLang server {index} of this job did not become ready: {error}") from error
             self.servers.append(JobServer(index, address, self.api_key, self._ready_timeout_s))

@@ -1,6 +1,6 @@
 """Backends of SGLang servers on GPUs: attention, experts and CUDA graphs, as a run's knobs need them.
 
-SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live updates. Three of its choices fail here:
+SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live updates. Four of its choices fail here:
 
 - Attention: fa3, flashinfer and trtllm_mha take 16-bit tensors only. float32 servers get torch_native, because Triton
   multiplies float32 tensors in TF32. RMSNorm's CUDA kernel takes 16 bits too: an environment variable replaces it.
@@ -8,6 +8,8 @@ SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live u
   them around each update, expert by expert. The receiver's digests would not be of the weights in use. Triton's kernels
   read experts in the checkpoint's layout, on every GPU. Shared experts stay a module of their own: where SGLang fuses
   them, the routed ones have another slot.
+- FP8 with a scale per block: on sm100 DeepGEMM rounds the scales to powers of two and packs them. Live updates need
+  them as they were sent, as Triton's kernels take them.
 - CUDA graphs: a co-located server gives up its memory, that of its graphs too. SGLang refuses breakable graphs then,
   which are its default for prefill.
 """
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.knobs import UserError
+from megarl.parallel import hardware_queues
 
 FLOAT32_ATTENTION = ("torch_native", "triton")
 ATTENTION_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -28,11 +31,13 @@ COLOCATED = {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
 COLOCATED_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
 
 
-def arguments(dtype: str) -> dict[str, Any]:
+def arguments(dtype: str, quantization: str = "none") -> dict[str, Any]:
     """ServerArgs of a server on GPUs, unless the user sets them."""
     chosen: dict[str, Any] = {"moe_runner_backend": "triton", "disable_shared_experts_fusion": True}
     if dtype == "float32":
         chosen["attention_backend"] = "torch_native"
+    if quantization == "fp8" and (hardware_queues.lowest_major() or 0) >= hardware_queues.BLACKWELL:
+        chosen["fp8_gemm_runner_backend"] = "triton"
     return chosen
 
 

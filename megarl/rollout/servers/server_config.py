@@ -37,6 +37,8 @@ OWNED = {
     "admin_api_key": "a random api_key is made for each run",
     "custom_weight_loader": "megarl's weight receiver is loaded there",
     "config": "the arguments here are written to such a file",
+    "enable_eplb": "it moves experts, and weights are sent by the checkpoint's numbers of experts",
+    "init_expert_location": "it moves experts, and weights are sent by the checkpoint's numbers of experts",
 }
 # ServerArgs that must stay at 1, with the reason.
 MUST_BE_ONE = {
@@ -282,7 +284,8 @@ def choose_platform(
             the servers' arguments.
     """
     if uses_gpu(config):
-        arguments, environment = gpu_backends.arguments(config.dtype), gpu_backends.environment(config.dtype)
+        arguments = gpu_backends.arguments(config.dtype, config.quantization)
+        environment = gpu_backends.environment(config.dtype)
         if config.colocate:
             arguments |= gpu_backends.COLOCATED
             environment |= gpu_backends.COLOCATED_ENVIRONMENT

@@ -21,11 +21,13 @@ from megarl.actor.sizes.memory import StepLoad, trainer_memory
 from megarl.actor.sizes.parameter_counts import elements
 from megarl.actor.weights.shards import shard_specs
 from megarl.config import Config
+from megarl.families import read_config
 from megarl.knobs import run_all
 from megarl.parallel import platform
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.placement import Place
 from megarl.preflight import environment
+from megarl.preflight.shapes import folder_of
 from megarl.types import PackedBatch, cu_seqlens_of
 from megarl.versions import GPUs
 
@@ -58,6 +60,18 @@ def test_the_knobs_are_checked_with_the_others() -> None:
     narrow = Qwen3Config(**{**MODEL.to_dict(), "intermediate_size": 3080})
     config = EngineConfig(dtype="bfloat16", fp8="blockwise")
     assert "actor.fp8" in refusal(lambda: run_all(model_checks(config, ParallelConfig(), narrow)))
+
+
+@pytest.mark.parametrize(("tp", "size"), [(4, 0), (8, 1544)])
+def test_rows_of_gated_delta_nets_are_multiples_too(tp: int, size: int) -> None:
+    """Qwen3-Next-80B-A3B: 12,352 rows of query, key, value, gate, beta and alpha."""
+    model = read_config(str(folder_of("Qwen/Qwen3-Next-80B-A3B-Instruct")))
+    config, parallel = EngineConfig(dtype="bfloat16", fp8="blockwise"), ParallelConfig(tp_size=tp, etp_size=1)
+    if size:
+        message = refusal(lambda: fp8.check_layout(config, parallel, model))
+        assert f"parallel.tp_size={tp} leaves a rank {size} (rows of a gated delta net)" in message
+    else:
+        fp8.check_layout(config, parallel, model)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,19 @@ def test_peft_reads_what_was_trained_and_gives_the_same_log_probs(
     close(trained, logprobs_of(model, batch_of()))
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_adapters_of_mlps_alone_are_trained_in_recomputed_layers(
+    recompute: str, engine_of: Callable[..., MegatronEngine]
+) -> None:
+    """The first layer's input has no gradient of its own, and a recomputed layer without one gives none."""
+    lora = dataclasses.replace(LORA, targets=["gate_proj", "up_proj", "down_proj"])
+    engine = engine_of(lora=lora, recompute=recompute)
+    steps(engine, 1)
+    matrices = [part.b for adapter in adapters_in(engine.modules) for part in adapter.children()]
+    assert len(matrices) == 3 * engine.hf_config.num_hidden_layers
+    assert all(matrix.any() for matrix in matrices)
+
+
 def test_an_adapter_of_peft_is_read_and_written_back_bit_for_bit(
     base: Path, tmp_path: Path, engine_of: Callable[..., MegatronEngine]
 ) -> None:

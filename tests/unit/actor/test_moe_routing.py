@@ -12,7 +12,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from transformers import AutoModelForCausalLM
 
 from megarl.actor.config import EngineConfig
+from megarl.actor.model.moe import overlaps_shared_experts
 from megarl.actor.supervised import MegatronLMEngine
+from megarl.parallel.config import ParallelConfig
 from megarl.types import PackedBatch, cu_seqlens_of
 from tests.conftest import random_model
 
@@ -76,3 +78,19 @@ def test_a_choice_across_a_tie_moves_its_token_and_later_ones_as_in_transformers
     assert moved[:token].max() < 1e-5
     assert moved[token] > 0.01
     assert moved[token + 1 :].max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "beside"),
+    [
+        ({"ep_size": 2, "dp_size": 2}, True),
+        ({"tp_size": 4, "etp_size": 2, "sequence_parallel": True}, True),
+        ({"tp_size": 2, "sequence_parallel": True}, False),  # experts cut as dense weights share their buffers
+        ({"tp_size": 2, "etp_size": 1, "sequence_parallel": True}, False),  # nothing to run beside
+        ({"ep_size": 2, "dp_size": 2, "overlap": False}, False),
+    ],
+)
+def test_shared_experts_run_beside_exchanges_where_experts_have_buffers_of_their_own(
+    sizes: dict[str, Any], beside: bool
+) -> None:
+    assert overlaps_shared_experts(ParallelConfig(**{"overlap": True, **sizes})) == beside

@@ -101,6 +101,18 @@ def test_its_server_uses_the_jobs_interface_in_syncs_too(folder: Path, monkeypat
     assert [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == ["lo", "lo"]
 
 
+def test_it_tells_the_trainers_why_its_server_did_not_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on other nodes, and would wait for half an hour."""
+
+    def fails(_: Server) -> None:
+        raise ServerError("SGLang server 0 ended with exit code 1")
+
+    monkeypatch.setattr(Server, "start", fails)
+    with pytest.raises(ServerError, match="exit code 1"):
+        cli.run_command(server_task.serve)
+    assert (folder / rendezvous.failure_name(0)).read_text() == "SGLang server 0 ended with exit code 1"
+
+
 def test_it_ends_with_an_error_code_after_too_many_restarts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Server, "outlook", "none")
     assert exit_code() == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ int nvmlDeviceGetCudaComputeCapability(const int *device, int *major, int *minor
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[tuple[int, ...]], None]]:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[tuple[int, ...]], None]:
     """Gives this machine a driver with GPUs, and a rank without a value of the user's."""
     monkeypatch.setenv(NAME, "")  # undone after the test
     monkeypatch.delenv(NAME)
@@ -52,9 +52,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
         monkeypatch.setattr(hardware_queues, "NVML", str(library))
 
-    hardware_queues.enter.cache_clear()
-    yield has
-    hardware_queues.enter.cache_clear()
+    monkeypatch.setattr(hardware_queues, "_entered", False)
+    return has
 
 
 @pytest.mark.parametrize(
@@ -73,6 +72,14 @@ def test_one_queue_where_megatron_relies_on_the_order_of_calls(
     machine(majors)
     hardware_queues.enter(ParallelConfig(**sizes))
     assert os.environ.get(NAME) == value
+
+
+def test_a_push_beside_scoring_has_queues_of_its_own_in_the_engine_too(machine: Any) -> None:
+    """Its messages would hold up the collectives of scoring. The engine asks again, without this fact."""
+    machine(HOPPER)
+    hardware_queues.enter(ParallelConfig(tp_size=2), pushes_beside_scoring=True)
+    hardware_queues.enter(ParallelConfig(tp_size=2))
+    assert NAME not in os.environ
 
 
 def test_a_machine_without_a_driver_sets_nothing(monkeypatch: pytest.MonkeyPatch, machine: Any) -> None:

@@ -142,6 +142,13 @@ def test_memory_below_the_limit_is_given() -> None:
         assert run(lambda: pool("", "", [], [], i=7, what="less memory")) == 14.0
 
 
+def test_what_imports_have_mapped_does_not_count_to_the_limit() -> None:
+    from tests.unit.rewards.large_imports import half
+
+    with RewardPool([half], RewardConfig(memory_limit_mb=1024)) as pool:
+        assert run(lambda: pool("", "", [], [])) == 0.5
+
+
 def test_slow_imports_of_a_reward_happen_before_the_fork() -> None:
     with RewardPool([knows_math_verify, REWARDS["math"]], RewardConfig(functions=["a", "b"])) as pool:
         assert run(lambda: pool.score("", "none", [], [], answer="1")) == [1.0, 0.0]

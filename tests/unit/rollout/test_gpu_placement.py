@@ -9,7 +9,7 @@ import torch
 
 from megarl import checks, cli
 from megarl.knobs import UserError
-from megarl.parallel import platform
+from megarl.parallel import hardware_queues, platform
 from megarl.rollout.client.connections import ADDRESSES_VARIABLE
 from megarl.rollout.servers import gpu_backends, server_config
 from megarl.rollout.servers.gpu_placement import check_gpu_count
@@ -24,6 +24,25 @@ def test_servers_on_gpus_take_backends_that_serve_their_dtype() -> None:
     assert gpu_backends.arguments("bfloat16") == experts
     assert gpu_backends.environment("float32") == {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
     assert gpu_backends.environment("bfloat16") == {}
+
+
+@pytest.mark.parametrize(
+    ("major", "quantization", "chosen"),
+    [(10, "fp8", True), (9, "fp8", False), (None, "fp8", False), (10, "int4", False), (10, "none", False)],
+)
+def test_scales_of_fp8_stay_as_they_are_sent_on_blackwell(
+    major: int | None, quantization: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepGEMM would round them to powers of two there, and a sync refuses such a server."""
+    monkeypatch.setattr(hardware_queues, "lowest_major", lambda: major)
+    arguments = gpu_backends.arguments("bfloat16", quantization)
+    assert arguments.get("fp8_gemm_runner_backend") == ("triton" if chosen else None)
+
+
+@pytest.mark.parametrize("name", ["enable_eplb", "init_expert_location"])
+def test_servers_that_move_experts_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"sglang.{name}='x' cannot be set: it moves experts"):
+        server_config.check_server_config(server_config.SGLangServerConfig(), tmp_path, {name: "x"})
 
 
 @pytest.fixture
