@@ -89,7 +89,9 @@ class EnvironmentConfig:
     close_limit_s: float = knob(
         10.0, "seconds that close() may take; then the environment's process is killed", above=0, most=MAX_SECONDS
     )
-    memory_limit_mb: int = knob(4096, "address space of an environment's process, in MiB", least=64, most=2**24)
+    memory_limit_mb: int = knob(
+        4096, "address space that an environment's process may add to its imports, in MiB", least=64, most=2**24
+    )
     max_processes: int = knob(32, "processes, so episodes, at once; further episodes wait", least=1, most=4096)
     max_observation_chars: int = knob(
         65_536, "characters of an observation; with more, the episode is lost", least=1, most=MAX_COUNT
