@@ -41,11 +41,12 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMEGARL_WITH_CUDA={'ON' if compiler else 'OFF'}",
-            *([f"-DCMAKE_CUDA_COMPILER={compiler}"] if compiler else []),  # CMake looks on PATH alone
             f"-DCMAKE_CUDA_ARCHITECTURES={architectures}" if architectures else "-UCMAKE_CUDA_ARCHITECTURES",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or ninja_of_package()}",
         ]
-        subprocess.run(configure, check=True)
+        # CMake looks for nvcc on PATH, not where NVIDIA's packages put it.
+        found = {"CUDACXX": os.environ.get("CUDACXX", compiler)} if compiler else {}
+        subprocess.run(configure, check=True, env={**os.environ, **found})
         subprocess.run([sys.executable, "-m", "cmake", "--build", str(build)], check=True)
         built = next(build.glob("_C.*.so"))
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -151,7 +151,7 @@ def on_clusters() -> list[Part]:
         Part(
             "InfiniBand, RoCE",
             network,
-            OPTIONAL,
+            FASTER if any(CARDS.glob("*")) else OPTIONAL,
             "collectives past the CPU; without it NCCL goes over TCP",
             "apt-get install libibverbs1 ibverbs-providers",
         ),

@@ -58,8 +58,8 @@ class Served(Protocol):
 class ForkServer:
     """A process that holds `served`, a pickled `Served`, and forks on request. A context manager.
 
-    `name` stands in its command line and in errors. `memory_limit_mb` limits the address space of a fork, in MiB. The
-    modules on the parent's `sys.path` are found, unless `interpreter` is another one than the parent's.
+    `name` stands in its command line and in errors. `memory_limit_mb` limits what a fork adds to the address space, in
+    MiB. The modules on the parent's `sys.path` are found, unless `interpreter` is another one than the parent's.
 
     Raises:
         StartError: `served` cannot be loaded or prepared.
@@ -272,6 +272,8 @@ def main() -> None:
         die_with_parent(server_pid)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may start processes and wait for them
         limit = address_space() + memory  # beside what the imports have mapped: gigabytes, of torch for GPUs
+        inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = limit if inherited == resource.RLIM_INFINITY else min(limit, inherited)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(ConnectionError, BrokenPipeError):

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from megarl import cli
-from megarl.checks import gpu_count_checks, server_checks
+from megarl.checks import gpu_count_checks, machine_checks, server_checks
 from megarl.config import Config
 from megarl.hub import local_folder
 from megarl.knobs import UserError, run_all
@@ -132,6 +132,7 @@ def script_main(script: Path, config: Config) -> int:
 def run_script(script: Path, config: Config) -> int:
     """Waits for the servers of the launcher, if any, then runs the script on this rank as Python would."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    run_all(machine_checks(config))
     os.environ[RUN_FOLDER] = str(find_folder(config, int(os.environ["RANK"])).path)
     job = rendezvous.job_folder()
     if job is not None and config.method == "rl" and not addresses_in_environment():

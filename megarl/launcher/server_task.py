@@ -10,6 +10,7 @@ Cancelling or preempting a job signals all its tasks at once, and a trainer may 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 def serve(config: Config) -> int:
     """Serves until the trainers have ended. Returns 0, or EXIT_GAVE_UP after too many restarts."""
     stop = Stop()
-    check_gpus_seen(config.cluster.gpus_per_node)
-    rendezvous.use_interface()
     folder, key = rendezvous.job_folder(), os.environ.get(KEY_VARIABLE)
     number = os.environ.get(INDEX, os.environ.get("SLURM_PROCID"))
     if folder is None or key is None or number is None:
@@ -55,32 +54,25 @@ def serve(config: Config) -> int:
             f"a server task needs {rendezvous.JOB_FOLDER}, {KEY_VARIABLE} and {INDEX} (or SLURM_PROCID) in its "
             "environment; megarl's launchers set them"
         )
-    index, logs = int(number), Path(os.environ.get(LOGS, folder))
-    if config.cluster.gpus_per_node or uses_gpu(config.server):
-        local, first = int(os.environ.get(LOCAL_TASK, "0")), int(os.environ.get(FIRST_GPU, "0"))
-        offered = offered_gpus(config.cluster.gpus_per_node or gpu_count())
-        os.environ[VISIBLE] = visible_gpus(config.server.tp_size, local, first, offered)
-    knobs = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
-    model = local_folder(config.actor.path)
-    arguments, adapters = server_arguments(config), adapters_on_servers(config)
-    with SGLangServers(
-        knobs, model, logs, WEIGHT_LOADER, arguments, api_key=key, first=index, adapters=adapters
-    ) as servers:
+    index = int(number)
+    with contextlib.ExitStack() as stack:
         try:
+            servers = stack.enter_context(_server_of(config, index, key, folder))
             servers.start()
             (server,) = servers.servers
             while not server.answers():
                 if stop.signals or stop.now(folder):
                     return 0
                 server.check_alive()
-                if server.age_s > knobs.ready_timeout_s:
-                    raise server.error(f"did not answer within server.ready_timeout_s={knobs.ready_timeout_s:g} s")
-        except ServerError as error:  # the trainers, on other nodes, wait for this server
+                if server.age_s > config.server.ready_timeout_s:
+                    limit = f"server.ready_timeout_s={config.server.ready_timeout_s:g}"
+                    raise server.error(f"did not answer within {limit} s")
+        except (ServerError, UserError, OSError) as error:  # the trainers, on other nodes, wait for this server
             rendezvous.publish(folder, rendezvous.failure_name(index), str(error))
             raise
         rendezvous.publish(folder, rendezvous.server_name(index), servers.addresses[0])
         print(f"server {index} answers at {servers.addresses[0]}", flush=True)
-        supervisor = Supervisor(servers.servers, knobs.heartbeat_s, knobs.max_restarts)
+        supervisor = Supervisor(servers.servers, config.server.heartbeat_s, config.server.max_restarts)
         supervisor.start()
         try:
             while not stop.now(folder):
@@ -90,6 +82,25 @@ def serve(config: Config) -> int:
         finally:
             supervisor.close()
     return 0
+
+
+def _server_of(config: Config, index: int, key: str, folder: Path) -> SGLangServers:
+    """This task's server, on this machine's address and GPUs, to be started.
+
+    Raises:
+        UserError: this machine cannot run it.
+    """
+    check_gpus_seen(config.cluster.gpus_per_node)
+    rendezvous.use_interface()
+    logs = Path(os.environ.get(LOGS, folder))
+    if config.cluster.gpus_per_node or uses_gpu(config.server):
+        local, first = int(os.environ.get(LOCAL_TASK, "0")), int(os.environ.get(FIRST_GPU, "0"))
+        offered = offered_gpus(config.cluster.gpus_per_node or gpu_count())
+        os.environ[VISIBLE] = visible_gpus(config.server.tp_size, local, first, offered)
+    knobs = dataclasses.replace(config.server, n_servers=1, host=rendezvous.own_address(), port=0)
+    model = local_folder(config.actor.path)
+    arguments, adapters = server_arguments(config), adapters_on_servers(config)
+    return SGLangServers(knobs, model, logs, WEIGHT_LOADER, arguments, api_key=key, first=index, adapters=adapters)
 
 
 class Stop:

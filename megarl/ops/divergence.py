@@ -162,7 +162,7 @@ class _Chunk:
     """Log-probs of a chunk, and gradients of log-prob and entropy, which need no teacher.
 
     Logits and all that is made of them are the most memory of a distillation's update, so each lives as briefly as
-    it can: `head_chunks.DIVERGENCE_COPIES` counts them.
+    it can: `head_chunks.divergence_bytes` counts them.
     """
 
     def __init__(self, z: Tensor, total: Tensor, labels: Tensor, head: _TwoHeads) -> None:

@@ -12,8 +12,6 @@ import torch
 
 from megarl.knobs import UserError
 
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # variables of torch's allocator
-
 
 def has_gpu() -> bool:
     """True if this rank's tensors lie on a GPU."""
@@ -57,12 +55,6 @@ def cuda_version() -> tuple[int, int] | None:
         return None
     major, minor = torch.version.cuda.split(".")[:2]
     return int(major), int(minor)
-
-
-def has_expandable_segments() -> bool:
-    """True if torch's allocator was told to map GPU memory piece by piece."""
-    options = ",".join(os.environ.get(name, "") for name in ALLOCATOR).replace(" ", "")
-    return "expandable_segments:True" in options
 
 
 def device() -> torch.device:

@@ -124,7 +124,7 @@ def kept_logits_bytes(config: Config, parallel: ParallelConfig, model: Pretraine
     vocab, item = padded_vocab_size(model, parallel.tp_size) // parallel.tp_size, ITEM_BYTES[config.actor.dtype]
     size = load.tokens // parallel.cp_size * vocab * (max(item, 4) if config.actor.float32_head else item)
     limit = KEPT_SHARE_OF_MEMORY * config.cluster.gpu_memory_gib * GIB
-    return size + vocab * model.hidden_size * item if size <= limit else 0
+    return int(min(size, limit)) + vocab * model.hidden_size * item  # fewer labels may fit where all do not
 
 
 @functools.lru_cache(1024)

@@ -53,16 +53,8 @@ READING: Bugs = {
     },
     "megarl/reshard/transfer/transports/cuda_ipc.py": {
         unit("reshard/test_cuda_ipc"): [
-            (
-                "slots lie in expandable segments",
-                'Settings("expandable_segments:False")',
-                'Settings("expandable_segments:True")',
-            ),
-            (
-                "segments do not grow any more",
-                'Settings("expandable_segments:True")',
-                'Settings("expandable_segments:False")',
-            ),
+            ("slots lie in expandable segments", r'r"\1False"', r'r"\1True"'),
+            ("segments do not grow any more", "AllocatorSettings(settings)", "AllocatorSettings(whole)"),
             ("a slot waits for the device", "torch.cuda.current_stream().synchronize()", "torch.cuda.synchronize()"),
         ],
     },
@@ -99,7 +91,7 @@ READING: Bugs = {
     "megarl/preflight/sizing.py": {
         unit("preflight/test_sizing"): [
             ("free memory decides in deterministic runs", " and not config.deterministic", ""),
-            ("more is kept than a GPU allows", "if size <= limit else 0", "if True else 0"),
+            ("more is kept than a GPU allows", "min(size, limit)", "size"),
         ],
     },
     "megarl/gpu_checks.py": {

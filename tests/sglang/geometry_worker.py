@@ -46,7 +46,7 @@ from megarl.ops.digest import digest  # noqa: E402
 from megarl.reshard.plan.sglang_adapters import HELD, adapter_buffers  # noqa: E402
 from megarl.reshard.plan.sglang_layout import Geometry, padded_for_cpu  # noqa: E402
 from megarl.reshard.sync.live_adapters import live_adapters  # noqa: E402
-from megarl.reshard.sync.live_parameters import check_plain, complete, live_fragments  # noqa: E402
+from megarl.reshard.sync.live_parameters import check_plain, complete, live_fragments, unsent_parameters  # noqa: E402
 
 # Operations of SGLang's CPU kernels that models/qwen3_5.py:284 looks up when it is imported. No forward pass runs here.
 for operation in ("fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate"):
@@ -111,7 +111,7 @@ def compare(checkpoint: str) -> dict[str, Any]:
         tensor.fill_(torch.nan)
     for fragment in fragments:
         fragment.view.copy_(fragment.box.of(checkpoint_tensors[fragment.box.name]))
-    complete(model, rules)
+    complete(model, unsent_parameters(rules))
     refilled = [n for n, p in model.named_parameters() if n in held and digest(p) != digest(loaded[n])]
     refilled += [name for name, tensor in derived.items() if not torch.equal(tensor, kept[name])]
     adapters: list[str] = []

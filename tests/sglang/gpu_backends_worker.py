@@ -77,7 +77,7 @@ def built(checkpoint: Path, dtype: str) -> torch.nn.Module:
 def verdict(checkpoint: Path, architecture: str, dtype: str, ours: bool) -> dict[str, Any]:
     """The receiver's answer to the model. `ours`: with megarl's choice of backends, else with SGLang's own."""
     if not ours:
-        gpu_backends.arguments = lambda dtype: {}
+        gpu_backends.arguments = lambda *_: {}
     os.environ.update(gpu_backends.environment(dtype) if ours else {})
     with table.mocked_gpu(architecture):
         try:

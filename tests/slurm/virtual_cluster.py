@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.parallel import hardware_queues
 from megarl.rollout.servers.server_config import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,8 @@ def missing() -> str:
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"Slurm is not installed: no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
+    if hardware_queues.lowest_major() is not None:
+        return "the jobs plan GPUs and run by the CPU, which a machine with GPUs refuses"
     return "" if os.geteuid() == 0 else "slurmd starts tasks as root alone"
 
 

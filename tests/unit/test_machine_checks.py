@@ -56,10 +56,14 @@ def test_a_driver_without_a_cuda_build_of_torch_is_accepted(monkeypatch: pytest.
 def test_gpus_that_torch_cannot_use_are_refused_where_the_run_is_planned_for_them(
     planned: int, major: int | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU's environment on a GPU machine, a fabric manager that is down, or a container without the driver."""
+    """The CPU's environment on a GPU machine, or a fabric manager that is down."""
     machine(monkeypatch, driver=None, toolkit=None, gpus=[])
     monkeypatch.setattr(hardware_queues, "lowest_major", lambda: major)
-    monkeypatch.setattr(torch.cuda, "init", lambda: torch.cuda._lazy_init())
+
+    def fails() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "init", fails)
     config = cli.composed(["+experiment=gsm8k_sft", f"cluster.gpus_per_node={planned}"])
     found = checks.failures(checks.machine_checks(config))
     assert len(found) == refused

@@ -109,17 +109,16 @@ def test_cmake_is_told_of_an_nvcc_that_is_not_on_path(
     monkeypatch.setattr(build, "get_ext_fullpath", lambda *_: str(tmp_path / "_C.so"))
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"{path}/{name}" if path else None)
     monkeypatch.setenv("MEGARL_CUDA", choice)
-    commands: list[list[str]] = []
+    monkeypatch.delenv("CUDACXX", raising=False)
+    started: list[tuple[list[str], dict[str, str]]] = []
 
-    def refuse(command: list[str], check: bool) -> None:
-        commands.append(command)
+    def refuse(command: list[str], check: bool, env: dict[str, str]) -> None:
+        started.append((command, env))
         raise FileNotFoundError("no CMake in this test")
 
     monkeypatch.setattr(subprocess, "run", refuse)
     with pytest.raises(FileNotFoundError, match="no CMake"):
         build.build_extension(object.__new__(build), SimpleNamespace(name="megarl._C"))
-    (command,) = commands
-    assert [part for part in command if "CUDA_COMPILER" in part] == [f"-DCMAKE_CUDA_COMPILER={compiler}"] * bool(
-        compiler
-    )
+    ((command, environment),) = started
+    assert environment.get("CUDACXX", "") == compiler
     assert f"-DMEGARL_WITH_CUDA={'ON' if compiler else 'OFF'}" in command

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -85,19 +85,23 @@ def live_fragments(parameters: Iterable[tuple[str, Tensor]], geometry: Geometry)
         )
 
 
-def complete(model: nn.Module, geometry: Geometry) -> None:
+def unsent_parameters(geometry: Geometry) -> set[str]:
+    """Names of parameters that no weight is sent for."""
+    return {rule.name for rule in geometry.parameters() if not rule.parts}
+
+
+def complete(model: nn.Module, unsent: Collection[str]) -> None:
     """Brings up to date what a server rank keeps beside the weights that are sent.
 
     Latent attention has rearranged copies of `kv_b_proj`. `GemmaRMSNorm` has its weight with 1 added, which the fused
-    all-reduce of GPUs reads. Parameters that no weight is sent for are zero: memory that a co-located server gave up
-    holds anything when it is back.
+    all-reduce of GPUs reads. Parameters that are `unsent` are zero: memory that a co-located server gave up holds
+    anything when it is back.
     """
     if (rearrange := getattr(model, "post_load_weights", None)) is not None:
         rearrange()
     for module in model.modules():
         if (refresh := getattr(module, "refresh_gemma_weight", None)) is not None:
             refresh()
-    unsent = {rule.name for rule in geometry.parameters() if not rule.parts}
     for name, parameter in model.named_parameters():
         if name in unsent:
             parameter.detach().zero_()

@@ -62,10 +62,14 @@ class AsLoaded:
 
 @dataclass(frozen=True)
 class LiveWeights:
-    """A rank's weights as a sync sees them. The arrangement is closed; `open` makes the fragments' values valid."""
+    """A rank's weights as a sync sees them. The arrangement is closed; `open` makes the fragments' values valid.
+
+    `complete` is called once all weights have come, for what the model keeps beside them.
+    """
 
     fragments: Sequence[Fragment]
     arrangement: Arrangement = AsLoaded()
+    complete: Callable[[], object] = lambda: None
 
 
 class ServerRank:
@@ -73,7 +77,7 @@ class ServerRank:
 
     def __init__(self, order: ServerOrder, live: LiveWeights, rank: int, size: int):
         self.order = order
-        self.fragments, self.arrangement = live.fragments, live.arrangement
+        self.fragments, self.arrangement, self._complete = live.fragments, live.arrangement, live.complete
         self.rank = rank
         self.server_group = ServerGroup(order.server, order.epoch, size)
         self.store = join_store(order.address, order.port, order.deadline_ms / 1000)
@@ -109,6 +113,7 @@ class ServerRank:
                 self.group = GlooTransport(self.private_store, self.address, self.rank + 1, size, deadline.left())
             group = self.group if isinstance(self.group, GlooTransport) else None
             nbytes = receive_full(self.private_store, group, attempt_number, deadline, load)
+            self._complete()
             digests = [digest(f.view) for f in self.fragments] if sample.modulus else []
             return {"bytes": nbytes, "held": digests}
         try:
@@ -124,6 +129,7 @@ class ServerRank:
             deadline = AttemptDeadline(seconds, self._watched_store, key(attempt_number, "verdict"))
             received = receiver.receive(deadline, counts)
             self.arrangement.settle()
+            self._complete()
             held = list(receiver.read_back(sample).items())
             return {"bytes": received.nbytes, "forwarded": received.forwarded_nbytes, "held": held}
         finally:

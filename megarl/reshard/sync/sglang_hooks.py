@@ -21,7 +21,7 @@ from megarl.families.weight_formats import format_of
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync import server_rank
 from megarl.reshard.sync.live_adapters import live_adapters
-from megarl.reshard.sync.live_parameters import check_plain, complete, live_fragments
+from megarl.reshard.sync.live_parameters import check_plain, complete, live_fragments, unsent_parameters
 from megarl.reshard.sync.marlin_weights import MarlinWeights
 from megarl.reshard.sync.server_order import ORDER, ServerOrder
 from megarl.reshard.sync.server_rank import LiveWeights
@@ -94,18 +94,14 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
     parallel = get_parallel()
     sleep_while_paused()
 
-    def geometry_of() -> Geometry:
-        ranks = parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size
-        return Geometry.of(model.config, *ranks, format_of(model.config))
-
     def live() -> LiveWeights:
         check_plain(model)
-        geometry = geometry_of()
+        ranks = parallel.tp_rank, parallel.tp_size, parallel.moe_ep_size
+        geometry = Geometry.of(model.config, *ranks, format_of(model.config))
         arrangement = MarlinWeights(model)
         parameters = arrangement.plain(model.named_parameters())
         fragments = [*live_fragments(parameters, geometry), *live_adapters(model, geometry)]
         arrangement.close()
-        return LiveWeights(fragments, arrangement)
+        return LiveWeights(fragments, arrangement, functools.partial(complete, model, unsent_parameters(geometry)))
 
     server_rank.carry_out(order, live, parallel.tp_rank, parallel.tp_size, model.load_weights)  # type: ignore[arg-type]
-    complete(model, geometry_of())

@@ -173,7 +173,7 @@ class JobServers(ExternalServers):
             try:
                 address = awaited(self._folder, server_name(index), deadline - time.monotonic(), failures)
             except PublishedFailure as error:
-                raise ServerError(f"{error}; see its log") from error
+                raise ServerError(str(error)) from error
             except TimeoutError as error:
                 raise ServerError(f"SGLang server {index} of this job did not become ready: {error}") from error
             self.servers.append(JobServer(index, address, self.api_key, self._ready_timeout_s))

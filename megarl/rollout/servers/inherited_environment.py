@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.parallel import hardware_queues
-from megarl.parallel.platform import ALLOCATOR
 
 # A rank's place, as torchrun and the launchers tell it. With TORCHELASTIC_USE_AGENT_STORE=True torch makes every rank a
 # client of a store that torchrun has (torch/distributed/rendezvous.py): SGLang's ranks would wait for one for ever.
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # options of torch's allocator
 TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_")  # prefixes
 NOT_WHERE_MEMORY_IS_GIVEN_UP = "expandable_segments"  # torch_memory_saver refuses it
 
@@ -28,7 +28,7 @@ def inherited(environment: Mapping[str, str], colocated: bool) -> dict[str, str]
         for name, value in environment.items()
         if name != hardware_queues.VARIABLE and name not in PLACE and not name.startswith(TORCHRUN)
     }
-    kept["PATH"] = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), kept.get("PATH"))))
+    kept["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), kept.get("PATH", os.defpath)))
     for name in ALLOCATOR if colocated else ():
         if name in kept:
             kept[name] = _without_segments(kept[name])

@@ -21,6 +21,7 @@ from megarl.parallel.determinism import Determinism
 from megarl.rollout.servers import batch_invariance, gpu_backends
 
 FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range: no outgoing connection takes one meanwhile
+MOVED_EXPERTS = "it moves experts, and weights are sent by the checkpoint's numbers of experts; leave it out"
 # ServerArgs owned by a knob or by megarl, each with the way to change it.
 OWNED = {
     "model_path": "it is the actor's checkpoint",
@@ -37,8 +38,9 @@ OWNED = {
     "admin_api_key": "a random api_key is made for each run",
     "custom_weight_loader": "megarl's weight receiver is loaded there",
     "config": "the arguments here are written to such a file",
-    "enable_eplb": "it moves experts, and weights are sent by the checkpoint's numbers of experts",
-    "init_expert_location": "it moves experts, and weights are sent by the checkpoint's numbers of experts",
+    "enable_eplb": MOVED_EXPERTS,
+    "init_expert_location": MOVED_EXPERTS,
+    "ep_num_redundant_experts": MOVED_EXPERTS,
 }
 # ServerArgs that must stay at 1, with the reason.
 MUST_BE_ONE = {

@@ -94,7 +94,6 @@ def test_replayed_experts_have_their_bytes_on_the_wire_on_hosts_and_on_devices()
         (["parallel.tp_size=1"], False),  # free memory decides
         (["parallel.tp_size=1", "deterministic=true"], True),
         (["parallel.tp_size=2", "actor.kept_logits_mb=0"], False),
-        (["parallel.tp_size=2", "cluster.gpu_memory_gib=24"], False),  # more than a 32nd of it
         (["parallel.tp_size=2", "cluster.gpus_per_node=0"], False),
     ],
 )
@@ -107,3 +106,12 @@ def test_logits_that_are_kept_whatever_is_free_are_counted(knobs: list[str], kep
     found = sizing.kept_logits_bytes(config, config.parallel, model, load)
     vocab = 128256 // config.parallel.tp_size
     assert found == (8192 * vocab * 2 + vocab * 4096 * 2 if kept else 0)
+
+
+def test_at_most_a_32nd_of_the_gpu_is_kept() -> None:
+    """A microbatch whose prompts have no labels may keep its logits, though with labels everywhere it would not."""
+    knobs = ["+experiment=sft_8b", "parallel.dp_size=1", "parallel.tp_size=2", "cluster.gpu_memory_gib=24"]
+    config = cli.composed(knobs)
+    model = read_config(str(folder_of(config.actor.path)))
+    found = sizing.kept_logits_bytes(config, config.parallel, model, StepLoad(2**16))
+    assert found == 24 * 2**30 // 32 + 128256 // 2 * 4096 * 2

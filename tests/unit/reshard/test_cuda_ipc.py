@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -84,33 +83,32 @@ def test_a_gpu_that_this_process_does_not_see_is_named(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("settings", "whole"),
     [
-        ("expandable_segments:True", ["expandable_segments:False", "slot", "slot", "expandable_segments:True"]),
-        (
-            "max_split_size_mb:64, expandable_segments: True",
-            ["expandable_segments:False", "slot", "slot", "expandable_segments:True"],
-        ),
-        ("expandable_segments:False", ["slot", "slot"]),
-        ("", ["slot", "slot"]),
+        ("expandable_segments:True", "expandable_segments:False"),
+        ("max_split_size_mb:64, expandable_segments: True", "max_split_size_mb:64, expandable_segments: False"),
+        ("expandable_segments:False", None),
+        ("", None),
     ],
 )
 def test_slots_lie_in_memory_that_other_processes_may_map(
-    options: str, told: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: str, whole: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Handles of expandable segments are passed on by pidfd_getfd, which containers refuse."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
+    """Handles of expandable segments are passed on by pidfd_getfd, which containers refuse. Other settings stay."""
     calls: list[str] = []
     empty = torch.empty
 
     def allocated(*size: Any, **keys: Any) -> torch.Tensor:
         calls.append("slot")
-        return empty(*size, **keys)
+        return empty(*size)
 
     monkeypatch.setattr(torch, "empty", allocated)
-    with patch.object(torch._C, "_accelerator_setAllocatorSettings", calls.append):
-        CudaIpcTransport.make_staging(16)
-    assert calls == told
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    CudaIpcTransport.make_staging(16)
+    assert calls == (["slot", "slot"] if whole is None else [whole, "slot", "slot", settings])
 
 
 def test_a_slot_waits_for_its_own_streams_copies_alone(

@@ -39,7 +39,7 @@ def test_scales_of_fp8_stay_as_they_are_sent_on_blackwell(
     assert arguments.get("fp8_gemm_runner_backend") == ("triton" if chosen else None)
 
 
-@pytest.mark.parametrize("name", ["enable_eplb", "init_expert_location"])
+@pytest.mark.parametrize("name", ["enable_eplb", "init_expert_location", "ep_num_redundant_experts"])
 def test_servers_that_move_experts_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"sglang.{name}='x' cannot be set: it moves experts"):
         server_config.check_server_config(server_config.SGLangServerConfig(), tmp_path, {name: "x"})

@@ -15,8 +15,8 @@ import pytest
 from megarl import cli
 from megarl.parallel import nccl_memory
 from megarl.parallel.determinism import OFF
-from megarl.parallel.platform import ALLOCATOR
 from megarl.rollout.servers import server_config
+from megarl.rollout.servers.inherited_environment import ALLOCATOR
 from megarl.rollout.servers.server_config import SGLangServerConfig, choose_platform, free_ports
 from megarl.rollout.servers.sglang_server import SGLangServer
 
@@ -65,7 +65,7 @@ def test_programs_of_the_environment_are_found_though_nobody_activated_it(
     first, *others = environment_of(tmp_path)["PATH"].split(":")
     assert first == str(Path(sys.executable).parent)
     assert shutil.which("ninja", path=first)
-    assert others == (path.split(":") if path else [])
+    assert others == (path or os.defpath).split(":")
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

@@ -62,7 +62,7 @@ class PlainStaging(Staging):
 class Transport(ABC):
     """One rank's end of a group. `store` must be private to the group (a PrefixStore)."""
 
-    in_place: ClassVar[bool] = False  # True: receivers read the sender's staging memory and need none of their own
+    in_place: ClassVar[bool] = False  # True: receivers read the sender's staging memory
     memory: ClassVar[str] = "host"  # kind of the staging memory; in a sync a rank sends from one kind only
     on_gpu: ClassVar[bool] = False  # True: staging memory is on the rank's GPU, if it has one
     bucket_bytes: ClassVar[int] = 64 * 2**20  # of a staging buffer, where reshard.bucket_bytes is 0

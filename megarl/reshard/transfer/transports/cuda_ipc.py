@@ -6,6 +6,7 @@ GPUs differently: a GPU is named by its UUID.
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,11 +76,13 @@ def _whole_segments() -> Iterator[None]:
     An expandable segment is passed on by pidfd_getfd, which asks for rights to trace the sender: containers and
     `ptrace_scope=1` refuse them.
     """
-    if not platform.has_expandable_segments():
+    settings = torch._C._accelerator_getAllocatorSettings() if platform.has_gpu() else ""
+    whole = re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", settings)
+    if whole == settings:
         yield
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings(whole)  # all of them: torch forgets what is not said again
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings(settings)

@@ -1,7 +1,7 @@
 """The common part of shared memory, CUDA IPC and RDMA: a receiver reads the sender's staging memory.
 
 Only a slot's number travels (over gloo), and an acknowledgement back, after which the sender may fill the slot again.
-Where the memory can be mapped it is read in place, and a receiver needs no staging memory of its own.
+Where the memory can be mapped it is read in place. A receiver's own staging memory is for reading weights back.
 """
 
 from __future__ import annotations
