@@ -104,7 +104,7 @@ def on_gpus() -> list[Part]:
         ),
         Part("flash-attn", installed["flash-attn"], FASTER, "attention for the former", requirements),
         Part("apex", installed["apex"], OPTIONAL if te else FASTER, apex, "docs/install_gpu.md"),
-        Part("nvcc", _program("nvcc"), NEEDED, "SGLang compiles kernels when a server starts", "the CUDA 13 toolkit"),
+        Part("nvcc", _program("nvcc"), NEEDED, "compiles SGLang's kernels", "the CUDA 13 toolkit"),
     ]
 
 

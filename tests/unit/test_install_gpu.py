@@ -186,7 +186,7 @@ def test_the_doctor_says_what_a_gpu_machine_lacks_and_what_it_would_bring(
     assert re.search(r"MISSING  NCCL: .*torch's CUDA build", text)
     assert re.search(r"faster   with Transformer Engine: .*; requirements/build_gpu_packages.sh", text)
     assert re.search(r"faster   with apex: .*nothing beside it", text)  # as there is no Transformer Engine
-    assert text.count("\n") <= 50
+    assert text.count("\n") < 50
 
 
 def test_transformer_engine_is_pointed_to_the_cudnn_of_torchs_wheels(tmp_path: Path) -> None:
