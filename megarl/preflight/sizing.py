@@ -127,6 +127,15 @@ def kept_logits_bytes(config: Config, parallel: ParallelConfig, model: Pretraine
     return int(min(size, limit)) + vocab * model.hidden_size * item  # fewer labels may fit where all do not
 
 
+def logits_bytes(config: Config, parallel: ParallelConfig, model: PretrainedConfig, load: StepLoad) -> dict[str, int]:
+    """Bytes of logits on the last stage that `trainer_memory` leaves out, by what they are for."""
+    named = {
+        "logits of the divergence": distillation_bytes(config, parallel, model),
+        "logits kept for backward": kept_logits_bytes(config, parallel, model, load),
+    }
+    return {name: nbytes for name, nbytes in named.items() if nbytes}
+
+
 @functools.lru_cache(1024)
 def _most_parameters(path: str, parallel: ParallelConfig) -> int:
     teacher = read_config(str(folder_of(path, "teacher.path")))
@@ -159,10 +168,7 @@ def beside_actor(config: Config, model: PretrainedConfig, stages: list[TrainerMe
         UserError: weights cannot be sent as planned.
     """
     others = [_other_models(config, stage) for stage in stages]
-    if logits := distillation_bytes(config, config.parallel, model):
-        others[-1]["logits of the divergence"] = logits
-    if kept := kept_logits_bytes(config, config.parallel, model, load_of(config)):
-        others[-1]["logits kept for backward"] = kept
+    others[-1] |= logits_bytes(config, config.parallel, model, load_of(config))
     if config.method == "rl":
         for of_stage, sync in zip(others, trainer_sync(config, model), strict=True):
             if not config.cluster.gpus_per_node or sync.on_gpu:

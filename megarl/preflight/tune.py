@@ -40,8 +40,7 @@ from megarl.preflight.roofline import StepEstimate, estimate_step
 from megarl.preflight.shapes import teacher_of
 from megarl.preflight.sizing import (
     GIB,
-    distillation_bytes,
-    kept_logits_bytes,
+    logits_bytes,
     model_beside,
     needs_critic,
     needs_reference,
@@ -243,8 +242,7 @@ class Search:
             others = self.critic * model_beside(actor, stage) + self.reference * stage.weights
             others += teacher_bytes(self.config, parallel, load)
             if rank == parallel.pp_size - 1:
-                others += distillation_bytes(self.config, parallel, self.work.model)
-                others += kept_logits_bytes(self.config, parallel, self.work.model, load)
+                others += sum(logits_bytes(self.config, parallel, self.work.model, load).values())
             totals.append(stage.total + others)
         return max(totals)
 
