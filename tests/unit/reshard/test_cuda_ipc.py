@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from megarl.parallel import platform
 from megarl.reshard.transfer.transports.base import PlainStaging
 from megarl.reshard.transfer.transports.cuda_ipc import FIELDS, CudaIpcTransport
 
@@ -117,6 +118,7 @@ def test_a_slot_waits_for_its_own_streams_copies_alone(
     """A push beside scoring would otherwise wait for the scores, with the servers paused."""
     waits: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("device"))
     transport.settle()

@@ -64,10 +64,6 @@ class CudaIpcTransport(MappedTransport):
             slots.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
         return slots
 
-    def settle(self) -> None:
-        """Waits for this stream's copies: a slot is offered once packed and acknowledged once read."""
-        torch.cuda.current_stream().synchronize()
-
 
 @contextmanager
 def _whole_segments() -> Iterator[None]:

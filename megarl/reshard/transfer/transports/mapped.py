@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from megarl.parallel import platform
 from megarl.reshard.transfer.store import Deadline, read, write
 from megarl.reshard.transfer.transports.base import Staging, Transport
 from megarl.reshard.transfer.transports.gloo import GlooMessage, GlooTransport
@@ -84,7 +85,12 @@ class MappedTransport(Transport):
         return self.slots_of(peer)[remote_slot][:nbytes]
 
     def settle(self) -> None:
-        """Returns when this rank's reads of a peer's memory are over. On the host they are when the copy returns."""
+        """Waits for this stream's copies: a slot is offered once packed and acknowledged once read.
+
+        On the host a copy is over when it returns.
+        """
+        if platform.has_gpu():
+            torch.cuda.current_stream().synchronize()
 
     def slots_of(self, peer: int) -> Any:
         """A peer's staging buffers as `map` gives them, mapped at the first call."""

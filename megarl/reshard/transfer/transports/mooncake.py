@@ -11,11 +11,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megarl.parallel import platform
 from megarl.reshard.transfer.store import WATCH_S, Deadline
 from megarl.reshard.transfer.transports.base import PlainStaging, Staging, own_device
 from megarl.reshard.transfer.transports.mapped import MappedTransport
@@ -111,8 +109,3 @@ class MooncakeTransport(MappedTransport):
         if outcome:
             raise RuntimeError(f"Mooncake could not read {nbytes} bytes from {name} ({outcome})")
         return payload
-
-    def settle(self) -> None:
-        """Waits for this stream's copies: a slot is offered once packed and acknowledged once read."""
-        if platform.has_gpu():
-            torch.cuda.current_stream().synchronize()

@@ -11,11 +11,9 @@ import time
 from base64 import b64decode, b64encode
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megarl.parallel import platform
 from megarl.reshard.transfer.store import POLL_S, Deadline
 from megarl.reshard.transfer.transports.base import PlainStaging, Staging, own_device
 from megarl.reshard.transfer.transports.mapped import MappedTransport
@@ -97,11 +95,6 @@ class NixlTransport(MappedTransport):
         if state != "DONE":
             raise RuntimeError(f"NIXL could not read {nbytes} bytes from {name}: {state}")
         return payload
-
-    def settle(self) -> None:
-        """Waits for this stream's copies: a slot is offered once packed and acknowledged once read."""
-        if platform.has_gpu():
-            torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
         super().abort()
