@@ -9,24 +9,26 @@
 #
 # Set-up lands in .venv and goes by stages. A stage leaves a stamp and runs again only when what it read changed.
 # Variables: PYTHON (3.11 to 3.13), ARGS (more for the command: make train ARGS="total_train_steps=20"; make test
-# ARGS="tests/unit -k batch"), WORKERS (processes that share the tests, 3, which keep two cores busy;
+# ARGS="tests/unit -k batch"), WORKERS (processes that share the tests, 4, which keep two cores busy;
 # 0 runs them in one, as a debugger needs it).
 
 PYTHON ?= python3
 VENV := .venv
 STAMPS := $(VENV)/stamps
 BIN := $(VENV)/bin
-WORKERS ?= 3
+WORKERS ?= 4
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
 
 # The version that pyproject.toml pins, as name==version.
 pinned = $(shell sed -n 's/^ *"\($(1)==[^"]*\)".*/\1/p' pyproject.toml | head -n 1)
 
+# Every process would compile again what the one before it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests and benchmarks share few cores with real servers: more threads a process, or spinning ones, slow all of them.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-GPU_BRANCHES := $(addprefix tests/unit/,actor parallel rollout launcher)
+GPU_BRANCHES := $(addprefix tests/unit/,actor parallel launcher rollout/test_rank0_rollouts.py rollout/test_gpu_placement.py)
 NATIVE := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py)
 SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh\b' 2>/dev/null)
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/* tests/fake_cuda/*.cpp))

@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "cpu_options(reason): the test is about the CPU's options; --gpu-options skips it"
     )
-    os.environ[rows.VARIABLE] = "all" if config.option.markexpr == "long" else "some"
+    os.environ[rows.VARIABLE] = "some" if config.option.markexpr == "not long" else "all"
     if config.getoption("--gpu-options"):
         platform.takes_gpu_options = lambda: True
     if not hasattr(config, "workerinput"):  # its workers have a terminal reporter too, which nobody sees

@@ -35,8 +35,8 @@ def only(names: str, rows: dict[str, Row]) -> dict[str, Row]:
 
 
 def diagonal(table: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
-    """Every second cell of a table, shifted by one from row to row."""
+    """Every third cell of a table, shifted by one from row to row."""
     return {
-        name: [cell for column, cell in enumerate(cells) if wants_all() or (row + column) % 2 == 0]
+        name: [cell for column, cell in enumerate(cells) if wants_all() or (row + column) % 3 == 0]
         for row, (name, cells) in enumerate(table.items())
     }

@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied_mha": {"family": "llama", "tied": True, "vocab_size": 345, "num_key_value_heads": 4},
 }  # fmt: skip
 MODELS_OF_ALL_LAYOUTS = ("qwen2_tied", "qwen3_untied", "mistral")
-LAYOUTS_OF_ALL_MODELS = ("tp1", "tp2", "pp2") if rows.wants_all() else ("tp1", "tp2")
+LAYOUTS_OF_ALL_MODELS = ("tp1", "tp2", "pp2") if rows.wants_all() else ("tp1",)
 RUNS = {
     layout: list(MODELS if layout in LAYOUTS_OF_ALL_MODELS else MODELS_OF_ALL_LAYOUTS)
     for layouts in LAYOUTS.values()

@@ -82,9 +82,9 @@ ALL_RUNS: dict[str, tuple[str, ...]] = {
     "blockwise8": ("tp1", "tp2"),
 }
 RUNS_OF: dict[str, tuple[str, ...]] = ALL_RUNS if rows.wants_all() else {
-    "qwen3": ("tp1", "tp2sp", "pp2", "cp2"),
+    "qwen3": ("tp1", "pp2"),
     "qwen3_moe": ("tp1", "tp2sp_ep2"),
-    "qwen2_dropout": ("tp1", "tp2", "tp2sp"),
+    "qwen2_dropout": ("tp1", "tp2sp"),
     "nf4_experts": ("tp1", "tp2sp_ep2"),
 }  # fmt: skip
 RUNS = {

@@ -72,8 +72,10 @@ ALL_RUNS = {
     "pp2_dp2_overlap": ["glm", "qwen3_5"],
     "pp2vpp2_dp2": ["qwen3_5_deep"],
 }
-OFTEN = rows.only("glm,qwen3_5", MODELS)
-RUNS = {layout: [name for name in names if name in OFTEN] for layout, names in ALL_RUNS.items()}
+OFTEN = rows.only("glm,qwen3_5", MODELS), rows.only("tp1,chunks,tp2sp,pp2,cp2,dp2_overlap", ALL_RUNS)
+RUNS = {
+    layout: [name for name in names if name in OFTEN[0] and layout in OFTEN[1]] for layout, names in ALL_RUNS.items()
+}
 CASES = [
     pytest.param(size, layout, name, marks=[pytest.mark.long] if size == 4 else [], id=f"{layout}-{name}")
     for size, layouts in LAYOUTS.items()

@@ -37,6 +37,7 @@ def test_weights_through_relays_are_those_sent_directly_and_the_trainer_sends_th
     assert relayed.verified == direct.verified >= SERVERS * TP * len(SHAPES)
 
 
+@pytest.mark.long
 def test_deltas_are_sent_on_as_deltas(fleet: Fleet) -> None:
     fleet.connect(relay="2", delta=True)
     tensors = weights(4)
@@ -54,6 +55,7 @@ def test_deltas_are_sent_on_as_deltas(fleet: Fleet) -> None:
     assert sum(report.received) == SERVERS * sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.long
 def test_auto_spares_the_servers_on_the_trainers_machine_and_few_servers(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

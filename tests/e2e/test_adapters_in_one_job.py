@@ -78,9 +78,8 @@ def fixed_job(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return job(tmp_path_factory.mktemp("fixed"), *FIXED)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "first" else pytest.param(name, marks=pytest.mark.long) for name in OWN]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", OWN)
 def test_an_adapter_has_the_numbers_of_a_run_of_its_own(name: str, fixed_job: RunFolder, tmp_path: Path) -> None:
     alone = single(tmp_path, OWN[name], *FIXED)
     in_job = fixed_job.adapter(name)

@@ -73,7 +73,7 @@ def test_no_bit_differs_between_rollout_and_trainer(row: str, tmp_path: Path) ->
     check_run(tmp_path, *ROWS[row])
 
 
-@pytest.mark.parametrize("row", rows.only("one rank", LAYOUTS_OF_EXPERTS))
+@pytest.mark.parametrize("row", rows.only("", LAYOUTS_OF_EXPERTS))
 @pytest.mark.parametrize("family", rows.only("qwen3_moe", EXPERTS))
 def test_no_bit_differs_with_experts(family: str, row: str, tmp_path: Path) -> None:
     model = experts_model(family, tmp_path / "model")

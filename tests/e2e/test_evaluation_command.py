@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("warm_commands")
 KNOBS = ("valid_dataset.split='test[:12]'", "evaluator.n_samples=2")
 
 
+@pytest.mark.long
 def test_an_evaluation_is_a_finished_run_with_its_accuracy(tmp_path: Path) -> None:
     model = Path(cli.ASSETS) / "tiny"
     command = Command(tmp_path, "+experiment=gsm8k_grpo", f"actor.path={model}", *KNOBS, module="megarl.evaluate")

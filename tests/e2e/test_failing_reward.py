@@ -69,6 +69,7 @@ def test_the_last_line_is_the_cause_and_the_last_step_is_saved(tmp_path: Path) -
     assert [step for step in steps if step > 0] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_no_column_is_refused_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "breaking.py").write_text(REWARD.replace("completion_ids, answer,", "completion_ids, solution,"))
     refused = train(tmp_path, *OVERRIDES, f"run_root={tmp_path / 'runs'}")

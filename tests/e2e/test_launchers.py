@@ -113,6 +113,7 @@ def on_three_nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subp
     return out, subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
 
 
+@pytest.mark.long
 def test_ranks_fill_the_nodes_of_a_cluster_in_their_order_and_see_their_gpus_alone(
     on_three_nodes: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

@@ -54,7 +54,7 @@ def summary(run: RunFolder) -> dict[str, Any]:
     return json.loads(run.summary.read_text())
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", *(pytest.param(n, marks=pytest.mark.long) for n in RARER)])
+@pytest.mark.parametrize("name", ["kto", *(pytest.param(n, marks=pytest.mark.long) for n in RARER)])
 def test_the_held_out_margin_rises(name: str, trained: Trained) -> None:
     steps, rise = RECIPES[name]
     run = trained(name, f"total_train_steps={steps}")

@@ -81,6 +81,7 @@ def test_another_batch_is_found_to_differ_and_a_step_without_a_state_is_refused(
     assert "differs: the loss by" in text
 
 
+@pytest.mark.long
 def test_two_layouts_are_compared_by_layer_on_the_commands_page(supervised: RunFolder, tmp_path: Path) -> None:
     words = ("step=6", "parallel=cp2", "actor.max_tokens_per_mb=64", "sequences=4")  # in several microbatches
     command = Command(tmp_path, str(supervised.path), *words, module="megarl.compare")
@@ -99,6 +100,7 @@ def test_two_layouts_are_compared_by_layer_on_the_commands_page(supervised: RunF
         compare.compare(compare.parse([str(supervised.path), "step=6", "actor.lora.rank=4", "actor.init=checkpoint"]))
 
 
+@pytest.mark.long
 def test_a_resumed_run_replaces_the_batches_of_the_steps_that_it_takes_anew(
     supervised: RunFolder, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from tests.e2e.resume_worker import POINTS
 from tests.e2e.test_main_job import DEADLINE_S, Command
 
 pytestmark = rows.marks()
-STEPS = 90 if rows.wants_all() else 45
+STEPS = 90 if rows.wants_all() else 30
 ARGUMENTS = [
     "+experiment=gsm8k_sft", "train_dataset.batch_size=4", f"total_train_steps={STEPS}", "saver.every_steps=3",
     "evaluator.every_steps=0", "actor.optimizer.lr_decay_style=linear", "actor.optimizer.warmup_steps=5",

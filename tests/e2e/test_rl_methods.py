@@ -30,7 +30,7 @@ from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 
 NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
-OFTEN = ("grpo", "ppo", "decoupled_ppo", "dapo", "gdpo", "opd", "remax")  # unlike the others in more than the loss
+OFTEN = ("ppo", "dapo", "gdpo", "opd", "remax")  # unlike the others in more than the loss
 EXPERIMENTS = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo", "opd": "opd"}
 BY_ADVANTAGES = {"opd": ["algorithm.divergence=sampled"]}  # divergences: test_teacher_layouts.py
 STEPS = 3
@@ -214,7 +214,7 @@ def solve(base_url, api_key, data):
 """
 
 
-@pytest.mark.parametrize("workflow", ["multi_turn", "tool_use", "agent"])
+@pytest.mark.parametrize("workflow", [pytest.param("multi_turn", marks=pytest.mark.long), "tool_use", "agent"])
 @pytest.mark.usefixtures("lent")
 def test_a_workflow_chosen_by_its_knob_trains_on_a_real_server(
     workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

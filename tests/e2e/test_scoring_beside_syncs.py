@@ -96,6 +96,7 @@ def test_a_batch_is_scored_before_the_transfer_ends_and_updated_after(
     assert [row["rollout/staleness_max"] for row in rows] == [0, *[1] * (STEPS - 1)]
 
 
+@pytest.mark.long
 def test_an_evaluation_waits_for_the_weights_that_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pushing: list[bool] = []
     on_rank0, evaluate = RolloutDriver._on_rank0, Evaluator.evaluate

@@ -75,6 +75,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
+@pytest.mark.long
 def test_four_ranks_train_to_the_same_loss(tmp_path: Path) -> None:
     shared = ["train_dataset.batch_size=8", "total_train_steps=4", "saver.export_hf=false"]
     alone = trained(tmp_path / "one", *shared)

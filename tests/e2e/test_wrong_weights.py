@@ -187,6 +187,7 @@ def test_the_run_stops_and_names_the_server(
         sampler.push()
 
 
+@pytest.mark.long
 def test_the_run_stops_if_no_server_would_be_left(
     sampling: Callable[..., Sampler], goes_back: Callable[..., None], two_servers: SGLangServers
 ) -> None:

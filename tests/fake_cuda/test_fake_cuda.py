@@ -18,6 +18,7 @@ from run_cases import Case, result, run_on_device  # noqa: E402
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
 from megarl.ops.digest import buffer_bytes  # noqa: E402
 from megarl.reshard.config import RELAYING  # noqa: E402
+from tests import rows  # noqa: E402
 
 pytestmark = pytest.mark.timeout(3000)  # the worker of all cases has 2,400 s
 
@@ -122,7 +123,7 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "notices": ("notices", {}, {}),
         **{name: ("planted", {"path": dense, "fault": name}, {}) for name in FAULTS},
     }
-    return named
+    return {name: case for name, case in named.items() if rows.wants_all() or "vpp" not in name}
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +207,7 @@ def test_experts_cost_a_wait_for_each_layer_and_microbatch(outcomes: Any) -> Non
     assert result(outcomes, "experts")["waits"] == {**dict.fromkeys(STEP, 1), **dict.fromkeys(EXPERTS, 2 * 3)}
 
 
-@pytest.mark.parametrize("name", ["pp 2", "pp 2, vpp 2"])
+@pytest.mark.parametrize("name", ["pp 2", pytest.param("pp 2, vpp 2", marks=pytest.mark.long)])
 def test_exchanges_between_pipeline_stages_do_not_wait(outcomes: Any, name: str) -> None:
     """The first stage has no losses to read; it waits as often as other ranks otherwise, in any number of exchanges."""
     losses = "megarl/actor/reports.py _as_floats: copy to the host"
@@ -230,6 +231,7 @@ def test_a_batch_on_the_device_is_cut_on_the_host(outcomes: Any) -> None:
     assert result(outcomes, "fed 2 from the device")["loss"] == result(outcomes, "fed 2")["loss"]
 
 
+@pytest.mark.long
 def test_virtual_stages_share_the_copies(outcomes: Any) -> None:
     found = result(outcomes, "fed 8, vpp 2")
     assert found["left"] == 0

@@ -54,9 +54,10 @@ def test_operations_that_do_not_match_are_refused(case: str, reports: list[str],
             "crossing", 2,
             [f"rank {rank} is stuck: operation 1 of pair of group default_pg (ranks 0, 1): send" for rank in (0, 1)],
         ),
-        (
+        pytest.param(
             "part_of_group", 3,
             [f"rank {r} is stuck: building the communicator of group default_pg (ranks 0, 1, 2)" for r in (0, 1)],
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "slow", 2, ["rank 0 is stuck: operation 2 of group undefined (ranks 0, 1): allreduce 1 x"],

@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SERVERS = [("fp8", 1), ("fp8", 2), ("fp8_channel", 2), ("int4", 2), ("int4", 1), ("fp8_channel", 1)]
 
 
-@pytest.fixture(scope="module", params=rows.every(3, SERVERS), ids=lambda server: f"{server[0]}-tp{server[1]}")
+@pytest.fixture(scope="module", params=rows.every(6, SERVERS), ids=lambda server: f"{server[0]}-tp{server[1]}")
 def servers(
     request: pytest.FixtureRequest, serve: Callable[..., SGLangServers], checkpoint: Path
 ) -> Iterator[SGLangServers]:

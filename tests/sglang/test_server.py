@@ -127,6 +127,7 @@ def test_no_process_survives_a_killed_trainer(
     assert still_running(family, 120) == []
 
 
+@pytest.mark.long
 def test_stop_ends_all_processes_and_removes_the_scratch_folder(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -127,7 +127,7 @@ def plain(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
             os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = before
 
 
-@pytest.mark.parametrize("fields", rows.every(2, REQUESTS), ids=lambda fields: json.dumps(fields)[:60])
+@pytest.mark.parametrize("fields", rows.every(5, REQUESTS), ids=lambda fields: json.dumps(fields)[:60])
 def test_a_request_is_answered_alike_by_both(
     fields: dict[str, Any], server: SGLangServers, plain: SGLangServers
 ) -> None:
@@ -213,6 +213,7 @@ asyncio.run(http_server.app(scope, receive, send))
 """
 
 
+@pytest.mark.long
 def test_the_websockets_of_sglangs_application_are_closed(tiny_checkpoint: Callable[..., Path]) -> None:
     """By its application alone: uvicorn takes WebSockets only where a package for them is installed."""
     command = [sys.executable, "-c", CLOSED, "--model-path", str(tiny_checkpoint("qwen3")), "--device", "cpu"]

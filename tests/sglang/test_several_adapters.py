@@ -113,7 +113,9 @@ def qwen3(servers: dict[str, SGLangServers]) -> Iterator[Run]:
     run.served.session.close()
 
 
-@pytest.mark.parametrize(("family", "shape", "ranks"), [("qwen3", WIDE, 1), ("qwen2", NARROW, 2)])
+@pytest.mark.parametrize(
+    ("family", "shape", "ranks"), [("qwen3", WIDE, 1), pytest.param("qwen2", NARROW, 2, marks=pytest.mark.long)]
+)
 def test_a_mixed_batch_has_the_logprobs_of_each_adapter_and_of_the_base_after_every_sync(
     servers: dict[str, SGLangServers], family: str, shape: Any, ranks: int
 ) -> None:

@@ -202,7 +202,7 @@ def test_a_flipped_byte_stops_the_run_where_the_policy_says_so(served: Served, m
     ("path", "fault", "phase"),
     [
         ("/pause_generation", "refuse", "pause"),
-        ("/update_weights_from_tensor", "silence", "connect"),
+        pytest.param("/update_weights_from_tensor", "silence", "connect", marks=pytest.mark.long),
         pytest.param("/end_weight_update", "silence", "end", marks=pytest.mark.long),
         ("/update_weight_version", "refuse", "version"),
     ],

@@ -67,7 +67,7 @@ OVERLAPPED: list[tuple[str, dict[str, Any], str]] = [  # shared experts of `te` 
     ("latent", {"dp_size": 2, "ep_size": 2}, "full"),
 ]
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
-    1: rows.every(3, [
+    1: rows.every(5, [
         ("qwen3", {}, "selective"),
         ("qwen2_tied", {}, "none"),
         ("mha", {}, "none"),
@@ -95,7 +95,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("blocks", {}, QUANTISED),
         ("qwen3_moe", {}, "adapters"),
     ]),
-    2: rows.every(5, [
+    2: rows.every(8, [
         ("qwen3", {"tp_size": 2}, "none"),
         ("llama_biased", SP, "selective"),
         ("qwen2_tied", {"cp_size": 2}, "full"),

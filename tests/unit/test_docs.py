@@ -80,6 +80,7 @@ BROKEN = {  # an addition to a page, and what the build says of it
 }
 
 
+@pytest.mark.long
 def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
     shutil.copytree(DOCS, tmp_path / "docs")
     for name in ("mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md"):

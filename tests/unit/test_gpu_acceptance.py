@@ -96,6 +96,7 @@ def test_the_runs_compose_and_fill_the_machine(gpus: int, layout: str) -> None:
     assert (used if layout == "colocated" else config.parallel.world_size() + served) == gpus
 
 
+@pytest.mark.long
 def test_every_script_of_the_plan_takes_its_arguments(tmp_path: Path) -> None:
     """Runs each script up to the end of `timing.parse`, all in one process."""
     commands = {

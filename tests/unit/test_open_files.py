@@ -19,6 +19,7 @@ for soft, hard in ((256, 4096), (300, 300)):  # a process may not raise its hard
 """
 
 
+@pytest.mark.long
 def test_a_command_raises_its_limit_of_open_files() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
         pytest.skip("this user may not open 4096 files")

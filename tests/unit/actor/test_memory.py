@@ -34,7 +34,7 @@ TOLERANCE = 0.15
 ADAPTERS = {"lora": {"rank": 16, "dropout": 0.1}}
 Measured = dict[str, tuple[int, int]]
 # By layout: its sizes, and the engine's knobs of each case.
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = rows.only("tp1", {
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = rows.only("", {
     "tp1": (
         {},
         rows.only("adapters", {
@@ -145,7 +145,7 @@ def kept_in_forward(config: EngineConfig, tokens: int = TOKENS) -> int:
 
 @pytest.mark.cpu_options("the estimate for GPUs is that of Transformer Engine's layers")
 @pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("family", "experts"),
@@ -174,7 +174,7 @@ def test_what_a_layer_keeps_for_backward_is_what_autograd_holds(
 
 @pytest.mark.cpu_options("the estimate for GPUs is that of Transformer Engine's layers")
 @pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mistral"])
 def test_windows_sinks_and_sandwich_norms_are_counted(
     family: str, dtype: str, checkpoints: Callable[..., Path]
@@ -195,7 +195,12 @@ def test_windows_sinks_and_sandwich_norms_are_counted(
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("dtype", "recompute", "dropout"),
-    [("float32", "none", 0.1), ("float32", "selective", 0.0), ("bfloat16", "none", 0.0), ("bfloat16", "full", 0.1)],
+    [
+        ("float32", "none", 0.1),
+        ("float32", "selective", 0.0),
+        ("bfloat16", "none", 0.0),
+        pytest.param("bfloat16", "full", 0.1, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_what_adapters_keep_for_backward_is_what_autograd_holds(

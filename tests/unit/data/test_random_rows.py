@@ -105,7 +105,7 @@ def assert_usable(method: str, row: dict[str, Any]) -> None:
         assert all(row[name] for name in row if name.endswith("_ids"))
 
 
-@fuzzed(bounded=500, long=10_000)
+@fuzzed(bounded=200, long=10_000)
 def test_random_rows_are_examples_or_refused_in_one_line(effort: Any, tmp_path: Path, chatml_tokenizer: Any) -> None:
     @effort
     @given(files(), st.sampled_from(TYPES), st.sampled_from(["error", "skip"]))

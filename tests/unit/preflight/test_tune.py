@@ -108,6 +108,7 @@ def test_the_search_tries_virtual_stages_and_userbuffers_where_they_are_legal() 
     assert list(tune._variants(config, single, model.num_hidden_layers)) == [single]
 
 
+@pytest.mark.long
 def test_more_gpus_make_a_quicker_step_and_too_few_are_refused() -> None:
     config, model = model_of("grpo_7b")
     folder = report.folder_of(config.actor.path)

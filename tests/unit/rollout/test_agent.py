@@ -134,7 +134,7 @@ def test_an_agent_that_never_asks_is_counted_and_stops_the_run_instead_of_being_
         assert f"the agent {agent.__name__} failed: {cause}" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.long)])
 def test_an_agent_that_hangs_or_exits_costs_its_own_sample(say: Any, tokenizer: Any, caplog: Any, kind: str) -> None:
     released = threading.Event()
     runs: list[int] = []

@@ -94,7 +94,7 @@ def victim() -> Iterator[Victim]:
         os.setxattr(file, "user.kept", b"1")
     listener = socket.create_server(("127.0.0.1", 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", VICTIM],
+        [sys.executable, "-I", "-S", "-c", VICTIM],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

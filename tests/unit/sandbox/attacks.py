@@ -207,12 +207,12 @@ ATTACKS: dict[str, dict[str, str]] = {
         "lease on a file": "open('x', 'w'); import fcntl; fcntl.fcntl(os.open('x', os.O_RDONLY), 1024, 0)",
     },
     "memory": {
-        "array": "bytearray(4 * 2**30)",
+        "array": "bytearray(2**30)",
         "map": "mmap.mmap(-1, 4 * 2**30)",
         "large file": "open('x', 'wb').write(bytes(2**26))",
         "sparse file": "os.truncate(os.open('x', os.O_CREAT | os.O_RDWR), 2**26)",
         "more open files": "[os.dup(0) for _ in range(100)]",
-        "higher limit of memory": "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)); bytearray(4 * 2**30)",
+        "higher limit of memory": "resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)); bytearray(2**30)",
         "stacks of threads": "threading.stack_size(2**28)\nfor _ in range(8): "
         "threading.Thread(target=time.sleep, args=(0.5,)).start()",
     },

@@ -163,6 +163,7 @@ def test_an_older_checkpoint_serves_where_the_newest_is_visibly_damaged(
     read_inputs(cli.load(["+experiment=gsm8k_sft", f"resume={tmp_path / 'run'}", f"actor.path={folder}"]), rank=0)
 
 
+@pytest.mark.long
 def test_the_command_refuses_in_one_line(run: Path) -> None:
     command = [sys.executable, "-m", "megarl.train", "+experiment=gsm8k_sft", f"resume={run}", "actor.dtype=bfloat16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
