@@ -58,6 +58,9 @@ def wrap(modules: Sequence[GPTModel], groups: Groups) -> list[DistributedDataPar
     last = groups.vpp_size - 1
     if overlap and modules[last].post_process:
         _ready_by_hand(ddps[last], modules[last])
+    if overlap:
+        for module in modules:
+            _await_gates(ddps, module)
     return ddps
 
 
@@ -82,6 +85,17 @@ def _ready_by_hand(ddp: DistributedDataParallel, module: GPTModel) -> None:
     weight: Any = heads.weight_of(module)
     if weight.requires_grad and not (module.share_embeddings_and_output_weights and module.pre_process):
         weight.grad_ready = functools.partial(ddp.param_to_bucket_group[weight].register_grad_ready, weight)
+
+
+def _await_gates(ddps: Sequence[Any], module: GPTModel) -> None:
+    """Has routers wait for the gate of shared experts that run beside the exchange of tokens.
+
+    Megatron multiplies by that gate before it runs any module of the shared experts, and no hook would wait for it.
+    """
+    for layer in module.modules():
+        gate = getattr(getattr(layer, "shared_experts", None), "gate_weight", None)
+        if gate is not None and layer.shared_expert_overlap:
+            layer.router.register_forward_pre_hook(lambda *_, gate=gate: await_parameter(ddps, gate))
 
 
 def await_parameter(ddps: Sequence[Any], parameter: torch.Tensor) -> None:

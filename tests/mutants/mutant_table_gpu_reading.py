@@ -27,6 +27,12 @@ READING: Bugs = {
             ("shared experts wait for experts' buffers", "not in (1, layout.tp_size)", "not in (1,)"),
         ],
     },
+    "megarl/actor/data_parallel.py": {
+        unit("actor/test_gathered_parameters"): [
+            ("routers do not wait for gates", "if gate is not None and layer", "if gate is None and layer"),
+            ("gates of the last layer alone", "lambda *_, gate=gate:", "lambda *_:"),
+        ],
+    },
     "megarl/actor/gpu/fp8.py": {
         unit("actor/test_fp8"): [
             ("rows of delta nets are not looked at", "if (net := shape.delta_net) is not None:", "if False:"),

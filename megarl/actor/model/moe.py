@@ -27,8 +27,7 @@ def overlaps_shared_experts(layout: ParallelConfig) -> bool:
     in the buffers of that overlap for gradients (shared_experts.py:157).
 
     Experts need buffers of their own, as they have where they lie on other ranks than dense weights. In common ones
-    the stream of shared experts would wait for gathered weights that the experts read too, which would not. Their gate
-    would be read before any module has waited for it, as it still is where a bucket ends between it and the router.
+    the stream of shared experts would wait for gathered weights that the experts read too, which would not.
     """
     wanted = platform.takes_gpu_options() if layout.overlap is None else layout.overlap
     own_buffers = layout.ep_size > 1 or layout.expert_tp_size not in (1, layout.tp_size)
