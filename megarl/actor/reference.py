@@ -19,7 +19,8 @@ class MegatronReference(MegatronEngine):
 
     def __init__(self, config: EngineConfig, parallel: ParallelConfig | None = None) -> None:
         super().__init__(config, parallel, trainable=False)
-        self._offloaded: Offloaded | None = None
+        self._on_host: Offloaded | None = None
+        self._on_device = True
 
     def compute_logp(self, data: Any) -> Tensor:
         """Computes log-probs, float32 `[total_tokens]`, token-aligned. Loads offloaded weights first.
@@ -31,16 +32,21 @@ class MegatronReference(MegatronEngine):
         return self.logprobs(data, trained_only=True)
 
     def offload(self) -> None:
-        """Copies the weights to the host and frees device memory. Does nothing if they are offloaded already."""
-        if self._offloaded is None:
-            drop_quantised_copies(self.modules)
-            self._offloaded = Offloaded(hf_weights.parameters(self.modules))
+        """Frees the device memory of the weights, which are copied to the host once: they never change."""
+        if not self._on_device:
+            return
+        drop_quantised_copies(self.modules)
+        if self._on_host is None:
+            self._on_host = Offloaded(hf_weights.parameters(self.modules))
+        else:
+            self._on_host.free()
+        self._on_device = False
 
     def onload(self) -> None:
         """Copies offloaded weights back to the device, bit for bit."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
+        if self._on_host is not None and not self._on_device:
+            self._on_host.restore()
+            self._on_device = True
 
 
 class BasePolicy:

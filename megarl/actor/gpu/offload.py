@@ -27,6 +27,11 @@ class Offloaded:
         self._storages = [storage for storage in _by_pointer(here) if storage.nbytes()]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._hosts = [_to_host(storage) for storage in self._storages] if keep else []
+        self.free()
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Frees the memory again after a `restore`, without a copy: the content must not have changed since."""
         if platform.has_gpu():
             torch.cuda.synchronize()  # copies are asynchronous, and kernels may still write
         for storage in self._storages:
@@ -51,8 +56,7 @@ class Offloaded:
             else:
                 _bytes_of(storage).zero_()
         if platform.has_gpu():
-            torch.cuda.synchronize()  # the pinned copies are freed below
-        self._storages, self._sizes, self._hosts = [], [], []
+            torch.cuda.synchronize()  # the pinned copies may be freed next
 
 
 def _by_pointer(storages: Iterable[torch.UntypedStorage]) -> Iterator[torch.UntypedStorage]:

@@ -93,6 +93,29 @@ def test_copies_in_8_bits_leave_with_the_parameters(checkpoints: Callable[..., P
     assert kept == [{}, {}]
 
 
+def test_the_weights_of_a_reference_are_copied_to_the_host_once(
+    checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    to_host = offload._to_host
+
+    def counted(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+        copied.append(storage.nbytes())
+        return to_host(storage)
+
+    monkeypatch.setattr(offload, "_to_host", counted)
+    reference = MegatronReference(EngineConfig(path=str(checkpoints("qwen3", tied=True))))
+    reference.initialize()
+    parameters = list(reference.modules[0].parameters())
+    expected, sizes = reference.compute_logp(texts(0)), [p.untyped_storage().nbytes() for p in parameters]
+    for _ in range(3):
+        reference.offload()
+        reference.offload()
+        assert {p.untyped_storage().nbytes() for p in parameters} == {0}
+        assert torch.equal(reference.compute_logp(texts(0)), expected)
+    assert sorted(copied) == sorted(sizes)
+
+
 def test_views_of_one_storage_are_freed_once_and_come_back() -> None:
     base = torch.arange(12.0)
     halves = [base[:6], base[6:]]
