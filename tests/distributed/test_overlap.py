@@ -31,7 +31,8 @@ VALUES: dict[str, Any] = {"model": "untied", "reads": "values"}
 ONCE: dict[str, Any] = {"fields": CHUNKED, "reads": "token loss"}  # the head adds it in the forward pass
 CASES: dict[int, dict[str, dict[str, Any]]] = {  # by ranks
     1: {"one rank": {"model": "untied", "layout": {}, "fields": CHUNKED}},
-    2: rows.only("dp2 tied,dp2 empty,dp2 empty values,cp2,tp2 sp once,pp2 vpp2 once,moe ep2 lora,dp2 delta net", {
+    2: rows.only("dp2 chunked,dp2 kept,dp2 tied,dp2 empty values,cp2,tp2 sp,tp2 sp once,pp2 vpp2,moe ep2 lora,"
+                 "dp2 delta net", {
         "dp2 chunked": {"model": "untied", "layout": {"dp_size": 2}, "fields": CHUNKED},
         "dp2 kept": {"model": "untied", "layout": {"dp_size": 2}},
         "dp2 tied": {"model": "tied", "layout": {"dp_size": 2}, "fields": CHUNKED},

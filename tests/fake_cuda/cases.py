@@ -115,7 +115,8 @@ def handed_out(path: str, layout: ParallelConfig | None = None) -> dict[str, Any
     received = broadcast.broadcast_batch(data if engine.groups.rank == 0 else None)
     found = memory.most - before
     assert torch.equal(received[ROUTED_EXPERTS], routes)
-    assert found <= 2 * 4096, f"rank {engine.groups.rank}: {found} bytes"
+    # Two pieces, and what gloo's two threads still hold of earlier ones.
+    assert found <= 4 * 4096, f"rank {engine.groups.rank}: {found} bytes"
     return {"bytes": found, "routes": routes.nbytes}
 
 

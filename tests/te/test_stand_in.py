@@ -67,7 +67,7 @@ OVERLAPPED: list[tuple[str, dict[str, Any], str]] = [  # shared experts of `te` 
     ("latent", {"dp_size": 2, "ep_size": 2}, "full"),
 ]
 CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, layout, recompute
-    1: rows.every(5, [
+    1: rows.every(3, [
         ("qwen3", {}, "selective"),
         ("qwen2_tied", {}, "none"),
         ("mha", {}, "none"),
