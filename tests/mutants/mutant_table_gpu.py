@@ -50,7 +50,7 @@ GPU: Bugs = {
     },
     "megarl/actor/reference.py": {
         unit("actor/test_offload"): [
-            ("a reference's copies in 8 bits stay", "            drop_quantised_copies(self.modules)\n", ""),
+            ("a reference's copies in 8 bits stay", "        drop_quantised_copies(self.modules)\n", ""),
         ],
     },
     "megarl/actor/checkpoint/engine_state.py": {
