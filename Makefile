@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-GPU_BRANCHES := $(addprefix tests/unit/,actor parallel launcher rollout/test_rank0_rollouts.py rollout/test_gpu_placement.py)
+GPU_BRANCHES := $(addprefix tests/unit/,actor parallel launcher $(addprefix rollout/test_,rank0_rollouts.py gpu_placement.py))
 NATIVE := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py)
 SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh\b' 2>/dev/null)
 CSOURCES := $(filter %.cpp %.h %.cu %.cuh,$(NATIVE) $(wildcard tests/simt/*.cu tests/simt/emulator/* tests/fake_cuda/*.cpp))

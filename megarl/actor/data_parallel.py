@@ -88,7 +88,7 @@ def _ready_by_hand(ddp: DistributedDataParallel, module: GPTModel) -> None:
 
 
 def _await_gates(ddps: Sequence[Any], module: GPTModel) -> None:
-    """Has routers wait for the gate of shared experts that run beside the exchange of tokens.
+    """Makes routers wait for the gate of shared experts that run while tokens are exchanged.
 
     Megatron multiplies by that gate before it runs any module of the shared experts, and no hook would wait for it.
     """

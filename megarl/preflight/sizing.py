@@ -111,7 +111,7 @@ def distillation_bytes(config: Config, parallel: ParallelConfig, model: Pretrain
 
 
 def kept_logits_bytes(config: Config, parallel: ParallelConfig, model: PretrainedConfig, load: StepLoad) -> int:
-    """Bytes of logits that `heads.KeptLogits` keeps on a GPU however little memory is free; 0 if it keeps none.
+    """Bytes of logits that `heads.KeptLogits` keeps on a GPU at any free memory; 0 if it keeps none.
 
     Ranks that share the vocabulary go by the GPU's whole memory, and so does a deterministic run. Autograd's gradient
     of the head is beside them.
@@ -158,7 +158,7 @@ def model_beside(actor: EngineConfig, stage: TrainerMemory) -> int:
 
 
 def beside_actor(config: Config, model: PretrainedConfig, stages: list[TrainerMemory]) -> list[dict[str, int]]:
-    """Bytes beside the actor on a rank of each of its `stages`: of other models, and of weight syncs.
+    """Bytes of other models and of weight syncs, by name, on a rank of each of the actor's `stages`.
 
     A reference's weights are resident while it computes log-probs; a critic's weights, gradients and optimizer always.
     With adapters the reference is their base, which critic and further adapters share. Buffers of weight syncs stay

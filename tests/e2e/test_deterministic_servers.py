@@ -1,4 +1,4 @@
-"""`deterministic=true` in each layout of trainer and servers: no bit differs. Long: 50 steps of every row."""
+"""`deterministic=true` in each layout of trainer and servers: no bit differs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen3M
 
 from megarl import cli
 from megarl.observe.logger import read_metrics
-from tests import rows
 from tests.e2e.test_main_job import Command
 
-pytestmark = [*rows.marks(), pytest.mark.usefixtures("warm_commands")]
-STEPS = 50 if rows.wants_all() else 2
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("warm_commands")]
+STEPS = 50
 SP = ["parallel.tp_size=2", "parallel.sequence_parallel=true"]
 ROWS: dict[str, list[str]] = {
     "two servers": ["server.n_servers=2"],
@@ -68,13 +67,13 @@ def experts_model(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("row", rows.only("", ROWS))
+@pytest.mark.parametrize("row", ROWS)
 def test_no_bit_differs_between_rollout_and_trainer(row: str, tmp_path: Path) -> None:
     check_run(tmp_path, *ROWS[row])
 
 
-@pytest.mark.parametrize("row", rows.only("", LAYOUTS_OF_EXPERTS))
-@pytest.mark.parametrize("family", rows.only("qwen3_moe", EXPERTS))
+@pytest.mark.parametrize("row", LAYOUTS_OF_EXPERTS)
+@pytest.mark.parametrize("family", EXPERTS)
 def test_no_bit_differs_with_experts(family: str, row: str, tmp_path: Path) -> None:
     model = experts_model(family, tmp_path / "model")
     reward = "rewards.functions=[tests.e2e.deterministic_reward.score]"

@@ -25,7 +25,7 @@ from tests.e2e.test_main_job import Command
 
 # By experiment: steps, and by how much the held-out margin must rise.
 RECIPES = {"dpo": (60, 0.02), "ipo": (40, 0.001), "kto": (60, 0.1), "orpo": (40, 0.001), "simpo": (40, 0.02)}
-RARER = ("ipo", "orpo", "simpo")  # test_methods_layouts.py has the numbers of all
+RARER = ("dpo", "ipo", "orpo", "simpo")  # test_methods_layouts.py has the numbers of all
 FEW = "train_dataset.split='train[:64]'"
 Trained = Callable[..., RunFolder]
 

@@ -243,10 +243,10 @@ def test_a_race_with_the_copies_is_noticed(outcomes: Any, fault: str) -> None:
     assert RACES[fault] in outcomes[f"fed, {fault}"]["error"]
 
 
-def test_a_batch_is_handed_out_without_more_of_the_device_than_a_few_pieces(outcomes: Any) -> None:
+def test_a_batch_is_handed_out_without_more_of_the_device_than_a_piece(outcomes: Any) -> None:
     """Its experts, of `routing_replay`, take gigabytes for a large model."""
     found = result(outcomes, "handed out")
-    assert found["routes"] > 5 * found["bytes"] > 0
+    assert found["routes"] > 10 * found["bytes"] > 0
 
 
 def test_a_value_is_copied_as_one_block_of_aligned_parts(outcomes: Any) -> None:

@@ -11,10 +11,9 @@ from weights_support import TOLERANCE, Served, SingleRankWeights
 from megarl.families.weight_formats import FORMATS
 from megarl.reshard.quantised_weights import QuantisedWeights
 from megarl.rollout.servers.sglang_server import SGLangServers
-from tests import rows
 from tests.sglang.wide_models import FIELDS, dequantised, model_of, save, wide_config, wide_weights
 
-pytestmark = rows.marks()
+pytestmark = pytest.mark.long
 CASES = {
     f"{name}-{family}-tp{tp_size}": (name, family, tp_size)
     for name in ("fp8", "int4")
@@ -24,7 +23,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", rows.only("", CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_a_quantised_server_computes_with_the_weights_it_was_sent(
     case: str, serve: Callable[..., SGLangServers], tmp_path: Path
 ) -> None:

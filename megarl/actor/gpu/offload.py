@@ -29,7 +29,6 @@ class Offloaded:
         self._hosts = [_to_host(storage) for storage in self._storages] if keep else []
         self.free()
 
-    @torch.no_grad()
     def free(self) -> None:
         """Frees the memory again after a `restore`, without a copy: the content must not have changed since."""
         if platform.has_gpu():

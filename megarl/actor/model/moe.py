@@ -21,7 +21,7 @@ from megarl.parallel.config import ParallelConfig
 
 
 def overlaps_shared_experts(layout: ParallelConfig) -> bool:
-    """True if a layer's shared experts can run beside this layout's exchange of tokens between experts.
+    """True if shared experts can run while this layout exchanges tokens between experts.
 
     `tp_comm_overlap` rules it out: Megatron takes the collectives from the layers of shared experts, and leaves them
     in the buffers of that overlap for gradients (shared_experts.py:157).
@@ -168,7 +168,7 @@ class GroupedLinear(torch.nn.Module):
         self.register_parameter(f"bias{index}", bias)
 
     def forward(self, x: Tensor, rows: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """Computes `[sum of rows, output]` from `[sum of rows, input]`: `rows` of them for each expert, in order.
+        """Multiplies each expert's `rows` of `[sum of rows, input]`, in order. Returns `[sum of rows, output]`.
 
         Returns with it the biases that the caller adds, or None.
         """

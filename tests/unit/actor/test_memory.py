@@ -22,7 +22,6 @@ from megarl.launcher.local import run_ranks
 from megarl.parallel.config import ParallelConfig
 from megarl.preflight.sizing import memory_of, model_beside
 from megarl.types import PackedBatch
-from tests import rows
 from tests.conftest import random_model
 from tests.unit.actor.memory_worker import ENVIRONMENT, LENGTH, PER_MICROBATCH, SEQUENCES, batch, engine_fields
 
@@ -34,22 +33,21 @@ TOLERANCE = 0.15
 ADAPTERS = {"lora": {"rank": 16, "dropout": 0.1}}
 Measured = dict[str, tuple[int, int]]
 # By layout: its sizes, and the engine's knobs of each case.
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = rows.only("", {
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
     "tp1": (
         {},
-        rows.only("adapters", {
+        {
             "nf4": {"lora": {"rank": 16, "quantization": "nf4"}},
             "none": {},
             "full": {"recompute": "full"},
             "adapters": ADAPTERS,
             "one base": {"lora": {"rank": 64}, "engines": 3},
-        }),
+        },
     ),
-    "tp2": ({"tp_size": 2}, rows.only("none", {"none": {}, "bfloat16": {"dtype": "bfloat16"}, "adapters": ADAPTERS})),
+    "tp2": ({"tp_size": 2}, {"none": {}, "bfloat16": {"dtype": "bfloat16"}, "adapters": ADAPTERS}),
     "pp2": ({"pp_size": 2}, {"none": {}}),
     "dp2": ({"dp_size": 2}, {"none": {}}),
-})  # fmt: skip
-pytestmark = rows.marks()
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +97,7 @@ def estimate(layout: str, case: str, rank: int) -> tuple[TrainerMemory, int]:
     return stage, stage.total + (cases[case].get("engines", 1) - 1) * model_beside(config.actor, stage)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_estimate_is_within_15_percent_of_what_training_takes(
     layout: str, measured: dict[str, list[Measured]]

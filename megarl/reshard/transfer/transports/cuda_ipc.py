@@ -67,7 +67,7 @@ class CudaIpcTransport(MappedTransport):
 
 @contextmanager
 def _whole_segments() -> Iterator[None]:
-    """Context in which torch allocates memory that any process of the user can map.
+    """Makes torch allocate memory that any process of the user can map, inside the context.
 
     An expandable segment is passed on by pidfd_getfd, which asks for rights to trace the sender: containers and
     `ptrace_scope=1` refuse them.

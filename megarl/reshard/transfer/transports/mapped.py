@@ -1,4 +1,4 @@
-"""The common part of shared memory, CUDA IPC and RDMA: a receiver reads the sender's staging memory.
+"""Base of the transports by which a receiver reads the sender's staging memory: shared memory, CUDA IPC, RDMA.
 
 Only a slot's number travels (over gloo), and an acknowledgement back, after which the sender may fill the slot again.
 Where the memory can be mapped it is read in place. A receiver's own staging memory is for reading weights back.
