@@ -28,6 +28,10 @@ unexport PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# Megatron and SGLang decorate functions for torch's compiler, whose import costs every process 3 s. On the CPU none of
+# them is called in a run (no frame is traced), and what a GPU compiles is tested as it is written.
+test test-long test-unit test-load mutants: export TORCHDYNAMO_DISABLE := 1
+
 GPU_BRANCHES := $(addprefix tests/unit/,actor parallel launcher $(addprefix rollout/test_,rank0_rollouts.py gpu_placement.py))
 NATIVE := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py)
 SCRIPTS := $(shell git ls-files 2>/dev/null | xargs -r grep -lE '^\#!.*\b(ba)?sh\b' 2>/dev/null)

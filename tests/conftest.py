@@ -59,8 +59,10 @@ SERVERS_OF = (
         "tests/sglang/test_supervision",
     ),
     ("tests/slurm/",),
+    ("tests/fake_cuda/",),
 )
 FOLDERS = (
+    "seeds",
     "sglang",
     "e2e",
     "slurm",

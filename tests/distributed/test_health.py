@@ -26,8 +26,11 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from megarl.launcher.local import run_ranks
+from tests import warm
 how, model, out, timeout_s = sys.argv[1:5]
-sys.exit(run_ranks("tests.distributed.health_worker", sys.argv[1:5], 2, Path(out), float(timeout_s)))
+with warm.used():
+    code = run_ranks("tests.distributed.health_worker", sys.argv[1:5], 2, Path(out), float(timeout_s))
+sys.exit(code)
 """
 
 

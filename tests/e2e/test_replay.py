@@ -64,6 +64,7 @@ def test_another_layout_takes_the_step_within_rounding_from_the_runs_own_state(
     assert "the run's step within 1e-05: loss and gradient norm on another layout" in text
 
 
+@pytest.mark.long
 def test_another_batch_is_found_to_differ_and_a_step_without_a_state_is_refused(
     supervised: RunFolder, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_run_killed_at_many_moments_ends_with_the_bits_of_an_undisturbed_one(
     assert not [p.name for p in runs.folder("killed").checkpoints.iterdir() if p.suffix], "left by a killed run"
 
 
+@pytest.mark.long
 def test_adapters_with_dropout_that_are_killed_and_resumed_end_with_the_same_bits(
     runs: Runs, undisturbed: RunFolder
 ) -> None:

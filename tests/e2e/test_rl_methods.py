@@ -30,7 +30,7 @@ from megarl.trainer.run import Run
 from megarl.types import PackedBatch
 
 NAMES = [name for name, (kind, _) in ALGORITHMS.items() if issubclass(kind, RLConfig)]
-OFTEN = ("ppo", "dapo", "gdpo", "opd", "remax")  # unlike the others in more than the loss
+OFTEN = ("ppo", "opd", "remax")  # unlike the others in more than the loss
 EXPERIMENTS = {"ppo": "gsm8k_ppo", "gdpo": "gsm8k_gdpo", "opd": "opd"}
 BY_ADVANTAGES = {"opd": ["algorithm.divergence=sampled"]}  # divergences: test_teacher_layouts.py
 STEPS = 3

@@ -1,7 +1,8 @@
-"""Starts the process that runs cases on the device, and reads their outcomes."""
+"""The process that runs cases on the device, and the outcomes that it tells."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,27 +14,41 @@ HERE = Path(__file__).parent
 Case = tuple[str, dict[str, Any], dict[str, int]]  # function, arguments, layout
 
 
-def run_on_device(device: Path, cases: dict[str, Case], folder: Path, *path: Path) -> dict[str, dict[str, Any]]:
-    """Runs cases in one process, which imports from `path`."""
-    command = [sys.executable, str(HERE / "worker.py"), str(device), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # Triton would compile for a GPU
-    with (folder / "log").open("w") as log:
-        out = subprocess.run(
-            command,
-            input=json.dumps(list(cases.values())),
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            timeout=2400,
-            env=environment,
-        )
-    lines = [json.loads(line) for line in out.stdout.splitlines()]
-    assert len(lines) == len(cases), (folder / "log").read_text()[-3000:]
-    return dict(zip(cases, lines, strict=True))
+class DeviceProcess:
+    """A process with the device, which imports from `path`. It runs cases one after another."""
+
+    def __init__(self, device: Path, folder: Path, *path: Path) -> None:
+        command = [sys.executable, str(HERE / "worker.py"), str(device), str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # Triton would compile for a GPU
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+
+    def run(self, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+        """Outcomes by the cases' names: {"result": ...} or {"error": traceback}."""
+        return {name: self._outcome(case) for name, case in cases.items()}
+
+    def _outcome(self, case: Case) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its log says why
+            self.process.stdin.write(json.dumps(case) + "\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()  # for no longer than the test may take
+        assert line, self.log.read_text()[-3000:]
+        outcome: dict[str, Any] = json.loads(line)
+        return outcome
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 def result(outcomes: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     """The result of a case, which must have ended well."""
     assert "error" not in outcomes[name], outcomes[name]["error"]
-    return outcomes[name]["result"]
+    found: dict[str, Any] = outcomes[name]["result"]
+    return found

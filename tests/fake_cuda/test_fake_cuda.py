@@ -13,14 +13,14 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from batches import batch, config, without  # noqa: E402
-from run_cases import Case, result, run_on_device  # noqa: E402
+from run_cases import Case, DeviceProcess, result  # noqa: E402
 
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
 from megarl.ops.digest import buffer_bytes  # noqa: E402
 from megarl.reshard.config import RELAYING  # noqa: E402
 from tests import rows  # noqa: E402
 
-pytestmark = pytest.mark.timeout(3000)  # the worker of all cases has 2,400 s
+pytestmark = pytest.mark.timeout(3000)  # of a test, its cases included
 
 NUMBERS = HERE.parents[1] / "docs/numbers.md"
 
@@ -127,11 +127,9 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    cases: dict[str, Case], device: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
-    """Outcomes of all cases, run in one process: {"result": ...} or {"error": traceback}."""
-    return run_on_device(device, cases, tmp_path_factory.mktemp("cases"), HERE.parents[1])
+def outcomes(cases: dict[str, Case], process: DeviceProcess) -> dict[str, dict[str, Any]]:
+    """Outcomes of all cases."""
+    return process.run(cases)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +146,11 @@ def te_outcomes(
         "te, shared prompts": ("sft", {"path": dense, "shared_prefix": True, **te}, {}),
         "te, recomputed": ("sft", {"path": dense, "recompute": "selective", **te}, {}),
     }
-    return run_on_device(device, cases, tmp_path_factory.mktemp("te"), HERE.parent / "te" / "stand_in", HERE.parents[1])
+    process = DeviceProcess(device, tmp_path_factory.mktemp("te"), HERE.parent / "te" / "stand_in", HERE.parents[1])
+    try:
+        return process.run(cases)
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize("name", ["sft", "3 layers, 3 microbatches", "shared prompts"])

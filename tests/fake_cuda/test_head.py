@@ -12,9 +12,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from head import TOKENS, VOCAB  # noqa: E402
-from run_cases import Case, result, run_on_device  # noqa: E402
+from run_cases import Case, DeviceProcess, result  # noqa: E402
 
 from megarl.ops.head_chunks import divergence_bytes  # noqa: E402
+from tests import rows  # noqa: E402
+
+pytestmark = [*rows.marks(), pytest.mark.timeout(3000)]  # of a test, its cases included
 
 # Routes through the LM head -> most memory as a share of the logits, and products of 2 T V H operations.
 HEAD = {
@@ -31,17 +34,19 @@ HEAD = {
     "divergence of a mean, main gradient": (0.60, 6),
     "divergence of the top k, main gradient": (0.28, 4),
 }
+RARER = {"log-probs", "told gradients, main gradient", "log-probs, frozen head", "all logits"}
+ROUTES = [route for route in HEAD if rows.wants_all() or route not in RARER]
 
 
 @pytest.fixture(scope="module")
-def outcomes(device: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Outcomes of all routes, run in one process."""
-    cases: dict[str, Case] = {route: ("head", {"route": route}, {}) for route in HEAD}
+def outcomes(process: DeviceProcess) -> dict[str, dict[str, Any]]:
+    """Outcomes of all routes."""
+    cases: dict[str, Case] = {route: ("head", {"route": route}, {}) for route in ROUTES}
     cases["fewer tokens"] = "head", {"route": "token loss", "tokens": 8192}, {}
-    return run_on_device(device, cases, tmp_path_factory.mktemp("head"), HERE.parents[1])
+    return process.run(cases)
 
 
-@pytest.mark.parametrize("route", HEAD)
+@pytest.mark.parametrize("route", ROUTES)
 def test_the_head_of_a_large_model_takes_a_tenth_of_its_logits_memory(outcomes: Any, route: str) -> None:
     found, (share, products) = result(outcomes, route), HEAD[route]
     assert 0.9 * share - 0.04 < found["share"] <= share

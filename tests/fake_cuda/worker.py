@@ -1,4 +1,4 @@
-"""Runs cases on the device: `python worker.py LIBRARY FOLDER`, with the cases as JSON on its standard input.
+"""Runs cases on the device: `python worker.py LIBRARY FOLDER`, with a case as a line of JSON on its standard input.
 
 A case is a list of function, arguments and layout. Its ranks are forked from this process, which has imported all; the
 result of rank 0, or the traceback of the first rank that failed, is a line of the output.
@@ -93,6 +93,6 @@ def fork(case: tuple[str, dict[str, Any], dict[str, int]], folder: Path) -> dict
 
 if __name__ == "__main__":
     prepare()
-    for case in json.load(sys.stdin):
+    for line in sys.stdin:
         with tempfile.TemporaryDirectory(dir=sys.argv[2]) as folder:
-            print(json.dumps(fork(tuple(case), Path(folder))), flush=True)
+            print(json.dumps(fork(tuple(json.loads(line)), Path(folder))), flush=True)

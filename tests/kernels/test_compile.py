@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megarl.ops import advantage, logprob_kernels
@@ -12,6 +13,14 @@ LOGITS, LABELS, ONE = torch.randn(4, 9), torch.tensor([0, 8, -1, 3]), torch.ones
 F, M, CU = torch.randn(4), torch.tensor([True, False, True, True]), torch.tensor([0, 1, 4], dtype=torch.int32)
 
 
+@pytest.fixture
+def compiler(monkeypatch):
+    """Turns the compiler on, which `make test` leaves out."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+
+
+@pytest.mark.usefixtures("compiler")
 def test_a_training_step_compiles_into_one_graph_with_the_same_bits():
     old, advantages = torch.randn(4), torch.randn(4)
 

@@ -95,7 +95,7 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("blocks", {}, QUANTISED),
         ("qwen3_moe", {}, "adapters"),
     ]),
-    2: rows.every(8, [
+    2: rows.every(16, [
         ("qwen3", {"tp_size": 2}, "none"),
         ("llama_biased", SP, "selective"),
         ("qwen2_tied", {"cp_size": 2}, "full"),
