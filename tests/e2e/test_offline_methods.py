@@ -103,8 +103,9 @@ def test_log_probs_of_the_reference_stored_or_as_they_come_train_alike_and_a_res
     assert AutoModelForCausalLM.from_pretrained(straight.path / "hf") is not None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_commands")
-@pytest.mark.parametrize("name", [pytest.param("dpo", marks=pytest.mark.long), "kto"])
+@pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_four_ranks_train_to_the_figures_of_one(name: str, trained: Trained, tmp_path: Path) -> None:
     """Tensor and data parallel, by the command; reference log-probs and KTO's estimate of the KL among it."""
     small = (FEW, "valid_dataset.split='test[:32]'", "train_dataset.batch_size=8", "total_train_steps=4")

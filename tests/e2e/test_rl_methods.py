@@ -214,7 +214,9 @@ def solve(base_url, api_key, data):
 """
 
 
-@pytest.mark.parametrize("workflow", [pytest.param("multi_turn", marks=pytest.mark.long), "tool_use", "agent"])
+@pytest.mark.parametrize(
+    "workflow", [*(pytest.param(name, marks=pytest.mark.long) for name in ("multi_turn", "tool_use")), "agent"]
+)
 @pytest.mark.usefixtures("lent")
 def test_a_workflow_chosen_by_its_knob_trains_on_a_real_server(
     workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

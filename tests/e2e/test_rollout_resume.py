@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
 from tests import warm
@@ -49,6 +51,7 @@ def digests(checkpoint: Path) -> dict[str, Any]:
     return {name: facts for name, facts in files.items() if name != "trainer.json"}
 
 
+@pytest.mark.long
 def test_a_run_killed_and_resumed_does_the_same_steps_again_to_the_bit(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     first = Taped(tmp_path, *ARGUMENTS)

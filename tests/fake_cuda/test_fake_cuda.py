@@ -56,11 +56,28 @@ RACES = {
     "no wait": "may still be writing",
     "no record": "memory was freed while another stream may still use it: no record_stream",
 }
+RARER = {  # cases that are left to `make test-long`
+    "GSPO, recomputed logits",
+    "GRPO, float32 head",
+    "KTO",
+    "RewardModel",
+    "logits",
+    "cp 2",
+    "pp 2, vpp 2",
+    "fed 8, vpp 2",
+    "bfloat16 state",
+    *(f"memory, relays of {name}" for name in RELAYING[2:]),
+}
 FAULTS = {
     "mask on the host": "MixedDevices: megarl/actor/supervised.py",
     "rows on the host": "MixedDevices: megarl/actor/model/heads.py logprobs",
     "a read per parameter": "",
 }
+
+
+def often(*names: str) -> list[Any]:
+    """The names, as values of a parameter; those of rarer cases are marked as long."""
+    return [pytest.param(name, marks=[pytest.mark.long] if name in RARER else []) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +140,7 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         "notices": ("notices", {}, {}),
         **{name: ("planted", {"path": dense, "fault": name}, {}) for name in FAULTS},
     }
-    return {name: case for name, case in named.items() if rows.wants_all() or "vpp" not in name}
+    return {name: case for name, case in named.items() if rows.wants_all() or name not in RARER}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +187,9 @@ def test_an_update_by_transformer_engine_waits_three_times(te_outcomes: Any, nam
     assert waits == dict.fromkeys([*TE_STEP, *(LOGPROBS if name == "te, GRPO" else [])], 1)
 
 
-@pytest.mark.parametrize("name", ["GRPO", "GSPO, recomputed logits", "GRPO, logits in chunks", "GRPO, float32 head"])
+@pytest.mark.parametrize(
+    "name", often("GRPO", "GSPO, recomputed logits", "GRPO, logits in chunks", "GRPO, float32 head")
+)
 def test_a_policy_update_also_hands_its_log_probs_to_the_host(outcomes: Any, name: str) -> None:
     assert result(outcomes, name)["waits"] == dict.fromkeys({**STEP, **LOGPROBS}, 1)
 
@@ -191,12 +210,12 @@ def test_skipped_columns_leave_the_device_the_same_gradients(outcomes: Any, main
     assert found["left out"] >= 0.5
 
 
-@pytest.mark.parametrize("name", ["DPO", "KTO", "RewardModel", "critic", "logits"])
+@pytest.mark.parametrize("name", often("DPO", "KTO", "RewardModel", "critic", "logits"))
 def test_the_other_methods_wait_four_times(outcomes: Any, name: str) -> None:
     assert result(outcomes, name)["waits"] == dict.fromkeys(STEP, 1)
 
 
-@pytest.mark.parametrize("name", ["tp 2", "cp 2", "dp 2", "experts, ep 2"])
+@pytest.mark.parametrize("name", often("tp 2", "cp 2", "dp 2", "experts, ep 2"))
 def test_several_ranks_wait_three_times_more(outcomes: Any, name: str) -> None:
     waits = result(outcomes, name)["waits"]
     assert {place: count for place, count in waits.items() if place not in EXPERTS} == {
@@ -209,7 +228,7 @@ def test_experts_cost_a_wait_for_each_layer_and_microbatch(outcomes: Any) -> Non
     assert result(outcomes, "experts")["waits"] == {**dict.fromkeys(STEP, 1), **dict.fromkeys(EXPERTS, 2 * 3)}
 
 
-@pytest.mark.parametrize("name", ["pp 2", pytest.param("pp 2, vpp 2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", often("pp 2", "pp 2, vpp 2"))
 def test_exchanges_between_pipeline_stages_do_not_wait(outcomes: Any, name: str) -> None:
     """The first stage has no losses to read; it waits as often as other ranks otherwise, in any number of exchanges."""
     losses = "megarl/actor/reports.py _as_floats: copy to the host"
@@ -290,7 +309,7 @@ def test_results_on_the_device_are_those_of_the_host(outcomes: Any, cases: dict[
     assert found["logprobs"] == pytest.approx(logprobs.tolist(), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tp 2", "cp 2", "dp 2", "pp 2", "shared prompts"])
+@pytest.mark.parametrize("name", often("tp 2", "cp 2", "dp 2", "pp 2", "shared prompts"))
 def test_layouts_agree_on_the_device(outcomes: Any, name: str) -> None:
     assert result(outcomes, name)["losses"] == pytest.approx(result(outcomes, "sft")["losses"], rel=1e-5)
 
@@ -308,7 +327,7 @@ def test_a_step_after_a_load_begins_at_the_loaded_weights(outcomes: Any, dtype: 
     assert found["losses"][0] == found["losses"][1]
 
 
-@pytest.mark.parametrize("name", ["float32 state", "bfloat16 state", "state, Adam on the host"])
+@pytest.mark.parametrize("name", often("float32 state", "bfloat16 state", "state, Adam on the host"))
 def test_a_resume_and_rests_on_the_host_change_no_bit(outcomes: Any, name: str) -> None:
     found = result(outcomes, name)
     assert found["resumed"] == found["straight"]
@@ -334,10 +353,10 @@ def test_syncs_hold_the_memory_that_preflight_counts(outcomes: Any, name: str) -
     assert total == found[trainer][0] + 2 * buckets
 
 
-@pytest.mark.parametrize("name", RELAYING[1:])
+@pytest.mark.parametrize("name", often(*(f"memory, relays of {name}" for name in RELAYING[1:])))
 def test_relays_hold_two_buckets_more(outcomes: Any, name: str) -> None:
-    found = result(outcomes, f"memory, relays of {name}")
-    assert found["host" if name == "gloo" else "gpu"] == [2 * 4096, 4 * 4096, 4 * 4096]  # relays in turn
+    found = result(outcomes, name)
+    assert found["host" if name.endswith("gloo") else "gpu"] == [2 * 4096, 4 * 4096, 4 * 4096]  # relays in turn
 
 
 def test_full_tensors_go_to_the_host_once(outcomes: Any) -> None:

@@ -87,9 +87,9 @@ def test_live_weights_that_differ_from_the_sent_ones_are_read_back(monkeypatch: 
     assert torch.equal(copies.codes, sent ^ 1), "their digests show the difference"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "copied", "arranged"),
-    [("int4", 2 * 4, [512 // 16, 256 * 2]), pytest.param("fp8_channel", 0, [512, 256], marks=pytest.mark.long)],
+    ("name", "copied", "arranged"), [("int4", 2 * 4, [512 // 16, 256 * 2]), ("fp8_channel", 0, [512, 256])]
 )
 def test_a_sync_into_sglangs_arranged_layers_leaves_what_a_fresh_load_leaves(
     name: str, copied: int, arranged: list[int], tmp_path: Path
