@@ -101,7 +101,9 @@ def test_each_fault_is_named_and_costs_its_episode_alone() -> None:
         assert "bytes, more than rollout.environment.max_observation_chars=200 can have" in str(huge)
         assert good[1] == [Step([{"role": "user", "content": "It is 1."}], 0.25, False)]
         report = pool.report()
-        assert report.startswith("22 of 23 episodes were lost in the environment: 10 failed, the first: ")
+        assert report.startswith("22 of 23 episodes were lost in the environment: 10 ")
+        assert "10 failed, the first: " in report  # and 10 lied; the first of both is told first
+        assert "10 lied, the first: " in report
         assert "1 slow, the first: step() took longer than" in report
         assert "\n" not in report
 

@@ -160,11 +160,11 @@ def test_a_silent_server_meets_the_request_deadline_and_is_not_asked_again(start
 
 def test_waiting_for_a_free_connection_does_not_count_as_waiting_for_the_server(start_server, connect):
     async def slow(body, request):
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.7)
         return web.json_response(tokens_of(body))
 
-    engine = connect(start_server(slow), request_timeout_s=9.0, max_connections=1)
-    assert len(ask(engine, *(request(i) for i in range(1, 9)))) == 8  # the last waits for 10.5 s
+    engine = connect(start_server(slow), request_timeout_s=18.0, max_connections=1)
+    assert len(ask(engine, *(request(i) for i in range(1, 31)))) == 30  # the last waits for 20 s
 
 
 def test_a_failed_episode_closes_the_connections_of_the_others(start_server, connect):
