@@ -142,6 +142,7 @@ def test_a_job_without_a_sample_for_one_adapter_saves_the_last_steps_of_all(
         assert same(trained(ended.adapter(name)), trained(fixed_job.adapter(name)))
 
 
+@pytest.mark.long
 def test_a_job_samples_from_each_adapter_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = job(tmp_path)
     config = cli.load([*ARGUMENTS, f"+adapters={{{','.join(f'{name}:[]' for name in OWN)}}}"])

@@ -33,7 +33,7 @@ from tests.conftest import random_model
 ASSETS = Path(cli.ASSETS)
 DEADLINE_S = 900.0  # for a run that hangs: on slow machines one takes minutes
 LOGPROB_DIFF = 3e-4  # rounding; up to 3.9e-5 was seen
-STEPS = 48  # the last quarter is above the first by 0.16 to 0.22 (four runs); in 16 steps a rise was a matter of luck
+STEPS = 32  # the last quarter is above the first by 0.16 and 0.18 (two runs); in 16 steps a rise was a matter of luck
 
 
 # Lines of torch's stores and process groups, and its warnings about deprecated names of collectives.
@@ -80,7 +80,8 @@ def steps_in(run: RunFolder) -> list[int]:
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
     """A GRPO run of `STEPS` steps, and what it printed."""
     root = tmp_path_factory.mktemp("short")
-    command = Command(root, "+experiment=gsm8k_grpo", f"total_train_steps={STEPS}", "evaluator.every_steps=0")
+    evaluations = ("evaluator.every_steps=0", "evaluator.n_samples=1")
+    command = Command(root, "+experiment=gsm8k_grpo", f"total_train_steps={STEPS}", *evaluations)
     code = command.wait()
     text = command.output.read_text()
     assert code == 0, text[-3000:]
@@ -93,7 +94,7 @@ def test_the_reward_rises_and_every_sync_is_proven(short_run: tuple[RunFolder, s
     trained = [row for row in rows if row["step"] > 0]
     assert [int(row["step"]) for row in rows] == list(range(STEPS + 1))
     rewards = [row["rollout/reward"] for row in trained]
-    assert sum(rewards[-12:]) / 12 > sum(rewards[:12]) / 12 + 0.05, rewards
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.05, rewards
     assert all(row["sync/verified"] == 1 for row in trained)
     assert max(row["train/logprob_diff_max"] for row in trained) <= LOGPROB_DIFF
     assert all(row["rollout/staleness"] == 0 for row in trained)

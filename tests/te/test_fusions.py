@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 from megarl.actor.model.moe import moe_fields
 from megarl.families import decoder, read_config
 from megarl.types import ROUTED_EXPERTS
+from tests import rows
 from tests.distributed.test_layouts import make_batch
 from tests.distributed.test_replayed_experts import made_routes
 from tests.te.test_stand_in import SP, TIMEOUT, run_cases
@@ -39,7 +40,8 @@ EP2 = {"dp_size": 2, "ep_size": 2}
 FLEX = {"moe_dispatcher": "flex"}
 BLOCKWISE = {"dtype": "bfloat16", "fp8": "blockwise"}
 Case = tuple[int, str, dict[str, Any], dict[str, Any], tuple[str, ...]]
-CASES: dict[str, Case] = {  # ranks, model, layout, knobs of `te`, and what is turned off
+# Ranks, model, layout, knobs of `te`, and what is turned off.
+CASES: dict[str, Case] = rows.only("softmax,sigmoid,padded,ep2,replayed", {
     "softmax": (1, "softmax", {}, {}, (*DENSE, *EXPERTS, "grouped experts")),
     "biased": (1, "biased", {}, {}, ("routing",)),
     "sigmoid": (1, "sigmoid", {}, {}, ("routing",)),
@@ -48,12 +50,12 @@ CASES: dict[str, Case] = {  # ranks, model, layout, knobs of `te`, and what is t
     "ep2": (2, "sigmoid", EP2, {}, (*EXPERTS, "shared experts")),
     "flex": (2, "gated", {**SP, "ep_size": 2, "etp_size": 1}, FLEX, ("permutation", "shared experts")),
     "replayed": (2, "sigmoid", {**SP, "ep_size": 2, "etp_size": 1}, {"recompute": "full"}, ("permutation",)),
-}
+})  # fmt: skip
 NAN = ("softmax", "sigmoid")  # cases in which a token is NaN
 RUNS = [(name, off) for name, case in CASES.items() for off in ("", *case[4])]
 
 
-pytestmark = TIMEOUT
+pytestmark = [*rows.marks(), TIMEOUT]
 
 
 @pytest.fixture(scope="module")

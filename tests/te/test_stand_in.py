@@ -120,10 +120,10 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("qwen2_tied", {"pp_size": 2}, SHARED),
         ("mixtral", {**SP, "ep_size": 2, "etp_size": 1}, SHARED),
     ]) + OVERLAPPED,
-    4: [
+    4: rows.every(2, [
         ("mixtral", {**SP, "dp_size": 2, "ep_size": 2}, "none"),  # experts cut by ep 2 and tp 2
         ("mixtral", {**SP, "dp_size": 2, "ep_size": 2}, "flex"),
-    ],
+    ]),
 }  # fmt: skip
 DENSE = ("qwen3-selective-", "qwen2_tied-none-", "mha-none-", "llama_biased-full-")
 MARKS = "mixtral-none-tp_size-sequence_parallel-dp_size-ep_size"  # the case run with other marks of experts too
