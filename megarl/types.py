@@ -167,7 +167,15 @@ class PackedBatch(HoldsTensors):
         return int(self.samples.max()) + 1 if self.num_seqs else 0
 
     def of_samples(self, key: str) -> Tensor:
-        """Values of `key` per sample, `[num_samples, ...]`; all segments of a sample have one value."""
+        """Values of `key` per sample, `[num_samples, ...]`; all segments of a sample have one value.
+
+        Raises:
+            UserError: the batch has a value of each token.
+        """
+        if key in self.tokens:
+            raise UserError(
+                f"{key} has a value for each token, and this needs one for each sequence: return it as [n_samples]"
+            )
         samples = self.samples
         order = torch.arange(self.num_seqs)
         firsts = torch.full((self.num_samples,), self.num_seqs).scatter_reduce(0, samples, order, "amin")

@@ -90,7 +90,7 @@ def device_checks(
             platform.has_flash_attention(),
             os.environ,
         ),
-        functools.partial(userbuffers.check_device, parallel, has_te),
+        functools.partial(userbuffers.check_device, parallel, has_te, capability, os.environ),
         functools.partial(fp8.check_gpu, config, capability, platform.cuda_version()),
         functools.partial(quantised.check_library, config.lora),
     )
@@ -229,7 +229,10 @@ def _check_backend(config: EngineConfig, same_bits: bool) -> None:
 
 
 def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> None:
-    """Refuses float32 on `te` with cp or shared prompts: no kernel takes it (`get_attention_backend` of TE 2.12.0)."""
+    """Refuses float32 on `te`: its products are in TF32 (`cublaslt_gemm.cu` of TE 2.12.0, line 447).
+
+    With cp or shared prompts no kernel takes it (`get_attention_backend`).
+    """
     options = {f"parallel.cp_size={parallel.cp_size}": parallel.cp_size > 1}
     options["actor.shared_prefix=true"] = config.shared_prefix
     for option, is_set in options.items():
@@ -238,6 +241,11 @@ def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> 
                 f"actor.backend=te with {option} computes 16 bits only, and actor.dtype=float32; set "
                 "actor.dtype=bfloat16 or actor.backend=torch"
             )
+    if config.backend == "te" and config.dtype == "float32":
+        raise UserError(
+            "actor.backend=te multiplies float32 in TF32, with 10 bits of 23, and servers do not; set "
+            "actor.dtype=bfloat16 or actor.backend=torch"
+        )
 
 
 def _check_offloaded_activations(config: EngineConfig, parallel: ParallelConfig, same_bits: bool) -> None:

@@ -140,7 +140,8 @@ class MegatronPPOActor(MegatronEngine):
                 f"the batch has no prox_logp, and algorithm.n_minibatches={count} steps change the policy in between; "
                 "set it to compute_logp(batch) before the update"
             )
-        current_logprobs = torch.zeros(batch.total_tokens, device=self.device)
+        joined, local = rank_batches.join(batch, self.groups)
+        current_logprobs = torch.zeros(joined.total_tokens, device=self.device)
 
         def own_loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
             data.set_tokens("prox_logp", logprobs.detach())
@@ -152,12 +153,14 @@ class MegatronPPOActor(MegatronEngine):
             current_logprobs.index_add_(0, data["token"], data["prox_logp"])
             return result
 
-        tokens = {**batch.tokens, "token": torch.arange(batch.total_tokens)}
-        source = self._loss_input(own_loss, given_prox_logp=False)
-        stats = update_in_minibatches(
-            self, PackedBatch(batch.cu_seqlens, tokens, batch.sequences), 1, loss, weight, source
+        numbered = PackedBatch(
+            joined.cu_seqlens, {**joined.tokens, "token": torch.arange(joined.total_tokens)}, joined.sequences
         )
-        batch.set_tokens("prox_logp", rank_batches.rows_on_all_ranks(current_logprobs, self.groups))
+        numbered.shared = True  # every rank has this one now
+        source = self._loss_input(own_loss, given_prox_logp=False)
+        stats = update_in_minibatches(self, numbered, 1, loss, weight, source)
+        rows = joined.split(rank_batches.rows_on_all_ranks(current_logprobs, self.groups))
+        batch.set_tokens("prox_logp", torch.cat(rows[local]))
         return stats
 
     def _loss_input(self, loss: LossFn, given_prox_logp: bool) -> LossInput:

@@ -121,7 +121,7 @@ def _algorithm(reading: Reading, rl: str, algorithm: str, keys: dict[str, tuple[
             reading.overrides["algorithm.dynamic_sampling"] = False
         elif loss not in LOSS_TYPES:
             reading.refuse("trl.loss_type", loss, f"is not one of {', '.join(k for k in LOSS_TYPES if k)}, dr_grpo")
-        if loss in LOSS_TYPES and algorithm in ("grpo", "gdpo", "dapo", "dr_grpo"):
+        if loss in LOSS_TYPES and algorithm in ("grpo", "gdpo", "dapo", "dr_grpo", "gspo"):
             reading.set("trl.loss_type", loss, "algorithm.aggregate", LOSS_TYPES[loss])
     if rl == "gdpo" and reading.unread.get("trl.multi_objective_aggregation") == "normalize_then_sum":
         reading.take("trl.multi_objective_aggregation")

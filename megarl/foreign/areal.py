@@ -46,6 +46,9 @@ def read_areal(path: str) -> Converted:
         cap = reading.optional_number("actor.behav_imp_weight_cap")
         if cap is not None:
             reading.set("actor.behav_imp_weight_cap", cap, "algorithm.correction_high", cap)
+            reading.set(
+                "actor.behav_imp_weight_cap", cap, "algorithm.correction", "mask", "heavier tokens are left out"
+            )
     else:
         reading.overrides = {"algorithm": "grpo", **reading.overrides}
         if (cap := reading.take("actor.behav_imp_weight_cap")) is not None:

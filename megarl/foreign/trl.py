@@ -100,7 +100,7 @@ def _grpo(reading: Reading) -> str:
     if algorithm != "dr_grpo" and loss not in AGGREGATES:
         hint = "; dr_grpo needs scale_rewards: none" if loss == "dr_grpo" else ""
         reading.refuse("loss_type", loss, f"is not one of {', '.join(AGGREGATES)}{hint}")
-    elif algorithm in ("grpo", "gdpo", "dapo"):
+    elif algorithm in ("grpo", "gdpo", "dapo", "gspo"):
         reading.set("loss_type", loss, "algorithm.aggregate", AGGREGATES[loss])
     if algorithm != "dr_grpo" and scaled not in (True, "group"):
         reading.refuse("scale_rewards", scaled, "is not group; for none use loss_type: dr_grpo too")

@@ -19,6 +19,14 @@ from megarl.knobs import UserError
 
 ACTOR = "actor_rollout_ref.actor"
 DEFAULT_BATCH = 1024  # verl's data.train_batch_size
+# Keys -> the knob, and verl's default. Actor and critic: verl/trainer/config/actor/actor.yaml, critic/critic.yaml.
+DEFAULTS = {f"{ACTOR}.optim.weight_decay": ("actor.optimizer.weight_decay", 0.01)}
+PPO_DEFAULTS = {
+    f"{ACTOR}.clip_ratio_c": ("algorithm.dual_clip", 3.0),
+    "critic.cliprange_value": ("algorithm.value_clip", 0.5),
+    "critic.optim.lr": ("critic_optimizer.lr", 1e-5),
+    "critic.optim.weight_decay": ("critic_optimizer.weight_decay", 0.01),
+}
 
 
 def read_verl(arguments: Sequence[str]) -> Converted:
@@ -77,6 +85,9 @@ def _algorithm(reading: Reading) -> None:
     else:
         reading.set(f"{ACTOR}.loss_agg_mode", aggregate, "algorithm.aggregate", AGGREGATES[aggregate])
     _kl(reading)
+    for key, (knob, default) in {**DEFAULTS, **(PPO_DEFAULTS if algorithm == "ppo" else {})}.items():
+        stated, value = key in reading.unread, reading.number(key, default)
+        reading.set(key, value, knob, value, "" if stated else "its default")
     for key, knob in (("algorithm.gamma", "algorithm.gamma"), ("algorithm.lam", "algorithm.gae_lambda")):
         value = reading.number(key, 1.0)
         if algorithm == "ppo":

@@ -13,7 +13,6 @@ _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout",
 KNOBS = {
     "actor_rollout_ref.model.path": "actor.path",
     f"{_ACTOR}.optim.lr": "actor.optimizer.lr",
-    f"{_ACTOR}.optim.weight_decay": "actor.optimizer.weight_decay",
     f"{_ACTOR}.optim.min_lr_ratio": "actor.optimizer.min_lr_ratio",
     f"{_ACTOR}.optim.clip_grad": "actor.optimizer.clip_grad",
     f"{_ACTOR}.grad_clip": "actor.optimizer.clip_grad",

@@ -189,6 +189,47 @@ def _restore_norm_kernels() -> None:
         clip_grads.multi_tensor_scale_impl = optimizers.multi_tensor_scale
 
 
+def _route_with_the_biases_dtype() -> None:
+    """Gives Transformer Engine's product of a router a bias of the output's dtype.
+
+    cuBLAS reads a bias as the output's type. Megatron asks for float32 and passes a bias of the parameters' type
+    (transformer/moe/moe_utils.py:1327), so 16 bits would be misread. Tensors in float32 go to torch: Transformer Engine
+    multiplies them in TF32.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    product = moe_utils.te_general_gemm
+
+    def general_gemm(
+        a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, layout: str, bias: Any = None, **options: Any
+    ) -> Any:
+        bias = None if bias is None else bias.to(dtype)
+        if layout == "TN" and a.dtype == b.dtype == torch.float32:
+            return [torch.nn.functional.linear(b, a, bias)]
+        return product(a, b, dtype, layout=layout, bias=bias, **options)
+
+    moe_utils.te_general_gemm = general_gemm
+
+
+def _share_offloading() -> None:
+    """Lets copies of a configuration share its context of offloaded activations.
+
+    Some layers copy the configuration deeply (shared experts, attention with fewer key-value heads than ranks), and
+    the context holds CUDA streams, which cannot be copied.
+    """
+    from megatron.core.transformer import transformer_block
+
+    made = transformer_block.get_cpu_offload_context
+
+    def get_cpu_offload_context(*arguments: Any, **options: Any) -> Any:
+        context, synchronize = made(*arguments, **options)
+        if not isinstance(context, contextlib.nullcontext):
+            type(context).__deepcopy__ = lambda this, _: this
+        return context, synchronize
+
+    transformer_block.get_cpu_offload_context = get_cpu_offload_context
+
+
 def provide_deep_ep() -> None:
     """Gives Megatron's flex dispatcher DeepEP from its version 2 on.
 
@@ -223,6 +264,8 @@ def prepare() -> None:
 
     if platform.has_transformer_engine():
         _restore_norm_kernels()
+        _route_with_the_biases_dtype()
+        _share_offloading()
     if not platform.needs_cpu_patches():
         torch.cuda.set_device(platform.device())
         return

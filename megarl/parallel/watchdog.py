@@ -22,7 +22,8 @@ WATCH = "MEGARL_WATCH"  # folder of the records, set by the local launcher for i
 BEAT_S = 0.5
 GUARD_EVERY = 10  # beats between checks of ranks that watch each other, and between flushes to a network file system
 FROZEN_S = 60.0  # a process without a beat for this long is stopped or starved
-FROZEN_PART = 0.8  # of parallel.timeout_s, if less than FROZEN_S: a frozen rank is reported before a stuck one
+FROZEN_SHARED_S = 600.0  # the same where records lie on a file system in a network, whose server may not answer so long
+FROZEN_PART = 0.8  # of parallel.timeout_s, if that is less: a frozen rank is reported before a stuck one
 STALLED_PART = 0.5  # of parallel.timeout_s: a rank that has computed for so long is what others wait for
 GRACE_S = 30.0  # collectives fail this long after parallel.timeout_s, so that the monitor reports first
 EXIT_STUCK = 70  # EX_SOFTWARE
@@ -114,7 +115,9 @@ def start(folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: 
     _recorder = _Recorder(folder, rank, shared=guard)
     _recorder.write()
     _record_collectives(_recorder)
-    monitor = Monitor(folder, world_size, timeout_s, BEAT_S * GUARD_EVERY) if guard and rank < 2 else None
+    monitor = None
+    if guard and rank < 2:
+        monitor = Monitor(folder, world_size, timeout_s, BEAT_S * GUARD_EVERY, FROZEN_SHARED_S)
     threading.Thread(target=_beat, args=(_recorder, guard, monitor), name="megarl-watchdog", daemon=True).start()
 
 
@@ -203,17 +206,19 @@ class Monitor:
     resuming a whole job is not an error.
     """
 
-    def __init__(self, folder: Path, world_size: int, timeout_s: float, every_s: float = BEAT_S) -> None:
+    def __init__(
+        self, folder: Path, world_size: int, timeout_s: float, every_s: float = BEAT_S, frozen_s: float = FROZEN_S
+    ) -> None:
         """Starts with no records seen; `every_s` is the time between calls of `check`."""
         self.folder, self.world_size, self.timeout_s = folder, world_size, timeout_s
-        self._every_s = every_s
+        self._every_s, self._frozen_s = every_s, min(frozen_s, FROZEN_PART * timeout_s)
         self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # last value, and seconds since it changed
         self._last_check = time.monotonic()
 
     def check(self) -> str | None:
         """Returns one line about stuck ranks, or None.
 
-        A rank is frozen after FROZEN_S without a beat. It makes no progress after `timeout_s` without a new stage or
+        A rank is frozen after `frozen_s` without a beat. It makes no progress after `timeout_s` without a new stage or
         collective. A frozen rank makes no progress either, so with a short `timeout_s` it is reported as frozen after
         FROZEN_PART of it.
         """
@@ -224,7 +229,7 @@ class Monitor:
             record = self._read(rank)
             if record is None:
                 continue
-            if self._age((rank, "beats"), record[0], elapsed) > min(FROZEN_S, FROZEN_PART * self.timeout_s):
+            if self._age((rank, "beats"), record[0], elapsed) > self._frozen_s:
                 frozen.append(rank)
             if self._age((rank, "changes"), record[1], elapsed) > self.timeout_s:
                 no_progress.append(rank)

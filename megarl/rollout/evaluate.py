@@ -194,11 +194,8 @@ class Evaluator:
 
     def _sampled_texts(self, batch: PackedBatch, skip_special_tokens: bool) -> list[str]:
         """The text that the model wrote in each sample, over all its segments."""
-        owner = torch.repeat_interleave(batch.samples, batch.lengths)[batch["loss_mask"]]
-        counts = torch.bincount(owner, minlength=batch.num_samples).tolist()  # segments are next to each other
-        tokens = batch["input_ids"][batch["loss_mask"]].split(counts)
-        texts = self.tokenizer.batch_decode([ids.tolist() for ids in tokens], skip_special_tokens=skip_special_tokens)
-        return list(texts)
+        tokens = [ids.tolist() for ids in trained_of_samples(batch, "input_ids")]
+        return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=skip_special_tokens))
 
     def _majority(self, texts: list[str], groups: list[int], solved: torch.Tensor) -> torch.Tensor:
         """bool `[problems]`: true where the most frequent answer of a problem's samples is right."""
@@ -223,11 +220,10 @@ class Evaluator:
         last = dict(zip(samples.tolist(), zip(ids, masks, strict=True), strict=True))  # segment of each sample
         prompts = self.tokenizer.batch_decode([last[n][0][~last[n][1]].tolist() for n in range(len(last))])
         completions = self._sampled_texts(batch, skip_special_tokens=False)
-        owner = torch.repeat_interleave(samples, batch.lengths)
+        versions = trained_of_samples(batch, "versions") if "versions" in batch else []
         segments, rewards = samples.bincount().tolist(), batch.of_samples("rewards").tolist()
         with open(path, "w", encoding="utf-8") as file:
             for n, problem in enumerate(batch.of_samples("group_ids").tolist()):
-                trained = batch["loss_mask"] & (owner == n)
                 line = {
                     "step": step,
                     "problem": problem,
@@ -235,7 +231,7 @@ class Evaluator:
                     "completion": completions[n],
                     "reward": rewards[n],
                     "solved": solved[n],
-                    "versions": batch["versions"][trained].unique_consecutive().tolist() if "versions" in batch else [],
+                    "versions": versions[n].unique_consecutive().tolist() if versions else [],
                 }
                 if segments[n] > 1:
                     line["segments"] = segments[n]
@@ -244,3 +240,10 @@ class Evaluator:
                     line["turns"] = turns
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         return path
+
+
+def trained_of_samples(batch: PackedBatch, key: str) -> list[torch.Tensor]:
+    """Values of `key` at the trained tokens of each sample, over all its segments, which are next to each other."""
+    mask = batch["loss_mask"]
+    owner = torch.repeat_interleave(batch.samples, batch.lengths)[mask]
+    return list(batch[key][mask].split(torch.bincount(owner, minlength=batch.num_samples).tolist()))

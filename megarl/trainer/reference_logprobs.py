@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from rich.progress import track
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.actor.config import EngineConfig
+from megarl.actor.weights import saved_file
 from megarl.data.arithmetic import cache_folder
 from megarl.data.mixture import Mixture
 from megarl.data.prepare import content_hash
@@ -96,7 +97,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary)
+        saved_file.save(tensors, temporary)
         temporary.replace(path)
     except OSError as error:
         raise UserError(

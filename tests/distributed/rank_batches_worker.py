@@ -16,6 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.policy import MegatronPPOActor
+from megarl.algorithms import algorithm_of
+from megarl.algorithms.grpo import GRPOConfig
 from megarl.knobs import UserError
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
@@ -46,6 +49,7 @@ def measure(folder: Path, parallel: ParallelConfig, spread: str, out: Path) -> N
     for name, tensor in engine.named_weights():
         if engine.groups.rank == 0:
             result[f"after.{name}"] = tensor.clone()
+    result["prox_logp"] = found_in_update(folder, parallel, own)
     rank = engine.groups.rank
     save_file(result, out / f"{spread}_{rank}.safetensors")
     (out / f"{spread}_{rank}.json").write_text(json.dumps(stats))
@@ -56,6 +60,17 @@ def measure(folder: Path, parallel: ParallelConfig, spread: str, out: Path) -> N
     except UserError as error:
         message = str(error)
     (out / f"refused_{rank}.txt").write_text(message)
+
+
+def found_in_update(folder: Path, parallel: ParallelConfig, own: PackedBatch) -> torch.Tensor:
+    """Log-probs that an update sets on the rank's own batch, which has none."""
+    optimizer = OptimizerConfig(**ADAM)
+    config = EngineConfig(path=str(folder / "model"), max_tokens_per_mb=60, optimizer=optimizer)
+    actor = MegatronPPOActor(config, algorithm_of(GRPOConfig(n_minibatches=1)), parallel)
+    actor.initialize()
+    batch = PackedBatch(own.cu_seqlens, {**own.tokens, "loss_mask": own["loss_mask"].bool()})
+    actor.ppo_update(batch)
+    return batch["prox_logp"]
 
 
 def main(folder: Path, knobs: dict[str, Any]) -> None:

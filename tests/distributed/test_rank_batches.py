@@ -51,6 +51,7 @@ def test_own_batches_give_the_shared_batchs_numbers(world: tuple[Path, int], spr
         place = batch.token_index(SPREADS[spread][rank * 2 // ranks])
         assert torch.equal(out["logprobs"], shared["logprobs"][place])
         assert torch.equal(out["best"], shared["best"][place])
+        assert torch.equal(out["prox_logp"], shared["prox_logp"][place])
         assert stats == shared_stats
     after, _ = results(work, spread, 0)
     assert all(torch.equal(after[name], shared[name]) for name in shared if name.startswith("after."))

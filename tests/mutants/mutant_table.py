@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mutant_table_adapters as adapters
 import mutant_table_causes as causes
+import mutant_table_clusters as clusters
 import mutant_table_csrc as csrc
 import mutant_table_feed as feed
 import mutant_table_fidelity as fidelity
@@ -45,6 +46,7 @@ MUTANTS: list[Mutant] = [
         causes.CAUSES,
         gpu.GPU,
         gpu_reading.READING,
+        clusters.CLUSTERS,
     )
     for mutant in flat(bugs)
 ]

@@ -38,7 +38,7 @@ GPU: Bugs = {
     },
     "megarl/rollout/servers/gpu_backends.py": {
         unit("rollout/test_gpu_placement"): [
-            ("graphs of prefill stay", ', "disable_prefill_cuda_graph": True', ""),
+            ("graphs of prefill stay", '    "disable_prefill_cuda_graph": True,\n', ""),
             ("graphs that stay are taken", "if colocated and", "if False and"),
         ],
     },

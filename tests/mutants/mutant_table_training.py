@@ -108,7 +108,7 @@ ALGORITHMS: Bugs = {
     },
     "megarl/algorithms/dapo.py": {
         unit("algorithms/test_rl"): [
-            ("the overlong penalty is never added", " + self.overlong_penalty(trained_tokens_of_samples(batch))", ""),
+            ("the overlong penalty is never added", " + self.overlong_penalty(longest_answers(batch))", ""),
             (
                 "dynamic sampling cannot be switched off",
                 "return not self.config.dynamic_sampling or bool(",

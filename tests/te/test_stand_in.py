@@ -89,11 +89,13 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("mtp", {}, "full"),
         ("qwen3", {}, "adapters_selective"),
         ("llama_biased", {}, SIXTEEN),
-        ("qwen3_moe", {}, SIXTEEN),
+        ("gpt_oss", {}, SIXTEEN),  # its router has a bias
         ("qwen3", {}, "adapters"),
         ("latent", {}, "adapters"),
         ("blocks", {}, QUANTISED),
         ("qwen3_moe", {}, "adapters"),
+        ("qwen3_moe", {}, SIXTEEN),
+        ("latent", {}, OFFLOADED),  # with shared experts, which copy the configuration
     ]),
     2: rows.every(16, [
         ("qwen3", {"tp_size": 2}, "none"),

@@ -92,7 +92,8 @@ def test_trl_grpo_has_trls_defaults_and_batches() -> None:
     [
         ("grpo", {"epsilon_high": 0.28}, {"algorithm": "dapo", "algorithm.clip_high": 0.28}),
         ("grpo", {"loss_type": "dr_grpo", "scale_rewards": "none"}, {"algorithm": "dr_grpo"}),
-        ("grpo", {"importance_sampling_level": "sequence", "epsilon": 3e-4}, {"algorithm": "gspo"}),
+        ("grpo", {"importance_sampling_level": "sequence", "epsilon": 3e-4},
+         {"algorithm": "gspo", "algorithm.aggregate": "token"}),
         ("grpo", {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [2.0]},
          {"algorithm": "gdpo", "algorithm.reward_weights": [2.0]}),
         ("rloo", {}, {"algorithm": "rloo", "algorithm.kl_coef": 0.05, "algorithm.kl_in": "reward",
@@ -150,6 +151,13 @@ def test_verl_has_its_layout_clip_and_kl() -> None:
          {"algorithm.kl_estimator": "k2"}),
         (["algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=True"],
          {"algorithm.kl_in": "loss", "algorithm.kl_estimator": "k3"}),
+        (["algorithm.adv_estimator=gae"],
+         {"critic_optimizer.lr": 1e-5, "critic_optimizer.weight_decay": 0.01, "algorithm.value_clip": 0.5,
+          "algorithm.dual_clip": 3.0, "actor.optimizer.weight_decay": 0.01}),
+        (["algorithm.adv_estimator=gae", "critic.optim.lr=2e-5", "critic.cliprange_value=0.3",
+          f"{ACTOR}.clip_ratio_c=4"],
+         {"critic_optimizer.lr": 2e-5, "algorithm.value_clip": 0.3, "algorithm.dual_clip": 4}),
+        ([f"{ACTOR}.optim.weight_decay=0.1"], {"actor.optimizer.weight_decay": 0.1, "algorithm.dual_clip": None}),
     ],
 )  # fmt: skip
 def test_verls_clip_mean_and_kl_are_kept(keys: list[str], expected: dict[str, Any]) -> None:
@@ -257,6 +265,14 @@ def test_the_number_of_processes_is_laid_out(capsys: pytest.CaptureFixture[str])
         with pytest.raises(UserError) as error:
             other_trainers.from_other_trainer(given_arguments)
         assert message in str(error.value)
+
+
+def test_areal_leaves_out_tokens_above_its_cap(tmp_path: Path) -> None:
+    path = tmp_path / "areal.yaml"
+    actor = {**AREAL["actor"], "use_decoupled_loss": True, "behav_imp_weight_cap": 2.0}
+    path.write_text(yaml.safe_dump({**AREAL, "actor": actor}))
+    found = knobs(read_areal(str(path)))
+    assert (found["algorithm.correction"], found["algorithm.correction_high"]) == ("mask", 2.0)
 
 
 def test_verls_keys_end_at_two_dashes() -> None:

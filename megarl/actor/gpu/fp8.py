@@ -33,6 +33,7 @@ RECIPES = {
     "blockwise": Recipe("1 x 128, of weights 128 x 128", 128, 16, (9, 0), least_cuda=(12, 9)),
     "mxfp8": Recipe("1 x 32", 32, 32, (10, 0), below_gpu=(12, 0)),
 }
+_GATHERED = 128  # divides the features of tensors that ranks gather in blocks (`utils.py:450`)
 SCALES = {"off": 0.0, "blockwise": 4 / 128, "mxfp8": 1 / 32}  # bytes of scales for each quantised element
 
 
@@ -57,6 +58,7 @@ def check_knobs(config: EngineConfig, deterministic: bool) -> None:
     others = {
         "actor.shared_prefix=true": config.shared_prefix,
         "deterministic=true": deterministic,
+        "actor.experts=sequential": config.experts == "sequential",
         f"actor.backend={config.backend}": config.backend not in ("auto", "te"),
     }
     for other, is_set in others.items():
@@ -82,6 +84,11 @@ def check_layout(config: EngineConfig, parallel: ParallelConfig, model: Pretrain
         return
     recipe, tp, shape = RECIPES[config.fp8], parallel.tp_size, decoder(model)
     attention = shape.attention
+    if config.fp8 == "blockwise" and parallel.sequence_parallel and shape.hidden % _GATHERED:
+        raise UserError(
+            f"actor.fp8=blockwise with parallel.sequence_parallel=true gathers features in blocks of {_GATHERED}, and "
+            f"the model's hidden_size={shape.hidden}; set parallel.tp_size=1, or actor.fp8 to mxfp8 or off"
+        )
     sizes = {
         "hidden_size": shape.hidden,
         "attention heads x head_dim": attention.q_size // tp,

@@ -6,6 +6,7 @@ to the same number of tokens, `actor.max_tokens_per_mb`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megarl.actor.config import EngineConfig
@@ -41,8 +42,10 @@ def check_knobs(config: EngineConfig, parallel: ParallelConfig, deterministic: b
         )
 
 
-def check_device(parallel: ParallelConfig, has_te: bool) -> None:
-    """Refuses the option on a machine without Transformer Engine.
+def check_device(
+    parallel: ParallelConfig, has_te: bool, capability: tuple[int, int] | None, environment: Mapping[str, str]
+) -> None:
+    """Refuses the option on a machine without Transformer Engine, or on GPUs before multicast (of 9.0).
 
     Raises:
         UserError: naming the knob.
@@ -51,6 +54,11 @@ def check_device(parallel: ParallelConfig, has_te: bool) -> None:
         raise UserError(
             "parallel.tp_comm_overlap=true needs the package transformer_engine and a GPU, and one was not found; "
             "set it to false"
+        )
+    if parallel.tp_comm_overlap and capability and capability < (9, 0) and environment.get("UB_SKIPMC") != "1":
+        raise UserError(
+            "parallel.tp_comm_overlap=true needs CUDA multicast, and this machine's GPUs have compute capability "
+            f"{capability[0]}.{capability[1]}; set the variable UB_SKIPMC=1, or the option to false"
         )
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from megarl.actor.weights import saved_file
 from megarl.actor.weights.block_fp8 import BlockFp8, pair
 from megarl.actor.weights.fused_experts import ExpertSlice, fuse, split
 from megarl.actor.weights.repeated_tensors import repeated
@@ -239,8 +239,7 @@ def write(
     def flush() -> None:
         if pending:
             files.append(f"part-{len(files):05d}.safetensors")
-            save_file(pending, temporary / files[-1], metadata={"format": "pt"})
-            (temporary / files[-1]).chmod(0o644)  # save_file makes it readable by its owner only
+            saved_file.save(pending, temporary / files[-1])
             index.update(dict.fromkeys(pending, files[-1]))
             pending.clear()
 

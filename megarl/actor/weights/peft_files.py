@@ -12,11 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from megarl.actor.config import EngineConfig, LoraConfig
+from megarl.actor.weights import saved_file
 from megarl.actor.weights.adapter_shards import SCORE
 from megarl.actor.weights.shards import tensor_shapes
 from megarl.families import Adapters, decoder
@@ -32,8 +32,7 @@ def write(folder: Path, tensors: dict[str, Tensor], adapters: Adapters, dropout:
     """Writes PEFT's two files of adapters of the model `base`. `tensors` have the names of `tensor_shapes`."""
     folder.mkdir(parents=True, exist_ok=True)
     named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # save_file makes it readable by its owner only
+    saved_file.save(named, folder / WEIGHTS)
     names = sorted({name.removesuffix(LORA_A).rpartition(".")[2] for name in tensors if name.endswith(LORA_A)})
     scores = SCORE in tensors
     document = {

@@ -24,10 +24,16 @@ from megarl.parallel import hardware_queues
 
 FLOAT32_ATTENTION = ("torch_native", "triton")
 ATTENTION_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+REPLICATING = ("a2a", "fi_a2a")  # SGLang, model_overrides/deepseek_v2.py
 PLAIN_EXPERTS = ("triton", "deep_gemm")  # keep weights in the checkpoint's layout (SGLang, UnquantizedFusedMoEMethod)
 
-# Of a co-located server. SGLang's refusal is in runner_backend/breakable_cuda_graph_backend.py.
-COLOCATED = {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
+# Of a co-located server. SGLang's refusal is in runner_backend/breakable_cuda_graph_backend.py. A draft model, which no
+# sync brings, is copied to the host with the memory that is given up.
+COLOCATED = {
+    "enable_memory_saver": True,
+    "disable_prefill_cuda_graph": True,
+    "enable_draft_weights_cpu_backup": True,
+}
 COLOCATED_ENVIRONMENT = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
 
 
@@ -63,6 +69,11 @@ def check_backends(dtype: str, sglang: Mapping[str, Any], colocated: bool) -> No
         raise UserError(
             f"{argument} gives a server breakable CUDA graphs, which SGLang refuses where memory is given up, as with "
             "server.colocate=true; leave it out, or set server.colocate=false"
+        )
+    if sglang.get("dcp_replicate_q_proj") or sglang.get("dcp_comm_backend") in REPLICATING:
+        raise UserError(
+            "sglang.dcp_replicate_q_proj=true keeps copies of query projections that no weight sync renews, and "
+            f"sglang.dcp_comm_backend={' or '.join(REPLICATING)} turns it on; leave both out"
         )
     experts = sglang.get("moe_runner_backend")
     if experts is not None and experts not in PLAIN_EXPERTS:

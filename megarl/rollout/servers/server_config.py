@@ -20,7 +20,8 @@ from megarl.parallel import nccl_memory
 from megarl.parallel.determinism import Determinism
 from megarl.rollout.servers import batch_invariance, gpu_backends
 
-FREE_PORTS = range(20000, 32000)  # below Linux's ephemeral range: no outgoing connection takes one meanwhile
+# Linux gives outgoing connections ports above these, and SGLang takes its own from 22000 to 29999.
+FREE_PORTS = range(10000, 22000)
 MOVED_EXPERTS = "it moves experts, and weights are sent by the checkpoint's numbers of experts; leave it out"
 # ServerArgs owned by a knob or by megarl, each with the way to change it.
 OWNED = {
@@ -296,7 +297,12 @@ def choose_platform(
             batch_invariance.check(config.dtype, config.kv_cache_dtype, sglang)
             arguments |= batch_invariance.ARGUMENTS
             environment |= batch_invariance.ENVIRONMENT
-        return ServerPlatform("cuda", "", arguments, lambda scratch: environment, gpu_count())
+
+        def variables(scratch: str) -> dict[str, str]:
+            # Ranks meet by a file: torch's TCP store listens on every address, and its port may be another server's.
+            return {**environment, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"}
+
+        return ServerPlatform("cuda", "", arguments, variables, gpu_count())
     if importlib.util.find_spec("megarl.cpu") is None:
         raise UserError("SGLang runs on CPU by the folder megarl/cpu, which is missing; restore it, or use a GPU")
     from megarl.cpu import sglang_platform

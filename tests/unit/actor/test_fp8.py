@@ -45,6 +45,7 @@ MODEL = Qwen3Config(**SHAPE)
         ({"backend": "cpu"}, False, "and not with actor.backend=cpu"),
         ({"shared_prefix": True}, False, "and not with actor.shared_prefix=true"),
         ({}, True, "and not with deterministic=true"),
+        ({"experts": "sequential"}, False, "and not with actor.experts=sequential"),
         ({"dtype": "float32"}, False, "quantises bfloat16 layers, and actor.dtype=float32"),
     ],
 )
@@ -60,6 +61,18 @@ def test_the_knobs_are_checked_with_the_others() -> None:
     narrow = Qwen3Config(**{**MODEL.to_dict(), "intermediate_size": 3080})
     config = EngineConfig(dtype="bfloat16", fp8="blockwise")
     assert "actor.fp8" in refusal(lambda: run_all(model_checks(config, ParallelConfig(), narrow)))
+
+
+def test_features_that_ranks_gather_in_blocks_are_whole_blocks() -> None:
+    """gpt-oss: 2,880. Transformer Engine 2.12 asserts it in the first pass (`utils.py:450`)."""
+    model = Qwen3Config(**{**MODEL.to_dict(), "hidden_size": 2880})
+    config = EngineConfig(dtype="bfloat16", fp8="blockwise")
+    gathering = ParallelConfig(tp_size=2, sequence_parallel=True)
+    message = refusal(lambda: fp8.check_layout(config, gathering, model))
+    assert "gathers features in blocks of 128, and the model's hidden_size=2880; set parallel.tp_size=1" in message
+    fp8.check_layout(config, gathering, MODEL)
+    fp8.check_layout(config, ParallelConfig(), model)
+    fp8.check_layout(dataclasses.replace(config, fp8="mxfp8"), gathering, model)
 
 
 @pytest.mark.parametrize(("tp", "size"), [(4, 0), (8, 1544)])

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.weights import hf_files
+from megarl.actor.weights import hf_files, saved_file
 from megarl.knobs import UserError
 from megarl.parallel import groups
 
@@ -195,7 +195,7 @@ def test_an_interrupted_save_leaves_the_old_weights_or_none(
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(hf_files, "save_file", counted(save_file))
+        patch.setattr(saved_file, "save_file", counted(save_file))
         patch.setattr(Path, "replace", counted(Path.replace))
         with pytest.raises(OSError, match="No space"):
             engine.save(out)

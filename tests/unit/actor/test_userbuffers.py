@@ -58,9 +58,17 @@ def test_other_layers_are_refused(fields: dict[str, Any], deterministic: bool, m
 
 
 def test_a_machine_without_transformer_engine_is_refused() -> None:
-    assert "was not found" in refusal(lambda: userbuffers.check_device(ParallelConfig(**ON), has_te=False))
-    userbuffers.check_device(ParallelConfig(**ON), has_te=True)
-    userbuffers.check_device(ParallelConfig(), has_te=False)
+    assert "was not found" in refusal(lambda: userbuffers.check_device(ParallelConfig(**ON), False, None, {}))
+    userbuffers.check_device(ParallelConfig(**ON), True, (9, 0), {})
+    userbuffers.check_device(ParallelConfig(), False, None, {})
+
+
+def test_gpus_without_multicast_are_refused() -> None:
+    """Transformer Engine asserts it when the buffers are made (module/base.py:158)."""
+    message = refusal(lambda: userbuffers.check_device(ParallelConfig(**ON), True, (8, 0), {}))
+    assert "needs CUDA multicast, and this machine's GPUs have compute capability 8.0; set the variable" in message
+    userbuffers.check_device(ParallelConfig(**ON), True, (8, 0), {"UB_SKIPMC": "1"})
+    userbuffers.check_device(ParallelConfig(), True, (8, 0), {})
 
 
 def test_tensor_parallel_groups_over_nodes_are_refused() -> None:

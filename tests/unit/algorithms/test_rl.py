@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,10 @@ def estimated_kl(r: Tensor, estimator: str) -> Tensor:
     return {"k1": -r, "k2": r * r / 2, "k3": r.exp() - 1 - r}[estimator]
 
 
+def longest_run(flags: list[bool]) -> int:
+    return max(len(list(run)) for flag, run in itertools.groupby(flags) if flag)
+
+
 def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list[float]]:
     r = batch["rewards"].tolist()
     lengths = [len(row) for row in split(batch["values"], batch)]
@@ -104,7 +109,8 @@ def expected_advantages(name: str, batch: PackedBatch, config: Any) -> list[list
         r = [a - config.kl_coef * float(b.sum()) for a, b in zip(r, kl, strict=True)]
     if name == "dapo" and config.overlong_buffer:
         free = config.overlong_budget - config.overlong_buffer
-        r = [v - min(max((n - free) / config.overlong_buffer, 0), 1) for v, n in zip(r, lengths, strict=True)]
+        answers = [longest_run(flags.tolist()) for flags in batch["loss_mask"].split(LENGTHS)]
+        r = [v - min(max((n - free) / config.overlong_buffer, 0), 1) for v, n in zip(r, answers, strict=True)]
     if name == "reinforce_pp" and config.group_baseline:
         r = centred(r)
     if name in ("grpo", "dapo", "gspo", "cispo", "decoupled_ppo"):
@@ -336,17 +342,13 @@ def test_an_untrained_sample_changes_no_other_sample(name: str) -> None:
     assert not poisoned_grad.index_fill(0, where, 0.0).any()
 
 
-def test_dapo_drops_groups_with_equal_rewards_and_penalises_overlong_completions() -> None:
-    from megarl.algorithms.dapo import DAPO, DAPOConfig
-
-    algorithm = DAPO(DAPOConfig(overlong_buffer=4, overlong_budget=10))
-    penalties = algorithm.overlong_penalty(torch.tensor([1.0, 6.0, 8.0, 10.0, 12.0]))
-    assert penalties.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
-    group = make_batch().select([0, 1, 2])
-    assert algorithm.should_accept(group)
-    group["rewards"] = torch.ones(3)
-    assert not algorithm.should_accept(group)
-    assert DAPO(DAPOConfig(dynamic_sampling=False)).should_accept(group)
+def test_rewards_of_tokens_are_refused_by_the_algorithms() -> None:
+    """They would take the first tokens' values for those of the samples."""
+    batch = make_batch()
+    del batch.sequences["rewards"]
+    batch.set_tokens("rewards", torch.zeros(batch.total_tokens))
+    with pytest.raises(UserError, match="rewards has a value for each token, and this needs one for each sequence"):
+        algorithm_of(ALGORITHMS["grpo"][0]()).advantages(batch)  # type: ignore[call-arg]
 
 
 def test_ppo_gives_the_critic_returns_and_clips_its_values() -> None:

@@ -56,8 +56,7 @@ def with_advantages(name: str, batch: PackedBatch, **knobs: Any) -> tuple[Any, P
 def test_segments_have_the_advantages_of_their_whole_sample(name: str, kl: dict[str, Any], tool_turns: bool) -> None:
     if kl and name == "gdpo":
         kl = {}  # refuses it
-    extra: dict[str, Any] = {"overlong_buffer": 3, "overlong_budget": 6} if name == "dapo" else {}
-    extra |= {"gamma": 0.9} if name in ("ppo", "reinforce_pp") else {}
+    extra: dict[str, Any] = {"gamma": 0.9} if name in ("ppo", "reinforce_pp") else {}
     whole = make_batch(tool_turns=tool_turns)
     parts, place = cut(whole)
     knobs = {"aggregate_tokens": 24, **kl, **extra}

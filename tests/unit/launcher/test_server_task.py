@@ -93,6 +93,16 @@ def test_it_ends_with_0_once_the_trainers_have(folder: Path) -> None:
     assert (folder / rendezvous.server_name(0)).read_text() == "127.0.0.1:1"
 
 
+def test_it_ends_though_the_file_system_remembers_that_the_name_was_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does for up to a minute. A listing of the folder is new."""
+    rendezvous.publish(folder, rendezvous.ENDED, "")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path.name != rendezvous.ENDED and exists(path))
+    assert exit_code() == 0
+
+
 def test_its_server_uses_the_jobs_interface_in_syncs_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would choose one by itself, and on a node with several the trainer may not reach it."""
     monkeypatch.setenv("MEGARL_INTERFACE", "lo")

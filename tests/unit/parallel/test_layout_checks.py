@@ -226,7 +226,13 @@ def test_context_parallel_attention_of_transformer_engine_needs_16_bits() -> Non
         run_all(knob_checks(EngineConfig(backend="te"), cut))
     one_line(error, "actor.backend=te with parallel.cp_size=2 computes 16 bits only, and actor.dtype=float32")
     run_all(knob_checks(EngineConfig(backend="te", dtype="bfloat16"), cut))
-    run_all(knob_checks(EngineConfig(backend="te"), ParallelConfig()))
+
+
+def test_products_of_transformer_engine_in_float32_are_refused() -> None:
+    with pytest.raises(UserError) as error:
+        run_all(knob_checks(EngineConfig(backend="te"), ParallelConfig()))
+    one_line(error, "actor.backend=te multiplies float32 in TF32")
+    run_all(knob_checks(EngineConfig(), ParallelConfig()))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,36 @@ def test_a_frozen_rank_is_distinguished_from_one_without_progress(
     assert re.match(message, report), report
 
 
+def test_a_file_server_that_does_not_answer_for_two_minutes_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that watch each other keep their records there, and those of a node stop while its client waits."""
+    now, monitors = 0.0, []
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "_recorder", None)
+    monkeypatch.setattr(watchdog, "_record_collectives", lambda recorder: None)
+    thread = SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(watchdog.threading, "Thread", lambda **how: monitors.append(how["args"][2]) or thread)
+    watchdog.start(tmp_path, 0, 2, 3600.0, guard=True)
+    recorders = [watchdog._Recorder(tmp_path, rank) for rank in range(2)]
+    for recorder in recorders:
+        recorder.write()
+    (monitor,) = monitors
+    for _ in range(120):
+        recorders[0].beat()
+        now += 1.0
+        assert monitor.check() is None
+    for _ in range(600):
+        recorders[0].beat()
+        now += 1.0
+    reports = []
+    for _ in range(600):
+        recorders[0].beat()
+        now += 1.0
+        reports.append(monitor.check())
+    assert any(report and report.startswith("rank 1 does not run") for report in reports)
+
+
 @pytest.mark.parametrize(("later_s", "named"), [(0, 1), (2, 1), (29, 1), (40, 0)])
 def test_the_rank_that_others_wait_for_is_named_though_it_changed_later(
     later_s: int, named: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from megarl import checks, cli
 from megarl.knobs import UserError
 from megarl.parallel import hardware_queues, platform
+from megarl.parallel.determinism import OFF
 from megarl.rollout.client.connections import ADDRESSES_VARIABLE
 from megarl.rollout.servers import gpu_backends, server_config
 from megarl.rollout.servers.gpu_placement import check_gpu_count
@@ -37,6 +39,31 @@ def test_scales_of_fp8_stay_as_they_are_sent_on_blackwell(
     monkeypatch.setattr(hardware_queues, "lowest_major", lambda: major)
     arguments = gpu_backends.arguments("bfloat16", quantization)
     assert arguments.get("fp8_gemm_runner_backend") == ("triton" if chosen else None)
+
+
+@pytest.mark.parametrize("arguments", [{"dcp_replicate_q_proj": True}, {"dcp_comm_backend": "a2a"}], ids=str)
+def test_copies_of_query_projections_that_no_sync_renews_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"copies of query projections that no weight sync renews"):
+        gpu_backends.check_backends("bfloat16", arguments, colocated=False)
+
+
+def test_the_ranks_of_a_server_meet_by_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TCP store of torch listens on every address, at a port that another server may have drawn."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = server_config.SGLangServerConfig(device="cuda", dtype="bfloat16")
+    chosen = server_config.choose_platform(config, {}, OFF)
+    variable = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+    assert [chosen.environment(place)[variable] for place in ("/a", "/b")] == [
+        "file:///a/rendezvous",
+        "file:///b/rendezvous",
+    ]
+
+
+def test_a_colocated_servers_draft_model_is_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that it gives up holds the draft's weights too, and no sync brings them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = server_config.SGLangServerConfig(device="cuda", dtype="bfloat16", colocate=True)
+    assert server_config.choose_platform(config, {}, OFF).arguments["enable_draft_weights_cpu_backup"] is True
 
 
 @pytest.mark.parametrize("name", ["enable_eplb", "init_expert_location", "ep_num_redundant_experts"])

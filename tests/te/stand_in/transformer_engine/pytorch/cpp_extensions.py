@@ -19,5 +19,6 @@ def general_gemm(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
     out = left.to(a.out_dtype) @ right.to(a.out_dtype)
     if a.bias is not None:
         assert not a.grad
+        assert a.bias.dtype == a.out_dtype, "cuBLAS reads the bias as the output's type"
         out = out + a.bias
     return out, None, None, None

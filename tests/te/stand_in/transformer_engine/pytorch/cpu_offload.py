@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Layers:
         assert num_layers <= model_layers - 1, "Cannot offload all layers without manual synchronization"
         self.num_layers, self.model_layers = num_layers, model_layers
         self.layer, self.inside = -1, False
+        self.stream = threading.Lock()  # as little to be copied as a CUDA stream
         self.host: dict[int, list[Tensor]] = {}
         self.reloaded: set[int] = set()
         self.host_bytes = [0] * model_layers

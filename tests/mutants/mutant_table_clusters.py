@@ -1,0 +1,97 @@
+"""Bugs written by hand in what only GPUs, several nodes and other trainers' settings show: file servers, copies, scales."""
+
+from __future__ import annotations
+
+from mutant import Bugs, unit
+
+CLUSTERS: Bugs = {
+    "megarl/actor/weights/saved_file.py": {
+        unit("actor/test_saved_file"): [("nothing is flushed", "        os.fsync(file.fileno())\n", "        pass\n")],
+    },
+    "megarl/parallel/watchdog.py": {
+        unit("parallel/test_watchdog"): [
+            ("file servers have a minute", "GUARD_EVERY, FROZEN_SHARED_S)", "GUARD_EVERY)")
+        ],
+    },
+    "megarl/launcher/server_task.py": {
+        unit("launcher/test_server_task"): [
+            (
+                "the end is asked for by name",
+                "rendezvous.ENDED in os.listdir(folder)",
+                "(folder / rendezvous.ENDED).exists()",
+            )
+        ],
+    },
+    "megarl/rollout/servers/server_config.py": {
+        unit("rollout/test_gpu_placement"): [
+            ("ranks meet at a port", '"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"', '"NO_OVERRIDE"'),
+        ],
+    },
+    "megarl/rollout/servers/gpu_backends.py": {
+        unit("rollout/test_gpu_placement"): [
+            ("a draft's weights are not kept", '    "enable_draft_weights_cpu_backup": True,\n', ""),
+            ("copied projections are taken", 'sglang.get("dcp_replicate_q_proj") or ', ""),
+            ("backends that copy projections are taken", ' or sglang.get("dcp_comm_backend") in REPLICATING', ""),
+        ],
+    },
+    "megarl/parallel/megatron_patches.py": {
+        ("tests/te/test_stand_in.py",): [
+            ("a router's bias keeps its dtype", "None if bias is None else bias.to(dtype)", "bias"),
+            (
+                "contexts of offloading are copied",
+                "            type(context).__deepcopy__ = lambda this, _: this\n",
+                "            pass\n",
+            ),
+        ],
+    },
+    "megarl/actor/gpu/fp8.py": {
+        unit("actor/test_fp8"): [
+            ("parts of blocks are gathered", "parallel.sequence_parallel and shape.hidden % _GATHERED", "False"),
+            (
+                "experts one after another take fp8",
+                '        "actor.experts=sequential": config.experts == "sequential",\n',
+                "",
+            ),
+        ],
+    },
+    "megarl/actor/gpu/userbuffers.py": {
+        unit("actor/test_userbuffers"): [("every GPU has multicast", "capability < (9, 0)", "capability < (0, 0)")],
+    },
+    "megarl/actor/policy.py": {
+        ("tests/distributed/test_rank_batches.py",): [
+            ("a rank numbers its own tokens", "rank_batches.join(batch, self.groups)", "(batch, slice(None))"),
+        ],
+    },
+    "megarl/algorithms/dapo.py": {
+        unit("algorithms/test_dapo"): [
+            ("all answers count together", 'counts, "amax")', 'counts, "sum")'),
+            (
+                "a run goes on in the next sequence",
+                "mask.roll(1).index_fill(0, batch.cu_seqlens[:-1].long(), False)",
+                "mask.roll(1)",
+            ),
+            ("the penalty is always 1", "-self.config.overlong_penalty * ", "-"),
+        ],
+    },
+    "megarl/foreign/areal.py": {
+        unit("test_foreign"): [
+            (
+                "tokens above AReaL's cap are trained on",
+                '"algorithm.correction", "mask"',
+                '"algorithm.correction", "truncate"',
+            )
+        ],
+    },
+    "megarl/foreign/verl.py": {
+        unit("test_foreign"): [("megarl's defaults of PPO stay", '**(PPO_DEFAULTS if algorithm == "ppo" else {})', "")],
+    },
+    "megarl/foreign/trl.py": {
+        unit("test_foreign"): [
+            (
+                "GSPO has its own mean",
+                '"dapo", "gspo"):\n        reading.set("loss_type"',
+                '"dapo"):\n        reading.set("loss_type"',
+            )
+        ],
+    },
+}
