@@ -1,4 +1,4 @@
-"""Bugs written by hand in what only GPUs, several nodes and other trainers' settings show: file servers, copies, scales."""
+"""Bugs written by hand in what only GPUs, several nodes and settings of other trainers show."""
 
 from __future__ import annotations
 
