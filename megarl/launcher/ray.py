@@ -28,7 +28,7 @@ from megarl.launcher.local import PARENT
 from megarl.launcher.watch import watch
 from megarl.parallel import hardware_queues
 from megarl.parallel.rendezvous import INTERFACE
-from megarl.parallel.watchdog import Monitor
+from megarl.parallel.watchdog import FROZEN_SHARED_S, Monitor
 
 PACKAGE = "ray==2.60.0"  # as pyproject.toml pins it
 ADDRESS = "RAY_ADDRESS"
@@ -61,7 +61,7 @@ def launch(job: Job) -> int:
         ranks, servers = _place(ray, job)
         log = _Follower(job.log(ranks[0].name))
         ranks[0].log = None
-        monitor = Monitor(job.watch, job.world_size, job.timeout_s)
+        monitor = Monitor(job.watch, job.world_size, job.timeout_s, frozen_s=FROZEN_SHARED_S)
         return watch(ranks, servers, monitor, job.folder, log.show, POLL_S)
 
 

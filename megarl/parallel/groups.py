@@ -106,8 +106,9 @@ def initialize(config: ParallelConfig) -> Groups:
     layout = dataclasses.replace(config, dp_size=config.sizes()["dp_size"], etp_size=config.expert_tp_size)
     if not dist.is_initialized():
         _join_world(platform.collective_backend(), timedelta(seconds=config.timeout_s + watchdog.GRACE_S))
-        if watchdog.WATCH in os.environ:  # the local launcher monitors the records
-            watchdog.start(Path(os.environ[watchdog.WATCH]), dist.get_rank(), world, config.timeout_s, guard=False)
+        if watchdog.WATCH in os.environ:  # the launcher monitors the records
+            shared = rendezvous.job_folder() is not None
+            watchdog.start(Path(os.environ[watchdog.WATCH]), dist.get_rank(), world, config.timeout_s, shared=shared)
     if dist.get_world_size() != world:
         raise UserError(
             f"parallel.tp_size={layout.tp_size} x pp_size={layout.pp_size} x cp_size={layout.cp_size} x "

@@ -102,30 +102,33 @@ class _Recorder:
 _recorder: _Recorder | None = None
 
 
-def start(folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: bool) -> None:
-    """Starts this rank's record in the shared `folder`. Later calls in the same process do nothing.
+def start(
+    folder: Path, rank: int, world_size: int, timeout_s: float, *, guard: bool = False, shared: bool = False
+) -> None:
+    """Starts this rank's record in `folder`. Later calls in the same process do nothing.
 
-    With `guard`, ranks 0 and 1 monitor all ranks. If a rank is stuck, they print one line and exit with EXIT_STUCK. The
-    local launcher monitors from outside and needs no guard.
+    `shared`: the folder lies on a file system in a network, and the record is flushed to it every few seconds. With
+    `guard`, ranks 0 and 1 monitor all ranks. If a rank is stuck, they print one line and exit with EXIT_STUCK. The
+    launchers `local` and `ray` monitor from outside and need no guard.
     """
     global _recorder
     if _recorder is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    _recorder = _Recorder(folder, rank, shared=guard)
+    _recorder = _Recorder(folder, rank, shared=shared)
     _recorder.write()
     _record_collectives(_recorder)
     monitor = None
     if guard and rank < 2:
         monitor = Monitor(folder, world_size, timeout_s, BEAT_S * GUARD_EVERY, FROZEN_SHARED_S)
-    threading.Thread(target=_beat, args=(_recorder, guard, monitor), name="megarl-watchdog", daemon=True).start()
+    threading.Thread(target=_beat, args=(_recorder, shared, monitor), name="megarl-watchdog", daemon=True).start()
 
 
-def _beat(recorder: _Recorder, guard: bool, monitor: Monitor | None) -> None:
+def _beat(recorder: _Recorder, shared: bool, monitor: Monitor | None) -> None:
     problem, said = None, ""
     while True:
         recorder.beat()
-        if guard and recorder.beats % GUARD_EVERY == 1:
+        if shared and recorder.beats % GUARD_EVERY == 1:
             problem = monitor.check() if monitor is not None else None
             try:
                 recorder.flush()

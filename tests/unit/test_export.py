@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from megarl import export
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine import MegatronEngine
-from megarl.actor.weights import hf_files
+from megarl.actor.weights import hf_files, saved_file
 from megarl.config import SaverConfig
 from megarl.families import load_config
 from megarl.families.weight_formats import FORMATS, ServedFormat, format_of
@@ -126,13 +126,13 @@ def test_an_export_in_several_files_holds_one_of_them_at_a_time(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    write = hf_files.save_file
+    write = saved_file.save_file
 
     def counted(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
         held.append(sum(t.nbytes for t in tensors.values()))
         write(tensors, *args, **kwargs)
 
-    monkeypatch.setattr(hf_files, "save_file", counted)
+    monkeypatch.setattr(saved_file, "save_file", counted)
     monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 60_000)
     assert exported(saved, tmp_path / "out") == 0
     assert len(held) > 3

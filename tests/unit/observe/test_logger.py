@@ -1,6 +1,7 @@
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,9 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path):
         with StatsLogger(tmp_path, LoggerConfig(), after_step=after_step) as logger:
             for step in steps:
                 logger.commit(step, {"train/loss": loss})
+        ended = int(time.time())
+        while int(time.time()) == ended:  # names of event files have seconds, and are read in their order
+            time.sleep(0.05)
     events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True).Reload()
     shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert shown == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.parallel import watchdog
+from megarl.knobs import UserError
+from megarl.parallel import groups, rendezvous, watchdog
+from megarl.parallel.config import ParallelConfig
 
 
 @pytest.mark.parametrize("timeout_s", [10.0, 600.0])
@@ -46,7 +48,7 @@ def test_a_file_server_that_does_not_answer_for_two_minutes_ends_no_run(
     monkeypatch.setattr(watchdog, "_record_collectives", lambda recorder: None)
     thread = SimpleNamespace(start=lambda: None)
     monkeypatch.setattr(watchdog.threading, "Thread", lambda **how: monitors.append(how["args"][2]) or thread)
-    watchdog.start(tmp_path, 0, 2, 3600.0, guard=True)
+    watchdog.start(tmp_path, 0, 2, 3600.0, guard=True, shared=True)
     recorders = [watchdog._Recorder(tmp_path, rank) for rank in range(2)]
     for recorder in recorders:
         recorder.write()
@@ -139,3 +141,23 @@ def test_on_a_shared_file_system_only_the_flush_touches_the_file(tmp_path: Path)
     assert "past collective 1" in monitor.describe(0)
     recorder.flush()
     assert "waits in collective 1" in monitor.describe(0)
+
+
+@pytest.mark.parametrize("job", [False, True], ids=["one machine", "a job of several"])
+def test_records_of_a_jobs_folder_are_flushed_to_it_and_others_mapped(
+    job: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(watchdog, "start", lambda *_, **how: started.append(how))
+    monkeypatch.setenv(watchdog.WATCH, str(tmp_path))
+    if job:
+        monkeypatch.setenv(rendezvous.JOB_FOLDER, str(tmp_path))
+    else:
+        monkeypatch.delenv(rendezvous.JOB_FOLDER, raising=False)
+    monkeypatch.setattr(groups, "_join_world", lambda *_: None)
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(groups.dist, "get_world_size", lambda: 0)
+    with pytest.raises(UserError, match="0 were started"):
+        groups.initialize(ParallelConfig())
+    assert started == [{"shared": job}]
