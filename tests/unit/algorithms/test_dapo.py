@@ -25,7 +25,7 @@ def test_a_conversation_is_penalised_for_its_longest_answer() -> None:
     lengths = torch.tensor([15, 6, 12])  # the first two are segments of one sample
     flags = [False] * 3 + [True] * 4 + [False] + [True] * 4 + [False] + [True] * 2  # answers of 4, 4 and 2 tokens
     flags += [False] + [True] * 5  # one of 5
-    flags += [False] * 2 + [True] * 10
+    flags += [True] * 10 + [False] * 2  # it does not go on with the answer before it
     batch = PackedBatch(
         cu_seqlens_of(lengths),
         {"loss_mask": torch.tensor(flags)},
