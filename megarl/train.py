@@ -200,7 +200,7 @@ def find_folder(config: Config, rank: int) -> RunFolder:
         path = broadcast_json(str(make_folder(config).path) if rank == 0 else None)
     folder = RunFolder(Path(path))
     watch = (job or folder.logs) / "watch"  # ranks on several machines have no launcher to watch them
-    watchdog.start(watch, rank, config.parallel.world_size(), config.parallel.timeout_s, guard=True, shared=True)
+    watchdog.start(watch, rank, config.parallel.world_size(), config.parallel.timeout_s, guard=True)
     return folder
 
 

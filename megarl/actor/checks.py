@@ -45,7 +45,7 @@ def knob_checks(
         functools.partial(_check_backend, config, deterministic.same_bits),
         parallel.check,
         functools.partial(_check_shared_prefix, config, parallel),
-        functools.partial(_check_float32_attention, config, parallel),
+        functools.partial(_check_float32, config, parallel),
         functools.partial(_check_dispatcher, config, parallel),
         functools.partial(check_mtp_knobs, config, parallel),
         functools.partial(fp8.check_knobs, config, deterministic.is_on),
@@ -228,7 +228,7 @@ def _check_backend(config: EngineConfig, same_bits: bool) -> None:
         )
 
 
-def _check_float32_attention(config: EngineConfig, parallel: ParallelConfig) -> None:
+def _check_float32(config: EngineConfig, parallel: ParallelConfig) -> None:
     """Refuses float32 on `te`: its products are in TF32 (`cublaslt_gemm.cu` of TE 2.12.0, line 447).
 
     With cp or shared prompts no kernel takes it (`get_attention_backend`).

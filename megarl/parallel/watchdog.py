@@ -108,13 +108,14 @@ def start(
     """Starts this rank's record in `folder`. Later calls in the same process do nothing.
 
     `shared`: the folder lies on a file system in a network, and the record is flushed to it every few seconds. With
-    `guard`, ranks 0 and 1 monitor all ranks. If a rank is stuck, they print one line and exit with EXIT_STUCK. The
-    launchers `local` and `ray` monitor from outside and need no guard.
+    `guard`, it is shared, and ranks 0 and 1 monitor all ranks. If a rank is stuck, they print one line and exit with
+    EXIT_STUCK. The launchers `local` and `ray` monitor from outside and need no guard.
     """
     global _recorder
     if _recorder is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    shared = shared or guard
     _recorder = _Recorder(folder, rank, shared=shared)
     _recorder.write()
     _record_collectives(_recorder)

@@ -44,7 +44,7 @@ def broken(how: str, model: str, timeout_s: float) -> None:
     """Trains until rank 1 is killed, stopped, or sleeps, inside the loss function of its second step."""
     engine = engine_of(model, LAYOUTS["dp2"], timeout_s)
     if "MEGARL_TEST_WATCH" in os.environ:  # there is no launcher with a watchdog
-        watchdog.start(Path(os.environ["MEGARL_TEST_WATCH"]), RANK, 2, timeout_s, guard=True, shared=True)
+        watchdog.start(Path(os.environ["MEGARL_TEST_WATCH"]), RANK, 2, timeout_s, guard=True)
     steps = 0
 
     def loss_fn(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> Any:

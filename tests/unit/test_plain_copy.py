@@ -15,7 +15,15 @@ MIB = 2**20
 
 
 @pytest.mark.cpu_options("transports of the host")
-@pytest.mark.parametrize(("transport", "sizes"), [("gloo", [3 * 64 * MIB + 5]), ("shm", [3 * 64 * MIB + 5, MIB])])
+@pytest.mark.parametrize(
+    ("transport", "sizes"),
+    [
+        pytest.param("gloo", [3 * 64 * MIB + 5, MIB], marks=pytest.mark.long),
+        pytest.param("gloo", [128 * MIB], marks=pytest.mark.long),
+        ("gloo", [3 * 64 * MIB + 5]),
+        ("shm", [3 * 64 * MIB + 5, MIB]),
+    ],
+)
 def test_ranks_hold_what_was_sent_to_them_in_more_messages_than_slots(transport: str, sizes: list[int]) -> None:
     """A rank that holds other bytes ends with an error, which `copy_seconds` raises."""
     assert 0 < plain_copy.copy_seconds(transport, sizes, rounds=1) < plain_copy.DEADLINE_S

@@ -48,7 +48,7 @@ def test_a_file_server_that_does_not_answer_for_two_minutes_ends_no_run(
     monkeypatch.setattr(watchdog, "_record_collectives", lambda recorder: None)
     thread = SimpleNamespace(start=lambda: None)
     monkeypatch.setattr(watchdog.threading, "Thread", lambda **how: monitors.append(how["args"][2]) or thread)
-    watchdog.start(tmp_path, 0, 2, 3600.0, guard=True, shared=True)
+    watchdog.start(tmp_path, 0, 2, 3600.0, guard=True)
     recorders = [watchdog._Recorder(tmp_path, rank) for rank in range(2)]
     for recorder in recorders:
         recorder.write()
