@@ -163,6 +163,11 @@ class PackedBatch(HoldsTensors):
         return firsts.argsort(stable=True).argsort()[index]
 
     @property
+    def owners(self) -> Tensor:
+        """Index of the sample of each token, int64 `[total_tokens]`; see `samples`."""
+        return torch.repeat_interleave(self.samples, self.lengths)
+
+    @property
     def num_samples(self) -> int:
         return int(self.samples.max()) + 1 if self.num_seqs else 0
 
@@ -322,7 +327,7 @@ ORIGIN = "megarl_origin"  # key of a prompt's origin, {"source": label, "row": n
 
 def trained_tokens_of_samples(batch: PackedBatch) -> Tensor:
     """Counts the trained tokens of each sample, all its segments together, float32 `[num_samples]`."""
-    owner = torch.repeat_interleave(batch.samples, batch.lengths)
+    owner = batch.owners
     return torch.zeros(batch.num_samples).index_add_(0, owner, batch["loss_mask"].float())
 
 
@@ -330,7 +335,7 @@ def rewards_of_samples(batch: PackedBatch) -> Tensor:
     """Rewards of the samples, float64 `[num_samples]`. Rewards of tokens are summed over their sample."""
     if "rewards" in batch.sequences:
         return batch.of_samples("rewards").double()
-    owner = torch.repeat_interleave(batch.samples, batch.lengths)
+    owner = batch.owners
     return torch.zeros(batch.num_samples, dtype=torch.float64).index_add_(0, owner, batch["rewards"].double())
 
 

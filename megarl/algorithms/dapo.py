@@ -82,6 +82,6 @@ def longest_answers(batch: PackedBatch) -> Tensor:
     mask = batch["loss_mask"].bool()
     before = mask.roll(1).index_fill(0, batch.cu_seqlens[:-1].long(), False)
     begins = mask & ~before
-    owner = torch.repeat_interleave(batch.samples, batch.lengths)
+    owner = batch.owners
     counts = (begins.cumsum(0)[mask] - 1).bincount(minlength=int(begins.sum())).float()
     return torch.zeros(batch.num_samples).scatter_reduce(0, owner[begins], counts, "amax")

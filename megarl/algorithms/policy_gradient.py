@@ -143,7 +143,7 @@ class PolicyGradient(Algorithm):
         if self.needs_reference and self.base.kl_in == "reward":
             rewards = -self.base.kl_coef * kl_to_reference(batch, self.base.kl_estimator)
         positions = torch.where(mask, torch.arange(batch.total_tokens), -1)
-        owner = torch.repeat_interleave(batch.samples, batch.lengths)
+        owner = batch.owners
         lasts = torch.full((batch.num_samples,), -1).scatter_reduce(0, owner, positions, "amax")
         trained = lasts >= 0
         rewards[lasts[trained]] += batch.of_samples("rewards").float()[trained]

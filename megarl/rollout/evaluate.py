@@ -245,5 +245,5 @@ class Evaluator:
 def trained_of_samples(batch: PackedBatch, key: str) -> list[torch.Tensor]:
     """Values of `key` at the trained tokens of each sample, over all its segments, which are next to each other."""
     mask = batch["loss_mask"]
-    owner = torch.repeat_interleave(batch.samples, batch.lengths)[mask]
+    owner = batch.owners[mask]
     return list(batch[key][mask].split(torch.bincount(owner, minlength=batch.num_samples).tolist()))
