@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -352,6 +352,16 @@ class Episode:
     dropped: dict[str, int] = field(default_factory=dict)  # number of samples left out of the group, by reason
     origin: dict[str, Any] = field(default_factory=dict)  # source and row of the prompt, if the loader gave them
     rewards: tuple[float, ...] = ()
+
+
+class TokenMean(NamedTuple):
+    """A metric that is a mean over tokens of a microbatch, whatever the weight of the microbatch's loss."""
+
+    mean: Tensor  # scalar
+    tokens: Tensor  # scalar, how many
+
+
+Metrics = Mapping[str, Tensor | float | TokenMean]  # of a microbatch; those named `*_max` are maxima
 
 
 def cu_seqlens_of(lengths: Tensor) -> Tensor:

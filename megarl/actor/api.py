@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.types import PackedBatch, WeightUpdateMeta, WeightUpdates
+from megarl.types import Metrics, PackedBatch, WeightUpdateMeta, WeightUpdates
 
-LossFn = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+LossFn = Callable[..., Tensor | tuple[Tensor, Metrics]]
 LossWeightFn = Callable[[PackedBatch], Tensor | float]
 WeightFormat = Literal["hf", "native"]
 
@@ -132,7 +132,8 @@ class TrainEngine(ABC):
         - a `LossSource`: as `logprobs`, with keys that it adds to `data` (see `distillation.py`), or for a loss whose
           gradients are known token by token (see `token_loss.py`).
 
-        Metrics are averaged with the microbatches' weights. Metrics whose names end in `_max` take the maximum.
+        Metrics are averaged with the microbatches' weights, a `TokenMean` over tokens. Metrics whose names end in
+        `_max` take the maximum.
 
         Args:
             data: the global batch, or this data parallel rank's own.

@@ -22,7 +22,7 @@ from megarl.actor.token_loss import TokenLoss
 from megarl.families import decoder
 from megarl.parallel.config import ParallelConfig
 from megarl.parallel.determinism import OFF, Determinism
-from megarl.types import ROUTED_EXPERTS, PackedBatch, trained_tokens_of_samples
+from megarl.types import ROUTED_EXPERTS, Metrics, PackedBatch, trained_tokens_of_samples
 
 
 class PolicyAlgorithm(Protocol):
@@ -35,7 +35,7 @@ class PolicyAlgorithm(Protocol):
     def advantages(self, batch: PackedBatch) -> Tensor:
         """Computes advantages, float32 `[total_tokens]`, token-aligned."""
 
-    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, Metrics]:
         """Computes the mean loss of a microbatch and its metrics."""
 
     def loss_weight(self, data: PackedBatch) -> Tensor:
@@ -143,11 +143,11 @@ class MegatronPPOActor(MegatronEngine):
         joined, local = rank_batches.join(batch, self.groups)
         current_logprobs = torch.zeros(joined.total_tokens, device=self.device)
 
-        def own_loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def own_loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, Metrics]:
             data.set_tokens("prox_logp", logprobs.detach())
             return algorithm.loss(logprobs, entropy, data)
 
-        def loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, Metrics]:
             result = own_loss(logprobs, entropy, data)
             # 0 at positions without a trained token, including sequence ends, whose token index is 0.
             current_logprobs.index_add_(0, data["token"], data["prox_logp"])

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from megarl.parallel.broadcast import gather_json
 from megarl.parallel.groups import Groups
+from megarl.types import Metrics, TokenMean
 
-WeightedReport = tuple[float, Mapping[str, Tensor | float]]  # a microbatch's weight, and its metrics before reading
+WeightedReport = tuple[float, Metrics]  # a microbatch's weight, and its metrics before reading
 
 
 def reduced(reports: list[WeightedReport], groups: Groups) -> dict[str, float]:
-    """Computes weighted sums (maxima for `*_max`) over all microbatches of all ranks, equal on every rank.
+    """Computes means (maxima for `*_max`) over all microbatches of all ranks, equal on every rank.
 
-    Weights sum to 1, so sums are means. Only tp rank 0 and cp rank 0 of the last stage contribute; the other ranks of
-    their groups have the same values. Sums run in rank order, so the result does not depend on the order of arrival.
+    A metric counts with its microbatch's weight, and these sum to 1; a `TokenMean` counts with its tokens. Only tp rank
+    0 and cp rank 0 of the last stage contribute; the other ranks of their groups have the same values. Sums run in rank
+    order, so the result does not depend on the order of arrival.
     """
-    local_sums: dict[str, float] = {}
-    values = iter(_as_floats([value for _, report in reports for value in report.values()]))
+    sums: dict[str, float] = {}
+    tokens: dict[str, float] = {}  # of each TokenMean
+    read = iter(_as_floats([part for _, report in reports for metric in report.values() for part in _parts(metric)]))
     for weight, report in reports:
-        named = {key: next(values) for key in report}
-        _add(local_sums, {k: v if k.endswith("_max") else weight * v for k, v in named.items()})
-    if groups.world_size == 1:
-        return local_sums
-    contributes = groups.is_last_stage and groups.tp_rank == 0 and groups.cp_rank == 0
-    result: dict[str, float] = {}
-    for rank_sums in gather_json(local_sums if contributes else {}):
-        _add(result, rank_sums)
-    return result
+        for name, metric in report.items():
+            value = next(read)
+            counts = {name: next(read)} if isinstance(metric, TokenMean) else {}
+            _add(tokens, counts)
+            _add(sums, {name: value if name.endswith("_max") else counts.get(name, weight) * value})
+    if groups.world_size > 1:
+        contributes = groups.is_last_stage and groups.tp_rank == 0 and groups.cp_rank == 0
+        of_ranks = gather_json([sums, tokens] if contributes else [{}, {}])
+        sums, tokens = {}, {}
+        for rank_sums, rank_tokens in of_ranks:
+            _add(sums, rank_sums)
+            _add(tokens, rank_tokens)
+    return {name: value / max(tokens.get(name, 1.0), 1.0) for name, value in sums.items()}
+
+
+def _parts(metric: Tensor | float | TokenMean) -> tuple[Tensor | float, ...]:
+    return tuple(metric) if isinstance(metric, TokenMean) else (metric,)
 
 
 def _as_floats(values: list[Tensor | float]) -> list[float]:

@@ -18,7 +18,7 @@ from megarl.algorithms.correction import LEVELS
 from megarl.algorithms.kl_penalty import KL_ESTIMATORS
 from megarl.knobs import MAX_COUNT, MAX_WEIGHT, UserError, check_ranges, knob
 from megarl.ops.loss import CORRECTIONS
-from megarl.types import PackedBatch
+from megarl.types import Metrics, PackedBatch
 
 AGGREGATIONS = ("token", "sequence", "constant")
 KL_PLACES = ("loss", "reward")
@@ -159,8 +159,11 @@ class Algorithm(ABC):
         """Returns float32 `[total_tokens]`, 0 where `loss_mask` is not set."""
 
     @abstractmethod
-    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the mean loss of a microbatch and its metrics: scalars, and maxima if named `*_max`."""
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, Metrics]:
+        """Returns the mean loss of a microbatch and its metrics: scalars, maxima if named `*_max`.
+
+        A metric counts with its microbatch's loss weight, or as a `TokenMean` with its tokens.
+        """
 
     @abstractmethod
     def loss_weight(self, data: PackedBatch) -> Tensor:

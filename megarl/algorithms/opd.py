@@ -24,7 +24,7 @@ from megarl.algorithms.base import ClipConfig, GroupConfig, broadcast_to_tokens,
 from megarl.algorithms.policy_gradient import PolicyGradient
 from megarl.knobs import MAX_COUNT, MAX_WEIGHT, UserError, knob
 from megarl.ops.advantage import group_advantage
-from megarl.types import TEACHER_SAMPLED, PackedBatch
+from megarl.types import TEACHER_SAMPLED, Metrics, PackedBatch
 
 DIVERGENCES = ("sampled", "top_k", "full")
 
@@ -115,7 +115,7 @@ class OPD(PolicyGradient):
             advantages = advantages + config.teacher_coef * log_ratio.masked_fill(~mask, 0.0)
         return advantages
 
-    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, Metrics]:
         loss, metrics = super().loss(logprobs, entropy, data)
         weights = token_weights(data, self.config.aggregate, self.config.aggregate_tokens)
         if self.sampled:

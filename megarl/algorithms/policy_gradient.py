@@ -23,7 +23,7 @@ from megarl.algorithms.correction import SequenceCorrection
 from megarl.algorithms.kl_penalty import kl_to_reference
 from megarl.ops.advantage import group_advantage
 from megarl.ops.loss import PolicyLossSettings, policy_loss, policy_loss_metrics
-from megarl.types import PackedBatch, trained_tokens_of_samples
+from megarl.types import Metrics, PackedBatch, TokenMean, trained_tokens_of_samples
 
 
 class PolicyGradient(Algorithm):
@@ -67,7 +67,7 @@ class PolicyGradient(Algorithm):
             config.correction_level, config.correction_veto, config.reject_low, config.reject_high
         )
 
-    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> tuple[Tensor, Metrics]:
         mask, settings, correction = data["loss_mask"].bool(), self.settings, self.sequence_correction
         prox_logp, advantages, rollout_logprobs = data["prox_logp"], data["advantages"], None
         if settings.correction != "none":
@@ -90,7 +90,7 @@ class PolicyGradient(Algorithm):
         means = policy_loss_metrics(result.sums)
         metrics = {
             "clip_fraction": means["clipped_low"] + means["clipped_high"],
-            **{name: means[name] for name in ("approx_kl", "entropy", "ratio_max")},
+            **{name: means[name] for name in ("approx_kl", "entropy")},
         }
         if settings.kl_estimator != "none":
             metrics["ref_kl"] = means["ref_kl"]
@@ -98,7 +98,8 @@ class PolicyGradient(Algorithm):
             metrics.update({name: means[name] for name in ("correction_weight", "corrected")})
         if correction.rejects:
             metrics["rejected"] = (mask & ~kept).sum() / mask.sum().clamp(min=1)
-        return (result.loss * weights).sum(), {name: value.float() for name, value in metrics.items()}
+        of_tokens = {name: TokenMean(value.float(), means["tokens"]) for name, value in metrics.items()}
+        return (result.loss * weights).sum(), {**of_tokens, "ratio_max": means["ratio_max"].float()}
 
     def loss_weight(self, data: PackedBatch) -> Tensor:
         if self.base.aggregate == "token":

@@ -91,6 +91,21 @@ def test_an_update_without_them_is_the_update_with_those_that_it_finds(folder: P
     assert stats["grad_norm"] > 1e-3
 
 
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_metrics_do_not_depend_on_how_the_batch_was_cut(folder: Path, aggregate: str) -> None:
+    knobs = {"aggregate": aggregate, "aggregate_tokens": 16, "correction": "mask", "kl_coef": 0.1, "reject_high": 1.2}
+    algorithm, stats = algorithm_of(ALGORITHMS["grpo"][0](**knobs)), []
+    for max_tokens_per_mb in (30, 1000):
+        actor, batch = actor_of(folder, algorithm, max_tokens_per_mb=max_tokens_per_mb), batch_of()
+        batch["prox_logp"] = actor.compute_logp(batch)
+        noise = torch.randn(len(batch["input_ids"]), generator=torch.Generator().manual_seed(1))
+        batch["prox_logp"] += 0.3 * noise * batch["loss_mask"]
+        stats.append(actor.ppo_update(batch))
+    assert stats[0] == pytest.approx(stats[1], rel=1e-4)
+    assert 0 < stats[0]["clip_fraction"] < 1
+    assert 0 < stats[0]["rejected"] < 1
+
+
 @pytest.mark.cpu_options("rollout and trainer compute the same bits on CPU only")
 def test_a_deterministic_update_finds_the_same_bits(folder: Path) -> None:
     batch = batch_of()

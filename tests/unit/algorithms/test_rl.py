@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.algorithms import ALGORITHMS, RLConfig, algorithm_of
 from megarl.algorithms.grpo import GRPO
 from megarl.knobs import UserError
-from megarl.types import PackedBatch, cu_seqlens_of
+from megarl.types import PackedBatch, TokenMean, cu_seqlens_of
 
 LENGTHS = [5, 7, 4, 6, 9, 3, 5, 8]
 PROMPTS = [2, 2, 1, 1, 4, 1, 3, 3]
@@ -257,8 +257,10 @@ def test_advantages_loss_and_gradient_match_the_paper(name: str, knobs: dict[str
     assert float(loss) == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
     assert ours.grad[~batch["loss_mask"]].abs().max() == 0
-    assert all(math.isfinite(float(value)) for value in metrics.values())
-    assert all(0 < float(metrics[name]) < 1 for name in ("corrected", "rejected") if name in metrics)
+    assert all(math.isfinite(float(value)) for value in metrics.values() if not isinstance(value, TokenMean))
+    means = {name: metric for name, metric in metrics.items() if isinstance(metric, TokenMean)}
+    assert all(math.isfinite(metric.mean) and metric.tokens == batch["loss_mask"].sum() for metric in means.values())
+    assert all(0 < means[name].mean < 1 for name in ("corrected", "rejected") if name in means)
 
 
 def test_the_share_of_rejected_tokens_is_1_where_the_only_token_is_rejected() -> None:
@@ -268,7 +270,7 @@ def test_the_share_of_rejected_tokens_is_1_where_the_only_token_is_rejected() ->
     batch["loss_mask"] = torch.arange(batch.total_tokens) == only
     batch["rollout_logprobs"] = batch["prox_logp"] - 1
     _, metrics = algorithm.loss(batch["prox_logp"], torch.ones(batch.total_tokens), batch)
-    assert float(metrics["rejected"]) == 1.0
+    assert metrics["rejected"] == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
