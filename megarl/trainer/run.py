@@ -25,6 +25,7 @@ from megarl.rollout.executor import NoSamplesError
 from megarl.trainer.checkpoints.saver import ACTOR, Saver
 from megarl.trainer.checkpoints.trainer_state import Resumable
 from megarl.trainer.replay.kept_batches import BatchRing
+from megarl.trainer.run_owner import RunOwner
 from megarl.trainer.stop_signal import StopSignal
 from megarl.types import PackedBatch
 
@@ -72,7 +73,8 @@ class Run:
         self._unwritten = 0  # calls of `log` since the last line of metrics
         self._is_alone = stop is None
         self._stop = stop or StopSignal(self.note)
-        self._saver = Saver(config.saver, folder.checkpoints, self.note)
+        self._owner: RunOwner | None = None
+        self._saver = Saver(config.saver, folder.checkpoints, self.note, self._check_owner)
         self._batches = BatchRing(config, folder.batches, self.note)
         self._profiler = StepProfiler(config.logger, folder.profiles, dist.get_rank())
         self._started = started
@@ -81,6 +83,8 @@ class Run:
 
     def __enter__(self) -> Run:
         stats_tracker.export()  # drops numbers left by an earlier run of this process
+        if self.is_rank0:
+            self._owner = RunOwner(self.folder)
         if self.config.resume:
             state = self._saver.restore(self.engines)
             self.done, self.facts, self._before_s = state["step"], state["facts"], state["wall_s"]
@@ -212,7 +216,12 @@ class Run:
         stats = _with_rate(stats_tracker.export(), self._unwritten)
         self._unwritten = 0
         if self._logger is not None:
+            self._check_owner()
             self._logger.commit(step, stats)
+
+    def _check_owner(self) -> None:
+        if self._owner is not None:
+            self._owner.check()
 
     @property
     def wall_s(self) -> float:

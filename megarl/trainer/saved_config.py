@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from megarl.config import Config
 from megarl.observe.progress import print_wrapped
 from megarl.observe.run_folder import RunFolder, new_run, open_run
+from megarl.trainer.run_owner import check_ended
 
 
 def make_folder(config: Config, name: str = "") -> RunFolder:
@@ -21,6 +22,7 @@ def make_folder(config: Config, name: str = "") -> RunFolder:
         OmegaConf.save(OmegaConf.structured(config), folder.config)
         return folder
     folder = open_run(config.resume)
+    check_ended(folder)
     for name, (was, now) in differences(OmegaConf.load(folder.config), OmegaConf.structured(config)).items():
         print_wrapped(f"resumed with {name}={now}, the run began with {was}")
     OmegaConf.save(OmegaConf.structured(config), folder.path / "config.resumed.yaml")
@@ -30,6 +32,7 @@ def make_folder(config: Config, name: str = "") -> RunFolder:
 def make_adapter_folder(job: RunFolder, name: str, config: Config) -> RunFolder:
     """Makes the folder of one adapter's run in that of its job, with its config.yaml; or reopens it."""
     folder = job.adapter(name)
+    check_ended(folder)
     folder.make(again=True)
     OmegaConf.save(OmegaConf.structured(config), folder.path / f"config{'.resumed' if config.resume else ''}.yaml")
     return folder

@@ -32,6 +32,7 @@ from megarl.parallel import platform
 from megarl.parallel.broadcast import broadcast_json, gather_json
 from megarl.trainer.checkpoints import manifest, rng_state, trainer_state
 from megarl.trainer.checkpoints.manifest import REMOVING, WRITING, Damaged
+from megarl.trainer.run_owner import RunTakenError
 
 ACTOR = "actor"  # the engine that every run has
 
@@ -74,12 +75,19 @@ class _Write:
 class Saver:
     """Writes and restores the checkpoints of a run folder. All ranks call every method together."""
 
-    def __init__(self, config: SaverConfig, folder: Path, note: Callable[[str], None]) -> None:
-        """`note` prints a line on rank 0."""
+    def __init__(
+        self,
+        config: SaverConfig,
+        folder: Path,
+        note: Callable[[str], None],
+        check_owner: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`note` prints a line on rank 0. There `check_owner` raises if another command has the folder by now."""
         self.config = config
         self.folder = folder
         self.saved: int | None = None  # step of the newest checkpoint, restored or in progress
         self._note = note
+        self._check_owner = check_owner
         self._pending: _Write | None = None
         self._damaged: set[str] = set()  # names of checkpoints that a resume passed over
         self._is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -200,8 +208,9 @@ class Saver:
         error = None
         if self._is_rank0:
             try:
+                self._check_owner()
                 work()
-            except OSError as failure:
+            except (OSError, RunTakenError) as failure:
                 error = str(failure)
         if error := broadcast_json(error):
             raise CheckpointError(f"the checkpoint of step {step} could not be written; rank 0: {error}")

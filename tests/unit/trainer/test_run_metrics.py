@@ -19,6 +19,7 @@ from megarl.observe.metrics import stats_tracker
 from megarl.observe.run_folder import RunFolder
 from megarl.trainer.checkpoints.saver import ACTOR
 from megarl.trainer.run import Run
+from megarl.trainer.run_owner import RunOwner, RunTakenError
 
 
 class Engine:
@@ -201,3 +202,14 @@ def test_a_run_resumed_in_the_process_that_it_died_in_covers_every_step_once(fol
     assert lines_of(folder) == expected([3, 5, 6, 9, 10, 12])
     superseded = read_metrics(folder.metrics.with_suffix(".superseded.jsonl"))
     assert [row["step"] for row in superseded] == [6]
+
+
+def test_a_run_whose_folder_another_command_opened_ends_before_it_writes_more(folder: RunFolder) -> None:
+    def after(run: Run, step: int) -> None:
+        if step == 3:
+            RunOwner(folder)
+
+    with pytest.raises(RunTakenError, match="two commands cannot write one run"):
+        train(folder, every_steps=1, after=after, checkpoints=2)
+    assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2, 3]
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000002"]
