@@ -6,15 +6,18 @@ settings and this package's source. A second start therefore only memory-maps a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import datasets
+import filelock
 import pyarrow as pa
 from datasets import Dataset, Features
 
@@ -25,6 +28,7 @@ from megarl.knobs import UserError
 logger = logging.getLogger("megarl.data")
 
 BAR_FROM_ROWS = 20_000  # fewer rows take only a few seconds and get no progress bar
+PREPARING_S = 24 * 3600.0  # longest wait for another process that prepares the same data
 LISTED = 20  # bad rows in the message; with more, a file lists all
 PROBLEM = "problem"
 JSON = "json"  # the only column of rows read from json files: their text
@@ -173,17 +177,32 @@ def cached_map(
     folder = cache_folder("prepared")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with progress_bars(len(rows) >= BAR_FROM_ROWS):
+        file = folder / f"{key.hexdigest()}.arrow"
+        with _alone(file), progress_bars(len(rows) >= BAR_FROM_ROWS):
             return rows.map(
                 function, with_indices=True, remove_columns=rows.column_names, features=features, desc=what,
-                cache_file_name=str(folder / f"{key.hexdigest()}.arrow"), new_fingerprint=key.hexdigest(),
-                load_from_cache_file=True,
+                cache_file_name=str(file), new_fingerprint=key.hexdigest(), load_from_cache_file=True,
             )  # fmt: skip
+    except filelock.Timeout as error:
+        raise UserError(
+            f"another process of this machine has prepared the same data for {PREPARING_S / 3600:g} hours; end it, or "
+            f"remove {error.lock_file}"
+        ) from error
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to {folder} ({error.strerror or error}); set XDG_CACHE_HOME to a folder "
             "that you may write"
         ) from error
+
+
+def _alone(file: Path) -> contextlib.AbstractContextManager[Any]:
+    """Lets one process of this machine at a time make the file, such as one of a node's ranks that start together.
+
+    The lock lies in the machine's own folder: the kernel frees it when its holder ends, which network file systems may
+    not.
+    """
+    lock = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{file.stem}.lock"
+    return contextlib.nullcontext() if file.is_file() else filelock.FileLock(lock, timeout=PREPARING_S)
 
 
 class _Hashing:
@@ -258,7 +277,7 @@ def lengths_of(dataset: Dataset, column: str = "input_ids") -> list[int]:
     return [n for batch in batches for n in batch.column(column).combine_chunks().value_lengths().to_pylist()]
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress_bars(show: bool) -> Iterator[None]:
     """Hides the progress bars of `datasets` inside the block unless `show` is true."""
     if show or datasets.are_progress_bars_disabled():

@@ -70,9 +70,15 @@ def stored(
     """
     parts = rows.parts if isinstance(rows, Mixture) else [rows]
     path = cache_folder("prepared") / f"{_identity(config, parts)}.reference.safetensors"
-    if not all(gather_json(path.is_file())):  # computing is a collective: all ranks or none
-        _write(path, _compute(build(), parts, pack))
-    return _Stored(load_file(path))
+    if all(gather_json(path.is_file())):
+        return _Stored(load_file(path))
+    tensors = _compute(build(), parts, pack)  # a collective: all ranks or none
+    if _is_rank0():
+        _write(path, tensors)
+    gather_json(None)  # the others look once rank 0 has written
+    if not path.is_file():  # another machine's folder
+        _write(path, tensors)
+    return _Stored(tensors)
 
 
 def _compute(
@@ -81,8 +87,7 @@ def _compute(
     """`row_ids` and `lengths` (trained tokens) `[sequences]`, and the log-probs of these tokens, end to end."""
     columns: dict[str, list[Tensor]] = {"row_ids": [], "lengths": [], "logprobs": []}
     chunks = [(part, start) for part in parts for start in range(0, len(part), ROWS_AT_ONCE)]
-    quiet = dist.is_initialized() and dist.get_rank() != 0
-    for part, start in track(chunks, "reference log-probs", disable=quiet):
+    for part, start in track(chunks, "reference log-probs", disable=not _is_rank0()):
         batch = pack([part[i] for i in range(start, min(start + ROWS_AT_ONCE, len(part)))])
         mask = batch["loss_mask"]
         columns["row_ids"].append(batch["row_ids"])
@@ -90,6 +95,10 @@ def _compute(
         columns["logprobs"].append(reference.compute_logp(batch)[mask])
     reference.offload()
     return {name: torch.cat(values) for name, values in columns.items()}
+
+
+def _is_rank0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
