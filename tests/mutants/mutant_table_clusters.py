@@ -94,4 +94,46 @@ CLUSTERS: Bugs = {
             )
         ],
     },
+    "megarl/actor/reports.py": {
+        unit("actor/test_policy"): [
+            ("means over tokens count like the loss", "counts.get(name, weight) * value", "weight * value")
+        ],
+    },
+    "megarl/algorithms/policy_gradient.py": {
+        unit("actor/test_policy"): [
+            ("a mean is told over one token", 'means["tokens"]) for name', 'means["tokens"].clamp(max=1)) for name')
+        ],
+    },
+    "megarl/trainer/run_owner.py": {
+        unit("trainer/test_run_owner"): [
+            ("a folder is everybody's", 'owner.get("token", self._token) != self._token', "False"),
+            ("a number is enough", 'abs(process.create_time() - owner["process_started"]) < 1', "True"),
+            ("a zombie runs", "return same and process.status() != psutil.STATUS_ZOMBIE", "return same"),
+            ("hosts share numbers", 'owner["host"] != socket.gethostname() or ', ""),
+        ],
+    },
+    "megarl/trainer/checkpoints/saver.py": {
+        unit("trainer/test_run_owner"): [("another's folder is written", "                self._check_owner()\n", "")],
+    },
+    "megarl/trainer/run.py": {
+        unit("trainer/test_run_metrics"): [("another's metrics go on", "            self._check_owner()\n", "")],
+    },
+    "megarl/trainer/saved_config.py": {
+        unit("trainer/test_run_owner"): [
+            (
+                "a run is resumed beside itself",
+                "    folder = open_run(config.resume)\n    check_ended(folder)\n",
+                "    folder = open_run(config.resume)\n",
+            )
+        ],
+    },
+    "megarl/data/prepare.py": {
+        unit("data/test_prepared_once"): [("each rank prepares all", "with _alone(file), ", "with ")],
+    },
+    "megarl/trainer/reference_logprobs.py": {
+        unit("trainer/test_reference_identity"): [
+            ("each rank writes", "    if _is_rank0():\n        _write(path, tensors)\n", "    _write(path, tensors)\n"),
+            ("other machines' folders stay empty", "    if not path.is_file():  # another", "    if False:  # another"),
+        ],
+    },
 }

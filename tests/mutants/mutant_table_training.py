@@ -335,7 +335,7 @@ ACTOR: Bugs = {
     },
     "megarl/actor/reports.py": {
         unit("actor/test_engine"): [
-            ("maxima are weighted", 'v if k.endswith("_max") else weight * v', "weight * v"),
+            ("maxima are weighted", 'value if name.endswith("_max") else counts', "counts"),
         ],
     },
 }
