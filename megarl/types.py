@@ -355,7 +355,7 @@ class Episode:
 
 
 class TokenMean(NamedTuple):
-    """A metric that is a mean over tokens of a microbatch, whatever the weight of the microbatch's loss."""
+    """A metric that is a mean over tokens of a microbatch; the weight of the microbatch's loss does not count."""
 
     mean: Tensor  # scalar
     tokens: Tensor  # scalar, how many
