@@ -9,6 +9,7 @@ hold them as callables. A run stops at the first that raises; `megarl.preflight`
     length_checks     prompt and completion lengths                    where the run's data is read
     server_checks     the servers' arguments                           where servers are started
     machine_checks    devices of this machine; preflight plans for other machines and leaves them out
+    kernel_checks     the model's config against these devices; likewise
     gpu_count_checks  GPUs for the ranks and servers that a command starts here; by that command alone
 """
 
@@ -103,7 +104,7 @@ def server_checks(config: Config, folder: Path) -> Sequence[Check]:
 
 def machine_checks(config: Config) -> Sequence[Check]:
     """Checks of this machine's driver, kernels and devices. With Ray, ranks on other machines make them."""
-    if config.launcher == "ray" and "RANK" not in os.environ:
+    if _runs_elsewhere(config):
         return []
     return [
         gpu_checks.check_driver,
@@ -111,6 +112,17 @@ def machine_checks(config: Config) -> Sequence[Check]:
         gpu_checks.check_kernels,
         *actor_checks.device_checks(config.actor, config.parallel, config.determinism),
     ]
+
+
+def kernel_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
+    """Checks of the model against this machine's devices. With Ray, ranks on other machines make them."""
+    if _runs_elsewhere(config):
+        return []
+    return actor_checks.kernel_checks(config.actor, config.parallel, model, config.determinism)
+
+
+def _runs_elsewhere(config: Config) -> bool:
+    return config.launcher == "ray" and "RANK" not in os.environ
 
 
 def gpu_count_checks(config: Config) -> Sequence[Check]:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from transformers import PretrainedConfig
 
 from megarl.actor.config import EngineConfig, backend_of
+from megarl.actor.gpu import attention_kernels, fp8, userbuffers
 from megarl.actor.gpu import determinism as gpu_determinism
-from megarl.actor.gpu import fp8, userbuffers
 from megarl.actor.trait_checks import check_expert_biases, check_mtp, check_mtp_knobs, check_windows
 from megarl.actor.weights import quantised
 from megarl.actor.weights.peft_files import check_adapters
@@ -90,10 +90,25 @@ def device_checks(
             platform.has_flash_attention(),
             os.environ,
         ),
+        functools.partial(attention_kernels.check_variables, os.environ),
         functools.partial(userbuffers.check_device, parallel, has_te, capability, os.environ),
         functools.partial(fp8.check_gpu, config, capability, platform.cuda_version()),
         functools.partial(quantised.check_library, config.lora),
     )
+
+
+def kernel_checks(
+    config: EngineConfig,
+    parallel: ParallelConfig,
+    model: PretrainedConfig,
+    deterministic: Determinism = OFF,
+    trains: bool = True,
+) -> tuple[Callable[[], None], ...]:
+    """Lists the checks of an engine's model against this machine's devices; like `knob_checks`."""
+    has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
+    on_te = backend_of(config, has_gpu=has_gpu, has_te=has_te, same_bits=deterministic.same_bits) == "te"
+    machine = on_te, platform.compute_capability(), platform.has_flash_attention()
+    return (functools.partial(attention_kernels.check_kernels, config, parallel, model, *machine, trains),)
 
 
 def check_device(

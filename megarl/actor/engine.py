@@ -29,7 +29,7 @@ from megarl.actor.batch.microbatch import (
     shift_right,
 )
 from megarl.actor.checkpoint.engine_state import EngineState, Snapshot
-from megarl.actor.checks import device_checks, knob_checks, model_checks
+from megarl.actor.checks import device_checks, kernel_checks, knob_checks, model_checks
 from megarl.actor.config import EngineConfig
 from megarl.actor.engine_weights import EngineWeights
 from megarl.actor.gpu import fp8, userbuffers
@@ -90,7 +90,8 @@ class MegatronEngine(TrainEngine):
             raise UserError(f"actor.path={config.path} gives scores, not text; give a language model's checkpoint")
         elif trainable:
             self.hf_config = trained_model(config, self.hf_config)
-        run_all(model_checks(config, self.parallel, self.hf_config, deterministic))
+        of_model = config, self.parallel, self.hf_config, deterministic
+        run_all((*model_checks(*of_model), *kernel_checks(*of_model, trains=trainable)))
         self.backend = choose_backend(config, self.hf_config, deterministic, trainable)
         self._cost = SequenceCost.of(self.hf_config)
         if config.debug_kernels:

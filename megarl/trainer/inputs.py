@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from megarl.actor.trait_checks import trained_model
 from megarl.algorithms import OPDConfig, RewardModelConfig, algorithm_of
-from megarl.checks import length_checks, machine_checks, model_checks, server_checks
+from megarl.checks import kernel_checks, length_checks, machine_checks, model_checks, server_checks
 from megarl.config import Config
 from megarl.data.collate import Batches, StreamBatches, batches_of, pad_sequences_to_tensors
 from megarl.data.curriculum import Curriculum
@@ -63,7 +63,7 @@ def read_inputs(config: Config, rank: int) -> Inputs:
         scores = isinstance(config.algorithm, RewardModelConfig)
         trained = as_scalar(model) if scores else model
         check_resumable(open_run(config.resume).path, trained, config.actor)
-    run_all(model_checks(config, model))
+    run_all([*model_checks(config, model), *kernel_checks(config, model)])
     tokenizer = load_tokenizer(config.actor.path)
     set_chat_template(tokenizer, config.data.chat_template)
     check_vocabulary(tokenizer, model.vocab_size, config.actor.path)

@@ -57,6 +57,42 @@ CLUSTERS: Bugs = {
     "megarl/actor/gpu/userbuffers.py": {
         unit("actor/test_userbuffers"): [("every GPU has multicast", "capability < (9, 0)", "capability < (0, 0)")],
     },
+    "megarl/actor/gpu/attention_kernels.py": {
+        unit("actor/test_attention_kernels"): [
+            ("cuDNN takes packed sequences from 8.0 on", "_CUDNN_PACKED = (9, 0)", "_CUDNN_PACKED = (8, 0)"),
+            ("cuDNN takes packed sequences on 12.0", "_CUDNN_UNPACKED = (12, 0)", "_CUDNN_UNPACKED = (13, 0)"),
+            ("cuDNN trains large heads everywhere", "if capability == (9, 0) else _CUDNN_HEADS", ""),
+            ("cuDNN scores small heads only", "if trains and block.head_dim > most", "if block.head_dim > most"),
+            ("flash-attn runs on all GPUs", "_FLASH_CAPABILITY = (8, 0)", "_FLASH_CAPABILITY = (7, 0)"),
+            ("flash-attn has sinks", '    if block.sinks:\n        return "has no sinks"\n', ""),
+            ("flash-attn takes large heads on 8.9", " if capability in _FLASH_WIDE else _FLASH_HEADS", ""),
+            ("flash-attn need not be there", 'return "" if is_installed else _NOT_INSTALLED', 'return ""'),
+            ("cut sequences may store scores", "limit <= UNFUSED_TOKENS and not is_cut", "limit <= UNFUSED_TOKENS"),
+            ("one kernel of two is not enough", "if not cudnn or not flash:", "if not cudnn and not flash:"),
+            ("a variable chooses a kernel", ', "NVTE_UNFUSED_ATTN")', ")"),
+        ],
+    },
+    "megarl/actor/engine.py": {
+        unit("actor/test_attention_kernels"): [
+            ("an engine asks no GPU for kernels", ", *kernel_checks(*of_model, trains=trainable))", ",)"),
+            ("log-probs need a backward kernel", "trains=trainable", "trains=True"),
+        ],
+    },
+    "megarl/trainer/inputs.py": {
+        unit("actor/test_attention_kernels"): [
+            ("a run asks no GPU for kernels", ", *kernel_checks(config, model)]", "]")
+        ],
+    },
+    "megarl/trainer/replay/checks.py": {
+        unit("actor/test_attention_kernels"): [
+            ("a replay asks no GPU for kernels", ", *kernel_checks(config, model)]", "]")
+        ],
+    },
+    "megarl/actor/checks.py": {
+        unit("actor/test_attention_kernels"): [
+            ("variables choose kernels", "attention_kernels.check_variables, os.environ", "dict, os.environ")
+        ],
+    },
     "megarl/actor/policy.py": {
         ("tests/distributed/test_rank_batches.py",): [
             ("a rank numbers its own tokens", "rank_batches.join(batch, self.groups)", "(batch, slice(None))"),

@@ -14,7 +14,7 @@ from megarl.actor.checkpoint.stored_state import check_facts
 from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights.adapter_shards import shape_of
 from megarl.algorithms import RewardModelConfig, RLConfig, algorithm_of, name_of
-from megarl.checks import machine_checks, size_checks
+from megarl.checks import kernel_checks, machine_checks, size_checks
 from megarl.config import Config
 from megarl.families import as_scalar, read_config, with_adapters
 from megarl.knobs import UserError, run_all
@@ -67,7 +67,7 @@ def check_replay(run: Config, config: Config, batch: PackedBatch, checkpoint: Pa
     _check_algorithm(run, config, batch, checkpoint)
     run_all(machine_checks(config))
     model = trained_model(config.actor, read_config(config.actor.path))
-    run_all(size_checks(config, model))
+    run_all([*size_checks(config, model), *kernel_checks(config, model)])
     if platform.has_gpu():
         run_all([partial(check_gpu_count, gpu_count(), config.parallel.world_size(), 0, 1, False)])
     if checkpoint is not None:
