@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import os
 import time
@@ -163,12 +163,13 @@ def open_run(path: str | Path) -> RunFolder:
 def _new_folder(parent: Path) -> Path:
     """Makes a folder named by the time; a second run within the same second gets `-2`."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count(1):
+    number = 1
+    while True:
         folder = parent / (stamp if number == 1 else f"{stamp}-{number}")
-        if not folder.exists():
-            break
-    folder.mkdir()
-    return folder
+        with contextlib.suppress(FileExistsError):  # another command may make it at any moment
+            folder.mkdir()
+            return folder
+        number += 1
 
 
 def _point_latest(link: Path, name: str) -> None:

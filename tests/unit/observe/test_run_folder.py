@@ -1,3 +1,4 @@
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def test_a_run_gets_its_folders_and_latest_points_at_the_newest(tmp_path: Path):
     assert latest.is_symlink()
     assert latest.resolve() == second.path.resolve()
     assert sorted(p.name for p in latest.parent.iterdir()) == sorted([first.path.name, second.path.name, "latest"])
+
+
+def test_a_run_that_begins_at_the_same_moment_takes_the_next_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The other command makes its folder after this one has looked, and before this one makes its own."""
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    new_run(tmp_path, "demo")
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert [new_run(tmp_path, "demo").path.name for _ in range(2)] == ["now-2", "now-3"]
 
 
 def test_latest_opens_the_run_at_its_real_path(tmp_path: Path):
