@@ -74,7 +74,8 @@ class Run:
         self._is_alone = stop is None
         self._stop = stop or StopSignal(self.note)
         self._owner: RunOwner | None = None
-        self._saver = Saver(config.saver, folder.checkpoints, self.note, self._check_owner)
+        lines = (folder.metrics, folder.episodes, folder.samples)
+        self._saver = Saver(config.saver, folder.checkpoints, self.note, self._check_owner, lines)
         self._batches = BatchRing(config, folder.batches, self.note)
         self._profiler = StepProfiler(config.logger, folder.profiles, dist.get_rank())
         self._started = started

@@ -297,10 +297,10 @@ TRAINER: Bugs = {
     },
     "megarl/trainer/checkpoints/manifest.py": {
         unit("trainer/test_flush"): [
-            ("files are not flushed", "        _sync(path)\n        files[", "        files["),
-            ("the manifest and folders are not flushed", "folder):\n        _sync(path)", "folder):\n        pass"),
+            ("files are not flushed", "        flush(path)\n        files[", "        files["),
+            ("the manifest and folders are not flushed", "folder):\n        flush(path)", "folder):\n        pass"),
             ("the manifest is not flushed", "for path in (folder / NAME, *(p for", "for path in (*(p for"),
-            ("a new name is not flushed", "    _sync(to.parent)\n", ""),
+            ("a new name is not flushed", "    flush(to.parent)\n", ""),
         ],
         unit("trainer/test_saver"): [
             ("a file of another size passes", "if found != size:", "if False:"),

@@ -74,7 +74,7 @@ def describe(folder: Path, paths: Iterable[Path]) -> dict[str, tuple[int, str]]:
     """Bytes and SHA-256 of files under `folder`, each flushed to disk first."""
     files = {}
     for path in paths:
-        _sync(path)
+        flush(path)
         files[str(path.relative_to(folder))] = (path.stat().st_size, _sha256(path))
     return files
 
@@ -84,7 +84,7 @@ def seal(folder: Path, step: int, files: dict[str, tuple[int, str]]) -> None:
     body = {"format": FORMAT, "step": step, "files": {name: list(files[name]) for name in sorted(files)}}
     (folder / NAME).write_text(_text(body))
     for path in (folder / NAME, *(p for p in folder.rglob("*") if p.is_dir()), folder):
-        _sync(path)
+        flush(path)
 
 
 def read(folder: Path) -> Manifest:
@@ -128,7 +128,7 @@ def _order(folder: Path) -> tuple[int, str]:
 def rename(folder: Path, to: Path) -> None:
     """Renames a folder and flushes the new name to disk."""
     folder.rename(to)
-    _sync(to.parent)
+    flush(to.parent)
 
 
 def _text(body: dict[str, object]) -> str:
@@ -146,8 +146,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    """fsync of a file or folder."""
+def flush(path: Path) -> None:
+    """Waits until a file or folder is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

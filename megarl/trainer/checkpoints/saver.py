@@ -13,7 +13,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,18 @@ class Saver:
         folder: Path,
         note: Callable[[str], None],
         check_owner: Callable[[], None] = lambda: None,
+        lines: Sequence[Path] = (),
     ) -> None:
-        """`note` prints a line on rank 0. There `check_owner` raises if another command has the folder by now."""
+        """`note` prints a line on rank 0. There `check_owner` raises if another command has the folder by now.
+
+        `lines` are files outside whose lines a resume counts on. They are on disk before a checkpoint has its name.
+        """
         self.config = config
         self.folder = folder
         self.saved: int | None = None  # step of the newest checkpoint, restored or in progress
         self._note = note
         self._check_owner = check_owner
+        self._lines = lines
         self._pending: _Write | None = None
         self._damaged: set[str] = set()  # names of checkpoints that a resume passed over
         self._is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
@@ -176,6 +181,9 @@ class Saver:
 
     def _seal(self, write: _Write, final: Path, files: dict[str, Any]) -> None:
         manifest.seal(write.folder, write.step, files)
+        for path in (*self._lines, self.folder.parent):
+            if path.exists():
+                manifest.flush(path)
         if final.exists():  # damaged: a resume went back to an earlier one
             self._remove(final)
         manifest.rename(write.folder, final)

@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.algorithms import AlgorithmConfig, name_of
 from megarl.config import Config
 from megarl.knobs import UserError
-from megarl.trainer.checkpoints.manifest import WRITING, Damaged
+from megarl.trainer.checkpoints.manifest import WRITING, Damaged, flush
 from megarl.types import PackedBatch
 
 FORMAT = 1
@@ -85,7 +85,9 @@ class BatchRing:
             self._make_room(size)
             save_file(tensors, writing, metadata=_metadata(facts_of(self._config, step), tensors))
             writing.chmod(0o644)  # safetensors writes 0600
+            flush(writing)
             writing.replace(path)
+            flush(self.folder)
         except (OSError, SafetensorError) as error:
             writing.unlink(missing_ok=True)
             raise KeepError(f"the batch of step {step} could not be written to {path}: {error}") from error
