@@ -100,6 +100,7 @@ class WeightSession:
         self._relay = OFF  # on rank 0: of the last attempt
         self._direct = False  # on rank 0: True once relays have failed in this sync
         self._attempts_since_anchor = 0
+        self._receivers = 0  # on rank 0: most server ranks of an attempt
         self._futures: dict[int, Future[SyncReport]] = {}
 
     @property
@@ -298,6 +299,7 @@ class WeightSession:
             self._attempts_since_anchor = 0
         self._last_world = world
         sample = BucketSample.of(config.verify, self.attempt_number)
+        self._receivers = max(self._receivers, sum(link.tp_size for link in coordinator.active))
         return AttemptSpec(
             path=transport_name if transport_name in ("full", "disk") else "exact",
             senders=self.world_size,
@@ -399,7 +401,7 @@ class WeightSession:
     def _delete_previous_keys(self) -> None:
         """Removes the previous attempt's keys from the store: every rank has read them."""
         if self.rank == 0 and self.attempt_number > 1:
-            delete_keys(self._store, self.attempt_number - 1, self.world_size)
+            delete_keys(self._store, self.attempt_number - 1, self.world_size, self._receivers)
 
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_weights_through_relays_are_those_sent_directly_and_the_trainer_sends_th
     assert (direct.bytes, direct.forwarded) == (SERVERS * once, 0)
     assert relayed.received == direct.received
     assert relayed.verified == direct.verified >= SERVERS * TP * len(SHAPES)
+
+
+def test_a_sync_leaves_no_more_keys_in_the_store_than_the_one_before(fleet: Fleet) -> None:
+    store: Any = fleet.connect(relay="off")._store
+    counts = []
+    for seed in (2, 3, 4):
+        fleet.push(weights(seed))
+        counts.append(store.num_keys())
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.long

@@ -34,6 +34,11 @@ CLUSTERS: Bugs = {
             ("backends that copy projections are taken", ' or sglang.get("dcp_comm_backend") in REPLICATING', ""),
         ],
     },
+    "megarl/reshard/sync/attempt.py": {
+        ("tests/distributed/test_relayed_syncs.py",): [
+            ("servers' hashes stay", "for number in range(receivers)]", "for number in range(0)]"),
+        ],
+    },
     "megarl/trainer/checkpoints/saver.py": {
         unit("trainer/test_flush"): [
             ("lines may be lost", "(*self._lines, self.folder.parent)", "(self.folder.parent,)")

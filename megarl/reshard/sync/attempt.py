@@ -84,11 +84,15 @@ def read_spec(store: Store, attempt_number: int, deadline: Deadline) -> AttemptS
     return AttemptSpec(**(fields | {"servers": tuple(ServerGroup(**server) for server in fields["servers"])}))
 
 
-def delete_keys(store: Store, attempt_number: int, senders: int) -> None:
-    """Deletes the trainer side's keys of an attempt that every rank has finished."""
+def delete_keys(store: Store, attempt_number: int, senders: int, receivers: int) -> None:
+    """Deletes the keys of an attempt that every rank has finished; of server ranks, it had at most `receivers`.
+
+    What a rank writes to its own server's part of the store stays: `ServerLink.finish` deletes it.
+    """
     per_rank = [("hash", "trainer"), ("outcome",), ("counts",)]
     names = [key(attempt_number, name) for name in ("spec", "go", "verdict")]
     names += [key(attempt_number, *parts, rank) for parts in per_rank for rank in range(senders)]
     names += [key(attempt_number, "outcome", rank) + "/sent" for rank in range(senders)]
+    names += [key(attempt_number, "hash", "server", number) for number in range(receivers)]
     for name in names:
         store.delete_key(name)
