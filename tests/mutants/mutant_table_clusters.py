@@ -34,6 +34,16 @@ CLUSTERS: Bugs = {
             ("backends that copy projections are taken", ' or sglang.get("dcp_comm_backend") in REPLICATING', ""),
         ],
     },
+    "megarl/reshard/sync/sglang_hooks.py": {
+        ("tests/sglang/test_in_place_pause.py",): [
+            ("a pending step gets the new version", "    label_pending_steps()\n\n    def live", "\n    def live"),
+            (
+                "tokens after a pending step keep its version",
+                "        record_weight_version_events(batch.reqs, old_version=version)\n",
+                "",
+            ),
+        ],
+    },
     "megarl/reshard/sync/attempt.py": {
         ("tests/distributed/test_relayed_syncs.py",): [
             ("servers' hashes stay", "for number in range(receivers)]", "for number in range(0)]"),

@@ -1,4 +1,4 @@
-"""The code that runs inside SGLang: its weight loader, and a sleep while it is paused.
+"""The code that runs inside SGLang: its weight loader, a sleep while it is paused, and labels of tokens.
 
 `receive` runs in every tensor-parallel rank of a server, which was started with `--custom-weight-loader` naming it.
 The trainer's HTTP request carries a few integers; tensors and the report on them travel over a group of their own.
@@ -33,6 +33,8 @@ WEIGHT_LOADER = "megarl.reshard.sync.sglang_hooks.receive"  # for SGLang's --cus
 # Of an update's requests: the served model. SGLang calls the loader for the draft model of speculative decoding too
 # by default, and each order is for one call.
 UPDATED_MODEL = {"selector": "target"}
+# Attribute of a step's result in SGLang: the version that sampled it, where the server has another by now.
+SAMPLED_BY = "megarl_sampled_by"
 
 
 class _TensorPickler(pickle.Pickler):
@@ -78,6 +80,40 @@ def sleep_while_paused() -> None:
     Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
+@functools.cache
+def label_pending_steps() -> None:
+    """Patches this process's scheduler to label tokens by the weights that sampled them, over an in-place pause too.
+
+    SGLang's overlapped loop appends the tokens of a step while the next one runs. An in-place pause finds a step whose
+    tokens are not appended yet: the old weights sampled them, and SGLang would label them with the new version.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import record_weight_version_events
+
+    change, process = Scheduler.record_weight_version_change, Scheduler.process_batch_result
+
+    @functools.wraps(change)
+    def change_after_pending(scheduler: Any, new_version: str | None) -> None:
+        for _, result in getattr(scheduler, "result_queue", ()):  # the overlapped loop has one
+            if not hasattr(result, SAMPLED_BY):  # else it is older still
+                setattr(result, SAMPLED_BY, get_serving().weight_version)
+        change(scheduler, new_version)
+
+    @functools.wraps(process)
+    def process_as_sampled(scheduler: Any, batch: Any, result: Any) -> None:
+        version = getattr(result, SAMPLED_BY, None)
+        if version is None:
+            process(scheduler, batch, result)
+            return
+        with get_serving().override(weight_version=version):  # requests that end here are answered inside
+            process(scheduler, batch, result)
+        record_weight_version_events(batch.reqs, old_version=version)
+
+    Scheduler.record_weight_version_change = change_after_pending
+    Scheduler.process_batch_result = process_as_sampled
+
+
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Carries out the trainer's order in one rank. SGLang calls this and ignores the result.
 
@@ -93,6 +129,7 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
         return
     parallel = get_parallel()
     sleep_while_paused()
+    label_pending_steps()
 
     def live() -> LiveWeights:
         check_plain(model)
