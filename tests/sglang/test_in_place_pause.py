@@ -1,4 +1,4 @@
-"""In-place pauses of a server whose loop overlaps: tokens keep the version that sampled them.
+"""In-place pauses of a server whose loop overlaps: tokens keep the version that sampled them, and the server lives.
 
 SGLang's loop overlaps on GPUs, and on CPUs with several ranks.
 """
@@ -6,6 +6,7 @@ SGLang's loop overlaps on GPUs, and on CPUs with several ranks.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 from weights_support import PROMPT, TOLERANCE, Served, logprobs, weights_of
 
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
+from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.servers.sglang_server import SGLangServers
 from tests import forked_servers
 from tests.sglang.tiny_models import make_model
 
+WATCHDOG_S = 10.0  # the watchdog looks every half of it, and ends the server 5 s after it has found no progress
 TOKENS = 450
 
 
@@ -28,7 +31,7 @@ def served(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     """A server of two ranks, paused in place by its session."""
     config = SGLangServerConfig(device="cpu", max_total_tokens=16384, tp_size=2)
     folder, checkpoint = tmp_path_factory.mktemp("logs"), tiny_checkpoint("qwen3")
-    servers = SGLangServers(config, checkpoint, folder, WEIGHT_LOADER)
+    servers = SGLangServers(config, checkpoint, folder, WEIGHT_LOADER, {"watchdog_timeout": WATCHDOG_S})
     with servers:
         with forked_servers.used():
             servers.start()
@@ -74,3 +77,14 @@ def test_a_step_under_way_at_the_pause_is_labelled_by_the_weights_that_sampled_i
     gaps = (output - by_old).abs()
     assert gaps[: first["end"]].max() < TOLERANCE
     assert gaps[first["end"]] > TOLERANCE, "the old weights sampled this token, and the new version labels it"
+
+
+@pytest.mark.long
+def test_a_pause_longer_than_sglangs_watchdog_waits_ends_no_server(served: Served) -> None:
+    answer = Answer(served)
+    assert answer.began.wait(300)
+    served.control().call("/pause_generation", {"mode": "in_place"}, Deadline(120))
+    time.sleep(1.5 * WATCHDOG_S + 8)
+    served.control().call("/continue_generation", {}, Deadline(120))
+    assert len(answer.meta()["output_ids"]) == TOKENS
+    served.servers.check_alive()

@@ -215,6 +215,21 @@ def keep_arrangement(updater: Any) -> None:
     updater.begin_weight_update, updater.end_weight_update = begin_as_arranged, end_as_arranged
 
 
+def idle_while_paused(pause: Any) -> Any:
+    """Wraps a scheduler's pause: its watchdog sees no batch until the scheduler goes on.
+
+    The watchdog ends a server whose batch makes no progress for `watchdog_timeout` seconds. SGLang itself takes the
+    batch out of its sight in other pauses than those in place, which may last as long as a sync or a step.
+    """
+
+    @functools.wraps(pause)
+    def pause_unseen(scheduler: Any, request: Any) -> None:
+        pause(scheduler, request)
+        scheduler.cur_batch_for_debug = None
+
+    return pause_unseen
+
+
 def run_scheduler(*arguments: Any) -> None:
     """Runs a scheduler process, whose failed requests are answered."""
     from sglang.srt.lora.lora_manager import LoRAManager
@@ -223,6 +238,7 @@ def run_scheduler(*arguments: Any) -> None:
 
     LoRAManager.init_memory_pool = resident(LoRAManager.init_memory_pool)
     keep_arrangement(WeightUpdater)
+    Scheduler.pause_generation = idle_while_paused(Scheduler.pause_generation)
 
     make_dispatcher = Scheduler.init_request_dispatcher
 

@@ -16,13 +16,18 @@ from megarl.rollout.servers import guarded_launch
 
 
 @pytest.fixture
-def auth() -> ModuleType:
-    """SGLang's module of the key check, without the rest of SGLang, whose import takes seconds."""
+def sglang() -> Path:
+    """Folder of SGLang's server code."""
     package = importlib.util.find_spec("sglang")
     if package is None or package.origin is None:
         pytest.skip("SGLang is not installed: make setup installs it")
-    file = Path(package.origin).parent / "srt" / "utils" / "auth.py"
-    spec = importlib.util.spec_from_file_location("sglang_auth", file)
+    return Path(package.origin).parent / "srt"
+
+
+@pytest.fixture
+def auth(sglang: Path) -> ModuleType:
+    """SGLang's module of the key check, without the rest of SGLang, whose import takes seconds."""
+    spec = importlib.util.spec_from_file_location("sglang_auth", sglang / "utils" / "auth.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -101,3 +106,13 @@ def test_integers_that_end_a_scheduler_are_refused(params: dict[str, Any], messa
     else:
         with pytest.raises(ValueError, match=message):
             guarded_launch.check_request(request, [1], 10)
+
+
+def test_sglangs_watchdog_sees_no_batch_while_the_scheduler_is_paused(sglang: Path) -> None:
+    """A real server's pause is in tests/sglang/test_in_place_pause.py."""
+    seen: list[str] = []
+    scheduler = SimpleNamespace(cur_batch_for_debug="batch")
+    guarded_launch.idle_while_paused(lambda scheduler, request: seen.append(request))(scheduler, "in_place")
+    assert (scheduler.cur_batch_for_debug, seen) == (None, ["in_place"])
+    watchdog = (sglang / "managers" / "scheduler_components" / "invariant_checker.py").read_text()
+    assert "scheduler.is_initializing or scheduler.cur_batch_for_debug is not None" in watchdog
