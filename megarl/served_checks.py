@@ -23,7 +23,7 @@ from megarl.reshard.plan.megatron_layout import source_holdings
 from megarl.reshard.plan.quantised import quantised_sources
 from megarl.reshard.plan.sglang_adapters import adapter_holdings
 from megarl.reshard.plan.sglang_layout import NEURONS, Geometry, padded_for_cpu
-from megarl.rollout.servers import batch_invariance
+from megarl.rollout.servers import batch_invariance, gpu_backends
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_options
 from megarl.rollout.servers.server_config import quantisation_arguments
 
@@ -252,8 +252,13 @@ def _check_tiles(geometry: Geometry, format: ServedFormat) -> None:
 
 
 def _check_cache(config: Config, model: PretrainedConfig) -> None:
-    """Refuses an 8-bit cache on CPUs for models whose cache is not keys and values of heads."""
-    if config.server.kv_cache_dtype == "auto" or servers_on_gpu(config):
+    """Refuses an 8-bit cache on CPUs for models without keys and values of heads, and on GPUs that cannot read it."""
+    if config.server.kv_cache_dtype == "auto":
+        return
+    if servers_on_gpu(config):
+        own = [isinstance(block, LatentAttention) or block.sinks for block in decoder(model).attentions]
+        default = "triton" if any(own) and config.server.dtype != "float32" else ""
+        gpu_backends.check_cache(config.server.kv_cache_dtype, config.sglang, default)
         return
     for layer in decoder(model).layers:
         if not isinstance(layer.attention, Attention):

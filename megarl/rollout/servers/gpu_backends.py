@@ -1,6 +1,6 @@
 """Backends of SGLang servers on GPUs: attention, experts and CUDA graphs, as a run's knobs need them.
 
-SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live updates. Four of its choices fail here:
+SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live updates. Five of its choices fail here:
 
 - Attention: fa3, flashinfer and trtllm_mha take 16-bit tensors only. float32 servers get torch_native, because Triton
   multiplies float32 tensors in TF32. RMSNorm's CUDA kernel takes 16 bits too: an environment variable replaces it.
@@ -10,6 +10,8 @@ SGLang 0.5.23 chooses backends by GPU and model, not by dtype and not for live u
   them, the routed ones have another slot.
 - FP8 with a scale per block: on sm100 DeepGEMM rounds the scales to powers of two and packs them. Live updates need
   them as they were sent, as Triton's kernels take them.
+- Triton's attention compiles no kernel that reads an 8-bit cache before compute capability 8.9. The server would fail
+  as it starts.
 - CUDA graphs: a co-located server gives up its memory, that of its graphs too. SGLang refuses breakable graphs then,
   which are its default for prefill.
 """
@@ -25,6 +27,7 @@ from megarl.parallel import hardware_queues
 FLOAT32_ATTENTION = ("torch_native", "triton")
 ATTENTION_ARGUMENTS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 REPLICATING = ("a2a", "fi_a2a")  # SGLang, model_overrides/deepseek_v2.py
+TRITON_READS_FP8 = (8, 9)  # first compute capability (Triton, backends/nvidia/compiler.py, supported_fp8_dtypes)
 PLAIN_EXPERTS = ("triton", "deep_gemm")  # keep weights in the checkpoint's layout (SGLang, UnquantizedFusedMoEMethod)
 
 # Of a co-located server. SGLang's refusal is in runner_backend/breakable_cuda_graph_backend.py. A draft model, which no
@@ -80,6 +83,28 @@ def check_backends(dtype: str, sglang: Mapping[str, Any], colocated: bool) -> No
         raise UserError(
             f"sglang.moe_runner_backend={experts} may keep experts in another layout than the checkpoint's, which live "
             f"weight updates cannot write; use one of {', '.join(PLAIN_EXPERTS)}, or leave it out"
+        )
+
+
+def check_cache(kv_cache_dtype: str, sglang: Mapping[str, Any], default: str = "") -> None:
+    """Refuses an 8-bit cache on GPUs where Triton's attention would read it.
+
+    `default` is the backend that SGLang takes for the model on GPUs before Hopper, "" where it is not known.
+
+    Raises:
+        UserError: naming the GPUs and what serves.
+    """
+    capability = hardware_queues.lowest_capability()
+    if kv_cache_dtype == "auto" or capability is None or capability >= TRITON_READS_FP8:
+        return
+    chosen = {name: sglang.get(name) for name in ATTENTION_ARGUMENTS if sglang.get(name) is not None}
+    if not chosen and default:
+        chosen = {"attention_backend": default}
+    for name in [name for name, backend in chosen.items() if backend == "triton"]:
+        raise UserError(
+            f"sglang.{name}=triton{'' if name in sglang else ', the default for this model,'} cannot read "
+            f"server.kv_cache_dtype={kv_cache_dtype} on GPUs of compute capability {capability[0]}.{capability[1]}, "
+            f"below 8.9; set kv_cache_dtype=auto{'' if default else ', or attention_backend=flashinfer'}"
         )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
-from megarl import checks, cli
+from megarl import checks, cli, served_checks
 from megarl.knobs import UserError
 from megarl.parallel import hardware_queues, platform
 from megarl.parallel.determinism import OFF
@@ -39,6 +41,59 @@ def test_scales_of_fp8_stay_as_they_are_sent_on_blackwell(
     monkeypatch.setattr(hardware_queues, "lowest_major", lambda: major)
     arguments = gpu_backends.arguments("bfloat16", quantization)
     assert arguments.get("fp8_gemm_runner_backend") == ("triton" if chosen else None)
+
+
+TRITON_8_0 = r"sglang.attention_backend=triton{} cannot read server.kv_cache_dtype=fp8_e4m3 on GPUs of .* 8.0"
+
+
+@pytest.mark.parametrize(
+    ("capability", "arguments", "default", "message"),
+    [
+        ((8, 0), {"attention_backend": "triton"}, "", TRITON_8_0.format("")),
+        (
+            (8, 6),
+            {"decode_attention_backend": "triton"},
+            "",
+            r"sglang.decode_attention_backend=triton cannot read .* 8.6",
+        ),
+        ((8, 0), {}, "triton", TRITON_8_0.format(", the default for this model,") + ".*; set kv_cache_dtype=auto$"),
+        ((8, 0), {"attention_backend": "flashinfer"}, "triton", None),
+        ((8, 0), {}, "", None),
+        ((8, 9), {"attention_backend": "triton"}, "triton", None),
+        (None, {"attention_backend": "triton"}, "triton", None),
+    ],
+)
+def test_an_8_bit_cache_is_refused_where_tritons_attention_cannot_read_it(
+    capability: tuple[int, int] | None,
+    arguments: dict[str, Any],
+    default: str,
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton has E4M3 from compute capability 8.9 on; a server of an A100 would end at its first kernel."""
+    monkeypatch.setattr(hardware_queues, "lowest_capability", lambda: capability)
+    gpu_backends.check_cache("auto", arguments, default)
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
+        gpu_backends.check_cache("fp8_e4m3", arguments, default)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "refused"),
+    [
+        (DeepseekV3Config(num_hidden_layers=4), "bfloat16", True),
+        (GptOssConfig(num_hidden_layers=2), "bfloat16", True),
+        (DeepseekV3Config(num_hidden_layers=4), "float32", False),  # megarl's default is torch_native
+        (Qwen3MoeConfig(num_experts=4), "bfloat16", False),
+    ],
+)
+def test_models_whose_attention_is_tritons_by_default_have_no_8_bit_cache_on_an_a100(
+    model: PretrainedConfig, dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware_queues, "lowest_capability", lambda: (8, 0))
+    knobs = ["server.device=cuda", f"server.dtype={dtype}", "server.kv_cache_dtype=fp8_e4m3"]
+    config = cli.composed(["+experiment=gsm8k_grpo", *knobs])
+    found = checks.failures(served_checks.served_checks(config, model))
+    assert any("triton, the default for this model, cannot read" in text for text in found) == refused
 
 
 @pytest.mark.parametrize("arguments", [{"dcp_replicate_q_proj": True}, {"dcp_comm_backend": "a2a"}], ids=str)
