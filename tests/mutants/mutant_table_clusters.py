@@ -36,6 +36,12 @@ CLUSTERS: Bugs = {
             ("backends that copy projections are taken", ' or sglang.get("dcp_comm_backend") in REPLICATING', ""),
         ],
     },
+    "megarl/rollout/servers/gpu_placement.py": {
+        unit("rollout/test_gpu_placement"): [
+            ("the numbers are set before CUDA has read the UUIDs", "    torch.cuda.init()\n", ""),
+            ("children number GPUs by speed", ', "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}', "}"),
+        ],
+    },
     "megarl/rollout/servers/guarded_launch.py": {
         unit("rollout/test_guarded_launch"): [
             ("the watchdog counts pauses", "        scheduler.cur_batch_for_debug = None\n", ""),

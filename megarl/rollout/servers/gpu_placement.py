@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
 from megarl.knobs import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+log = logging.getLogger(__name__)
 
 
 def offered_gpus(count: int) -> list[str]:
@@ -32,6 +35,25 @@ def visible_gpus(tp_size: int, index: int, first: int, offered: Sequence[str]) -
             f"offered ({VISIBLE}={os.environ.get(VISIBLE, '')}); give the run more GPUs, or lower server.n_servers"
         )
     return ",".join([*own, *(gpu for gpu in offered if gpu not in own)])
+
+
+def number_gpus() -> None:
+    """Names this process's GPUs by number where CUDA_VISIBLE_DEVICES has UUIDs, after CUDA has read them.
+
+    SGLang's custom all-reduce takes numbers alone, and a server goes on without it. CUDA reads the variable once, so
+    GPUs stay the same. Slices of GPUs, and a machine with GPUs that this user cannot ask for their UUIDs, keep theirs.
+    """
+    if not os.environ.get(VISIBLE, "").startswith("GPU-"):
+        return
+    import torch
+
+    torch.cuda.init()
+    try:
+        numbers = [str(torch.cuda._get_nvml_device_index(gpu)) for gpu in range(torch.cuda.device_count())]
+    except (RuntimeError, OSError) as error:
+        log.warning("%s=%s has no numbers for SGLang's custom all-reduce: %s", VISIBLE, os.environ[VISIBLE], error)
+        return
+    os.environ |= {VISIBLE: ",".join(numbers), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the driver's order
 
 
 def check_gpu_count(gpus: int, ranks: int, servers: int, tp_size: int, colocate: bool, teacher: int = 0) -> None:

@@ -14,6 +14,8 @@ import re
 from http import HTTPStatus
 from typing import Any
 
+from megarl.rollout.servers.gpu_placement import number_gpus
+
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # SGLang answers these without a key; /health_generate runs the model
@@ -232,6 +234,7 @@ def idle_while_paused(pause: Any) -> Any:
 
 def run_scheduler(*arguments: Any) -> None:
     """Runs a scheduler process, whose failed requests are answered."""
+    number_gpus()
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater

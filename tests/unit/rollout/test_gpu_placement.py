@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megarl.parallel import hardware_queues, platform
 from megarl.parallel.determinism import OFF
 from megarl.rollout.client.connections import ADDRESSES_VARIABLE
 from megarl.rollout.servers import gpu_backends, server_config
-from megarl.rollout.servers.gpu_placement import check_gpu_count
+from megarl.rollout.servers.gpu_placement import check_gpu_count, number_gpus
 from megarl.rollout.servers.sglang_server import SGLangServers
 from megarl.trainer.rollouts.rank0_servers import choose_servers
 from megarl.trainer.rollouts.teacher_servers import TeacherServers
@@ -94,6 +95,31 @@ def test_models_whose_attention_is_tritons_by_default_have_no_8_bit_cache_on_an_
     config = cli.composed(["+experiment=gsm8k_grpo", *knobs])
     found = checks.failures(served_checks.served_checks(config, model))
     assert any("triton, the default for this model, cannot read" in text for text in found) == refused
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gpus_named_by_uuid_have_numbers_once_cuda_has_read_the_uuids(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's custom all-reduce calls int() on each name, and is left out where that fails."""
+    uuids, read = "GPU-5e1f,GPU-0c2d", []
+
+    def number(gpu: int) -> int:
+        if fails:
+            raise RuntimeError("Can't get device UUIDs")
+        return (5, 2)[gpu]
+
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setattr(torch.cuda, "init", lambda: read.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", number)
+    for names in ("3,1", "MIG-7a", uuids):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        number_gpus()
+        named = os.environ["CUDA_VISIBLE_DEVICES"]
+        assert named == ("5,2" if names == uuids and not fails else names)
+    assert read == [uuids]
+    assert os.environ["CUDA_DEVICE_ORDER"] == ("FASTEST_FIRST" if fails else "PCI_BUS_ID")
 
 
 @pytest.mark.parametrize("arguments", [{"dcp_replicate_q_proj": True}, {"dcp_comm_backend": "a2a"}], ids=str)
