@@ -1,4 +1,4 @@
-"""Whose run folder it is: the command's that opened it last. An earlier one ends before it writes more.
+"""Owner of a run folder: the command that opened it last. An earlier one ends before it writes more.
 
 Two commands in one folder would remove each other's checkpoints. A lock on a network's file system may outlive its
 host, so each command leaves its token in the folder, and reads it again before it writes.
@@ -29,10 +29,10 @@ class RunTakenError(RuntimeError):
 
 
 class RunOwner:
-    """This process's claim to a run folder."""
+    """Claim of this process to a run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
-        """Takes the folder from whoever had it."""
+        """Takes the folder from its owner, if it has one."""
         self.folder, self._token = folder, secrets.token_hex(8)
         pid = os.getpid()
         facts = {
@@ -61,7 +61,7 @@ class RunOwner:
 
 
 def check_ended(folder: RunFolder) -> None:
-    """Refuses a run folder whose owner still runs on this host, after `ENDING_S`. Those of other hosts cannot be seen.
+    """Refuses a run folder whose owner still runs on this host, after `ENDING_S`. Other hosts' processes cannot be seen.
 
     Raises:
         UserError: with the process.

@@ -75,6 +75,7 @@ CLUSTERS: Bugs = {
         unit("trainer/test_flush"): [
             ("lines may be lost", "(*self._lines, self.folder.parent)", "(self.folder.parent,)")
         ],
+        unit("trainer/test_run_owner"): [("another's folder is written", "                self._check_owner()\n", "")],
     },
     "megarl/trainer/run.py": {
         unit("trainer/test_flush"): [
@@ -84,6 +85,7 @@ CLUSTERS: Bugs = {
                 "(folder.metrics, folder.samples)",
             ),
         ],
+        unit("trainer/test_run_metrics"): [("another's metrics go on", "            self._check_owner()\n", "")],
     },
     "megarl/trainer/replay/kept_batches.py": {
         unit("trainer/test_flush"): [("half a batch gets its name", "            flush(writing)\n", "")],
@@ -210,12 +212,6 @@ CLUSTERS: Bugs = {
             ("a zombie runs", "return same and process.status() != psutil.STATUS_ZOMBIE", "return same"),
             ("hosts share numbers", 'owner["host"] != socket.gethostname() or ', ""),
         ],
-    },
-    "megarl/trainer/checkpoints/saver.py": {
-        unit("trainer/test_run_owner"): [("another's folder is written", "                self._check_owner()\n", "")],
-    },
-    "megarl/trainer/run.py": {
-        unit("trainer/test_run_metrics"): [("another's metrics go on", "            self._check_owner()\n", "")],
     },
     "megarl/trainer/saved_config.py": {
         unit("trainer/test_run_owner"): [

@@ -1,4 +1,4 @@
-"""Which attention kernels Transformer Engine has for packed sequences on a GPU. Imports no Megatron.
+"""Attention kernels that Transformer Engine has for packed sequences, by GPU. Imports no Megatron.
 
 Transformer Engine 2.12.0 takes cuDNN's or flash-attn's. Where neither serves, its unfused attention stores all scores,
 and takes no sequences cut over ranks. Plans of memory count no scores. Only what its source rules out is refused:
