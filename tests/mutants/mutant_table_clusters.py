@@ -109,6 +109,11 @@ CLUSTERS: Bugs = {
             ),
         ],
     },
+    "megarl/actor/model/adapters.py": {
+        ("tests/te/test_stand_in.py",): [
+            ("offloaded layers without adapters have no gradient", " or config.cpu_offloading", ""),
+        ],
+    },
     "megarl/actor/gpu/fp8.py": {
         unit("actor/test_fp8"): [
             ("parts of blocks are gathered", "parallel.sequence_parallel and shape.hidden % _GATHERED", "False"),

@@ -3,7 +3,7 @@
 Arguments: the work folder, and the cases by number of ranks as JSON {"1": [case, ...], "2": [...]}. A case has `name`,
 `model`, `layout`, `recompute`, `dtype`, `experts` (their knobs under `te`), `marks`: if the norm is also computed under
 other marks of experts, and `shared`: then `te` reads common beginnings once, and `torch` reads them in each sequence.
-`offload` is a number of layers, `lora` trains the adapters of the model's folder.
+`offload` is a number of layers, `lora` the folder of the adapters that are trained, "" without, and `targets` theirs.
 Ranks are forked from this process, which has imported Megatron once.
 """
 
@@ -47,8 +47,9 @@ WORLD_LIMIT_S = 2400  # of the cases of one number of ranks; for a hang alone
 NORMS = ("grad_norm", "mtp_grad_norm", "mtp_loss")
 
 
-def adapters_of(folder: Path, quantization: str) -> LoraConfig:
-    return LoraConfig(rank=4, alpha=6.0, path=str(folder), quantization=quantization)
+def adapters_of(model: Path, case: dict[str, Any]) -> LoraConfig:
+    path = str(model.parent / case["lora"])
+    return LoraConfig(rank=4, alpha=6.0, path=path, targets=case["targets"], quantization=case["quantization"])
 
 
 def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine:
@@ -62,7 +63,7 @@ def engine_of(backend: str, model: Path, case: dict[str, Any]) -> MegatronEngine
         offload_activations=case["offload"] if backend == "te" else 0,
         shared_prefix=case["shared"] and backend == "te",
         mtp="train" if case["model"] == "mtp" else "carry",
-        lora=adapters_of(model.parent / "adapter", case["quantization"]) if case["lora"] else LoraConfig(),
+        lora=adapters_of(model, case) if case["lora"] else LoraConfig(),
         optimizer=OptimizerConfig(**ADAM, clip_grad=1.0),
         **options,
     )

@@ -57,8 +57,10 @@ SHARED = "shared"  # common beginnings are read once by `te`, and by `torch` wit
 EXPERTS = {"sequential": {"experts": "sequential"}, "flex": {"moe_dispatcher": "flex"}}
 OFFLOADED, SIXTEEN = "offloaded", "bfloat16"
 QUANTISED = "quantised"
+LATE = "adapters_offloaded"  # a layer without adapters offloaded, before one with them
+SHARED_EXPERTS = [f"shared_experts.{name}_proj" for name in ("gate", "up", "down")]
 # With the adapters of a model's folder, and their recompute mode.
-ADAPTED = {"adapters": "none", "adapters_selective": "selective", QUANTISED: "none"}
+ADAPTED = {"adapters": "none", "adapters_selective": "selective", QUANTISED: "none", LATE: "none"}
 RUN_LIMIT_S = 3000  # of all cases; for a hang alone
 TIMEOUT = pytest.mark.timeout(RUN_LIMIT_S + 600)  # of a test, the run of its cases included
 pytestmark = [*rows.marks(), TIMEOUT]
@@ -95,7 +97,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str]]] = {  # by ranks: model, 
         ("blocks", {}, QUANTISED),
         ("qwen3_moe", {}, "adapters"),
         ("qwen3_moe", {}, SIXTEEN),
-        ("latent", {}, OFFLOADED),  # with shared experts, which copy the configuration
+        ("latent", {}, LATE),  # with shared experts, which copy the configuration
+        ("latent", {}, OFFLOADED),
     ]),
     2: rows.every(16, [
         ("qwen3", {"tp_size": 2}, "none"),
@@ -162,9 +165,13 @@ def make_shared_batch(vocab_size: int) -> dict[str, torch.Tensor]:
     }
 
 
-def write_adapter(source: Path, folder: Path) -> None:
-    """Writes an adapter of all linear layers of a model, with rank 4 and alpha 6."""
-    adapters, generator = Adapters(4, (ALL_LINEAR,), 6.0), torch.Generator().manual_seed(7)
+def targets_of(option: str) -> list[str]:
+    return SHARED_EXPERTS if option == LATE else [ALL_LINEAR]
+
+
+def write_adapter(source: Path, folder: Path, targets: list[str]) -> None:
+    """Writes an adapter of a model's linear layers, with rank 4 and alpha 6."""
+    adapters, generator = Adapters(4, tuple(targets), 6.0), torch.Generator().manual_seed(7)
     shapes = tensor_shapes(with_adapters(read_config(str(source)), adapters))
     tensors = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     write(folder, tensors, adapters, 0.0, str(source))
@@ -180,8 +187,8 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         (folder / name / "model").symlink_to(add_layers(source, folder / "layers") if name == "mtp" else source)
         save_file(make_batch(fields.get("vocab_size", 343)), folder / name / "batch.safetensors")
         save_file(make_shared_batch(fields.get("vocab_size", 343)), folder / name / "shared.safetensors")
-        if any(model == name and option in ADAPTED for parts in CASES.values() for model, _, option in parts):
-            write_adapter(source, folder / name / "adapter")
+        for option in {option for parts in CASES.values() for model, _, option in parts if model == name} & {*ADAPTED}:
+            write_adapter(source, folder / name / option, targets_of(option))
     cases: dict[str, list[dict[str, Any]]] = {}
     for ranks, parts in CASES.items():
         for name, (model, layout, recompute) in zip(NAMES[ranks], parts, strict=True):
@@ -194,8 +201,9 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
                 "dtype": "bfloat16" if recompute == SIXTEEN else "float32",
                 "experts": EXPERTS.get(recompute, {}),
                 "marks": name == MARKS,
-                "offload": 1 if recompute == OFFLOADED else 0,
-                "lora": recompute in ADAPTED,
+                "offload": 1 if recompute in (OFFLOADED, LATE) else 0,
+                "lora": recompute if recompute in ADAPTED else "",
+                "targets": targets_of(recompute),
                 "quantization": "nf4" if recompute == QUANTISED else "none",
                 SHARED: recompute == SHARED,
             }
@@ -300,8 +308,9 @@ def test_selective_keeps_no_outputs_of_norms_and_swiglu(work: Path) -> None:
     assert spared == tokens * (kept["none"] - kept["selective"]) > 0
 
 
-def test_only_the_first_layers_are_offloaded(work: Path) -> None:
-    first, second = facts_of(work, "qwen3-offloaded-")["offloaded"]
+@pytest.mark.parametrize("name", ["qwen3-offloaded-", f"latent-{LATE}-"])
+def test_only_the_first_layers_are_offloaded(name: str, work: Path) -> None:
+    first, second = facts_of(work, name)["offloaded"]
     assert first > 0
     assert second == 0
 

@@ -198,8 +198,9 @@ def attach(
             module.register_forward_hook(_add_grouped)
         module.lora.add_module(expert, adapter)  # type: ignore[union-attr]
     for stage in modules:
-        recomputes = stage.config.recompute_granularity is not None  # type: ignore[union-attr]
-        if recomputes and (embedding := getattr(stage, "embedding", None)) is not None:
+        config, embedding = stage.config, getattr(stage, "embedding", None)
+        needs_gradient = config.recompute_granularity is not None or config.cpu_offloading  # type: ignore[union-attr]
+        if needs_gradient and embedding is not None:
             embedding.register_forward_hook(_require_gradient)
 
 
@@ -222,7 +223,11 @@ def _module_of(stage: nn.Module, name: str) -> tuple[nn.Module, Any, str]:
 
 
 def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
-    """Has the first layer's input require a gradient: without one, a recomputed layer gives its adapters none."""
+    """Has the first layer's input require a gradient, as layers without adapters are frozen.
+
+    Without one, a recomputed layer gives its adapters none. Transformer Engine brings offloaded activations back when a
+    layer's output gets its gradient, and refuses an output without one (cpu_offload.py:885 of TE 2.12.0).
+    """
     if torch.is_grad_enabled():
         output.requires_grad_()
 
