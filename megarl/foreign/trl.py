@@ -9,10 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.base import UNBOUNDED
 from megarl.data.sources import load_rows
 from megarl.foreign.adapters import leave_adapters, set_adapters, set_quantised_base
 from megarl.foreign.reading import Converted, Reading, reading_of
-from megarl.foreign.trl_keys import AGGREGATES, COMMANDS, LORA, LORA_DEFAULTS, ROWS, SCHEDULES, TABLES
+from megarl.foreign.trl_keys import (
+    AGGREGATES,
+    COMMANDS,
+    CORRECTIONS,
+    LORA,
+    LORA_DEFAULTS,
+    ROWS,
+    SAMPLING,
+    SCHEDULES,
+    TABLES,
+)
 from megarl.foreign.yaml_file import load_yaml
 from megarl.knobs import UserError, does_not_exist
 from megarl.parallel.platform import takes_gpu_options
@@ -73,6 +84,8 @@ def _algorithm(reading: Reading, command: str, algorithm: str, keys: dict[str, t
     if command == "rloo":
         reading.set("trl rloo", None, "algorithm.kl_in", "reward")
         reading.set("trl rloo", None, "algorithm.kl_estimator", "k1")
+    if command == "grpo":
+        _correction(reading)
     weights = reading.take("reward_weights")
     if weights is not None:
         knob = "algorithm.reward_weights" if algorithm == "gdpo" else "rewards.weights"
@@ -112,6 +125,47 @@ def _grpo(reading: Reading) -> str:
     else:
         reading.set("epsilon", low, "algorithm.eps_clip", low)
     return algorithm
+
+
+def _correction(reading: Reading) -> None:
+    """Sets the weight by trainer/rollout probability, which TRL's GRPO has by default where vLLM samples."""
+    corrects, vllm = reading.flag(SAMPLING["correction"], True), reading.unread.get("use_vllm") is True
+    if not (corrects and vllm):
+        if vllm:
+            reading.set(SAMPLING["correction"], False, "algorithm.correction", "none")
+        why = f"{SAMPLING['correction']} is false" if vllm else "use_vllm is off"
+        for key in [key for key in SAMPLING.values() if key in reading.unread]:
+            reading.note(key, reading.take(key), f"no change: {why}")
+        return
+    stated, mode = SAMPLING["mode"] in reading.unread, reading.text(SAMPLING["mode"], "sequence_mask")
+    if mode not in CORRECTIONS:
+        reading.refuse(SAMPLING["mode"], mode, f"is not one of {', '.join(CORRECTIONS)}")
+    correction, level = CORRECTIONS.get(mode, ("mask", "sequence"))
+    note = "" if stated else "its default; TRL before 0.26 has token_truncate and 2.0"
+    reading.set(SAMPLING["mode"], mode, "algorithm.correction", correction, note)
+    reading.set(SAMPLING["mode"], mode, "algorithm.correction_level", level)
+    _correction_bounds(reading, correction)
+    if (top_p := reading.unread.get("top_p", 1)) != 1:
+        reading.note("top_p", top_p, "algorithm.correction takes rollout probabilities before top_p, and TRL after it")
+
+
+def _correction_bounds(reading: Reading, correction: str) -> None:
+    """Sets the smallest and largest weight; a null upper bound is none."""
+    low = reading.optional_number(SAMPLING["low"])
+    if low and correction == "truncate":
+        why = "raises smaller weights, which algorithm.correction=truncate leaves as they are"
+        reading.refuse(SAMPLING["low"], low, why)
+    reading.set(SAMPLING["low"], low, "algorithm.correction_low", low or 0.0)
+    key = SAMPLING["cap"] if SAMPLING["cap"] in reading.unread else SAMPLING["high"]
+    if key in reading.unset:
+        if correction == "truncate":
+            reading.refuse(key, None, "leaves nothing to truncate; give a number, or take a mask mode")
+        reading.set(key, None, "algorithm.correction_high", UNBOUNDED, "no upper bound")
+        return
+    stated, high = key in reading.unread, reading.number(key, 3.0)
+    reading.set(key, high, "algorithm.correction_high", high, "" if stated else "its default")
+    if (unused := reading.take(SAMPLING["high"])) is not None:
+        reading.note(SAMPLING["high"], unused, f"no change: {key} takes its place")
 
 
 def _data(reading: Reading, kind: str) -> list[str]:

@@ -85,8 +85,22 @@ LORA = {
     "rslora": "use_rslora",
 }
 LORA_DEFAULTS = {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}  # TRL's, and PEFT's targets
+# Keys of the weight by trainer/vLLM probability. The cap is the older name of the upper bound, and wins.
+SAMPLING = {
+    "correction": "vllm_importance_sampling_correction",
+    "mode": "vllm_importance_sampling_mode",
+    "low": "vllm_importance_sampling_clip_min",
+    "high": "vllm_importance_sampling_clip_max",
+    "cap": "vllm_importance_sampling_cap",
+}
+CORRECTIONS = {  # by mode: algorithm.correction and algorithm.correction_level
+    "token_truncate": ("truncate", "token"),
+    "token_mask": ("mask", "token"),
+    "sequence_truncate": ("truncate", "sequence"),
+    "sequence_mask": ("mask", "sequence"),
+}
 OTHERS = (
-    "use_peft", *LORA.values(),
+    "use_peft", *LORA.values(), *SAMPLING.values(),
     "dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split", "learning_rate", "beta", "epsilon",
     "epsilon_high", "loss_type", "scale_rewards", "reward_weights", "num_generations", "max_completion_length",
     "max_length", "temperature", "per_device_train_batch_size",

@@ -197,7 +197,18 @@ CLUSTERS: Bugs = {
                 "GSPO has its own mean",
                 '"dapo", "gspo"):\n        reading.set("loss_type"',
                 '"dapo"):\n        reading.set("loss_type"',
-            )
+            ),
+            (
+                "TRL's default weight is dropped",
+                'if command == "grpo":\n        _correction(reading)\n',
+                "if False:\n        pass\n",
+            ),
+            (
+                "megarl's lower bound stays",
+                '"algorithm.correction_low", low or 0.0',
+                '"algorithm.correction_low", low or 0.5',
+            ),
+            ("a null upper bound is the default", "if key in reading.unset:", "if False:"),
         ],
     },
     "megarl/actor/reports.py": {

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl import cli, other_trainers
+from megarl.algorithms.base import UNBOUNDED
 from megarl.foreign import areal, trl_keys, verl_keys
 from megarl.foreign.areal import read_areal
 from megarl.foreign.reading import Converted, Tables
@@ -108,6 +109,44 @@ def test_trl_grpo_has_trls_defaults_and_batches() -> None:
 def test_trl_commands_and_variants(command: str, given_keys: dict[str, Any], expected: dict[str, Any]) -> None:
     found = knobs(trl(command, **given_keys))
     assert {knob: found.get(knob) for knob in expected} == expected
+
+
+SEQUENCE_MASK = {"": "mask", "_level": "sequence", "_low": 0.0, "_high": 3.0}
+UNCHANGED = dict.fromkeys(SEQUENCE_MASK)
+
+
+@pytest.mark.parametrize(
+    ("given_keys", "expected"),
+    [
+        ({}, UNCHANGED),
+        ({"use_vllm": False, "vllm_importance_sampling_mode": "token_mask"}, UNCHANGED),
+        ({"use_vllm": True}, SEQUENCE_MASK),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_cap": 2.0},
+         {**UNCHANGED, "": "none"}),
+        ({"use_vllm": True, "vllm_importance_sampling_cap": 2.0, "vllm_importance_sampling_clip_max": 4.0},
+         {**SEQUENCE_MASK, "_high": 2.0}),
+        ({"use_vllm": True, "vllm_importance_sampling_clip_max": 0.4,
+          "vllm_importance_sampling_mode": "token_truncate"},
+         {"": "truncate", "_level": "token", "_low": 0.0, "_high": 0.4}),
+        ({"use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"},
+         {**SEQUENCE_MASK, "": "truncate"}),
+        ({"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": None,
+          "vllm_importance_sampling_clip_min": 0.5},
+         {"": "mask", "_level": "token", "_low": 0.5, "_high": UNBOUNDED}),
+    ],
+)  # fmt: skip
+def test_trl_weighs_what_vllm_samples(given_keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    converted = trl("grpo", **given_keys)
+    found = knobs(converted)
+    assert {end: found.get(f"algorithm.correction{end}") for end in expected} == expected
+    assert {line.split()[0] for line in converted.table.splitlines()[1:]} >= set(given_keys)
+    assert not any("read together" in line for line in converted.table.splitlines() if "vllm_importance" in line)
+
+
+def test_trl_is_said_to_weigh_by_the_probability_after_top_p() -> None:
+    rows = [line.split(maxsplit=2) for line in trl("grpo", use_vllm=True, top_p=0.9).table.splitlines()]
+    notes = [text for key, _, text in rows if key == "top_p"]
+    assert "algorithm.correction takes rollout probabilities before top_p, and TRL after it" in notes
 
 
 def test_verl_has_its_layout_clip_and_kl() -> None:
@@ -213,6 +252,28 @@ def test_allocation_modes_become_layouts(mode: str, expected: dict[str, Any]) ->
         (lambda: trl("grpo", num_generations=5), "= 16 completions is not a multiple of num_generations=5"),
         (lambda: trl("grpo", loss_type="sapo"), "loss_type: sapo  is not one of grpo, bnpo, dapo"),
         (lambda: trl("kto"), "--from-trl kto does not exist"),
+        (
+            lambda: trl("grpo", use_vllm=True, vllm_importance_sampling_mode="token"),
+            "vllm_importance_sampling_mode: token  is not one of token_truncate, token_mask, sequence_truncate,",
+        ),
+        (
+            lambda: trl(
+                "grpo",
+                use_vllm=True,
+                vllm_importance_sampling_mode="token_truncate",
+                vllm_importance_sampling_clip_min=0.5,
+            ),
+            "vllm_importance_sampling_clip_min: 0.5  raises smaller weights, which algorithm.correction=truncate",
+        ),
+        (
+            lambda: trl(
+                "grpo",
+                use_vllm=True,
+                vllm_importance_sampling_mode="sequence_truncate",
+                vllm_importance_sampling_clip_max=None,
+            ),
+            "vllm_importance_sampling_clip_max: null  leaves nothing to truncate",
+        ),
         (lambda: read_verl([*VERL, "data.truncation=left"]), "data.truncation: left  is not one of error; prompts"),
         (lambda: read_verl([*VERL, "actor.optim.lr=1"]), "actor.optim.lr: 1  is not a supported key"),
         (lambda: read_verl([*VERL, "algorithm.adv_estimator=opo"]), "algorithm.adv_estimator: opo  is not one of gae"),
