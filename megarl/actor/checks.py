@@ -173,7 +173,7 @@ def _refuse_offloaded_activations(config: EngineConfig, backend: str) -> None:
 
 
 def check_layout(model: PretrainedConfig, parallel: ParallelConfig) -> None:
-    """Refuses a layout that does not divide the model.
+    """Refuses parallel sizes that do not cut the model into equal parts.
 
     Raises:
         UserError: tp does not divide heads or the MLP, or neither of KV heads and tp divides the other. Layers are

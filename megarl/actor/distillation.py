@@ -117,7 +117,7 @@ def top_k_of(engine: MegatronEngine, batch: PackedBatch, k: int, below: int) -> 
     def process(output: Tensor, mb: Microbatch) -> Tensor:
         hidden, weight = engine._hidden(output, mb), heads.weight_of(engine.stages[-1])
         groups = engine.groups
-        found = torch.zeros(hidden.shape[0], 2 * k, device=hidden.device)
+        top_tokens = torch.zeros(hidden.shape[0], 2 * k, device=hidden.device)
         for rows in mb.trained_labels.rows.split(TOP_K_ROWS):
             dtype = torch.float32 if engine.config.float32_head else hidden.dtype
             logits = product(hidden[rows], weight, hidden.new_empty(len(rows), weight.shape[0], dtype=dtype))
@@ -129,8 +129,8 @@ def top_k_of(engine: MegatronEngine, batch: PackedBatch, k: int, below: int) -> 
                 group=groups.tp if groups.tp_size > 1 else None,
                 below=below,
             )
-            found[rows] = torch.cat((ids.float(), logprobs), 1)  # float32 holds ids below 2^24
-        return shift_right(mb.gather(found, groups.cp), mb.last)
+            top_tokens[rows] = torch.cat((ids.float(), logprobs), 1)  # float32 holds ids below 2^24
+        return shift_right(mb.gather(top_tokens, groups.cp), mb.last)
 
     engine.eval()
     rows: Any = torch.cat(engine._collect(batch, process))

@@ -214,8 +214,8 @@ class MegatronEngine(TrainEngine):
         if weigh is not None and not (total > 0 and math.isfinite(total)):
             raise UserError(f"the batch's loss weights sum to {total}; at least one token must be trained on")
         targets = self._mtp.targets(batch, rows, weights) if weigh is not None and self._mtp is not None else []
-        own = zip(rows[groups.dp_rank], weights[groups.dp_rank], strict=True)
-        return [self._microbatch(batch, part, weight / total, targets) for part, weight in own]
+        of_rank = zip(rows[groups.dp_rank], weights[groups.dp_rank], strict=True)
+        return [self._microbatch(batch, part, weight / total, targets) for part, weight in of_rank]
 
     def _microbatch(
         self, batch: PackedBatch, indices: list[int], weight: float, targets: Sequence[int] = ()
@@ -249,7 +249,7 @@ class MegatronEngine(TrainEngine):
         return mb.gather(heads.values(self._hidden(output, mb), self.stages[-1]), self.groups.cp)
 
     def _logprobs(
-        self, output: Tensor, mb: Microbatch, labels: Labels, with_entropy: bool = True, told: Any = None
+        self, output: Tensor, mb: Microbatch, labels: Labels, with_entropy: bool = True, gradients: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self._hidden(output, mb)
         logprobs, entropy = self.backend.logprobs(
@@ -260,7 +260,7 @@ class MegatronEngine(TrainEngine):
             self.hf_config.vocab_size,
             self._head,
             with_entropy,
-            told,
+            gradients,
         )
         cp = self.groups.cp
         return mb.gather(logprobs, cp), mb.gather(entropy, cp) if entropy is not None else None

@@ -80,10 +80,10 @@ class LoraTraining:
         boxes = {(part.name + ".weight", box.start): (part, row) for part in self._parts for box, row in part.rows}
         result = []
         for shard in shards:
-            if (found := boxes.get((shard.name, shard.start))) is None:
+            if (part_and_row := boxes.get((shard.name, shard.start))) is None:
                 result.append(shard)
                 continue
-            merge = functools.partial(self._merge, shard.view, *found)
+            merge = functools.partial(self._merge, shard.view, *part_and_row)
             box = ComputedBox(tuple(shard.view.shape), shard.view.dtype, shard.view.data_ptr(), merge)
             result.append(dataclasses.replace(shard, view=box))
         return result

@@ -111,7 +111,7 @@ class MegatronPPOActor(MegatronEngine):
             batch.set_sequences("sample_tokens", trained_tokens_of_samples(batch)[batch.samples])
 
     def ppo_update(self, batch: PackedBatch) -> dict[str, float]:
-        """Updates the policy on the batch, with one optimizer step for each of the algorithm's minibatches.
+        """Takes `algorithm.n_minibatches` optimizer steps, each on another part of the batch.
 
         Minibatch j of n has samples j, j + n, j + 2n, ..., which spread over the batch. Returns the mean of the steps'
         metrics (maxima for `*_max`) without skipped steps, and the number of `skipped_steps`.
@@ -164,7 +164,10 @@ class MegatronPPOActor(MegatronEngine):
         return stats
 
     def _loss_input(self, loss: LossFn, given_prox_logp: bool) -> LossInput:
-        """Chooses how the head computes log-probs for a loss that changes nothing but its microbatch."""
+        """Returns what computes the log-probs of a loss: by chunks of tokens where the algorithm allows it.
+
+        `loss` may change nothing but its microbatch.
+        """
         if self.loss_input == "logprobs" and self.algorithm.by_token(given_prox_logp):
             return TokenLoss(self, loss)
         return self.loss_input

@@ -59,10 +59,10 @@ class BasePolicy:
         """Computes log-probs as `MegatronReference.compute_logp` does, by the routers' own choice of experts."""
         batch = PackedBatch.from_padded(data)
         tokens = {key: value for key, value in batch.tokens.items() if key != ROUTED_EXPERTS}
-        own = PackedBatch(batch.cu_seqlens, tokens, batch.sequences, batch.bounds)
-        own.shared = batch.shared
+        without_routes = PackedBatch(batch.cu_seqlens, tokens, batch.sequences, batch.bounds)
+        without_routes.shared = batch.shared
         with self._engine.base_alone():
-            return self._engine.eval().logprobs(own, trained_only=True)
+            return self._engine.eval().logprobs(without_routes, trained_only=True)
 
     def offload(self) -> None:
         """Does nothing: the weights are the engine's."""

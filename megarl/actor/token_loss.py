@@ -29,8 +29,8 @@ class TokenLoss:
         """Needs nothing."""
 
     def __call__(self, output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        told = functools.partial(self._gradients, microbatch)
-        logprobs, entropy = self.engine._logprobs(output, microbatch, microbatch.trained_labels, told=told)
+        gradients = functools.partial(self._gradients, microbatch)
+        logprobs, entropy = self.engine._logprobs(output, microbatch, microbatch.trained_labels, gradients=gradients)
         assert entropy is not None
         return logprobs, entropy
 

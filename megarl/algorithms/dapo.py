@@ -1,4 +1,4 @@
-"""DAPO: decoupled clip and dynamic sampling (Yu et al., https://arxiv.org/abs/2503.14476, section 3).
+"""DAPO: GRPO with two clip bounds and dynamic sampling (Yu et al., https://arxiv.org/abs/2503.14476, section 3).
 
 GRPO's advantages with four changes:
 

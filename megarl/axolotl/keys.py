@@ -1,4 +1,4 @@
-"""Tables from the keys of an axolotl YAML to megarl's knobs, or to the reason why a key is ignored or refused."""
+"""Maps each key of an axolotl YAML to megarl's knob, or to the reason why it is ignored or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads an axolotl YAML of its RLHF methods: `python -m megarl.train --from-axolotl grpo.yaml [KNOB=VALUE ...]`.
+"""Converts the axolotl YAML of an RLHF method to megarl's knobs.
+
+    python -m megarl.train --from-axolotl grpo.yaml [KNOB=VALUE ...]
 
 Every key sets knobs, is listed as needing no change, or is refused by name. Plain keys are looked up in the tables of
 `keys.py`. This module converts the keys that depend on each other: algorithms, data sets, batch sizes, steps.

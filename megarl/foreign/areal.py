@@ -1,4 +1,6 @@
-"""Reads an AReaL YAML: `python -m megarl.launcher.local SCRIPT.py --from-areal gsm8k_grpo.yaml [KNOB=VALUE ...]`.
+"""Converts an AReaL YAML to megarl's knobs.
+
+    python -m megarl.launcher.local SCRIPT.py --from-areal gsm8k_grpo.yaml [KNOB=VALUE ...]
 
 Every key sets knobs, is listed as needing no change, or is refused by name. Keys and the grammar of `allocation_mode`
 come from AReaL's modules cli_args and alloc_mode (https://github.com/inclusionAI/AReaL).
@@ -26,7 +28,7 @@ LAYOUT = {"d": "dp_size", "p": "pp_size", "t": "tp_size", "c": "cp_size", "e": "
 
 
 def read_areal(path: str) -> Converted:
-    """Converts an AReaL YAML.
+    """Converts an AReaL YAML to overrides of knobs, and a table with each key's outcome.
 
     Raises:
         UserError: the file cannot be read, or some keys are not supported (all of them, one line each).

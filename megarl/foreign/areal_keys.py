@@ -1,4 +1,4 @@
-"""Tables from the keys of an AReaL YAML to megarl's knobs, or to the reason why a key is ignored or refused.
+"""Maps each key of an AReaL YAML to megarl's knob, or to the reason why it is ignored or refused.
 
 Keys and defaults: the module cli_args and the examples of https://github.com/inclusionAI/AReaL.
 """

@@ -1,4 +1,6 @@
-"""Reads a TRL YAML: `python -m megarl.train --from-trl grpo grpo.yaml [KNOB=VALUE ...]`, as in `trl grpo --config`.
+"""Converts a TRL YAML, as `trl grpo --config` takes it, to megarl's knobs.
+
+    python -m megarl.train --from-trl grpo grpo.yaml [KNOB=VALUE ...]
 
 Every key sets knobs, is listed as needing no change, or is refused by name. Defaults of keys that are not given are
 TRL's where they decide what is trained.
@@ -30,7 +32,7 @@ from megarl.parallel.platform import takes_gpu_options
 
 
 def read_trl(command: str, path: str, replicas: int | None = None, world: int = 1) -> Converted:
-    """Converts a TRL YAML.
+    """Converts a TRL YAML to overrides of knobs, and a table with each key's outcome.
 
     Args:
         command: TRL's command, such as grpo, whose configuration the file is.

@@ -1,4 +1,4 @@
-"""Tables from the keys of a TRL YAML to megarl's knobs, or to the reason why a key is ignored or refused.
+"""Maps each key of a TRL YAML to megarl's knob, or to the reason why it is ignored or refused.
 
 Keys and defaults: trl/trainer/*_config.py and trl/scripts of https://github.com/huggingface/trl.
 """

@@ -1,4 +1,6 @@
-"""Reads a verl command line: `python -m megarl.train --from-verl algorithm.adv_estimator=grpo ... [-- KNOB=VALUE ...]`.
+"""Converts a verl command line to megarl's knobs.
+
+    python -m megarl.train --from-verl algorithm.adv_estimator=grpo ... [-- KNOB=VALUE ...]
 
 What follows `python3 -m verl.trainer.main_ppo` in a script follows `--from-verl` here; `--` begins megarl's own knobs.
 Every key sets knobs, is listed as needing no change, or is refused by name.

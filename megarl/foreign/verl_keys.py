@@ -1,4 +1,4 @@
-"""Tables from the keys of a verl command line to megarl's knobs, or to the reason why a key is ignored or refused.
+"""Maps each key of a verl command line to megarl's knob, or to the reason why it is ignored or refused.
 
 Keys: verl/trainer/config/ppo_trainer.yaml and ppo_megatron_trainer.yaml of https://github.com/volcengine/verl.
 """

@@ -1,4 +1,4 @@
-"""Proposes layouts: the quickest expected steps on a number of GPUs, within their memory.
+"""Proposes layouts of trainer and servers with the shortest expected steps that a number of GPUs' memory holds.
 
 python -m megarl.preflight tune +experiment=NAME [gpus=N] [group=name ...] [knob=value ...]
 

@@ -36,7 +36,7 @@ FEED: Bugs = {
     },
     "megarl/actor/batch/balance.py": {
         unit("actor/test_balance"): [
-            ("empty parts meet nothing", "met = other[empty:]", "met = other[:0]"),
+            ("empty parts meet nothing", "rest = other[empty:]", "rest = other[:0]"),
             ("an empty part is not the lightest", "if len(joined) == parts else 0.0", "if joined else 0.0"),
         ],
     },

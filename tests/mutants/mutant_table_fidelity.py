@@ -33,10 +33,10 @@ ROUTES: Bugs = {
             (
                 "weights are those of its own choice",
                 "            self.waiting.append(experts)\n        return scores.gather(1, experts), experts",
-                "            self.waiting.append(experts)\n        return own_scores, experts",
+                "            self.waiting.append(experts)\n        return chosen_scores, experts",
             ),
             ("expert 0 first means no route", "given = self.replayed[:, :1] >= 0", "given = self.replayed[:, :1] > 0"),
-            ("the router's own choice is recorded", "self.chosen = experts", "self.chosen = own"),
+            ("the router's own choice is recorded", "self.chosen = experts", "self.chosen = chosen"),
             ("passes without backward keep choices", "self.recomputes and self.trains", "self.recomputes"),
             ("choices of a failed pass stay", "            router.waiting.clear()\n", "            pass\n"),
             ("backward replays the last microbatch", "                router.replayed = None", "                pass"),
@@ -57,8 +57,8 @@ ROUTES: Bugs = {
             ),
             (
                 "another order counts as a change",
-                "(experts.sort(-1).values != own.sort(-1).values).any(-1)",
-                "(experts != own).any(-1)",
+                "(experts.sort(-1).values != chosen.sort(-1).values).any(-1)",
+                "(experts != chosen).any(-1)",
             ),
             ("choices are counted again", "            router.counts.clear()\n", ""),
         ],

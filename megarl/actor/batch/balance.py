@@ -56,8 +56,10 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
         _, _, other = heapq.heappop(heap)
         other.reverse()
         empty = parts - len(wide)  # empty parts of `wide`, which take the heaviest parts of `other`
-        met = other[empty:]
-        joined = other[:empty] + [(a + b, (m, n)) for (a, m), (b, n) in zip(wide, met, strict=False)] + wide[len(met) :]
+        rest = other[empty:]
+        joined = (
+            other[:empty] + [(a + b, (m, n)) for (a, m), (b, n) in zip(wide, rest, strict=False)] + wide[len(rest) :]
+        )
         joined.sort(key=lambda part: part[0])
         lightest = joined[0][0] if len(joined) == parts else 0.0
         heapq.heappush(heap, (lightest - joined[-1][0], order, joined))
@@ -67,14 +69,14 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 def _listed(members: Any) -> list[int]:
     """Lists the indices in nested pairs, in ascending order."""
-    found, left = [], [members]
+    indices, left = [], [members]
     while left:
         item = left.pop()
         if isinstance(item, tuple):
             left += item
         else:
-            found.append(item)
-    return sorted(found)
+            indices.append(item)
+    return sorted(indices)
 
 
 def imbalance(loads: Sequence[float]) -> float:

@@ -112,7 +112,9 @@ def check_layout(config: EngineConfig, parallel: ParallelConfig, model: Pretrain
 
 
 def check_gpu(config: EngineConfig, gpu: tuple[int, int] | None, cuda: tuple[int, int] | None) -> None:
-    """Refuses GPUs without the recipe's instructions, as Transformer Engine itself does when a layer runs.
+    """Refuses a GPU or CUDA version that cannot run the recipe of `actor.fp8`.
+
+    Transformer Engine itself refuses them only when a layer runs.
 
     Args:
         gpu: the lowest compute capability of this machine's GPUs; None without one.

@@ -105,7 +105,7 @@ class Adapter(nn.Module):
         if self.dropout and self.training:
             x = self._dropped(x)
         parts = {name: self._part(name)() for name in self._names}
-        a = torch.cat([own for own, _ in parts.values()]) if len(parts) > 1 else parts[self._names[0]][0]
+        a = torch.cat([matrix for matrix, _ in parts.values()]) if len(parts) > 1 else parts[self._names[0]][0]
         if self.is_expert and self.cut == 0:
             a = copy_to_tensor_model_parallel_region(a, group=self.group)
         inner = dict(zip(parts, self._exchange(F.linear(x, a)).split(len(a) // len(parts), dim=-1), strict=True))
@@ -207,17 +207,17 @@ def attach(
 def part_of(modules: Sequence[nn.Module], part: AdaptedPart) -> AdapterPart:
     """Finds the matrices of a part of the model."""
     module, _, expert = _module_of(modules[part.boxes[0].stage], part.module)
-    found: AdapterPart = module.get_submodule(".".join(filter(None, ("lora", expert, part.part))))  # type: ignore[assignment]
-    return found
+    matrices: AdapterPart = module.get_submodule(".".join(filter(None, ("lora", expert, part.part))))  # type: ignore[assignment]
+    return matrices
 
 
 def _module_of(stage: nn.Module, name: str) -> tuple[nn.Module, Any, str]:
     """Finds the module `name` of the local layer spec, its weight, and the expert's index if it holds several."""
-    if (found := EXPERT.fullmatch(name)) is not None:
-        layer = stage.get_submodule(found["experts"])
+    if (match := EXPERT.fullmatch(name)) is not None:
+        layer = stage.get_submodule(match["experts"])
         if not hasattr(layer, "local_experts"):
-            module = layer.get_submodule(found["linear"])
-            return module, getattr(module, f"weight{found['number']}"), found["number"]
+            module = layer.get_submodule(match["linear"])
+            return module, getattr(module, f"weight{match['number']}"), match["number"]
     module = stage.get_submodule(name)
     return module, weight_of(module), ""
 

@@ -21,7 +21,7 @@ from megarl.parallel.config import ParallelConfig
 
 
 def overlaps_shared_experts(layout: ParallelConfig) -> bool:
-    """True if shared experts can run while this layout exchanges tokens between experts.
+    """True if shared experts may run during the exchange of tokens between ranks.
 
     `tp_comm_overlap` rules it out: Megatron takes the collectives from the layers of shared experts, and leaves them
     in the buffers of that overlap for gradients (shared_experts.py:157).

@@ -117,9 +117,9 @@ def embed(weight: Tensor, ids: Tensor, groups: Groups) -> Tensor:
     with torch.no_grad():
         row = ids - groups.tp_rank * weight.shape[0]
         inside = (row >= 0) & (row < weight.shape[0])
-        found = F.embedding(row * inside, weight).masked_fill(~inside[:, None], 0.0)
+        embedded = F.embedding(row * inside, weight).masked_fill(~inside[:, None], 0.0)
         if groups.tp_size > 1:
-            dist.all_reduce(found, group=groups.tp)
+            dist.all_reduce(embedded, group=groups.tp)
         if groups.layout.sequence_parallel:
-            found = found.chunk(groups.tp_size)[groups.tp_rank]
-        return found[:, None]
+            embedded = embedded.chunk(groups.tp_size)[groups.tp_rank]
+        return embedded[:, None]

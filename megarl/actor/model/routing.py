@@ -66,16 +66,16 @@ class ReplayedRouter:
             experts = self.waiting.popleft()
             return scores.gather(1, experts), experts
         assert default_compute_topk is not None, "Megatron gives it"
-        own_scores, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen_scores, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.replayed is None:
-            self.chosen = own
-            return own_scores, own
-        if self.replayed.shape != own.shape:
-            raise ValueError(f"routes of shape {tuple(self.replayed.shape)} for experts {tuple(own.shape)}")
+            self.chosen = chosen
+            return chosen_scores, chosen
+        if self.replayed.shape != chosen.shape:
+            raise ValueError(f"routes of shape {tuple(self.replayed.shape)} for experts {tuple(chosen.shape)}")
         given = self.replayed[:, :1] >= 0
-        experts = torch.where(given, self.replayed, own)
+        experts = torch.where(given, self.replayed, chosen)
         with torch.no_grad():
-            differs = (experts.sort(-1).values != own.sort(-1).values).any(-1)  # False without a given route
+            differs = (experts.sort(-1).values != chosen.sort(-1).values).any(-1)  # False without a given route
             self.counts.append(torch.stack((differs.sum(), given.sum())))
         self.chosen = experts
         if self.keeps:

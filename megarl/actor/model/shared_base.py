@@ -57,16 +57,16 @@ def take(module: nn.Module, base: nn.Module) -> None:
         RuntimeError: a parameter has no frozen one of its name and shape in `base`.
     """
     frozen = named_tensors(base)
-    for name, own in named_tensors(module).items():
+    for name, empty in named_tensors(module).items():
         owner, _, attribute = name.rpartition(".")
         holder = module.get_submodule(owner)
         if isinstance(holder, ValueHead):
             continue
         given = frozen.get(name)
-        if isinstance(given, QuantisedWeight) and isinstance(own, QuantisedWeight) and given.shape == own.shape:
+        if isinstance(given, QuantisedWeight) and isinstance(empty, QuantisedWeight) and given.shape == empty.shape:
             holder._modules["quantised"] = given
             continue
-        if given is None or given.requires_grad or (given.shape, given.dtype) != (own.shape, own.dtype):
+        if given is None or given.requires_grad or (given.shape, given.dtype) != (empty.shape, empty.dtype):
             raise RuntimeError(f"{name} has no frozen parameter of its shape in the shared base")
         (holder._parameters if attribute in holder._parameters else holder._buffers)[attribute] = given
     left = [name for name, tensor in module.named_parameters() if tensor.is_meta]

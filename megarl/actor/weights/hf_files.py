@@ -273,7 +273,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> None:
-    """Writes the config, and copies everything else of `source` that is no weight.
+    """Writes config.json, and copies every other file of `source` that holds no weights.
 
     Left out are hidden files, links to folders, and folders with a model of their own.
     """
