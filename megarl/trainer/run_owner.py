@@ -61,7 +61,7 @@ class RunOwner:
 
 
 def check_ended(folder: RunFolder) -> None:
-    """Refuses a run folder whose owner still runs on this host, after `ENDING_S`. Other hosts' processes cannot be seen.
+    """Refuses a run folder whose owner still runs on this host after `ENDING_S`. Other hosts are not seen.
 
     Raises:
         UserError: with the process.
