@@ -31,7 +31,7 @@ DTYPES = {
     "rollout_logprobs": torch.float32,
     "rewards": torch.float32,
 }
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = 60.0  # for a workflow that blocks the loop: a busy machine gives its thread no time for seconds
 
 
 class WorkflowError(RuntimeError):

@@ -36,7 +36,7 @@ from megarl.types import (
     WeightUpdates,
 )
 
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 60.0  # for calls that the loop answers at once, and to close workflows
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from megarl.parallel.rendezvous import PublishedFailure, awaited, failure_name, 
 from megarl.rollout.servers.served_adapters import ServedAdapters, check_held
 from megarl.rollout.servers.sglang_server import ServerError, answers_at
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # for a hang alone: a busy server answers late
 PROBE_S = 2.0
 
 

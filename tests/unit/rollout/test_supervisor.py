@@ -100,7 +100,7 @@ def test_a_server_that_fails_a_sync_is_started_again_though_it_answers(watch) ->
 def test_a_server_of_ours_that_died_is_told_from_one_that_lives_and_from_one_of_somebody_elses(
     watch, monkeypatch
 ) -> None:
-    monkeypatch.setattr(module, "DEATH_GRACE_S", 0.1)
+    monkeypatch.setattr(module, "DEATH_GRACE_S", 0.0)  # it is looked at once all the same
     one, other, external = Scripted("one"), Scripted("other"), Scripted("external", owned=False)
     supervisor = watch(one, other, external, heartbeat_s=60)
     one.dead = external.dead = True
